@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks._models import GPT, VOCABULARY
-from gulliver.checkpoint import AsyncCheckpointer, load, split_state
+from gulliver.checkpoint import AsyncCheckpointer, load
+from gulliver.checkpoint.tree import split_state
 
 BLOCK = 4 * 2**20
 TORCH_SAVE, SAFETENSORS, DCP = "torch.save", "safetensors", "dcp.save"

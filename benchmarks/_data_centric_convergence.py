@@ -8,19 +8,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gulliver.video import (
-    AutoencoderConfig,
-    DataConfig,
-    OptimizerConfig,
-    Request,
-    TrainConfig,
-    ValidationConfig,
-    VideoModel,
-    parse_shapes,
-    sentence,
-    train,
-    train_judges,
-)
+from gulliver.video import DataConfig, Request, TrainConfig, VideoModel
+from gulliver.video.config import AutoencoderConfig, OptimizerConfig, ValidationConfig, parse_shapes
+from gulliver.video.digits import sentence, train_judges
+from gulliver.video.planned_training import train
 
 SHAPES = ("1x16x16:4", "1x16x24:2", "1x24x24:2", "5x16x16:2")
 WAYS = ("plain", "data-centric")

@@ -10,16 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gulliver.hardware import (
-    BlockKind,
-    Cluster,
-    SampleCosts,
-    SampleFit,
-    SampleModel,
-    SampleShape,
-    TableCosts,
-    described,
-)
+from gulliver.hardware import Cluster, SampleCosts, SampleShape, TableCosts, described
+from gulliver.hardware.batch_costs import BlockKind
+from gulliver.hardware.samples import SampleFit, SampleModel
 
 TABLE = Path(__file__).with_name("dcp_costs.json")
 HIDDEN, LAYERS, MEMORY = 1152, 28, 50e9

@@ -14,8 +14,12 @@ import numpy as np
 
 from benchmarks._data_centric_costs import video_costs
 from benchmarks._harness import Report, at_least
-from gulliver.data import DISTRIBUTIONS, DataCentricPlanner, Tokens, draw_shapes, shares_of
-from gulliver.hardware import BatchCosts, HostRoom, TableCosts, TierRates
+from gulliver.data import DataCentricPlanner, Tokens
+from gulliver.data_centric.costs import DISTRIBUTIONS, draw_shapes
+from gulliver.data_centric.pictures import shares_of
+from gulliver.hardware import HostRoom, TableCosts
+from gulliver.hardware.batch_costs import BatchCosts
+from gulliver.hardware.offload import TierRates
 
 DEVICES, BUDGET = 8, 8_000_000
 MEMORIES, RATES = (50e9, 40e9), {"PCIe 4": 25e9, "PCIe 5": 55e9, "NVLink to the host": 400e9}

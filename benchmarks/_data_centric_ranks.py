@@ -150,8 +150,9 @@ def measured_costs(work: Workload, run: Run, ranks: int) -> tuple[TableCosts, St
     Returns:
         The costs, and what a step takes besides at both ends.
     """
-    from gulliver.comm import broadcast_object, gather_objects
-    from gulliver.data import MicroBatch, RankGroup, StepPlan
+    from gulliver.comm import gather_objects
+    from gulliver.comm.collectives import broadcast_object
+    from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
 
     shapes = table(work)
     seconds: dict[str, dict[int, dict[int, float]]] = {}
@@ -275,7 +276,8 @@ def _compared(
     rounds: int,
 ) -> Measured:
     """Epochs of a workload under each planner in turn; bucketing, which is far off, only once."""
-    from gulliver.comm import broadcast_object, gather_objects
+    from gulliver.comm import gather_objects
+    from gulliver.comm.collectives import broadcast_object
     from gulliver.data import DataCentricPlanner, Samples
 
     shapes, budget = table(work), Samples(work.step)

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gulliver.data import DataCentricPlanner, StepPlan
-from gulliver.data._budgets import Budget
-from gulliver.data._draws import Distribution
+from gulliver.data import DataCentricPlanner
+from gulliver.data_centric.costs import Budget, Distribution
+from gulliver.data_centric.steps import StepPlan
 from gulliver.errors import GulliverError
 from gulliver.hardware import TableCosts
 

@@ -28,19 +28,10 @@ from torch import Tensor
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks.limits import Group, LimitsError
 from gulliver.data import Bucket
-from gulliver.dreambooth import load_adapter
-from gulliver.video import (
-    DIRECTIONS,
-    Judges,
-    MovingDigits,
-    Request,
-    SamplingConfig,
-    VideoModel,
-    compose,
-    sentence,
-    train_judges,
-    write_clip,
-)
+from gulliver.dreambooth.video_base import load_adapter
+from gulliver.video import DIRECTIONS, Request, SamplingConfig, VideoModel
+from gulliver.video.digits import Judges, MovingDigits, compose, sentence, train_judges
+from gulliver.video.media import write_clip
 
 ROOT = Path(__file__).parent.parent
 RUN = Path("out/demo/run")

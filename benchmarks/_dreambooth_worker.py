@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gulliver.dreambooth import DreamboothConfig, dreambooth
+from gulliver.dreambooth import DreamboothConfig
+from gulliver.dreambooth.trainer import dreambooth
 
 RATE = 5e-6
 
@@ -66,7 +67,7 @@ def peer(config: DreamboothConfig) -> dict[str, Any]:
     from PIL import Image
     from transformers import CLIPTextModel, CLIPTokenizer
 
-    from gulliver.dreambooth._order import SampleOrder
+    from gulliver.dreambooth.student import SampleOrder
 
     assert config.model is not None
     assert config.subject is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gulliver.solve import RowPolicy, RowReplacement
+from gulliver.solve.rows import RowPolicy, RowReplacement
 
 Trace = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks._embedding_rates import power_law
 from gulliver.embedding import CachedEmbeddingBag
-from gulliver.embedding._columns import WEIGHT, Column
+from gulliver.embedding.records import WEIGHT, Column
 
 
 @dataclass(frozen=True)

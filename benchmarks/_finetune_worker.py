@@ -25,9 +25,9 @@ from benchmarks._memory_worker import disk_counter, say
 from gulliver.comm import init_world
 from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, finetune, make_example
-from gulliver.finetune import _prepare as preparing
-from gulliver.finetune._finetune import Finetuner
-from gulliver.finetune._run import FinetuneRun
+from gulliver.finetune import prepare as preparing
+from gulliver.finetune.finetuner import Finetuner
+from gulliver.finetune.prepare import FinetuneRun
 
 RATE = 1e-4
 LEAST = "least"

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from benchmarks._fp8_training import Size, final, gpt_losses
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most
 from benchmarks._int8_bytes import GB, unet_of_sd2
-from gulliver.hardware import fp8_break_even, fp8_seconds, named_cluster, probe_device
+from gulliver.hardware import fp8_seconds
+from gulliver.hardware.operators import fp8_break_even
+from gulliver.hardware.probe import named_cluster, probe_device
 from gulliver.precision import replace_module
-from gulliver.precision.fp8 import convert_to_fp8, has_units
-from gulliver.precision.int8 import model_bytes
+from gulliver.precision.fp8 import convert_to_fp8
+from gulliver.precision.fp8.conversion import has_units
+from gulliver.precision.int8.replace import model_bytes
 
 BUDGET_S = 520.0
 BLOCK_GAIN, TO_TORCHAO, CURVE = 1.30, 1.0, 0.01

@@ -137,7 +137,7 @@ def gpt_losses(
 
 def stdit_losses(arm: str, seed: int, steps: int, plugin: Plugin | None = None) -> list[float]:
     """Losses of a rectified flow of moving digits; arguments as of `gpt_losses`."""
-    from gulliver.video import MovingDigits
+    from gulliver.video.digits import MovingDigits
 
     torch.manual_seed(seed)
     model = stdit3(

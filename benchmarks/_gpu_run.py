@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gulliver.comm import World, adopt_world
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 
 
 class PartSkipped(Exception):

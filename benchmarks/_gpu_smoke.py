@@ -92,7 +92,8 @@ def gemini(run: GpuRun) -> None:
 
 def fp8(run: GpuRun) -> None:
     """Products through `torch._scaled_mm`, with torch's fused optimizer."""
-    from gulliver.precision.fp8 import convert_to_fp8, has_units
+    from gulliver.precision.fp8 import convert_to_fp8
+    from gulliver.precision.fp8.conversion import has_units
 
     if not run.dry and not has_units(run.device):
         raise PartSkipped("the device has no FP8 units")
@@ -150,7 +151,7 @@ def checkpoint(run: GpuRun) -> None:
 def flash(run: GpuRun) -> None:
     """Kernels of attention against float64, forward and backward."""
     from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
-    from gulliver.parallel.sequence._kernels import KERNELS, asked_of
+    from gulliver.parallel.sequence.kernels import KERNELS, asked_of
 
     length, heads, dim = run.sized(1024, 64), 4, 64
     names = (

@@ -27,7 +27,8 @@ SHARES = (0.84, 0.95)
 
 def fp8(run: GpuRun) -> None:
     """Speed-up of compiled FP8 over compiled bf16: two blocks of Llama-3-8B, then square layers."""
-    from gulliver.precision.fp8 import convert_to_fp8, has_units
+    from gulliver.precision.fp8 import convert_to_fp8
+    from gulliver.precision.fp8.conversion import has_units
 
     if not run.dry and not has_units(run.device):
         raise PartSkipped("the device has no FP8 units")

@@ -8,9 +8,9 @@ import torch
 
 import gulliver
 from benchmarks._harness import Report, at_most
-from gulliver.comm import RankGroup
+from gulliver.comm.groups import RankGroup
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
-from gulliver.precision.int8 import model_bytes
+from gulliver.precision.int8.replace import model_bytes
 
 CARDS = 8
 GB = 1e9

@@ -21,10 +21,11 @@ import torch
 import gulliver
 from benchmarks._harness import Report, at_least, at_most
 from benchmarks.limits import Group, LimitsError
-from gulliver import init_world, lazy_parameters, shutdown
-from gulliver.comm import RankGroup
+from gulliver.booster.hybrid.checks import lazy_parameters
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.world import init_world, shutdown
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
-from gulliver.precision.int8 import model_bytes
+from gulliver.precision.int8.replace import model_bytes
 from gulliver.quantize import stream_quantized
 
 RANKS, SEED, MIB = 4, 0, 1 << 20

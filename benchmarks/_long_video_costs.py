@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gulliver._compat import DispatchMode
-from gulliver.hardware import Device, attention_seconds, linear_seconds, memory_seconds
+from gulliver.hardware import attention_seconds, linear_seconds
+from gulliver.hardware.cluster import Device
+from gulliver.hardware.costs import memory_seconds
 from gulliver.models import MMDiT, STDiT3
 
 PRODUCTS = ("mm", "addmm", "bmm", "convolution", "scaled_dot_product")

@@ -111,7 +111,9 @@ def simulated_moves(case: Case, rounds: int, ahead: int | None = None) -> list[i
 
 def counted_moves(case: Case, rounds: int, folder: Path, ahead: int | None = None) -> int:
     """Sizes that the manager has moved to and from a file."""
-    from gulliver.memory import PARAMETERS, DiskStore, Manager
+    from gulliver.memory.buffers import PARAMETERS
+    from gulliver.memory.manager import Manager
+    from gulliver.memory.stores import DiskStore
 
     store = DiskStore(folder, 2 * PAGE * sum(case.sizes))
     manager = Manager(PAGE * case.budget, "cpu", store, ahead=ahead)

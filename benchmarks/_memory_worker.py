@@ -29,9 +29,11 @@ from benchmarks._peers import Contestant, boosted, deepspeed, fsdp2, plain
 from benchmarks.limits import disk_bytes
 from gulliver.booster import GeminiPlugin
 from gulliver.errors import GulliverError
-from gulliver.hardware import Disk, current_cluster, probe_device, probe_disk
+from gulliver.hardware import current_cluster
+from gulliver.hardware.cluster import Disk
+from gulliver.hardware.probe import probe_device, probe_disk
 from gulliver.memory import activation_peak
-from gulliver.plan import Work
+from gulliver.plan.tree import Work
 
 BEGAN = time.monotonic()
 DISK_FILE = 512 << 20

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from benchmarks._harness import markdown_table
-from gulliver.models import CONFIGURATIONS, QUIRKS, QUIRKS_OF, build
+from gulliver.models import CONFIGURATIONS, QUIRKS, build
+from gulliver.models.configurations import QUIRKS_OF
 
 PAGE = Path(__file__).parent.parent / "docs" / "video-models.md"
 

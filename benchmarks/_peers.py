@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks._models import Task
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.plan import Work
+from gulliver.plan.tree import Work
 
 IN_BACKWARD = "in backward"
 """Ends the name of a ZeRO that steps a chunk as soon as its gradient is complete."""

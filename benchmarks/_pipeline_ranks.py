@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks._harness import Spread, alternate
-from gulliver.comm import RankGroup, all_reduce, barrier, init_world
+from gulliver.comm import all_reduce, barrier, init_world
 from gulliver.comm import shutdown as leave
-from gulliver.parallel.pipeline import Pipeline, block_costs, cut, deal, make_stage, stack_of
+from gulliver.comm.groups import RankGroup
+from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
+from gulliver.parallel.pipeline.stack import block_costs
 
 TORCH = {"torch 1f1b": Schedule1F1B, "torch gpipe": ScheduleGPipe}
 OURS = {

@@ -32,47 +32,30 @@ from torch.distributed.tensor import DTensor
 from benchmarks._tensor_models import DTENSOR, FSDP2, Contestant, Sizes, data_parallel, dtensor
 from gulliver._compat import DispatchMode
 from gulliver.booster import Booster
-from gulliver.booster.search import (
-    Axes,
-    AutoEngine,
-    Facts,
-    Found,
-    Grid,
-    Scored,
-    Scorer,
-    facts_of,
-    plan_of,
-    plugin_of,
-    search_grids,
-)
+from gulliver.booster.auto import AutoEngine, plan_of, plugin_of
 from gulliver.comm import (
-    RankGroup,
     Torus,
     all_gather,
     all_reduce,
-    backend_all_reduce,
     barrier,
-    broadcast_object,
-    exchange,
     gather_objects,
     init_world,
     make_axes,
     reduce_scatter,
-    shift,
 )
+from gulliver.comm.collectives import backend_all_reduce, broadcast_object
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import exchange, shift
 from gulliver.errors import GulliverError
-from gulliver.hardware import (
-    Along,
-    Axis,
-    Cluster,
-    Device,
-    kept_path,
-    operator_flops,
-    probe_collectives,
-    probe_device,
-    probe_links,
-)
-from gulliver.plan import Work
+from gulliver.hardware import Cluster
+from gulliver.hardware.cluster import Along, Axis, Device
+from gulliver.hardware.links import probe_collectives, probe_links
+from gulliver.hardware.operators import operator_flops
+from gulliver.hardware.probe import kept_path, probe_device
+from gulliver.plan.tree import Work
+from gulliver.planner.search.facts import Axes, Facts, Grid, facts_of
+from gulliver.planner.search.grids import Found, search_grids
+from gulliver.planner.search.score import Scored, Scorer
 
 ROUNDS = 2
 """Rounds in which passes of one process are measured."""

@@ -16,7 +16,7 @@ from io import StringIO
 from pathlib import Path
 from unittest import mock
 
-from gulliver.cli import main as command
+from gulliver.cli.dispatch import main as command
 
 BLOCK = re.compile(r"```text\n\$ gulliver (plan [^\n]*)\n(.*?)```", re.DOTALL)
 GRIDS = 3

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from gulliver.schedule import Job, JobCluster
-from gulliver.schedule._classic import Pollux
-from gulliver.schedule._rollout import CALM, RULES, Jobs, SharingRule, Worlds, useful_goodputs
-from gulliver.schedule._state import Decision, View
-from gulliver.solve import allocate
+from gulliver.schedule.classic import Pollux
+from gulliver.schedule.policies import CALM, RULES, Jobs, SharingRule, Worlds, useful_goodputs
+from gulliver.schedule.state import Decision, View
+from gulliver.solve.allocation import allocate
 
 INERTIAS = (1.0, 2.0, 4.0)
 """How much resizes count in the rules that the search may begin with."""

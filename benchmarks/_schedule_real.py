@@ -23,29 +23,14 @@ from pathlib import Path
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks.elastic_job import plain_losses
 from gulliver.hardware import Scaling
-from gulliver.schedule import (
-    Allotment,
-    Decision,
-    Job,
-    JobCluster,
-    Policy,
-    View,
-    make_policy,
-    simulate,
-)
-from gulliver.schedule.live import (
-    HERE,
-    Controller,
-    LiveJob,
-    LocalNodes,
-    MeasuredSeconds,
-    Nodes,
-    Phase,
-    RayNodes,
-    Spool,
-    Submission,
-    read_curve,
-)
+from gulliver.schedule import Decision, Job, JobCluster, Policy, View, simulate
+from gulliver.schedule.live.controller import Controller
+from gulliver.schedule.live.nodes import LocalNodes, Nodes, RayNodes
+from gulliver.schedule.live.options import HERE, Submission
+from gulliver.schedule.live.tracking import LiveJob, MeasuredSeconds, Phase, Spool
+from gulliver.schedule.live.training import read_curve
+from gulliver.schedule.policies import make_policy
+from gulliver.schedule.state import Allotment
 
 SCRIPT = Path(__file__).with_name("elastic_job.py")
 SLOTS, BATCH = 4, 16

@@ -21,17 +21,19 @@ from torch import Tensor
 from benchmarks._harness import Report, Spread, alternate
 from benchmarks._sequence_shared import Options
 from gulliver.parallel.sequence import Mask
-from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import KERNELS, AttentionBlock, asked_of
-from gulliver.parallel.sequence._partial import (
+from gulliver.parallel.sequence.heads import deal_heads
+from gulliver.parallel.sequence.kernels import (
+    KERNELS,
+    AttentionBlock,
     Gradients,
     How,
     Partial,
     Rows,
+    asked_of,
     attend,
     attend_backward,
 )
-from gulliver.parallel.sequence._tiles import tiles
+from gulliver.parallel.sequence.mask import tiles
 
 MEASURED = ("cuda flash", "cuda cudnn")
 BACKWARD = 2.5

@@ -20,24 +20,16 @@ from benchmarks._sequence_shared import Options, milli, seconds_of, shape_of, sl
 from benchmarks.netlab import Net, run
 from benchmarks.netlab._net import bits_per_second
 from gulliver.comm import gather_objects, init_world
-from gulliver.hardware import Axis, Cluster, Device, Link
-from gulliver.parallel.sequence import (
-    Layout,
-    Mask,
-    SequenceGroups,
-    SequencePlan,
-    Shape,
-    attention,
-    make_groups,
-    predict,
-    volume,
-)
-from gulliver.parallel.sequence._core import RingCall, _Pack
-from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._mask import Rules
-from gulliver.parallel.sequence._partial import How, Partial, attend
-from gulliver.parallel.sequence._ring import round_trip, turn
-from gulliver.parallel.sequence._tiles import tiles
+from gulliver.hardware import Cluster
+from gulliver.hardware.attention import AttentionShape as Shape
+from gulliver.hardware.cluster import Axis, Device, Link
+from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
+from gulliver.parallel.sequence.choice import predict, volume
+from gulliver.parallel.sequence.heads import deal_heads
+from gulliver.parallel.sequence.kernels import How, Partial, attend
+from gulliver.parallel.sequence.layout import Layout, SequenceGroups
+from gulliver.parallel.sequence.mask import Rules, tiles
+from gulliver.parallel.sequence.ring import RingCall, _Pack, round_trip, turn
 
 RANKS, RING = 4, SequencePlan(inner=4)
 WAYS = ("forward", "backward")

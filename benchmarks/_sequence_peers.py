@@ -35,12 +35,8 @@ from benchmarks.netlab import Net, run
 from benchmarks.netlab._ranks import wire_bytes
 from gulliver import _compat, _compat_attention
 from gulliver.comm import init_world
-from gulliver.parallel.sequence import (
-    SequencePlan,
-    attention,
-    make_groups,
-    volume,
-)
+from gulliver.parallel.sequence import SequencePlan, attention, make_groups
+from gulliver.parallel.sequence.choice import volume
 
 OURS, SUMS = tuple(PLANS), "largest difference"
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

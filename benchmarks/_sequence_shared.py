@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks._harness import Spread
 from gulliver.comm import barrier
-from gulliver.parallel.sequence import Shape
+from gulliver.hardware.attention import AttentionShape as Shape
 
 MIB = 1 << 20
 PARTS = ("bytes", "overlap", "levels", "balance", "peers", "memory", "longest", "gpu")

@@ -31,13 +31,9 @@ from benchmarks.netlab import Net, run
 from benchmarks.netlab._ranks import HEADERS, wire_bytes
 from gulliver.comm import init_world
 from gulliver.hardware import two_ring_bytes
-from gulliver.parallel.sequence import (
-    SequencePlan,
-    Shape,
-    attention,
-    make_groups,
-    volume,
-)
+from gulliver.hardware.attention import AttentionShape as Shape
+from gulliver.parallel.sequence import SequencePlan, attention, make_groups
+from gulliver.parallel.sequence.choice import volume
 
 RANKS, NODES, LOCAL = 4, 2, 4
 PLANS = {

@@ -16,14 +16,14 @@ import subprocess
 import sys
 from typing import Any
 
-from gulliver.serve.ranks import _processes
+from gulliver.serve.ranks import controller as _processes
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 NEEDED = (
     "torch",
     "transformers.models.llama.modeling_llama",
-    "gulliver.serve.ranks._serving",
-    "gulliver.serve.ranks._processes",
+    "gulliver.serve.ranks.worker",
+    "gulliver.serve.ranks.controller",
 )
 
 
@@ -88,7 +88,7 @@ def be_rank(said: bytes) -> None:
 
 def main() -> None:
     """Runs the command."""
-    from gulliver.cli._main import main as command
+    from gulliver.cli.dispatch import main as command
 
     CONTEXT.set_forkserver_preload(list(NEEDED))
     _processes.subprocess = Forked  # pyright: ignore[reportAttributeAccessIssue]

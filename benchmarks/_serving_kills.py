@@ -281,9 +281,9 @@ class _Late:
 def delay_commands(folder: Path, answers: Answers) -> Killed:
     """Answers all prompts with commands and words that are late."""
     from gulliver.serve import Engine, EngineOptions, SamplingParameters
-    from gulliver.serve._ways import ModelOptions
-    from gulliver.serve.ranks import RanksRunner, plan_ranks
-    from gulliver.serve.ranks._processes import Processes
+    from gulliver.serve.options import ModelOptions
+    from gulliver.serve.ranks.controller import Processes, RanksRunner
+    from gulliver.serve.ranks.layout import plan_ranks
 
     seen = Killed()
     ways = ModelOptions(cache_tokens=8192, pipeline=2, timeout_s=PATIENCE_S)

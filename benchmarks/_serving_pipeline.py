@@ -30,11 +30,15 @@ from torch import Tensor
 
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most
 from benchmarks.netlab import Net, run
-from gulliver.comm import RankGroup, init_world, post, shutdown
-from gulliver.serve import Batch, Facts, LocalRunner, Span
-from gulliver.serve.ranks import Layout, RankMessage, RanksRunner, work
-from gulliver.serve.ranks._stage import RankSizes
-from gulliver.serve.ranks._worker import CARRY_TAG, _Waiting, _Worker
+from gulliver.comm import init_world, shutdown
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import post
+from gulliver.serve import Batch, LocalRunner, Span
+from gulliver.serve.batch import Facts
+from gulliver.serve.ranks.controller import RanksRunner
+from gulliver.serve.ranks.layout import Layout
+from gulliver.serve.ranks.stage import RankSizes
+from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, _Waiting, _Worker, work
 
 WAYS = ("blocking", "rendezvous", "non-blocking")
 RATE = "200mbit"

@@ -14,15 +14,10 @@ import torch
 from benchmarks._harness import Report, at_least
 from benchmarks._speculation_models import DRAFTS, draft_folder
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
-from gulliver.serve.speculative import (
-    CAPE,
-    GlideDraft,
-    Proposer,
-    SpeculationOptions,
-    Speculator,
-    load_draft,
-)
-from gulliver.serve.speculative._proposal import Proposal, chain
+from gulliver.serve.speculative import Proposer, SpeculationOptions, Speculator
+from gulliver.serve.speculative.glide import GlideDraft, load_draft
+from gulliver.serve.speculative.proposers import Proposal, chain
+from gulliver.serve.speculative.small_model import CAPE
 
 DEPTH = 5
 PROMPT, TOKENS = 48, 64

@@ -126,7 +126,8 @@ def draft_folder(folder: Path, name: str, seed: int) -> Path:
 
 def train_one(folder: Path, name: str, seed: int, steps: int) -> None:
     """Trains a draft, or goes on with it."""
-    from gulliver.serve.speculative import TrainDraftConfig, train_draft
+    from gulliver.serve.speculative import TrainDraftConfig
+    from gulliver.serve.speculative.train import train_draft
 
     out = draft_folder(folder, name, seed)
     config = TrainDraftConfig(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.comm import RankGroup
+from gulliver.comm.groups import RankGroup
 
 COMPUTE = "compute"
 DTENSOR, DTENSOR_SEQUENCE = "DTensor", "DTensor + sequence"

@@ -33,23 +33,14 @@ from gulliver.comm import init_world
 from gulliver.data import Bucket
 from gulliver.models import PipelineAutoencoder, VideoAutoencoder
 from gulliver.options import resolved
-from gulliver.video import (
-    AutoencoderConfig,
-    DataConfig,
-    EncodeConfig,
-    ModelConfig,
-    MovingDigits,
-    OptimizerConfig,
-    TrainConfig,
-    Trainer,
-    load_autoencoder,
-    save_autoencoder,
-    with_encoded,
-    write_clip,
-)
-from gulliver.video._run import Run
-from gulliver.video._sources import make_dataset
-from gulliver.video.preparation import encode
+from gulliver.video import DataConfig, TrainConfig, Trainer, load_autoencoder
+from gulliver.video.config import AutoencoderConfig, EncodeConfig, ModelConfig, OptimizerConfig
+from gulliver.video.digits import MovingDigits
+from gulliver.video.media import write_clip
+from gulliver.video.preparation.encoding import encode
+from gulliver.video.public_models import save_autoencoder
+from gulliver.video.run import Run
+from gulliver.video.sources import make_dataset, with_encoded
 
 CLIPS, BATCH = 24, 4
 KILLS, RANKS = 20, 2

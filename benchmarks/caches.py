@@ -21,7 +21,9 @@ from torch import Tensor
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
 from gulliver.data import Bucket
 from gulliver.options import size_text
-from gulliver.video import Counts, Request, SamplingConfig, VideoModel, psnr, sentence, train_judges
+from gulliver.video import Counts, Request, SamplingConfig, VideoModel
+from gulliver.video.caches import psnr
+from gulliver.video.digits import sentence, train_judges
 
 GOOD_DB = 35.0
 FASTER = 1.3

@@ -42,16 +42,12 @@ from gulliver._compat import (
     meta_devices,
 )
 from gulliver.comm import barrier, gather_objects, init_world
-from gulliver.hardware import (
-    Axis,
-    Cluster,
-    Link,
-    collective_seconds,
-    described,
-    point_to_point_seconds,
-)
-from gulliver.layout import convert, plan_conversion, sharding_of
-from gulliver.solve import ConversionStep, convert_least
+from gulliver.hardware import Cluster, described
+from gulliver.hardware.cluster import Axis, Link
+from gulliver.hardware.costs import collective_seconds, point_to_point_seconds
+from gulliver.layout import plan_conversion
+from gulliver.layout.conversion import convert, sharding_of
+from gulliver.solve.conversion import ConversionStep, convert_least
 
 SHAPE = (64, 32, 64)
 ITEM = 4

@@ -27,7 +27,7 @@ import tyro
 
 from benchmarks._harness import Report, at_most, finish
 from benchmarks.netlab import Net, run
-from gulliver.cli._probe import measured_cluster, measured_disk
+from gulliver.cli.probe import measured_cluster, measured_disk
 from gulliver.comm import (
     all_gather,
     all_reduce,
@@ -37,10 +37,9 @@ from gulliver.comm import (
     reduce_scatter,
     shutdown,
 )
-from gulliver.hardware import (
-    Cluster,
+from gulliver.hardware import Cluster, all_reduce_seconds
+from gulliver.hardware.costs import (
     all_gather_seconds,
-    all_reduce_seconds,
     disk_seconds,
     matmul_seconds,
     memory_seconds,

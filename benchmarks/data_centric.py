@@ -35,9 +35,10 @@ from benchmarks._data_published import (
     sums,
 )
 from benchmarks._harness import Report, at_least, at_most, finish
-from gulliver.data import DISTRIBUTIONS, DataCentricPlanner, Tokens, draw_shapes, least_time
+from gulliver.data import DataCentricPlanner, Tokens
+from gulliver.data_centric.costs import DISTRIBUTIONS, draw_shapes, least_time
 from gulliver.hardware import SampleCosts, SampleShape
-from gulliver.solve import pack
+from gulliver.solve.packing import pack
 
 DEVICES = (8, 16, 32)
 MOST_IMBALANCE = {8: 0.01, 16: 0.015, 32: 0.015}

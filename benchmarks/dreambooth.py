@@ -103,7 +103,7 @@ def _unet(report: Report, folder: Path, options: Options) -> None:
             report.bars.append(at_least("the public UNet's parameters in the plan", counted, 1))
     base = write_base(folder / "narrow", divisor=4, side=32)
     config = config_of(base, "once", steps=1)
-    from gulliver.dreambooth import dreambooth
+    from gulliver.dreambooth.trainer import dreambooth
 
     dreambooth(config)  # the prior pictures, outside of the group
     limits = {"memory": f"{LIMIT // MIB}MiB", "disk": f"{folder}:4GiB", "steps": options.steps}
@@ -171,7 +171,7 @@ def _load(report: Report, folder: Path, options: Options) -> None:
     from diffusers import DiffusionPipeline
     from PIL import Image
 
-    from gulliver.dreambooth import dreambooth
+    from gulliver.dreambooth.trainer import dreambooth
 
     base, side = write_base(folder / "base", divisor=8, side=16), 128
     for method in ("lora", "full"):

@@ -16,8 +16,10 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from gulliver import Booster, LowLevelZeroPlugin
-from gulliver.schedule import Elastic, elastic
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin
+from gulliver.schedule import elastic
+from gulliver.schedule.live.training import Elastic
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import tyro
 from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace, power_law
 from benchmarks._embedding_tiers import TierConfig, make_jobs, weight_of
 from benchmarks._harness import Report, alternate, at_least, at_most, finish
-from gulliver.embedding import DATA_SETS, TablesJob, plan_tables
-from gulliver.embedding._columns import WEIGHT, Column, RowStorage
-from gulliver.embedding._records import RecordStore
-from gulliver.hardware import named_cluster
+from gulliver.embedding import TablesJob, plan_tables
+from gulliver.embedding.planning import DATA_SETS
+from gulliver.embedding.records import WEIGHT, Column, RecordStore, RowStorage
+from gulliver.hardware.probe import named_cluster
 from gulliver.options import size_text
-from gulliver.solve import RowReplacement
+from gulliver.solve.rows import RowReplacement
 
 Part = Literal["rates", "bytes", "tiers"]
 PARTS: tuple[Part, ...] = ("rates", "bytes", "tiers")

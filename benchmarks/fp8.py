@@ -19,14 +19,14 @@ from torch import Tensor
 from benchmarks._fp8_gpu import report_gpu
 from benchmarks._fp8_training import ARMS, final, gpt_losses, stdit_losses
 from benchmarks._harness import RESULTS, Report, at_most, finish
-from gulliver.precision.fp8 import (
+from gulliver.precision.fp8 import linear
+from gulliver.precision.fp8.layers import (
     FORWARD,
     GRADIENT,
     LayerState,
     Recipe,
     Scaled,
     encode,
-    linear,
     magnitude,
     matmul,
 )

@@ -28,7 +28,8 @@ from benchmarks._int8_bytes import bloom_bytes, unet_bytes
 from benchmarks._int8_text import divergence, trained
 from benchmarks._int8_worker import run_ranks
 from gulliver.precision import int8
-from gulliver.quantize import generation_seconds, perplexity, replace_calibrated
+from gulliver.quantize import replace_calibrated
+from gulliver.quantize.job import generation_seconds, perplexity
 
 PARTS = ("kernels", "generation", "perplexity", "bloom", "ranks", "unet")
 SHAPES = ((1024, 1024), (2816, 1024), (1024, 2816), (4096, 4096))

@@ -31,7 +31,9 @@ import tyro
 from safetensors.torch import load_file, save_file
 
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
-from gulliver.io import Engine, NativeEngine, PythonEngine
+from gulliver.io import Engine
+from gulliver.io.native import NativeEngine
+from gulliver.io.python_engine import PythonEngine
 
 PAGE = 4 * 2**20
 POOL = 16 * PAGE

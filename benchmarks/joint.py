@@ -34,17 +34,17 @@ from benchmarks._harness import Report, Spread, at_least, at_most, finish
 from benchmarks._planner_ranks import Slowed
 from benchmarks.netlab import run
 from gulliver.booster import Booster
-from gulliver.booster.operators import Problem, batch_of, form_of, plan_from, problem_of
 from gulliver.comm import barrier, gather_objects
 from gulliver.errors import GulliverError
-from gulliver.hardware import Axis, Cluster, Link, described, point_to_point_seconds
-from gulliver.plan import Mesh, Plan
-from gulliver.solve import (
-    JointPlan,
-    least_memory,
-    solve_in_stages,
-    solve_joint,
-)
+from gulliver.hardware import Cluster, described
+from gulliver.hardware.cluster import Axis, Link
+from gulliver.hardware.costs import point_to_point_seconds
+from gulliver.operators.plans import batch_of, form_of, plan_from, problem_of
+from gulliver.operators.problem import Problem
+from gulliver.plan import Plan
+from gulliver.plan.tree import Mesh
+from gulliver.solve import least_memory, solve_in_stages, solve_joint
+from gulliver.solve.joint_search import JointPlan
 
 RANKS, WIDTH, HEADS, INNER, WORDS = 4, 256, 8, 512, 512
 APART = 0.01

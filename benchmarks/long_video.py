@@ -31,12 +31,13 @@ from benchmarks._long_video_costs import Tokens, cost
 from benchmarks._long_video_worker import Done, Job
 from benchmarks.limits import Group, LimitsError, check_limits
 from gulliver.booster import HybridParallelPlugin, LowLevelZeroPlugin
-from gulliver.cli._models import needs
-from gulliver.cli._options import ModelsConfig
-from gulliver.hardware import Cluster, all_to_all_seconds, described
+from gulliver.cli.models import needs
+from gulliver.cli.options import ModelsConfig
+from gulliver.hardware import Cluster, described
+from gulliver.hardware.costs import all_to_all_seconds
 from gulliver.models import CONFIGURATIONS, STDiT3, build
 from gulliver.options import size_text
-from gulliver.plan import Work
+from gulliver.plan.tree import Work
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "video-long.md"

@@ -26,21 +26,17 @@ from torch import nn
 
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._live_bytes import LiveBytes
-from gulliver.booster import Booster, _limited
-from gulliver.booster.search import (
-    AutoEngine,
-    Axes,
-    Grid,
-    Offloader,
-    OffloadTiers,
-    Scored,
-    Scorer,
-    facts_of,
-    plugin_of,
-)
+from gulliver.booster import Booster
+from gulliver.booster import limited as _limited
+from gulliver.booster.auto import AutoEngine, plugin_of
 from gulliver.comm import init_world
-from gulliver.hardware import Disk, named_cluster
+from gulliver.hardware.cluster import Disk
+from gulliver.hardware.probe import named_cluster
 from gulliver.parallel.pipeline import STYLES
+from gulliver.planner.search.facts import Axes, Grid, facts_of
+from gulliver.planner.search.offload import Offloader
+from gulliver.planner.search.score import Scored, Scorer
+from gulliver.planner.tiers import OffloadTiers
 
 CHUNK = 1 << 17
 """Bytes of a chunk of ZeRO: of such small models a usual one would hold all."""

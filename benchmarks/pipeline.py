@@ -30,7 +30,8 @@ from benchmarks._pipeline_ranks import (
 )
 from benchmarks.netlab import Net, NetlabError, run
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel.pipeline import Prediction, predict
+from gulliver.parallel.pipeline.schedules import predict
+from gulliver.solve.timeline import Prediction
 
 LOOPBACK, PEER = "loopback", "torch 1f1b"
 TIMEOUT_S = 1200.0

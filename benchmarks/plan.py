@@ -27,23 +27,17 @@ from gulliver.comm import (
     all_gather,
     all_reduce,
     barrier,
-    exchange,
     gather_objects,
     init_world,
     launch,
     make_axes,
     reduce_scatter,
-    shift,
     shutdown,
 )
-from gulliver.hardware import (
-    Along,
-    Axis,
-    Cluster,
-    described,
-    probe_collectives,
-    probe_links,
-)
+from gulliver.comm.messages import exchange, shift
+from gulliver.hardware import Cluster, described
+from gulliver.hardware.cluster import Along, Axis
+from gulliver.hardware.links import probe_collectives, probe_links
 from gulliver.memory import region_of
 from gulliver.plan import Plan
 

@@ -29,8 +29,11 @@ from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._planner_ranks import Row, Truth, measure
 from benchmarks._tensor_models import Sizes
 from benchmarks.netlab import Net, run
-from gulliver.booster.search import Axes, Grid, Scorer, facts_of, plugin_of, search_grids
-from gulliver.hardware import named_cluster
+from gulliver.booster.auto import plugin_of
+from gulliver.hardware.probe import named_cluster
+from gulliver.planner.search.facts import Axes, Grid, facts_of
+from gulliver.planner.search.grids import search_grids
+from gulliver.planner.search.score import Scorer
 
 RATE, UPLINK, DELAY_US = "2gbit", "300mbit", 300
 NETWORKS: dict[str, dict[str, Any]] = {

@@ -36,9 +36,9 @@ from gulliver.schedule import (
     Summary,
     bound_of,
     generate,
-    make_policy,
     simulate,
 )
+from gulliver.schedule.policies import make_policy
 
 Part = Literal["kinds", "attainable", "artifact", "placement", "real"]
 OURS = "rollout"

@@ -30,14 +30,8 @@ import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
 from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
 from benchmarks._serving_soak import Kills, soak
-from gulliver.serve import (
-    Engine,
-    EngineOptions,
-    LocalRunner,
-    SamplingParameters,
-    kernel_problem,
-)
-from gulliver.serve._few_rows import rows_problem
+from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve.kernels import kernel_problem, rows_problem
 
 PARTS = ("throughput", "faults", "pipeline")
 CACHE = 16 * 1024

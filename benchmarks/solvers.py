@@ -26,15 +26,8 @@ from tests.solver_cases import (
 )
 
 from benchmarks._harness import Progress, Report, at_least, at_most, finish
-from gulliver.solve import (
-    ENTRY,
-    Block,
-    EdgeSeconds,
-    Operator,
-    Strategy,
-    least_memory,
-    solve_joint,
-)
+from gulliver.solve import Block, Operator, Strategy, least_memory, solve_joint
+from gulliver.solve.joint import ENTRY, EdgeSeconds
 
 OPERATORS, STRATEGIES = 10, 6
 ALLOWED_S = {32: 5.0, 96: 30.0, 200: 60.0}

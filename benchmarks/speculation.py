@@ -40,14 +40,9 @@ from benchmarks._speculation_guesses import (
 )
 from benchmarks._speculation_models import CONTEXT, DRAFT_ROWS, ROWS, draft_folder, make_models
 from gulliver.serve import LocalRunner, SamplingParameters, load
-from gulliver.serve.speculative import (
-    GlideDraft,
-    LookUp,
-    Proposer,
-    Speculator,
-    load_draft,
-    measure_draft,
-)
+from gulliver.serve.speculative import Proposer, Speculator, measure_draft
+from gulliver.serve.speculative.glide import GlideDraft, load_draft
+from gulliver.serve.speculative.proposers import LookUp
 
 LOADS = (1, 4, 16, 64)
 GUARDED = 128
@@ -187,7 +182,7 @@ def larger(report: Report) -> None:
     Its weights are random, so that no draft can learn it: guesses are of a chosen quality.
     """
     from benchmarks.serving import make_model
-    from gulliver.serve.speculative._measure import step
+    from gulliver.serve.speculative.cost import step
 
     model = make_model()
     random = torch.Generator().manual_seed(2)

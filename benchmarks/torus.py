@@ -26,15 +26,8 @@ from torch import Tensor
 
 from benchmarks._harness import RESULTS, Report, Spread, alternate, at_least, at_most, finish
 from benchmarks.netlab import Net, foreign_load, run
-from gulliver.comm import (
-    Axes,
-    Torus,
-    all_reduce,
-    barrier,
-    gather_objects,
-    init_world,
-    make_axes,
-)
+from gulliver.comm import Torus, all_reduce, barrier, gather_objects, init_world, make_axes
+from gulliver.comm.torus import Axes
 
 NODES, LOCAL = 2, 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 RATE, UPLINK, DELAY_US = "1gbit", "100mbit", 1000

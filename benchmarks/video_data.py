@@ -25,9 +25,11 @@ import tyro
 from tests.messy_clips import Mess, make_mess
 
 from benchmarks._harness import Bar, Report, alternate, at_least, at_most, finish
-from gulliver.data import upright_frames
+from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import CutReport, CutSettings, Table, cut, deduplicate, scan, score
+from gulliver.video.config import CutSettings
+from gulliver.video.preparation import Table, cut, deduplicate, scan, score
+from gulliver.video.preparation.cutting import CutReport
 
 Part = Literal["cuts", "dedup", "filter", "speed", "encode"]
 PARTS: tuple[Part, ...] = ("cuts", "dedup", "filter", "speed", "encode")

@@ -30,20 +30,14 @@ from benchmarks._slept import slept
 from benchmarks._wire_training import picture, report_convergence
 from benchmarks.netlab import Net, foreign_load, run, wire_bytes
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.comm import (
-    RankGroup,
-    all_gather,
-    all_reduce,
-    barrier,
-    init_world,
-    reduce_scatter,
-    sent_bytes,
-)
+from gulliver.comm import all_gather, all_reduce, barrier, init_world, reduce_scatter
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import sent_bytes
 from gulliver.parallel.sequence import SequencePlan, make_groups, swap_sharded_dim
-from gulliver.parallel.sequence._core import RingCall, _Pack
-from gulliver.parallel.sequence._ring import round_trip, turn
-from gulliver.parallel.tensor import _collectives as tensor_parallel
-from gulliver.precision.wire import NAMES, error_bound, wire_format
+from gulliver.parallel.sequence.ring import RingCall, _Pack, round_trip, turn
+from gulliver.parallel.tensor import collectives as tensor_parallel
+from gulliver.precision.wire import error_bound, wire_format
+from gulliver.precision.wire.formats import NAMES
 
 SLEPT_S = 0.15
 RATIO = 3.0

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver import Booster, HybridParallelPlugin, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.comm.world import init_world
 
 VOCABULARY, WIDTH, LAYERS, LENGTH, BATCH = 48, 64, 2, 16, 16
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from gulliver import Booster, LowLevelZeroPlugin, World, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.comm import barrier
+from gulliver.comm.world import World, init_world
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 32
 

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from gulliver import Booster, LowLevelZeroPlugin, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.comm import barrier
+from gulliver.comm.world import init_world
 from gulliver.finetune import (
     DataConfig,
     load_tokenizer,

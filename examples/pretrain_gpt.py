@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver import Booster, LowLevelZeroPlugin, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin
+from gulliver.comm.world import init_world
 
 CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 96, 4, 3, 16
 TEXT = torch.tensor(list(inspect.getsource(argparse).encode()))

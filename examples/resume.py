@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gulliver import Booster, LowLevelZeroPlugin, World, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.checkpoint import CheckpointFolder
+from gulliver.comm.world import World, init_world
 
 WIDTH, BATCH = 32, 24
 

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gulliver import Booster, HybridParallelPlugin, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.comm.world import init_world
 
 VOCABULARY, LENGTH, BATCH = 128, 32, 8
 

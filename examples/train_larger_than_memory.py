@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gulliver import Booster, GeminiPlugin, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin
+from gulliver.comm.world import init_world
 
 WIDTH, LAYERS, BATCH = 512, 16, 16
 

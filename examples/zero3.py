@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gulliver import Booster, LowLevelZeroPlugin, init_world
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin
+from gulliver.comm.world import init_world
 
 WIDTH, LAYERS, BATCH = 256, 8, 32
 MIB = 2**20

@@ -1,5 +1,5 @@
-// The I/O engine without Python: see src/gulliver/io/_engine.py for what each call promises, and
-// _python.py for the same logic in fewer words.
+// The I/O engine without Python: see src/gulliver/io/engine.py for what each call promises, and
+// python_engine.py for the same logic in fewer words.
 //
 // One mutex guards what is shared. Copiers sleep on `to_copy_`; the threads that call the system,
 // or the one that drives io_uring, on `to_move_`. System calls, copies and checksums run without

@@ -187,7 +187,7 @@ class Order {
   std::vector<std::unique_ptr<Places>> places_;
 };
 
-// What a search tries; the numbers are those of _step_tables.py.
+// What a search tries; the numbers are those of packing.py.
 struct Tries {
   int tries;
   double close, first, shorter;

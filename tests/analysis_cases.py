@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gulliver.memory import stand_in_loss
+from gulliver.memory.symbolic import stand_in_loss
 
 Case = tuple[nn.Module, dict[str, Any]]
 LAYERS = 4

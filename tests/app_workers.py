@@ -11,16 +11,12 @@ from pathlib import Path
 
 import torch
 
-from gulliver.app import Made, Source, Stopped
+from gulliver.app.messages import Made, Source, Stopped
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
-    AutoencoderConfig,
-    DataConfig,
-    OptimizerConfig,
-    TrainConfig,
-    save_autoencoder,
-    train,
-)
+from gulliver.video import DataConfig, TrainConfig
+from gulliver.video.config import AutoencoderConfig, OptimizerConfig
+from gulliver.video.planned_training import train
+from gulliver.video.public_models import save_autoencoder
 from tests.references import FOLDER, computed_once
 
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import FileOutcome
+from gulliver.video.preparation.work import FileOutcome
 
 
 def odd_work(path: Path) -> FileOutcome:

@@ -17,17 +17,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin, _limited
+from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
+from gulliver.booster import limited as _limited
 from gulliver.comm import World, current_world
-from gulliver.data import (
-    DataCentricPlanner,
-    MicroBatch,
-    RankGroup,
-    Samples,
-    StepPlan,
-    pack_documents,
-)
-from gulliver.hardware import BlockKind, HostRoom, TierRates
+from gulliver.data import DataCentricPlanner, Samples, pack_documents
+from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
+from gulliver.hardware import HostRoom
+from gulliver.hardware.batch_costs import BlockKind
+from gulliver.hardware.offload import TierRates
 from tests.data_centric_costs import line_costs
 from tests.hybrid_cells import (
     exact_norms,

@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import torch
 
 from gulliver.comm import shutdown
-from gulliver.data import ClipTable
+from gulliver.data.table import ClipTable
 from gulliver.options import from_plain
-from gulliver.video import EncodeConfig
-from gulliver.video.preparation import encode
+from gulliver.video.config import EncodeConfig
+from gulliver.video.preparation.encoding import encode
 
 EVENTS = ((os, "replace"), (os, "fsync"), (os, "unlink"), (ClipTable, "read"))
 """What is counted, before and after it happens."""

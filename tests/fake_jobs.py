@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.hardware import Scaling
-from gulliver.schedule import make_policy
-from gulliver.schedule.live import (
-    Controller,
-    Launch,
-    LiveJob,
-    Phase,
-    RankEnd,
-    Spool,
-    Submission,
-)
-from gulliver.schedule.live._backends import KILLED
-from gulliver.schedule.live._submission import read_object, write_object
+from gulliver.schedule.live.controller import Controller
+from gulliver.schedule.live.nodes import KILLED, Launch, RankEnd
+from gulliver.schedule.live.options import Submission
+from gulliver.schedule.live.tracking import LiveJob, Phase, Spool, read_object, write_object
+from gulliver.schedule.policies import make_policy
 
 TICK = 0.1
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gulliver.finetune import FinetuneConfig, finetune
-from gulliver.finetune import _finetune as module
+from gulliver.finetune import finetuner as module
 from tests.finetune_runs import small
 
 POINTS = ("step 2", "save 3", "best 4", "step 6", "result")

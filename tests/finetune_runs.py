@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from gulliver.checkpoint import load, split_state
+from gulliver.checkpoint import load
+from gulliver.checkpoint.tree import split_state
 from gulliver.comm import World
 from gulliver.finetune import FinetuneConfig, finetune, load_tokenizer, make_batches, read_text
-from gulliver.finetune._run import FinetuneRun
+from gulliver.finetune.prepare import FinetuneRun
 
 STEPS, TOKENS, RATE = 4, 1024, 1e-4
 

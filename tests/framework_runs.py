@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
 from gulliver.comm import World
 
 ROWS, LENGTH, VOCABULARY = 24, 12, 64

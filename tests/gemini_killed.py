@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver import Booster, GeminiPlugin
-from gulliver.memory import Manager
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin
+from gulliver.memory.manager import Manager
 
 WIDTH, SAVED, STEPS = 256, 2, 4
 KINDS = "step", "save"

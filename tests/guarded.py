@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.memory import add_writer
+from gulliver.memory.pending import add_writer
 
 
 @contextmanager

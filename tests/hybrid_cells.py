@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.booster.hybrid._capability import families
-from gulliver.comm import World, barrier, broadcast_object, gather_objects
+from gulliver.comm import World, barrier, gather_objects
+from gulliver.comm.collectives import broadcast_object
+from gulliver.planner.capability import families
 from tests.hybrid_models import DECODERS, LATER, Precise, batch, build, exact_norms
 from tests.references import computed_once
 

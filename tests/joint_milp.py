@@ -1,6 +1,6 @@
 """The joint search as a mixed-integer linear programme, solved by HiGHS: the independent reference.
 
-The costs are those of `joint_cost` (`_joint.py`; read that first), written as rows. x is 1 for the
+The costs are those of `joint_cost` (`joint.py`; read that first), written as rows. x is 1 for the
 pick of each operator, and y splits it by the strategy of each producer that a conversion comes
 from. All else is continuous, and pressed down by what it costs:
 
@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.solve._activations import Choice
-from gulliver.solve._joint import ENTRY, Block, OffloadLink, Pick
+from gulliver.solve.activations import Choice
+from gulliver.solve.joint import ENTRY, Block, OffloadLink, Pick
 
 FINE = 1e3
 """Parts that the budget and the seconds are counted in."""

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, PerRank
-from gulliver.checkpoint import _folder as folder_module
-from gulliver.checkpoint._snapshot import Snapshot
+from gulliver.checkpoint import folder as folder_module
+from gulliver.checkpoint.snapshot import Snapshot
 from tests.pool import _consequence
 
 KEEP = 2

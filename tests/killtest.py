@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 
 from gulliver.checkpoint import CheckpointFolder, load, verify
-from gulliver.checkpoint._folder import FolderLock
+from gulliver.checkpoint.folder import FolderLock
 from gulliver.errors import GulliverError
 from tests.killchild import KEEP, Child, Phase, State, serve
 from tests.pool import start_server

@@ -13,8 +13,9 @@ import torch
 from benchmarks._models import GPT, VOCABULARY
 from torch import Tensor, nn
 
-from gulliver import Booster, GeminiPlugin
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin
 
 STEPS = 3
 

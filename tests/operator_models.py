@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from gulliver.memory import StorageCounter
+from gulliver.memory.symbolic import StorageCounter
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS = 4, 8, 16, 4, 32
 

@@ -341,8 +341,8 @@ AROUND = (
 
 def sections(pool: Any) -> Iterator[tuple[str, Iterable[str]]]:
     """Every table: what stands over it, and its lines, computed when they are asked for."""
-    from gulliver.booster.hybrid import HEADER as COMBINED
-    from gulliver.booster.hybrid import table
+    from gulliver.planner.capability import HEADER as COMBINED
+    from gulliver.planner.capability import table
     from tests import hybrid_cells, sequence_cells, tensor_cells
 
     yield HEADER, data_rows(pool)

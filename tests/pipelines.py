@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import ALONE, RankGroup, World
-from gulliver.parallel.pipeline import (
-    Pipeline,
-    checkpoint_blocks,
-    cut,
-    deal,
-    make_stage,
-    stack_of,
-)
+from gulliver.comm import World
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.parallel.pipeline import Pipeline, checkpoint_blocks, cut, deal, make_stage, stack_of
 from tests import hybrid_models
 from tests.references import computed_once
 

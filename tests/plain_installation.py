@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOOP = re.compile(r"<!-- run: \d+ ranks? -->\n```python\n(.*?)```", re.DOTALL)
 PLAN = """
-from gulliver.hardware import named_cluster
+from gulliver.hardware.probe import named_cluster
 from gulliver.plan import Plan
 Plan().save("plan.yaml")
 assert Plan.load("plan.yaml") == Plan()

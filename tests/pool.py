@@ -301,7 +301,8 @@ def _run(
     import torch
     import torch.distributed as dist
 
-    from gulliver.comm import World, adopt_world
+    from gulliver.comm import World
+    from gulliver.comm.world import adopt_world
 
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -324,7 +325,7 @@ def _leave() -> bool:
     """Leaves the world; whether threads of groups stay that nothing can end but a new process."""
     import torch.distributed as dist
 
-    from gulliver.comm import adopt_world
+    from gulliver.comm.world import adopt_world
 
     adopt_world(None)
     if dist.is_initialized():

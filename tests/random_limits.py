@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver import Booster, GeminiPlugin
-from gulliver.booster import _limited
-from gulliver.comm import World, adopt_world
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
-from gulliver.memory import Manager
+from gulliver.memory.manager import Manager
 
 STEPS, ROWS = 3, 3
 OPTIMIZERS: dict[str, list[dict[str, object]]] = {

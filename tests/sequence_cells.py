@@ -16,15 +16,10 @@ import torch
 from torch import Tensor
 
 from gulliver.comm import World
-from gulliver.parallel.sequence import (
-    Mask,
-    SequenceGroups,
-    SequencePlan,
-    _core,
-    _tiles,
-    attention,
-    make_groups,
-)
+from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
+from gulliver.parallel.sequence import mask as _tiles
+from gulliver.parallel.sequence import ring as _core
+from gulliver.parallel.sequence.layout import SequenceGroups
 from tests.covering import covering
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}

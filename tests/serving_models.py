@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.serve import Batch, Facts
-from gulliver.serve._filling import Filling, is_quantised
-from gulliver.serve._source import Source, build_on_meta
+from gulliver.serve import Batch
+from gulliver.serve.batch import Facts
+from gulliver.serve.weights import Filling, Source, build_on_meta, is_quantised
 from tests.family_models import config_of
 
 VOCABULARY = 67

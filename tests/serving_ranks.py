@@ -13,10 +13,13 @@ import torch.distributed as dist
 
 from gulliver.comm import World
 from gulliver.serve import Batch, Engine, EngineOptions, SamplingParameters
-from gulliver.serve._ways import ModelOptions
-from gulliver.serve.ranks import RanksRunner, plan_ranks
-from gulliver.serve.ranks._serving import serve
-from gulliver.serve.speculative import LookUp, SmallModel, SpeculationOptions, Speculator
+from gulliver.serve.options import ModelOptions
+from gulliver.serve.ranks.controller import RanksRunner
+from gulliver.serve.ranks.layout import plan_ranks
+from gulliver.serve.ranks.worker import serve
+from gulliver.serve.speculative import SpeculationOptions, Speculator
+from gulliver.serve.speculative.proposers import LookUp
+from gulliver.serve.speculative.small_model import SmallModel
 from tests.serving_models import Recording, filled, one_by_one, prompts, tiny
 
 SECRET = b"of these tests"

@@ -15,23 +15,16 @@ import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.solve import (
-    ENTRY,
     Block,
     Choice,
-    ConversionStep,
-    EdgeSeconds,
-    OffloadLink,
     Operator,
-    Pick,
-    Sharding,
     Strategy,
-    convert_least,
-    joint_cost,
     least_memory,
-    moves_from,
     solve_in_stages,
     solve_joint,
 )
+from gulliver.solve.conversion import ConversionStep, Sharding, convert_least, moves_from
+from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, Pick, joint_cost
 from tests.joint_milp import joint_by_milp
 
 ALL: tuple[Choice, ...] = ("keep", "recompute", "offload")

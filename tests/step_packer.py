@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from gulliver.solve._step_tables import CLOSE, FIRST, OTHERWISE, SHORTER, TRIES, WIDENED
+from gulliver.solve.packing import CLOSE, FIRST, OTHERWISE, SHORTER, TRIES, WIDENED
 
 Ends = Mapping[int, list[float]]
 """Seconds in which 0, 1, ... samples of a shape end on a group, by degree."""

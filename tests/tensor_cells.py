@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import RankGroup, World
-from gulliver.memory import Region, region_of
+from gulliver.comm import World
+from gulliver.comm.groups import RankGroup
+from gulliver.memory import region_of
+from gulliver.memory.parts import Region
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
 from tests.hybrid_models import DECODERS, FAMILIES, batch, build, precise_loss
 

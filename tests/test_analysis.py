@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.hardware import described, roofline_seconds
-from gulliver.memory import follow_step
-from gulliver.plan.analysis import OPAQUE, analyse
+from gulliver.hardware import described
+from gulliver.hardware.costs import roofline_seconds
+from gulliver.memory.symbolic import follow_step
+from gulliver.plan.analysis import analyse
+from gulliver.plan.analysis.records import OPAQUE
 from tests.analysis_cases import CASES, Block, Stack, counted_flops, saved_bytes
 from tests.covering import some
 

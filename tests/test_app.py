@@ -16,36 +16,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.app import (
+from gulliver.app import worker as _worker
+from gulliver.app.gallery import Gallery
+from gulliver.app.messages import (
+    ClipJob,
     Failed,
     Made,
-    Service,
+    Sampling,
     Settings,
     Source,
     Stopped,
-    _worker,
-    find_run,
-    open_page,
+    Waiting,
 )
-from gulliver.app._gallery import Gallery
-from gulliver.app._messages import ClipJob, Sampling, Waiting
-from gulliver.app._server import first_settings, is_local
-from gulliver.app._training import POINTS, look
-from gulliver.app._worker import Maker
+from gulliver.app.page import POINTS, look
+from gulliver.app.server import find_run, first_settings, is_local, open_page
+from gulliver.app.service import Service
+from gulliver.app.worker import Maker
 from gulliver.checkpoint import save_huggingface
-from gulliver.cli import _commands
-from gulliver.cli._main import run as run_command
+from gulliver.cli import video as _commands
+from gulliver.cli.dispatch import run as run_command
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
-    Guidance,
-    RectifiedFlow,
-    VideoPipeline,
-    read_frames,
-    save_autoencoder,
-    write_clip,
-)
-from gulliver.video._iddpm import IDDPM
+from gulliver.video import Guidance, RectifiedFlow, VideoPipeline
+from gulliver.video.flows import IDDPM
+from gulliver.video.media import read_frames, write_clip
+from gulliver.video.public_models import save_autoencoder
 from tests.app_workers import make_run, obedient, stillborn
 from tests.patience import Deadline
 from tests.test_text_encoders import save_t5

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from gulliver.app import Page, Source, open_page
-from gulliver.video import read_frames, write_clip
+from gulliver.app import Page
+from gulliver.app.messages import Source
+from gulliver.app.server import open_page
+from gulliver.video.media import read_frames, write_clip
 from tests.app_workers import make_run
 from tests.patience import patient
 

@@ -13,14 +13,10 @@ from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.models.autoencoder import CausalConv3d, fold, unfold
-from gulliver.video import (
-    AutoencoderConfig,
-    MovingDigits,
-    Run,
-    load_autoencoder,
-    save_autoencoder,
-    train_autoencoder,
-)
+from gulliver.video import Run, load_autoencoder, train_autoencoder
+from gulliver.video.config import AutoencoderConfig
+from gulliver.video.digits import MovingDigits
+from gulliver.video.public_models import save_autoencoder
 
 
 def test_the_folded_convolution_is_conv3d_forward_and_backward() -> None:
@@ -105,7 +101,7 @@ def test_training_learns_normalises_and_survives_a_file(tmp_path: Path) -> None:
 
 
 def test_other_files_are_no_autoencoders(tmp_path: Path) -> None:
-    from gulliver.checkpoint import write_tensors
+    from gulliver.checkpoint.files import write_tensors
 
     write_tensors(tmp_path / "x.safetensors", {"a": torch.ones(1)})
     with pytest.raises(GulliverError, match="no video autoencoder"):

@@ -14,18 +14,19 @@ from torch.distributions import kl_divergence as torch_kl
 
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
-from gulliver.video import AutoencoderLossConfig
-from gulliver.video.autoencoders import (
+from gulliver.video.autoencoder_config import AutoencoderLossConfig
+from gulliver.video.autoencoders.losses import (
     AutoencoderLoss,
     PatchDiscriminator,
     Posterior,
     adaptive_weight,
+    check_perceptual,
     discriminator_loss,
     generator_loss,
+    load_perceptual,
     psnr,
     ssim,
 )
-from gulliver.video.autoencoders._losses import check_perceptual, load_perceptual
 
 
 def clips(frames: int = 3, height: int = 12, width: int = 14) -> tuple[Tensor, Tensor]:

@@ -15,30 +15,36 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gulliver.checkpoint import load, read_tensors, split_state
-from gulliver.cli._main import main
+from gulliver.checkpoint import load
+from gulliver.checkpoint.files import read_tensors
+from gulliver.checkpoint.tree import split_state
+from gulliver.cli.dispatch import main
 from gulliver.comm import World
-from gulliver.data import Bucket, BucketSampler, ClipTable
+from gulliver.data import Bucket, BucketSampler
+from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
-from gulliver.jobs import Log, derive
+from gulliver.jobs.log import Log, derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video import (
-    AutoencoderConfig,
+    TrainAutoencoderConfig,
+    load_autoencoder,
+    run_autoencoder,
+    train_autoencoder,
+)
+from gulliver.video.autoencoder_config import (
     AutoencoderDataConfig,
     AutoencoderLossConfig,
     AutoencoderModelConfig,
-    MovingDigits,
-    TrainAutoencoderConfig,
-    load_autoencoder,
-    read_frames,
-    run_autoencoder,
-    train_autoencoder,
-    write_clip,
 )
-from gulliver.video._autoencoder_training import autoencoder_figures
-from gulliver.video._run import Run
-from gulliver.video._sources import make_dataset
-from gulliver.video.autoencoders import AutoencoderTrainer, PatchDiscriminator, make_sources
+from gulliver.video.autoencoders import AutoencoderTrainer
+from gulliver.video.autoencoders.clips import make_sources
+from gulliver.video.autoencoders.losses import PatchDiscriminator
+from gulliver.video.config import AutoencoderConfig
+from gulliver.video.digits import MovingDigits
+from gulliver.video.media import read_frames, write_clip
+from gulliver.video.public_models import autoencoder_figures
+from gulliver.video.run import Run
+from gulliver.video.sources import make_dataset
 from tests.pool import Pool
 from tests.test_video_training import final_tensors
 from tests.video_steps import all_steps

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
-from gulliver.comm import World, adopt_world
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
 from tests.pool import Pool
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gulliver.data import Bucket, BucketConfig, BucketSampler, resolution
-from gulliver.data._bucket_config import ClipSizes, chances
+from gulliver.data import Bucket, BucketConfig, BucketSampler
+from gulliver.data.buckets import ClipSizes, chances, resolution
 from gulliver.errors import GulliverError
 
 CONFIG = {

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3
-from gulliver.video import Broadcast, FirstBlock, RectifiedFlow, cache_blocks, psnr, read_strategy
-from gulliver.video._shared import share
+from gulliver.video import RectifiedFlow, cache_blocks
+from gulliver.video.caches import Broadcast, FirstBlock, psnr, read_strategy
+from gulliver.video.generation import share
 from tests.pool import Pool
 from tests.test_stdit_parallel import Case, build, inputs_of
 from tests.test_video_models import JOINT, SMALL, _smoke_inputs, drawn, shaken

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.solve import chain_times, partition_chain
+from gulliver.solve import partition_chain
+from gulliver.solve.partition import chain_times
 
 COST = st.floats(0.0, 10.0, allow_nan=False)
 

@@ -18,23 +18,20 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load as load_bytes
 
-from gulliver.checkpoint import (
-    AsyncCheckpointer,
-    CheckpointFolder,
-    join_state,
-    load,
-    names_in,
+from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, load
+from gulliver.checkpoint.files import (
+    CODES,
+    Image,
     read_json,
     read_metadata,
     read_tensors,
-    split_state,
     write_json,
     write_tensors,
 )
-from gulliver.checkpoint._image import CODES, Image
-from gulliver.checkpoint._tree import merge_skeletons
+from gulliver.checkpoint.tree import join_state, merge_skeletons, names_in, split_state
 from gulliver.errors import GulliverError
-from gulliver.io import atomic_file, require_space
+from gulliver.io import atomic_file
+from gulliver.io.files import require_space
 
 DTYPES = sorted(CODES, key=str)
 # From bytes, the reference does not read the scales of microscaling formats.

@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint import (
-    AsyncCheckpointer,
-    CheckpointFolder,
-    any_step,
-    import_huggingface,
-    load,
-    step_folder,
-    write_tensors,
-)
-from gulliver.cli import main
+from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, import_huggingface, load
+from gulliver.checkpoint.comparison import any_step
+from gulliver.checkpoint.files import write_tensors
+from gulliver.checkpoint.loading import step_folder
+from gulliver.cli.dispatch import main
 
 
 def save(root: Path, *steps: int, value: float = 0.0, **options: Any) -> CheckpointFolder:

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gulliver.checkpoint import AsyncCheckpointer, load, read_json, write_json
-from gulliver.cli import main
-from gulliver.comm import World, adopt_world
+from gulliver.checkpoint import AsyncCheckpointer, load
+from gulliver.checkpoint.files import read_json, write_json
+from gulliver.cli.dispatch import main
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -18,29 +18,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gulliver.checkpoint import (
-    AsyncCheckpointer,
-    begin_huggingface,
-    begin_single,
-    gather_huggingface,
-    load,
-    on_gathered,
-    save_huggingface,
-    write_single,
-)
+from gulliver.checkpoint import AsyncCheckpointer, load, save_huggingface
+from gulliver.checkpoint.background import begin_huggingface, begin_single
+from gulliver.checkpoint.interchange import gather_huggingface
+from gulliver.checkpoint.writing import on_gathered, write_single
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.io import PythonEngine
-from gulliver.memory import (
-    PARAMETERS,
-    DiskStore,
-    Manager,
-    Part,
-    add_read_lock,
-    before_write,
-    drop_read_lock,
-    storage_of,
-)
+from gulliver.io.python_engine import PythonEngine
+from gulliver.memory import before_write
+from gulliver.memory.buffers import PARAMETERS
+from gulliver.memory.manager import Manager
+from gulliver.memory.parts import Part
+from gulliver.memory.pending import add_read_lock, drop_read_lock, storage_of
+from gulliver.memory.stores import DiskStore
 from tests.covering import some
 from tests.guarded import guarded
 from tests.patience import patient

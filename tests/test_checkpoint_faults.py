@@ -33,25 +33,27 @@ from gulliver.checkpoint import (
     AsyncCheckpointer,
     CheckpointFolder,
     PerRank,
-    StepReader,
     load,
-    read_json,
+    publishing,
     verify,
-    write_json,
 )
-from gulliver.checkpoint import _folder as folder_module
-from gulliver.checkpoint import _publishing as publishing
-from gulliver.checkpoint._copy_stream import CopyStream
-from gulliver.checkpoint._folder import FolderLock, lock_file, unlock
-from gulliver.checkpoint._image import CODES, Image
-from gulliver.checkpoint._liveness import Heartbeat, HeartbeatWatch, create_heartbeats
-from gulliver.checkpoint._manifest import FORMAT, MANIFEST, STATE, write_manifest
+from gulliver.checkpoint import folder as folder_module
+from gulliver.checkpoint.files import CODES, Image, read_json, write_json
+from gulliver.checkpoint.folder import FolderLock, lock_file, unlock
+from gulliver.checkpoint.manifest import FORMAT, MANIFEST, STATE, write_manifest
+from gulliver.checkpoint.publishing import Heartbeat, HeartbeatWatch, create_heartbeats
+from gulliver.checkpoint.reader import StepReader
+from gulliver.checkpoint.snapshot import CopyStream
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, PythonEngine, named_errors, native_problem
-from gulliver.io import _atomic as atomic
-from gulliver.io._types import Call
-from gulliver.memory import Part, before_write
+from gulliver.io import Engine
+from gulliver.io import files as atomic
+from gulliver.io.engine import Call
+from gulliver.io.files import named_errors
+from gulliver.io.native import native_problem
+from gulliver.io.python_engine import PythonEngine
+from gulliver.memory import before_write
+from gulliver.memory.parts import Part
 from tests.covering import some
 from tests.guarded import guarded
 from tests.killtest import Options, run_kills
@@ -71,7 +73,7 @@ def make_engine(kind: str) -> Engine:
         return PythonEngine(page_bytes=PAGE, pages=PAGES)
     if (problem := native_problem()) is not None:
         pytest.skip(problem)
-    from gulliver.io._native import NativeEngine
+    from gulliver.io.native import NativeEngine
 
     uring: Literal["auto"] | bool = "auto" if kind == "io_uring" else False
     engine = NativeEngine(page_bytes=PAGE, pages=PAGES, io_uring=uring)

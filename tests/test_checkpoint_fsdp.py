@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gulliver.checkpoint import AsyncCheckpointer, StepReader, load, step_folder
+from gulliver.checkpoint import AsyncCheckpointer, load
+from gulliver.checkpoint.loading import step_folder
+from gulliver.checkpoint.reader import StepReader
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from tests.pool import Pool

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.checkpoint import AsyncCheckpointer, load
-from gulliver.checkpoint._fits import always_fits, misfit
+from gulliver.checkpoint.reader import always_fits, misfit
 from gulliver.errors import GulliverError
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster
 from gulliver.checkpoint import AsyncCheckpointer, load
-from gulliver.comm import World, adopt_world
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
 from tests.guarded import guarded
 

@@ -30,31 +30,25 @@ from gulliver.checkpoint import (
     CheckpointFolder,
     PerRank,
     export_huggingface,
-    join_state,
     load,
-    open_weights,
-    read_json,
-    read_manifest,
-    write_json,
 )
-from gulliver.checkpoint import _folder as folder_module
-from gulliver.checkpoint import _loading as loading_module
-from gulliver.checkpoint._collect import Collected
-from gulliver.checkpoint._image import read_slots
-from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
-from gulliver.checkpoint._snapshot import Snapshot
-from gulliver.comm import World, adopt_world
+from gulliver.checkpoint import folder as folder_module
+from gulliver.checkpoint import loading as loading_module
+from gulliver.checkpoint.collect import Collected
+from gulliver.checkpoint.files import read_json, read_slots, write_json
+from gulliver.checkpoint.manifest import MANIFEST, is_complete, read_manifest, write_manifest
+from gulliver.checkpoint.snapshot import Snapshot
+from gulliver.checkpoint.tree import join_state
+from gulliver.checkpoint.weights import open_weights
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
-from gulliver.io import (
-    Engine,
-    NativeEngine,
-    PythonEngine,
-    StridedView,
-    gather,
-    hold,
-    native_problem,
-)
-from gulliver.memory import storage_of
+from gulliver.io import Engine
+from gulliver.io.engine import StridedView
+from gulliver.io.files import hold
+from gulliver.io.native import NativeEngine, gather, native_problem
+from gulliver.io.python_engine import PythonEngine
+from gulliver.memory.pending import storage_of
 from tests.guarded import guarded
 
 PAGE = 64 * 2**10

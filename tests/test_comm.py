@@ -10,32 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.comm import (
-    RankGroup,
-    WireFormat,
     World,
     all_gather,
     all_reduce,
-    any_rank,
     broadcast,
-    broadcast_object,
     choose_all_reduce,
-    exchange,
     gather_objects,
     group_rank,
-    group_size,
     init_world,
     launch,
-    operations,
     reduce_choices,
     reduce_scatter,
-    shift,
     shutdown,
-    use_links,
 )
+from gulliver.comm.collectives import any_rank, broadcast_object, group_size, use_links
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import exchange, operations, shift
 from gulliver.errors import GulliverError
-from gulliver.hardware import Along, Axis, Cluster, Curve, Device, Link, kept_path
+from gulliver.hardware import Cluster
+from gulliver.hardware.cluster import Along, Axis, Curve, Device, Link
+from gulliver.hardware.probe import kept_path
+from gulliver.planner.capability import use_measured_links
+from gulliver.precision.wire.formats import WireFormat
 from tests.covering import grid
 from tests.patience import patient
 from tests.pool import Pool
@@ -290,7 +287,8 @@ except GulliverError as error:
 
 FAILS = """
 import sys, time, torch
-from gulliver.comm import guard, init_world, together
+from gulliver.comm import guard, init_world
+from gulliver.comm.world import together
 from gulliver.errors import GulliverError
 world = init_world()
 print("running", flush=True)

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from gulliver.cli._data import Caption, Cut, Dedup, Scan, Score, Show
-from gulliver.cli._main import COMMANDS, _found, main
-from gulliver.cli._options import Convert, Diff, Ls, Memory, Search, Verify
+from gulliver.cli.data import Caption, Cut, Dedup, Scan, Score, Show
+from gulliver.cli.dispatch import COMMANDS, _found, main
+from gulliver.cli.options import Convert, Diff, Ls, Memory, Search, Verify
 from gulliver.errors import GulliverError
 from gulliver.options import Range, ranges_of
-from gulliver.video import SamplingConfig, write_clip
+from gulliver.video import SamplingConfig
+from gulliver.video.media import write_clip
 
 HELP = """
 import sys
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 for arguments in {calls!r}:
     try:
         main(arguments)
@@ -52,7 +53,7 @@ def test_help_and_version_import_no_torch() -> None:
 FILTER = """
 import sys
 from pathlib import Path
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 path, out = Path({path!r}), {out!r}
 path.write_text("path,text,fps\\na.mp4,a cat,24\\nb.mp4,a dog,6\\n")
 main(["data", "filter", str(path), "fps >= 12", "--out", out])

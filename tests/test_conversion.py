@@ -22,8 +22,15 @@ from torch.distributed.tensor import (
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import described
-from gulliver.layout import convert, plan_conversion, sharding_of
-from gulliver.solve import ConversionStep, box_elements, convert_least, extent, moves_from
+from gulliver.layout import plan_conversion
+from gulliver.layout.conversion import convert, sharding_of
+from gulliver.solve.conversion import (
+    ConversionStep,
+    box_elements,
+    convert_least,
+    extent,
+    moves_from,
+)
 from tests.pool import Pool
 from tests.solver_cases import conversion_case
 

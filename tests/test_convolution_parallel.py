@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import World, all_reduce, sent_bytes
+from gulliver.comm import World, all_reduce
+from gulliver.comm.messages import sent_bytes
 from gulliver.errors import GulliverError
-from gulliver.hardware import Link, current_cluster
+from gulliver.hardware import current_cluster
+from gulliver.hardware.cluster import Link
 from gulliver.models import VideoAutoencoder
 from gulliver.parallel.convolution import share_autoencoder
 from tests.autoencoder_models import TinyAutoencoder, tiny_image_autoencoder

@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.convolution import (
-    INDEX_LIMIT,
-    Convolution,
-    chunk_convolutions,
-    frame_causal_attention,
-    plan_convolution,
-)
+from gulliver.parallel.convolution import chunk_convolutions
+from gulliver.parallel.convolution.chunked import INDEX_LIMIT, Convolution, plan_convolution
+from gulliver.parallel.convolution.functions import frame_causal_attention
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster
-from gulliver.parallel.convolution import share_autoencoder, stream_module, stream_trained
+from gulliver.parallel.convolution import share_autoencoder, stream_trained
+from gulliver.parallel.convolution.stream import stream_module
 from tests.pool import Pool
 
 CLIP = (2, 3, 4, 7, 6)

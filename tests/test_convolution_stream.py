@@ -12,12 +12,8 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
-from gulliver.parallel.convolution import (
-    stream_decode,
-    stream_encode,
-    stream_module,
-    stream_trained,
-)
+from gulliver.parallel.convolution import stream_decode, stream_encode, stream_trained
+from gulliver.parallel.convolution.stream import stream_module
 from tests.autoencoder_models import TinyAutoencoder
 
 STRETCHES = [[1, 4, 8], [5, 2, 2, 4], [3, 10], [13]]

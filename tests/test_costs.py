@@ -12,30 +12,22 @@ from hypothesis import strategies as st
 
 from gulliver.comm import choose_axes
 from gulliver.errors import GulliverError
-from gulliver.hardware import (
-    Along,
-    Axis,
-    Cluster,
-    Curve,
-    Device,
-    Disk,
-    Link,
-    Message,
+from gulliver.hardware import Cluster, all_reduce_seconds, described, torus_seconds
+from gulliver.hardware.cluster import Along, Axis, Curve, Device, Disk, Link
+from gulliver.hardware.costs import (
     all_gather_seconds,
-    all_reduce_seconds,
     all_to_all_seconds,
     broadcast_seconds,
     copy_seconds,
-    described,
     disk_seconds,
     matmul_seconds,
     memory_seconds,
     point_to_point_seconds,
     reduce_scatter_seconds,
-    torus_seconds,
     wire_bytes,
     zero_collectives,
 )
+from gulliver.hardware.step import Message
 
 SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)
 DEVICE = Device("d", {"float32": 1e11, "float8_e4m3fn": 4e11}, 1e10, 10**9, 1e-6, 2e9, 1e9)

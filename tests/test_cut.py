@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("scenedetect")
 pytest.importorskip("skvideo")
 
-from gulliver.data import upright_frames
+from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import CutSettings, Table, cut
-from gulliver.video.preparation._cut import cut_source, make_plan, pieces
-from gulliver.video.preparation._processes import in_processes
-from gulliver.video.preparation._reencode import slots
-from gulliver.video.preparation._scenes import Footage, survey
+from gulliver.video.config import CutSettings
+from gulliver.video.preparation import Table, cut
+from gulliver.video.preparation.cutting import cut_source, make_plan, pieces
+from gulliver.video.preparation.scenes import Footage, slots, survey
+from gulliver.video.preparation.work import in_processes
 from tests.cut_work import odd_work
 from tests.messy_clips import LOSSLESS, Mess, messy_clips, write_film
 
@@ -294,7 +294,7 @@ def test_a_killed_job_goes_on_and_makes_the_same_bytes(mess: Mess, tmp_path: Pat
 
 def _cut_until(path: Path, folder: Path, frames: int) -> int:
     """Cuts a source in a process that ends itself at the n-th frame it writes."""
-    from gulliver.video.preparation import _reencode
+    from gulliver.video.preparation import scenes as _reencode
 
     child = os.fork()
     if child:

@@ -11,22 +11,14 @@ import pytest
 import torch
 
 from gulliver.comm import World
-from gulliver.data import (
-    BrokenClip,
-    Bucket,
-    Clip,
-    ClipDataset,
-    ClipTable,
-    Probe,
-    choose_bucket,
-    collate,
-    probe_file,
-    resize_and_crop,
-)
-from gulliver.data._clips import WindowedDataset
-from gulliver.data._table import decode
+from gulliver.data import Bucket
+from gulliver.data.clips import BrokenClip, Clip, ClipDataset, WindowedDataset, collate
+from gulliver.data.table import ClipTable, Probe, choose_bucket, decode, probe_file, resize_and_crop
 from gulliver.errors import GulliverError
-from gulliver.video import DIRECTIONS, MovingDigits, WordEncoder, _digits, unknown_words
+from gulliver.video import DIRECTIONS
+from gulliver.video import digits as _digits
+from gulliver.video.digits import MovingDigits
+from gulliver.video.text_encoders import WordEncoder, unknown_words
 from tests.pool import Pool
 
 SHAPES = {
@@ -222,7 +214,7 @@ def turned(path: Path, matrix: tuple[int, int, int, int]) -> None:
 
 
 def test_videos_are_upright_however_the_phone_was_held(tmp_path: Path) -> None:
-    from gulliver.video import read_frames
+    from gulliver.video.media import read_frames
 
     clockwise = lambda frames: np.rot90(frames, -1, axes=(1, 2))  # noqa: E731
     for name, matrix, upright in (

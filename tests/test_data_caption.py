@@ -17,9 +17,12 @@ import torch
 pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import Table, caption, read_broken, show, write_broken
+from gulliver.video.preparation import Table
+from gulliver.video.preparation.captions import caption
+from gulliver.video.preparation.pages import show
+from gulliver.video.preparation.table import read_broken, write_broken
 from tests.messy_clips import H264, footage, write_film
 
 COUNTING = """

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gulliver.data import DataCentricPlanner, Samples, StepEnds, StepPlan, Tokens
+from gulliver.data import DataCentricPlanner, Samples, StepEnds, Tokens
+from gulliver.data_centric.steps import StepPlan
 from gulliver.errors import GulliverError
-from gulliver.solve import BalancedStep, GroupWork, StepArranger, StepSolver, WorkPiece, halves
+from gulliver.solve.arrange import StepArranger
+from gulliver.solve.steps import BalancedStep, GroupWork, StepSolver, WorkPiece
+from gulliver.solve.timeline import halves
 from tests.data_centric_costs import line_costs
 from tests.test_data_centric_plans import LengthCosts, indices
 

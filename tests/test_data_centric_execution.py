@@ -10,15 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gulliver.booster import (
-    Booster,
-    DataCentricLoader,
-    DataCentricPlugin,
-    LowLevelZeroPlugin,
-)
-from gulliver.booster._recomputed import RecomputeSwitch
+from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples, document_shapes, pack_documents
+from gulliver.data_centric.recompute import RecomputeSwitch
 from gulliver.errors import GulliverError
 from tests.data_centric_costs import line_costs
 from tests.data_centric_runs import (

@@ -12,19 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster import (
-    Booster,
-    DataCentricLoader,
-    DataCentricPlugin,
-    GeminiPlugin,
-    _limited,
-    _plan_plugin,
-    _plugins,
-)
+from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin, GeminiPlugin
+from gulliver.booster import limited as _limited
+from gulliver.booster import plugins as _plan_plugin
+from gulliver.booster import plugins as _plugins
 from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples
 from gulliver.errors import GulliverError
-from gulliver.memory import HostStore
+from gulliver.memory.host import HostStore
 from gulliver.plan import Plan
 from tests.data_centric_costs import line_costs
 from tests.data_centric_runs import KINDS, Case, errors, trained

@@ -17,27 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
-from gulliver.booster._recomputed import RecomputeSwitch, StageSwitch, offload_for, spread
 from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples
-from gulliver.data._step_pictures import shares_of, step_lines, steps_page
+from gulliver.data_centric.pictures import shares_of, step_lines, steps_page
+from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch, offload_for, spread
 from gulliver.errors import GulliverError
-from gulliver.hardware import (
-    BatchCosts,
-    BlockKind,
-    HostRoom,
-    SampleCosts,
-    SampleFit,
-    SampleModel,
-    SampleShape,
-    TableCosts,
-    TierRates,
-    choice_front,
-    keep_blocks,
-    place_blocks,
-)
-from gulliver.memory import ActivationOffload, ActivationStack, HostArena, StorageCounter
-from gulliver.solve import PassCosts
+from gulliver.hardware import HostRoom, SampleCosts, SampleShape, TableCosts, place_blocks
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, choice_front, keep_blocks
+from gulliver.hardware.offload import TierRates
+from gulliver.hardware.samples import SampleFit, SampleModel
+from gulliver.memory.activations import ActivationOffload, ActivationStack, HostArena
+from gulliver.memory.symbolic import StorageCounter
+from gulliver.solve.activations import PassCosts
 from tests.data_centric_runs import KINDS, Uneven, loss_of, make_model
 from tests.pool import Pool
 from tests.test_memory_stores import LateCopier

@@ -14,10 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gulliver.data import Budget, DataCentricPlanner, Samples, Seconds, StepPlan, Tokens, step_lines
-from gulliver.data._windows import longer_lots
+from gulliver.data import DataCentricPlanner, Samples, Seconds, Tokens
+from gulliver.data_centric.costs import Budget
+from gulliver.data_centric.pictures import step_lines
+from gulliver.data_centric.steps import StepPlan
+from gulliver.data_centric.windows import longer_lots
 from gulliver.errors import GulliverError
-from gulliver.hardware import BatchCosts, BlockKind, keep_blocks
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
 from tests.data_centric_costs import line_costs
 
 KINDS = (BlockKind("spatial", 3, 0.5), BlockKind("temporal", 2, 0.25))

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin, _limited
+from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
+from gulliver.booster import limited as _limited
 from gulliver.comm import World
-from gulliver.data import MicroBatch, RankGroup, StepPlan
+from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
 from tests.least_limits import Watched
 from tests.pool import Pool
 from tests.tiers import DEPTH, WORDS, Odd

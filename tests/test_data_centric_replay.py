@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 from benchmarks._data_centric_costs import TABLE, video_costs
 
-from gulliver.cli._main import run
-from gulliver.data import (
-    DISTRIBUTIONS,
-    DataCentricPlanner,
-    MicroBatch,
-    RankGroup,
-    Samples,
-    StepPlan,
-    draw_shapes,
-)
-from gulliver.data._step_pictures import shares_of, step_lines, steps_page
+from gulliver.cli.dispatch import run
+from gulliver.data import DataCentricPlanner, Samples
+from gulliver.data_centric.costs import DISTRIBUTIONS, draw_shapes
+from gulliver.data_centric.pictures import shares_of, step_lines, steps_page
+from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
 from gulliver.errors import GulliverError
 
 COSTS = video_costs()

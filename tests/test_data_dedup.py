@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import Deduplicated, Table, _dedup, deduplicate, scan, score
+from gulliver.video.preparation import Table, deduplicate, scan, score
+from gulliver.video.preparation import deduplication as _dedup
+from gulliver.video.preparation.deduplication import Deduplicated
 from tests.messy_clips import H264, H264_POOR, LOSSLESS, Mess, footage, messy_clips, write_film
 
 

@@ -16,25 +16,18 @@ pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")
 pytest.importorskip("scenedetect")
 
-from gulliver.cli import main
-from gulliver.data import upright_frames
+from gulliver.cli.dispatch import main
+from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video import preparation
-from gulliver.video._kept_latents import FORMAT, ClipWindow, KeptLatents, Settings
-from gulliver.video.preparation import (
-    CutSettings,
-    Table,
-    caption,
-    cut,
-    deduplicate,
-    filter_file,
-    filter_table,
-    read_broken,
-    read_facts,
-    scan,
-    score,
-)
-from gulliver.video.preparation._work import held_table
+from gulliver.video.config import CutSettings
+from gulliver.video.kept_latents import FORMAT, ClipWindow, KeptLatents, Settings
+from gulliver.video.preparation import Table, cut, deduplicate, filter_table, scan, score
+from gulliver.video.preparation.captions import caption
+from gulliver.video.preparation.filtering import filter_file
+from gulliver.video.preparation.scanning import read_facts
+from gulliver.video.preparation.table import read_broken
+from gulliver.video.preparation.work import held_table
 from tests.messy_clips import LOSSLESS, Coding, write_film
 
 H264_TS = Coding(".ts", "libx264", "yuv420p", {"bf": "0", "preset": "ultrafast"})

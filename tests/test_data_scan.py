@@ -18,11 +18,15 @@ from tests.programs import run_program, text
 pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
-from gulliver.cli import main
-from gulliver.data import Bucket, Clip, ClipTable
+from gulliver.cli.dispatch import main
+from gulliver.data import Bucket
+from gulliver.data.clips import Clip
+from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
 from gulliver.video import preparation
-from gulliver.video.preparation import Scanned, Table, read_broken, read_facts, scan
+from gulliver.video.preparation import Table, scan
+from gulliver.video.preparation.scanning import Scanned, read_facts
+from gulliver.video.preparation.table import read_broken
 from tests.messy_clips import CODINGS, H264, LOSSLESS, Mess, messy_clips, write_film
 
 

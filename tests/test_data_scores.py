@@ -12,10 +12,12 @@ import pytest
 pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import IN_THE_BOX, Samples, Table, read_broken, score, take_samples
-from gulliver.video.preparation._scorers import text_boxes
+from gulliver.video.preparation import Samples, Table, score
+from gulliver.video.preparation.packets import take_samples
+from gulliver.video.preparation.scoring import IN_THE_BOX, text_boxes
+from gulliver.video.preparation.table import read_broken
 from tests.messy_clips import CODINGS, LOSSLESS, footage, write_film
 
 EXACT = LOSSLESS.__class__(".mkv", "ffv1", "bgr0")

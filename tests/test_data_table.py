@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import Table, filter_file, filter_table
+from gulliver.video.preparation import Table, filter_table
+from gulliver.video.preparation.filtering import filter_file
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("duckdb")

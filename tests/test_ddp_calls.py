@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver import Booster, TorchDDPPlugin
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import TorchDDPPlugin
 from gulliver.comm import World
 from tests.pool import Pool
 

@@ -11,15 +11,10 @@ import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.schedule import read_trace
-from gulliver.solve import (
-    Sharding,
-    balanced_parts,
-    convert_least,
-    fluid_bound,
-    fluid_bound_by_lp,
-    geometric_sizes,
-    place_tables,
-)
+from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
+from gulliver.solve.conversion import Sharding, convert_least
+from gulliver.solve.partition import balanced_parts, geometric_sizes
+from gulliver.solve.tables import place_tables
 
 
 def test_geometric_sizes_end_from_any_start_and_with_any_factor() -> None:

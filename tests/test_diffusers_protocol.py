@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint import write_tensors
+from gulliver.checkpoint.files import write_tensors
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.models import FrameAutoencoder
 from gulliver.parallel.convolution import share_autoencoder, stream_decode, stream_encode
-from gulliver.video import DiffusersAutoencoder, load_autoencoder
+from gulliver.video import load_autoencoder
+from gulliver.video.autoencoders.diffusers import DiffusersAutoencoder
 from tests.pool import Pool
 from tests.public_autoencoders import FRAMES
 

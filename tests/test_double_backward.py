@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from gulliver import Booster, GulliverError, HybridParallelPlugin
+from gulliver.booster.booster import Booster
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from tests.pool import Pool
 
 MODES = None, "split_gather", "ring"

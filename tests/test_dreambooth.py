@@ -28,14 +28,14 @@ from diffusers import (
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from gulliver.checkpoint import read_tensors
+from gulliver.checkpoint.files import read_tensors
 from gulliver.comm import World
-from gulliver.dreambooth import DreamboothConfig, dreambooth
-from gulliver.dreambooth._dreambooth import DreamBoothTrainer
-from gulliver.dreambooth._order import SampleOrder
+from gulliver.dreambooth import DreamboothConfig
+from gulliver.dreambooth.student import SampleOrder
+from gulliver.dreambooth.trainer import DreamBoothTrainer, dreambooth
 from gulliver.errors import GulliverError
-from gulliver.jobs import derive
-from gulliver.jobs._run_folder import RunFolder
+from gulliver.jobs.log import derive
+from gulliver.jobs.run_folder import RunFolder
 from tests.pool import Pool
 from tests.tiny_pipelines import SIDE, save_sd, save_sd3, save_sdxl, unplanned
 
@@ -248,7 +248,7 @@ class _Longer(nn.Module):
 
 def _final(config: DreamboothConfig) -> dict[str, Tensor]:
     """Trained tensors of the last checkpoint."""
-    from gulliver.dreambooth._result import SavedTensors
+    from gulliver.dreambooth.trainer import SavedTensors
 
     newest = RunFolder(config.out).checkpoints.latest()
     assert newest is not None

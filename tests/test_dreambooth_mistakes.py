@@ -19,12 +19,15 @@ pytest.importorskip("diffusers")
 
 from peft import LoraConfig, inject_adapter_in_model
 
-from gulliver.booster import HybridParallelPlugin, recomputable_blocks
-from gulliver.cli._main import run
-from gulliver.dreambooth import DreamboothConfig, check_dreambooth, dreambooth
-from gulliver.dreambooth._order import SampleOrder, shares
-from gulliver.dreambooth._pictures import read_picture, read_pictures
+from gulliver.booster import HybridParallelPlugin
+from gulliver.cli.dispatch import run
+from gulliver.dreambooth import DreamboothConfig
+from gulliver.dreambooth.config import check_dreambooth
+from gulliver.dreambooth.pictures import read_picture, read_pictures
+from gulliver.dreambooth.student import SampleOrder, shares
+from gulliver.dreambooth.trainer import dreambooth
 from gulliver.errors import GulliverError
+from gulliver.planner.model import recomputable_blocks
 from tests.tiny_pipelines import save_sd, save_subject, tiny_unet, unplanned
 
 
@@ -271,7 +274,7 @@ def test_the_plan_of_a_command_needs_no_weights(
 
 def test_options_are_read_without_torch() -> None:
     code = (
-        "import sys; from gulliver.cli._main import run\n"
+        "import sys; from gulliver.cli.dispatch import run\n"
         "try: run(['dreambooth', '--help'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"

@@ -15,37 +15,25 @@ from torch import Tensor
 
 pytest.importorskip("peft")
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.comm import init_world
 from gulliver.data import Bucket
-from gulliver.dreambooth import (
-    DreamboothConfig,
-    Picture,
-    VideoBase,
-    dreambooth,
-    load_adapter,
-)
-from gulliver.dreambooth._config import alternatives
-from gulliver.dreambooth._dreambooth import DreamBoothTrainer, make_plugin
-from gulliver.dreambooth._student import make_student
-from gulliver.dreambooth._video import along
+from gulliver.dreambooth import DreamboothConfig
+from gulliver.dreambooth.base import Picture
+from gulliver.dreambooth.config import alternatives
+from gulliver.dreambooth.student import make_student
+from gulliver.dreambooth.trainer import DreamBoothTrainer, dreambooth, make_plugin
+from gulliver.dreambooth.video_base import VideoBase, along, load_adapter
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
-    AutoencoderConfig,
-    DataConfig,
-    MovingDigits,
-    OptimizerConfig,
-    Request,
-    SamplingConfig,
-    TrainConfig,
-    VideoModel,
-    open_run,
-    save_autoencoder,
-    train,
-    words_of,
-    write_clip,
-)
+from gulliver.video import DataConfig, Request, SamplingConfig, TrainConfig, VideoModel
+from gulliver.video.config import AutoencoderConfig, OptimizerConfig
+from gulliver.video.digits import MovingDigits
+from gulliver.video.media import write_clip
+from gulliver.video.pipeline import open_run
+from gulliver.video.planned_training import train
+from gulliver.video.public_models import save_autoencoder
+from gulliver.video.text_encoders import words_of
 from tests.test_public_training import config_of, parts  # noqa: F401
 
 CLIP, STILL = Bucket(5, 16, 16), Bucket(1, 16, 16)
@@ -277,7 +265,7 @@ def test_runs_of_public_weights_learn_clips_and_refuse_a_word_of_their_own(
 
 
 def test_an_adapter_for_other_layers_is_refused_by_their_name(run: Path, tmp_path: Path) -> None:
-    from gulliver.checkpoint import write_json, write_tensors
+    from gulliver.checkpoint.files import write_json, write_tensors
 
     name = "base_model.model.spatial_blocks.0.attn.proj"
     shapes = {f"{name}.lora_A.weight": (2, 64), f"{name}.lora_B.weight": (64, 2)}

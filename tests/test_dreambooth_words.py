@@ -16,11 +16,13 @@ pytest.importorskip("diffusers")
 
 from diffusers import StableDiffusionPipeline
 
-from gulliver.checkpoint import write_tensors
-from gulliver.dreambooth import DreamboothConfig, check_dreambooth, dreambooth
-from gulliver.dreambooth._diffusers import DiffusersBase
-from gulliver.dreambooth._pictures import read_picture, read_pictures
-from gulliver.dreambooth._words import check_texts
+from gulliver.checkpoint.files import write_tensors
+from gulliver.dreambooth import DreamboothConfig
+from gulliver.dreambooth.config import check_dreambooth
+from gulliver.dreambooth.diffusers_base import DiffusersBase
+from gulliver.dreambooth.pictures import read_picture, read_pictures
+from gulliver.dreambooth.trainer import dreambooth
+from gulliver.dreambooth.words import check_texts
 from gulliver.errors import GulliverError
 from tests.tiny_pipelines import LENGTH, WIDTH, make_tokenizer, save_sd, save_sd3, save_subject
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.booster.hybrid._dropout import check_positions
+from gulliver.booster.hybrid.dropout import check_positions
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.parallel import Along, attention_with_dropout, drop, mix
-from gulliver.parallel._dropout import keep_mask
+from gulliver.parallel.dropout import Along, attention_with_dropout, drop, keep_mask, mix
 from tests.hybrid_cells import RING, ULYSSES, largest, make_optimizer, next_token_loss
 from tests.hybrid_models import DECODERS, batch, build, exact_norms
 from tests.pool import Pool

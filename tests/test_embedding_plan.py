@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from dynamic_ids import DynamicIds
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.embedding import (
-    DATA_SETS,
     CachedEmbeddingBag,
     ShardedEmbeddingBag,
     TablesJob,
     budget_tables,
     plan_tables,
 )
+from gulliver.embedding.planning import DATA_SETS
 from gulliver.errors import GulliverError
-from gulliver.hardware import LookupLoad, lookup_seconds, named_cluster
-from gulliver.solve import MissCurve, TableOption, lru_misses, place_tables, share_cache
+from gulliver.hardware.operators import LookupLoad, lookup_seconds
+from gulliver.hardware.probe import named_cluster
+from gulliver.solve.tables import MissCurve, TableOption, lru_misses, place_tables, share_cache
 
 
 def test_placements_are_near_the_best_of_all_and_never_below_the_bound() -> None:

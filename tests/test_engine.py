@@ -22,10 +22,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gulliver.cli._main import run as run_command
+from gulliver.cli.dispatch import run as run_command
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, IoError, NativeEngine, PythonEngine, default_engine, native_problem
-from gulliver.io import _default as default_module
+from gulliver.io import Engine, IoError, default_engine
+from gulliver.io import default as default_module
+from gulliver.io.native import NativeEngine, native_problem
+from gulliver.io.python_engine import PythonEngine
 from tests.native_stress import SANITIZERS, CannotBuild
 from tests.native_stress import build as build_stress
 from tests.native_stress import run as run_stress

@@ -21,11 +21,12 @@ from gulliver.checkpoint import (
     import_huggingface,
     load,
     save_huggingface,
-    write_single,
 )
-from gulliver.checkpoint._readback import ReadBack
-from gulliver.checkpoint._weights import MemoryWeights
-from gulliver.comm import World, adopt_world
+from gulliver.checkpoint.files import ReadBack
+from gulliver.checkpoint.weights import MemoryWeights
+from gulliver.checkpoint.writing import write_single
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
 
 

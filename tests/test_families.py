@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.booster.hybrid import MODES
-from gulliver.booster.hybrid._capability import family_of as record_name
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.families import UNKNOWN, Family, Sequences, all_families, family_of, register
+from gulliver.families import Family, Sequences, family_of, register
+from gulliver.families.lookup import UNKNOWN, all_families
 from gulliver.memory import region_of
-from gulliver.parallel.tensor import STYLES, check_mode, plan_tensor
+from gulliver.parallel.tensor import STYLES, plan_tensor
+from gulliver.parallel.tensor.apply import check_mode
+from gulliver.planner.capability import MODES
+from gulliver.planner.capability import family_of as record_name
 from tests.covering import some
 from tests.family_models import TASKS, batch, build, types
 from tests.family_sweep import BAR, case, outcome

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
 from gulliver.finetune import Example, make_batches
-from gulliver.solve import pack
+from gulliver.solve.packing import pack
 from tests.family_models import build
 from tests.hybrid_models import Precise
 

@@ -28,8 +28,8 @@ from gulliver.finetune import (
     recognise,
     split,
 )
-from gulliver.finetune._encode import Encoder
-from gulliver.finetune._forms import TextSample
+from gulliver.finetune.encode import Encoder
+from gulliver.finetune.rows import TextSample
 from tests.texts import FORGETFUL, MARKED, PLAIN, STRICT, tokenizer_of
 
 CHAT = [

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from gulliver.errors import GulliverError
 from gulliver.finetune import BadRow, Row, check_finetune, finetune, make_example, read_rows
-from gulliver.finetune._result import NO_BETTER
-from gulliver.finetune._run import FinetuneRun
-from gulliver.finetune._step import Learner
-from gulliver.jobs import tensorboard
-from gulliver.memory import ActivationPeak, activation_peak
-from gulliver.memory._symbolic import follow_step
+from gulliver.finetune.prepare import FinetuneRun
+from gulliver.finetune.result import NO_BETTER
+from gulliver.finetune.step import Learner
+from gulliver.jobs.display import tensorboard
+from gulliver.memory import activation_peak
+from gulliver.memory.symbolic import ActivationPeak, follow_step
 from gulliver.options import byte_size
 from tests.covering import some
 from tests.finetune_runs import small
@@ -179,7 +179,7 @@ def test_activations_that_nobody_knows_are_not_said_to_be_none(
     tmp_path: Path, example: Example, capsys: pytest.CaptureFixture
 ) -> None:
     unknown = ActivationPeak(None, reason="Error: no shapes")
-    with patch("gulliver.booster._measure.activation_peak", return_value=unknown):
+    with patch("gulliver.planner.measure.activation_peak", return_value=unknown):
         limit = {"memory": "80MiB", "disk": f"{tmp_path}:1GiB"}
         finetune(replace(small(example, tmp_path / "run", dry_run=True), **limit))
     told = capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_experts_are_followed_in_float32_as_they_run() -> None:
     assert run.bytes <= found.bytes < 1.1 * run.bytes
     model.bfloat16()  # of which torch knows the shapes by itself
     ours = activation_peak(model, kwargs=batch)
-    with patch("gulliver.memory._symbolic.GROUPED", ""):
+    with patch("gulliver.memory.symbolic.GROUPED", ""):
         assert activation_peak(model, kwargs=batch) == ours
 
 
@@ -268,7 +268,7 @@ def test_a_full_disk_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
     with tensorboard(tmp_path, 0, True) as scalar:
         scalar("a", 1.0, 1)
     assert closed == [True]
-    monkeypatch.setattr("gulliver.io._atomic._free", lambda _: 512)
+    monkeypatch.setattr("gulliver.io.files._free", lambda _: 512)
     with tensorboard(tmp_path, 0, True) as scalar:
         scalar("a", 1.0, 1)
     assert closed == [True]

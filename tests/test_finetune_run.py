@@ -16,14 +16,14 @@ from benchmarks._finetune_worker import LEAST, at_least
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, check_finetune, finetune, make_example
-from gulliver.finetune._base import Base
-from gulliver.finetune._finetune import Finetuner
-from gulliver.finetune._run import FinetuneRun
-from gulliver.finetune._step import Learner
+from gulliver.finetune.base import Base
+from gulliver.finetune.finetuner import Finetuner
+from gulliver.finetune.prepare import FinetuneRun
+from gulliver.finetune.step import Learner
 from tests.family_models import config_of
 from tests.finetune_killed import POINTS
 from tests.finetune_runs import STEPS, losses, plain_loop, run_in_world, saved_tensors, small
@@ -303,16 +303,16 @@ def test_what_cannot_run_is_refused_before_a_weight_is_read(
             finetune(replace(small(example, tmp_path / "run"), **changes))
         return str(refused.value)
 
-    monkeypatch.setattr("gulliver.finetune._base.Base.load", lambda *_: pytest.fail("weights"))
+    monkeypatch.setattr("gulliver.finetune.base.Base.load", lambda *_: pytest.fail("weights"))
     assert "the smallest limit that works is" in told(memory="1MiB", disk=f"{tmp_path}:1GiB")
     assert "does not exist: make it" in told(memory="80MiB", disk=f"{tmp_path}/no:1GiB")
     assert "no linear layer of that name" in told(method="lora", lora_targets=("q_porj",))
     (tmp_path / "file").write_text("")
     assert "cannot be written" in told(out=tmp_path / "file" / "run")
     # Room for checkpoints and result, and not for what leaves the memory as well.
-    monkeypatch.setattr("gulliver.io._atomic._free", lambda _: 7_000_000)
+    monkeypatch.setattr("gulliver.io.files._free", lambda _: 7_000_000)
     assert "no space for" in told(memory="80MiB", disk=f"{tmp_path}:1GiB")
-    monkeypatch.setattr("gulliver.io._atomic._free", lambda _: 1000)
+    monkeypatch.setattr("gulliver.io.files._free", lambda _: 1000)
     assert "no space for" in told()
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -337,7 +337,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config_of).save_pretrained(model)
-    monkeypatch.setattr("gulliver.finetune._base.Base.load", lambda *_: pytest.fail("weights"))
+    monkeypatch.setattr("gulliver.finetune.base.Base.load", lambda *_: pytest.fail("weights"))
     with pytest.raises(GulliverError, match="has 200 embeddings, and its tokenizer makes token 2"):
         finetune(small((model, data), tmp_path / "run"))
 

@@ -19,21 +19,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.errors import GulliverError
-from gulliver.memory import (
-    GRADIENTS,
-    ActivationPeak,
-    BudgetController,
-    BudgetRule,
-    Footprint,
-    Manager,
-    MemoryPoint,
-    ProcessGauge,
-    StorageCounter,
-    activation_peak,
-    follow_step,
-    smallest_limit,
-    with_unseen,
-)
+from gulliver.memory import BudgetController, Footprint, activation_peak
+from gulliver.memory.budget import BudgetRule, ProcessGauge, smallest_limit, with_unseen
+from gulliver.memory.buffers import GRADIENTS
+from gulliver.memory.manager import Manager
+from gulliver.memory.symbolic import ActivationPeak, MemoryPoint, StorageCounter, follow_step
 from tests.patience import patient
 from tests.programs import run_program, text
 
@@ -299,7 +289,9 @@ def test_a_storage_counts_from_its_operation_until_its_last_view_is_gone() -> No
 RESIDENT = """
 import ctypes, sys, torch
 from tests.test_footprint import Gpt, Unet, MIB
-from gulliver.memory import Footprint, FreedMemory, activation_peak, stand_in_loss
+from gulliver.memory import Footprint, activation_peak
+from gulliver.memory.budget import FreedMemory
+from gulliver.memory.symbolic import stand_in_loss
 torch.set_num_threads(1)
 freed = FreedMemory()
 assert not freed.reason, freed.reason
@@ -594,7 +586,7 @@ def test_freed_memory_is_kept_only_where_it_may_be_and_that_is_told(
 FAULTS = """
 import resource
 import torch
-from gulliver.memory import FreedMemory
+from gulliver.memory.budget import FreedMemory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
@@ -626,7 +618,7 @@ def test_kept_memory_is_not_cleared_again() -> None:
 
 
 MALLOC = """
-from gulliver.memory import FreedMemory
+from gulliver.memory.budget import FreedMemory
 said = []
 first, second = FreedMemory(), FreedMemory()
 for freed in (first, second):

@@ -14,22 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from gulliver._compat import scaled_matmul
 from gulliver.errors import GulliverError
-from gulliver.precision.fp8 import (
+from gulliver.precision.fp8 import SharedDims, convert_to_fp8, fp8_events, linear, revert_fp8
+from gulliver.precision.fp8.conversion import select_layers
+from gulliver.precision.fp8.layers import (
     FORWARD,
     GRADIENT,
     LayerState,
     Recipe,
     Scaled,
-    SharedDims,
-    convert_to_fp8,
     encode,
-    fp8_events,
-    linear,
     magnitude,
     matmul,
-    revert_fp8,
     scale_of,
-    select_layers,
 )
 
 THEORY = {FORWARD: 0.028, GRADIENT: 0.056}

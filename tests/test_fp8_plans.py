@@ -17,11 +17,12 @@ from gulliver.booster import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
 )
-from gulliver.booster._fp8 import weight_bytes
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.hardware import described, fp8_break_even, fp8_seconds
+from gulliver.hardware import described, fp8_seconds
+from gulliver.hardware.operators import fp8_break_even
 from gulliver.plan import Fp8Plan, Plan
+from gulliver.planner.fp8 import weight_bytes
 from gulliver.precision.fp8 import convert_to_fp8, revert_fp8, state_of
 from tests.hybrid_models import batch
 from tests.pool import Pool
@@ -346,7 +347,7 @@ def test_release_gives_back_plain_layers() -> None:
 def test_the_command_prints_layers_gain_and_memory(capsys: Any, tmp_path: Path) -> None:
     import json
 
-    from gulliver.cli._main import run
+    from gulliver.cli.dispatch import run
 
     words = ["precision", "--model", "llama-3-8b", "--cluster", "h100x8"]
     assert run(words) == 0

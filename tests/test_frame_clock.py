@@ -15,11 +15,16 @@ pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 pytest.importorskip("skvideo")
 
-from gulliver.data import Bucket, Clip, ClipTable, upright_frames
-from gulliver.video.preparation import CutSettings, Table, cut, read_facts, scan, take_samples
-from gulliver.video.preparation._cut import cut_source, make_plan
-from gulliver.video.preparation._scenes import Footage, survey
-from gulliver.video.preparation._work import FileOutcome
+from gulliver.data import Bucket
+from gulliver.data.clips import Clip, upright_frames
+from gulliver.data.table import ClipTable
+from gulliver.video.config import CutSettings
+from gulliver.video.preparation import Table, cut, scan
+from gulliver.video.preparation.cutting import cut_source, make_plan
+from gulliver.video.preparation.packets import take_samples
+from gulliver.video.preparation.scanning import read_facts
+from gulliver.video.preparation.scenes import Footage, survey
+from gulliver.video.preparation.work import FileOutcome
 from tests.messy_clips import LOSSLESS, write_film
 from tests.numbered_clips import CODINGS, SIDE, Numbered, clip, numbered, numbers_of
 
@@ -147,7 +152,7 @@ def test_of_a_file_and_links_the_one_with_a_caption_counts(
     def in_this_process(work: Any, items: Any, _workers: int) -> Iterator[tuple[str, FileOutcome]]:
         yield from ((name, work(path)) for name, path in items)
 
-    monkeypatch.setattr("gulliver.video.preparation._cut.in_processes", in_this_process)
+    monkeypatch.setattr("gulliver.video.preparation.cutting.in_processes", in_this_process)
     inner = tmp_path / "z"
     inner.mkdir()
     write_film(inner / "clip.mkv", numbered(20), Fraction(25), LOSSLESS)

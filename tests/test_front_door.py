@@ -16,7 +16,7 @@ from benchmarks._index import claims, page, read
 from benchmarks._which_plugin import MARKS, MEMORIES, state_bytes, table
 
 import gulliver
-from gulliver.cli import _main
+from gulliver.cli import dispatch as _main
 from gulliver.hardware import described
 from tests import plain_installation
 from tests.patience import patient

@@ -13,12 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, Plan
-from gulliver.booster import _limited, _plan_plugin, _plugins
-from gulliver.cli._options import Memory
-from gulliver.cli._plan import show
+from gulliver.booster import limited as _limited
+from gulliver.booster import plugins as _plan_plugin
+from gulliver.booster import plugins as _plugins
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin
+from gulliver.cli.options import Memory
+from gulliver.cli.plan import show
 from gulliver.comm import World
-from gulliver.memory import DiskStore, HostDiskStore, HostStore
+from gulliver.errors import GulliverError
+from gulliver.memory.host import HostDiskStore, HostStore
+from gulliver.memory.stores import DiskStore
+from gulliver.plan.plan import Plan
 from tests.covering import some
 from tests.pool import Pool
 from tests.test_memory_stores import LateCopier

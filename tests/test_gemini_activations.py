@@ -13,14 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, Plan
-from gulliver.booster import _limited
-from gulliver.booster._blocks import blocks_of, recomputable_blocks
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from gulliver.hardware import described
-from gulliver.memory import ACTIVATIONS, ActivationOffload, StorageCounter
-from gulliver.parallel.zero._relayout import relayout
-from gulliver.plan import BlockWork, Work, check_plan
+from gulliver.memory.activations import ActivationOffload
+from gulliver.memory.buffers import ACTIVATIONS
+from gulliver.memory.symbolic import StorageCounter
+from gulliver.parallel.zero.checkpoint import relayout
+from gulliver.plan.checks import check_plan
+from gulliver.plan.plan import Plan
+from gulliver.plan.tree import BlockWork, Work
+from gulliver.planner.model import blocks_of, recomputable_blocks
 from tests.pool import Pool
 
 STEPS, WIDTH, BATCH = 3, 64, 256

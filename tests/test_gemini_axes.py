@@ -15,12 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver import Booster, GulliverError, HybridParallelPlugin
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.checkpoint import load
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster
-from gulliver.plan import Plan, check_plan
+from gulliver.plan import Plan
+from gulliver.plan.checks import check_plan
 from tests.covering import some
 from tests.hybrid_cells import make_optimizer
 from tests.hybrid_models import batch, build

@@ -17,9 +17,9 @@ from gulliver.booster import (
     GeminiPlugin,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
-    _limited,
     lazy_parameters,
 )
+from gulliver.booster import limited as _limited
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from tests.pool import Pool

@@ -14,16 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gulliver import (
-    Booster,
-    GeminiPlugin,
-    GulliverError,
-    LowLevelZeroPlugin,
-    Plugin,
-    TorchDDPPlugin,
-)
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from tests.pool import Pool
 
 WIDTH, LAYERS, ROWS, STEPS = 200, 8, 8, 3

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from gulliver import Booster, GeminiPlugin, GulliverError
 from gulliver._compat import storage_users
-from gulliver.booster import _limited
-from gulliver.memory._traffic import Traffic
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin
+from gulliver.errors import GulliverError
+from gulliver.memory.traffic import Traffic
 
 WIDTH, LAYERS, STEPS = 48, 5, 4
 

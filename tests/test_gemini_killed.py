@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver import Booster, LowLevelZeroPlugin
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.comm import World
 from tests.gemini_killed import KINDS, SAVED, STEPS, adamw, batch_of, model_of, plugin_of
 from tests.pool import Pool

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver import Booster, GeminiPlugin
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin
 from tests.least_limits import at_least_limit, least_case, plain
 from tests.random_limits import RandomCase, problem
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin
-from gulliver.booster import _limited
+from gulliver.booster import limited as _limited
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from tests.pool import Pool
 
 WIDTH, DEPTH, STEPS = 256, 12, 4

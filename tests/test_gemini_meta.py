@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver import Booster, GeminiPlugin, GulliverError
-from gulliver.booster import _apply, _limited, lazy_parameters
-from gulliver.booster._meta import fill_boosted
+from gulliver.booster import apply as _apply
+from gulliver.booster import lazy_parameters
+from gulliver.booster import limited as _limited
+from gulliver.booster.apply import fill_boosted
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin
 from gulliver.checkpoint import save_huggingface
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
 from tests.pool import Pool
 

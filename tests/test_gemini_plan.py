@@ -13,22 +13,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin
-from gulliver.booster._ranks import ResolvedPlan, rank_states
-from gulliver.booster._residency import find_residency
-from gulliver.booster._tiers import split_disk
 from gulliver.errors import GulliverError
-from gulliver.hardware import (
-    TierRates,
-    Transfer,
-    Visit,
-    described,
-    disk_rates,
-    memory_bytes,
-    tiered_seconds,
-)
-from gulliver.hardware._memory import group_limits
+from gulliver.hardware import described, memory_bytes
+from gulliver.hardware.offload import TierRates, Transfer, Visit, disk_rates, tiered_seconds
+from gulliver.hardware.probe import group_limits
 from gulliver.options import UNITS, byte_size, size_at_least
-from gulliver.plan import Plan, check_plan
+from gulliver.plan import Plan
+from gulliver.plan.checks import check_plan
+from gulliver.planner.ranks import ResolvedPlan, rank_states
+from gulliver.planner.residency import find_residency
+from gulliver.planner.tiers import split_disk
 
 MIB = 2**20
 

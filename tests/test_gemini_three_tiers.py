@@ -10,10 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gulliver import Booster, GeminiPlugin, LowLevelZeroPlugin, Plan
-from gulliver.booster import _limited, _plan_plugin, _plugins
+from gulliver.booster import limited as _limited
+from gulliver.booster import plugins as _plan_plugin
+from gulliver.booster import plugins as _plugins
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin
 from gulliver.comm import World
-from gulliver.memory import DiskStore, HostDiskStore
+from gulliver.memory.host import HostDiskStore
+from gulliver.memory.stores import DiskStore
+from gulliver.plan.plan import Plan
 from tests.pool import Pool
 from tests.test_gemini import _batch, _model, _trained
 from tests.test_memory_stores import LateCopier

@@ -11,36 +11,30 @@ import numpy as np
 import pytest
 import torch
 
-from gulliver.checkpoint import read_json, write_tensors
-from gulliver.cli._main import run as run_command
+from gulliver.checkpoint.files import read_json, write_tensors
+from gulliver.cli.dispatch import run as run_command
 from gulliver.comm import World
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
-    AutoencoderConfig,
-    DataConfig,
-    DemoConfig,
-    MovingDigits,
-    OptimizerConfig,
-    Request,
-    SamplingConfig,
-    TrainConfig,
-    VideoModel,
-    _demo,
-    _evaluate,
-    _judges,
-    demonstrate,
-    evaluate,
-    extend,
+from gulliver.video import DataConfig, Request, SamplingConfig, TrainConfig, VideoModel, extend
+from gulliver.video import demo as _demo
+from gulliver.video import demo as _evaluate
+from gulliver.video import digits as _judges
+from gulliver.video.config import AutoencoderConfig, DemoConfig, OptimizerConfig
+from gulliver.video.demo import TASKS, demonstrate, evaluate, real_clips, requests_of
+from gulliver.video.digits import MovingDigits
+from gulliver.video.media import (
+    SheetRow,
+    contact_sheet,
+    fit,
+    loss_curve,
     read_frames,
-    save_autoencoder,
-    train,
+    to_frames,
     write_clip,
 )
-from gulliver.video._media import fit, to_frames
-from gulliver.video._sheet import SheetRow, contact_sheet, loss_curve
-from gulliver.video._tasks import TASKS, real_clips, requests_of
+from gulliver.video.planned_training import train
+from gulliver.video.public_models import save_autoencoder
 from tests.pool import Pool
 from tests.references import computed_once
 
@@ -89,7 +83,7 @@ def test_a_clip_depends_on_its_own_request_only(model: VideoModel) -> None:
 
 def test_the_averaged_weights_are_used(run: Path, model: VideoModel) -> None:
     from gulliver.checkpoint import load
-    from gulliver.video._run import Run
+    from gulliver.video.run import Run
 
     saved = load(Run(run).newest_checkpoint()).values["ema"]
     for name, value in model.model.state_dict().items():
@@ -271,7 +265,7 @@ def test_tasks_give_the_latent_frames_that_they_name(
 def test_the_command_line_makes_one_file_per_prompt(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from gulliver.cli import main
+    from gulliver.cli.dispatch import main
 
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the digit 1 moving up\n\nthe zebra moving up\n")
@@ -291,7 +285,7 @@ def test_the_command_line_makes_one_file_per_prompt(
 def test_the_command_line_knows_all_that_a_request_may_say(
     run: Path, model: VideoModel, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from gulliver.cli import main
+    from gulliver.cli.dispatch import main
 
     pictures = [tmp_path / "first.png", tmp_path / "last.png"]
     for number, picture in enumerate(pictures):
@@ -307,7 +301,7 @@ def test_the_command_line_knows_all_that_a_request_may_say(
     options += ["--guidance-image-decay", "--guidance-rescale", "0.7", "--align", "1"]
     # The encoder does not give equal bytes twice: what it is given is compared.
     with (
-        patch("gulliver.cli._commands.write_clip", side_effect=write_clip) as written,
+        patch("gulliver.cli.video.write_clip", side_effect=write_clip) as written,
         pytest.raises(SystemExit) as stop,
     ):
         main(["generate", *options, "--scale", "1", "--out", str(tmp_path / "x.mp4")])
@@ -353,7 +347,7 @@ def test_the_command_line_knows_all_that_a_request_may_say(
 def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from gulliver.cli import main
+    from gulliver.cli.dispatch import main
 
     def called(*options: str) -> str:
         base = ["--run", str(run), "--prompt", "the digit 3", "--frames", "9", "--steps", "6"]

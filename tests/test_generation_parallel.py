@@ -16,29 +16,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.comm import World
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video import (
-    AutoencoderConfig,
     DataConfig,
     Guidance,
-    OptimizerConfig,
     RectifiedFlow,
     Request,
     SamplingConfig,
     TrainConfig,
     VideoModel,
     extend,
-    read_frames,
-    save_autoencoder,
-    split_ranks,
-    train,
 )
-from gulliver.video._media import to_frames
-from gulliver.video._shared import share
+from gulliver.video.config import AutoencoderConfig, OptimizerConfig
+from gulliver.video.generation import share, split_ranks
+from gulliver.video.media import read_frames, to_frames
+from gulliver.video.planned_training import train
+from gulliver.video.public_models import save_autoencoder
 from tests.covering import some
 from tests.patience import patient
 from tests.pool import Pool

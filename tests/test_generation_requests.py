@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.cli._commands import generate_command
-from gulliver.cli._options import GenerateConfig
+from gulliver.cli.options import GenerateConfig
+from gulliver.cli.video import generate_command
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
@@ -23,9 +23,9 @@ from gulliver.video import (
     connect,
     extend,
     loop_seed,
-    write_clip,
 )
-from gulliver.video._generate import latent_noise
+from gulliver.video.generation import latent_noise
+from gulliver.video.media import write_clip
 from tests.test_sampling import Asked, naive
 
 BUCKET = Bucket(9, 16, 16)
@@ -264,7 +264,7 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
 
 
 def test_guidance_options_are_the_sampler_s(model: VideoModel) -> None:
-    from gulliver.video._guidance import guidance_of
+    from gulliver.video.diffusion import guidance_of
 
     options = SamplingConfig(
         guidance=7.5, guidance_image=3.0, guidance_oscillation=10, guidance_image_oscillation=9,

@@ -11,14 +11,9 @@ from torch import Tensor, nn
 
 import gulliver
 from gulliver.errors import GulliverError
-from gulliver.precision.int8 import (
-    from_int4,
-    from_int8,
-    linear_modes,
-    report_of,
-    round_calibrated,
-    to_int4,
-)
+from gulliver.precision.int8 import report_of
+from gulliver.precision.int8.formats import from_int4, from_int8, round_calibrated, to_int4
+from gulliver.precision.int8.replace import linear_modes
 from gulliver.quantize import replace_calibrated
 
 

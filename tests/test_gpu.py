@@ -10,7 +10,7 @@ import torch
 from gulliver.comm import World
 from gulliver.data import Bucket
 from gulliver.models import VideoAutoencoder, stdit3
-from gulliver.video import MovingDigits
+from gulliver.video.digits import MovingDigits
 from tests import parity
 from tests.parity import CELLS, Cell, largest_error
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gulliver.booster._recomputed import RecomputeSwitch
 from gulliver.comm import World
-from gulliver.hardware import fit_moves, host_copies, measure_moves
-from gulliver.memory import ActivationOffload, ActivationStack, HostArena
+from gulliver.data_centric.recompute import RecomputeSwitch
+from gulliver.hardware import host_copies, measure_moves
+from gulliver.hardware.offload import fit_moves
+from gulliver.memory.activations import ActivationOffload, ActivationStack, HostArena
 from tests.data_centric_runs import Case, errors
 from tests.test_data_centric_offload import Blocks, gradients_of
 from tests.test_gpu_hybrid import nccl

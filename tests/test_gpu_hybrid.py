@@ -12,10 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.comm import ALONE, RankGroup, World, adopt_world, all_gather, all_reduce
-from gulliver.parallel.pipeline import agree
+from gulliver.comm import World, all_gather, all_reduce
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.comm.world import adopt_world
+from gulliver.parallel.pipeline.batches import agree
 from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
-from gulliver.parallel.sequence._kernels import KERNELS, Asked, asked_of, select
+from gulliver.parallel.sequence.kernels import KERNELS, Asked, asked_of, select
 from gulliver.parallel.tensor import cross_entropy
 from tests.hybrid_models import batch, build
 from tests.test_sequence_virtual import HALVES, NAMES, ROUNDING, Case, expected, mean_errors

@@ -8,7 +8,8 @@ import os
 import torch
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.comm import World, all_reduce, make_axes, release_groups, shared_rank_group
+from gulliver.comm import World, all_reduce, make_axes
+from gulliver.comm.groups import release_groups, shared_rank_group
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from tests.hybrid_models import batch, build
 from tests.pool import Pool

@@ -12,21 +12,14 @@ import pytest
 import gulliver
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
-    Along,
-    Axis,
     Cluster,
-    Curve,
-    Device,
-    Disk,
-    Link,
     all_reduce_seconds,
     current_cluster,
     described,
     described_names,
-    kept_path,
-    named_cluster,
 )
-from gulliver.hardware._kept import digest
+from gulliver.hardware.cluster import Along, Axis, Curve, Device, Disk, Link
+from gulliver.hardware.probe import digest, kept_path, named_cluster
 
 SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)
 DEVICE = Device("d", {"float32": 1e11}, 1e10, 10**9, 1e-6)

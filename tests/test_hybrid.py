@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.booster.hybrid._capability import MODES, check_family, families
-from gulliver.booster.hybrid._mesh import make_mesh, size_axes
-from gulliver.comm import RankGroup, World
+from gulliver.booster.hybrid.mesh import make_mesh, size_axes
+from gulliver.comm import World
+from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.parallel.pipeline import agree
+from gulliver.parallel.pipeline.batches import agree
 from gulliver.parallel.sequence import SequencePlan
+from gulliver.planner.capability import MODES, check_family, families
 from tests.covering import some
 from tests.hybrid_cells import (
     BARS,

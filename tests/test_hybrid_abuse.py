@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.comm import World, barrier, broadcast_object
+from gulliver.comm import World, barrier
+from gulliver.comm.collectives import broadcast_object
 from gulliver.errors import GulliverError
 from tests.covering import grid as grid_of
 from tests.covering import some

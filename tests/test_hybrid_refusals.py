@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gulliver
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.booster._options import (
+from gulliver.booster.plugin_options import (
     CommunicationOptions,
     Fp8Options,
     GridOptions,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid._transformers import keep_logits, wire_sequence
+from gulliver.booster.hybrid.transformers import keep_logits, wire_sequence
 from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import SequencePlan, make_groups
@@ -444,8 +444,8 @@ def test_generation_gives_the_tokens_of_one_process(
 
 def _decoded(world: World, family: str) -> float:
     """The largest error of the logits of each new token."""
-    from gulliver.booster.hybrid._cache import ShardedCache
-    from gulliver.booster.hybrid._generate import _logits
+    from gulliver.booster.hybrid.generate import _logits
+    from gulliver.booster.hybrid.inputs import ShardedCache
 
     model, twin = make(family).eval(), make(family).eval()
     groups = make_groups(PLANS["ring 3"])
@@ -489,7 +489,7 @@ def test_ranks_draw_alike_and_rows_end(pool: Pool) -> None:
 
 def _tensor_too(world: World, family: str, sequence: bool) -> list[float]:
     """Errors of loss and gradients on a grid of tensor ranks inside sequence ranks."""
-    from gulliver.comm import RankGroup
+    from gulliver.comm.groups import RankGroup
     from gulliver.parallel.tensor import apply_tensor, plan_tensor
 
     pairs = [[0, 1], [2, 3]]

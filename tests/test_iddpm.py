@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.video._guidance import Guidance
-from gulliver.video._iddpm import IDDPM, spaced
+from gulliver.video.diffusion import Guidance
+from gulliver.video.flows import IDDPM, spaced
 
 SHAPE = (2, 4, 3, 2, 2)
 

@@ -14,21 +14,10 @@ import gulliver
 from gulliver.booster import Booster
 from gulliver.errors import GulliverError
 from gulliver.precision import int8
-from gulliver.precision.int8 import (
-    KERNELS,
-    QuantizedConvolution,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    Stored,
-    from_int4,
-    from_int8,
-    largest_of,
-    native_table,
-    report_of,
-    to_int4,
-    to_int8,
-)
-from gulliver.precision.int8._products import _candidates
+from gulliver.precision.int8 import native_table, report_of
+from gulliver.precision.int8.formats import from_int4, from_int8, largest_of, to_int4, to_int8
+from gulliver.precision.int8.layers import QuantizedConvolution, QuantizedEmbedding, QuantizedLinear
+from gulliver.precision.int8.products import KERNELS, Stored, _candidates
 from gulliver.quantize import replace_calibrated
 
 needs_native = pytest.mark.skipif(native_table() is None, reason="no native products here")

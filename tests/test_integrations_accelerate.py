@@ -212,7 +212,8 @@ def _refused(world: World) -> dict[str, str]:
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
-    from gulliver import HybridParallelPlugin, TorchDDPPlugin
+    from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+    from gulliver.booster.plugins import TorchDDPPlugin
     from gulliver.integrations.accelerate import Accelerator
 
     found: dict[str, str] = {}

@@ -24,22 +24,21 @@ from gulliver.checkpoint import (
     import_huggingface,
     load,
     load_huggingface,
-    open_weights,
-    read_json,
     save_huggingface,
     verify,
-    write_json,
 )
-from gulliver.checkpoint import _compare as compare_module
-from gulliver.checkpoint import _huggingface as huggingface_module
-from gulliver.checkpoint import _weights as weights_module
-from gulliver.checkpoint import _writing as writing_module
-from gulliver.checkpoint._image import CODES
-from gulliver.checkpoint._manifest import write_manifest
-from gulliver.comm import World, adopt_world
+from gulliver.checkpoint import comparison as compare_module
+from gulliver.checkpoint import huggingface as huggingface_module
+from gulliver.checkpoint import weights as weights_module
+from gulliver.checkpoint import writing as writing_module
+from gulliver.checkpoint.files import CODES, read_json, write_json
+from gulliver.checkpoint.manifest import write_manifest
+from gulliver.checkpoint.weights import open_weights
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
-from gulliver.io import PythonEngine
-from gulliver.memory import Part
+from gulliver.io.python_engine import PythonEngine
+from gulliver.memory.parts import Part
 from tests.pool import Pool
 
 

@@ -13,14 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from gulliver.errors import GulliverError
-from gulliver.io import (
-    atomic_file,
-    finish_folder,
-    named_errors,
-    remove_folder,
-    require_space,
-    write_text,
-)
+from gulliver.io import atomic_file, write_text
+from gulliver.io.files import finish_folder, named_errors, remove_folder, require_space
 
 
 def _names(folder: Path) -> list[str]:

@@ -10,20 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.solve import (
-    ENTRY,
-    Block,
-    EdgeSeconds,
-    JointPlan,
-    OffloadLink,
-    Operator,
-    Strategy,
-    joint_cost,
-    least_memory,
-    solve_in_stages,
-    solve_joint,
-)
-from gulliver.solve._pareto import boxed
+from gulliver.solve import Block, Operator, Strategy, least_memory, solve_in_stages, solve_joint
+from gulliver.solve.activations import boxed
+from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, joint_cost
+from gulliver.solve.joint_search import JointPlan
 from tests.joint_milp import joint_by_milp
 from tests.solver_cases import joint_case, small_network, staged_case
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gulliver.data import Bucket
-from gulliver.video import Judges, MovingDigits, train_judges
-from gulliver.video._judges import ceiling
+from gulliver.video.digits import Judges, MovingDigits, ceiling, train_judges
 from tests.references import computed_once
 
 

@@ -16,33 +16,35 @@ import pytest
 import torch
 
 from gulliver.checkpoint import save_huggingface
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.comm import World
-from gulliver.data import Bucket, ClipTable
+from gulliver.data import Bucket
+from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
-from gulliver.io import hold
+from gulliver.io.files import hold
 from gulliver.models import STDiT3, VideoAutoencoder
+from gulliver.options import resolved
 from gulliver.video import (
-    AutoencoderConfig,
-    AutoencoderDataConfig,
     DataConfig,
-    EncodeConfig,
-    FlowConfig,
     KeptLatents,
-    ModelConfig,
-    OptimizerConfig,
     TrainAutoencoderConfig,
     TrainConfig,
-    ValidationConfig,
-    check_autoencoder_config,
     load_autoencoder,
-    resolved,
-    save_autoencoder,
-    train,
 )
-from gulliver.video._kept_latents import ClipWindow, file_digest
-from gulliver.video._run import Run
-from gulliver.video.preparation import Encoded, encode
+from gulliver.video.autoencoder_config import AutoencoderDataConfig, check_autoencoder_config
+from gulliver.video.config import (
+    AutoencoderConfig,
+    EncodeConfig,
+    FlowConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ValidationConfig,
+)
+from gulliver.video.kept_latents import ClipWindow, file_digest
+from gulliver.video.planned_training import train
+from gulliver.video.preparation.encoding import Encoded, encode
+from gulliver.video.public_models import save_autoencoder
+from gulliver.video.run import Run
 from tests.pool import Pool
 from tests.programs import module, run_program
 from tests.test_data import write_table, write_video
@@ -337,7 +339,7 @@ def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
     default = DataConfig().batch_size  # the folder's buckets have sizes of their own
     kept = replace(kept, data=replace(kept.data, batch_size=default))
     # The text encoder is not loaded: its texts are there.
-    monkeypatch.setattr("gulliver.video._build.make_text", None)
+    monkeypatch.setattr("gulliver.video.sources.make_text", None)
     train(replace(kept, model=ModelConfig(weights=tmp_path / "weights")))
     assert_same_curve(kept.out, clips.out)
     assert not (kept.out / "texts").exists()

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("lightning")
 
 
-from gulliver import LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
 from gulliver.comm import World
 from gulliver.integrations.lightning import GulliverStrategy
 from tests.lightning_models import Autoencoder, Gan, Gpt, Recording, trainer_of

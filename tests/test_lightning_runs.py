@@ -24,14 +24,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
-from gulliver import (
-    GeminiPlugin,
-    GulliverError,
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    TorchDDPPlugin,
-)
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from gulliver.integrations.lightning import GulliverStrategy
 from tests.lightning_models import Autoencoder, Gan, Recording, trainer_of
 from tests.patience import patient

@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from gulliver.data import Bucket, BucketSampler, DataLoader, PinnedArena
-from gulliver.data import _loader as loader_module
-from gulliver.data import _transfer as transfer
+from gulliver.data import Bucket, BucketSampler, DataLoader, PinnedArena, transfer
+from gulliver.data import loader as loader_module
 from gulliver.errors import GulliverError
-from gulliver.solve import PAGE, Extents, size_class
+from gulliver.solve.extents import PAGE, Extents, size_class
 
 RESOLUTIONS = ((144, 256), (240, 426), (360, 640), (480, 854), (720, 1280))
 LENGTHS = (1, 17, 33, 51)

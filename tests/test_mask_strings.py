@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.video import SHORT_FORMS, loop_prompts, parse_mask_strategy, read_prompt
-from gulliver.video._mask_strings import check_rules, cut_references, place
+from gulliver.video.requests import (
+    SHORT_FORMS,
+    check_rules,
+    cut_references,
+    loop_prompts,
+    parse_mask_strategy,
+    place,
+    read_prompt,
+)
 
 NUMBER = st.integers(-6, 7)
 RULE = st.tuples(st.integers(0, 2), st.integers(-3, 3), NUMBER, NUMBER, st.integers(1, 4))

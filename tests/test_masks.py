@@ -11,9 +11,10 @@ import torch
 
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
-from gulliver.video import FlowConfig, TrainConfig, check_config
-from gulliver.video._masks import STRATEGIES, MaskStrategies
-from gulliver.video._tasks import TASKS, latent_frames
+from gulliver.video import TrainConfig
+from gulliver.video.batches import STRATEGIES, MaskStrategies
+from gulliver.video.config import FlowConfig, check_config
+from gulliver.video.demo import TASKS, latent_frames
 
 Law = dict[tuple[int, ...], float]
 """Chance of each set of given frames."""

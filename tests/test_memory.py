@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Chunk, ReducedGradient, plan_chunks, reduced_gradient
+from gulliver.memory.buffers import plan_chunks
+from gulliver.memory.chunk import Chunk, ReducedGradient, reduced_gradient
 
 SIZES = st.lists(st.integers(0, 90), min_size=1, max_size=12)
 

@@ -21,24 +21,13 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.io import IoError, default_engine
-from gulliver.memory import (
-    GRADIENTS,
-    KINDS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    RESIDENT,
-    DiskStore,
-    HostStore,
-    ManagedTensor,
-    Manager,
-    ProcessGauge,
-    Residency,
-    add_read_lock,
-    drop_read_lock,
-    storage_of,
-)
-from gulliver.memory._pages import Pages
-from gulliver.memory._traffic import end_workers
+from gulliver.memory.budget import ProcessGauge
+from gulliver.memory.buffers import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS
+from gulliver.memory.host import HostStore
+from gulliver.memory.manager import Manager
+from gulliver.memory.pending import add_read_lock, drop_read_lock, storage_of
+from gulliver.memory.stores import RESIDENT, DiskStore, ManagedTensor, Pages, Residency
+from gulliver.memory.traffic import end_workers
 from gulliver.solve import Event, simulate
 from tests.test_memory_stores import LateCopier
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.io import IoError, PythonEngine, default_engine
-from gulliver.memory import DiskStore, HostStore, page_aligned
+from gulliver.io import IoError, default_engine
+from gulliver.io.python_engine import PythonEngine
+from gulliver.memory.host import HostStore
+from gulliver.memory.stores import DiskStore, page_aligned
 
 PAGE = 4096
 
@@ -148,7 +150,7 @@ def test_bad_disks_are_refused_in_one_line(tmp_path: Path, monkeypatch):
         DiskStore(tmp_path, 100)
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path.resolve()} nfs4 rw 0 0\n")
-    monkeypatch.setattr("gulliver.memory._stores.MOUNTS", str(mounts))
+    monkeypatch.setattr("gulliver.memory.stores.MOUNTS", str(mounts))
     with pytest.raises(GulliverError, match=r"network mount \(nfs4\): name a local disk"):
         DiskStore(tmp_path, PAGE)
 

@@ -17,24 +17,13 @@ from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
 from gulliver.io import IoError, default_engine
-from gulliver.memory import (
-    GRADIENTS,
-    KINDS,
-    PARAMETERS,
-    RESIDENT,
-    DiskStore,
-    HostDiskStore,
-    Manager,
-    Residency,
-)
-from gulliver.solve import (
-    Action,
-    Event,
-    MiddleReplacement,
-    Moved,
-    Replacement,
-    count_moves,
-)
+from gulliver.memory.buffers import GRADIENTS, KINDS, PARAMETERS
+from gulliver.memory.host import HostDiskStore
+from gulliver.memory.manager import Manager
+from gulliver.memory.stores import RESIDENT, DiskStore, Residency
+from gulliver.solve import Event, Moved
+from gulliver.solve.replacement import Action, Replacement, count_moves
+from gulliver.solve.transit import MiddleReplacement
 from tests.test_memory_manager import OPERATIONS, PAGE, SIZES, Twin, filled
 from tests.test_memory_stores import LateCopier
 

@@ -15,17 +15,12 @@ from torch import Tensor, nn
 
 import gulliver
 from gulliver.booster import lazy_parameters
-from gulliver.checkpoint import (
-    export_huggingface,
-    import_huggingface,
-    is_step_or_run,
-    load_huggingface,
-    model_weights,
-    open_weights,
-    read_weights,
-)
+from gulliver.checkpoint import export_huggingface, import_huggingface, load_huggingface
+from gulliver.checkpoint.huggingface import model_weights, read_weights
+from gulliver.checkpoint.weights import is_step_or_run, open_weights
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Region, region_of, set_region
+from gulliver.memory import region_of
+from gulliver.memory.parts import Part, Region, set_region
 from gulliver.quantize import stream_quantized
 from gulliver.serve import SamplingParameters
 from tests.family_models import config_of
@@ -269,7 +264,7 @@ def test_a_tensor_is_split_by_the_shapes_of_whole_parameters(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-40, 5e-324])
 def test_the_coldest_temperatures_take_the_likeliest_token(temperature: float) -> None:
-    from gulliver.serve._draw import DrawRow, draw
+    from gulliver.serve.sampling import DrawRow, draw
 
     logits = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)) * 30
     cold = {"temperature": temperature}

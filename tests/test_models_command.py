@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 
-from gulliver.cli._main import main
-from gulliver.cli._models import inputs_of, needs
-from gulliver.cli._options import ModelsConfig
+from gulliver.cli.dispatch import main
+from gulliver.cli.models import inputs_of, needs
+from gulliver.cli.options import ModelsConfig
 from gulliver.memory import activation_peak
-from gulliver.models import CONFIGURATIONS, Configuration, build
+from gulliver.models import CONFIGURATIONS, build
+from gulliver.models.configurations import Configuration
 
 TEXT = {"caption_channels": 32, "model_max_length": 6}
 SMALL = {

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, TorchDDPPlugin
 from gulliver.booster import HybridParallelPlugin
-from gulliver.booster._noise import DECAY, signal_of
+from gulliver.booster.booster import Booster
+from gulliver.booster.noise import DECAY, signal_of
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from tests.covering import grid
 from tests.pool import Pool
 

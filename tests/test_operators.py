@@ -15,20 +15,17 @@ import torch
 from safetensors.torch import save_file
 
 from gulliver.booster import Booster
-from gulliver.booster.operators import (
-    batch_of,
-    check_operators,
-    find_operators,
-    form_of,
-    plan_from,
-    problem_of,
-)
-from gulliver.booster.search import auto_engine
+from gulliver.booster.auto import auto_engine
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, described
-from gulliver.plan import Mesh, Plan
-from gulliver.solve import Choice, JointPlan, OffloadLink, Pick, joint_cost, least_memory
+from gulliver.operators.apply import check_operators
+from gulliver.operators.plans import batch_of, find_operators, form_of, plan_from, problem_of
+from gulliver.plan import Plan
+from gulliver.plan.tree import Mesh
+from gulliver.solve import Choice, least_memory
+from gulliver.solve.joint import OffloadLink, Pick, joint_cost
+from gulliver.solve.joint_search import JointPlan
 from tests.operator_models import BATCH, LocalBytes, build, loss_of, one_process
 from tests.pool import Pool
 

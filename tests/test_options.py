@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 import pytest
 
 import gulliver
-from gulliver.cli._main import COMMANDS, _found, main
+from gulliver.cli.dispatch import COMMANDS, _found, main
 from gulliver.errors import GulliverError
 from gulliver.options import Options, Range, check_options, from_plain, unchecked
-from gulliver.schedule.live import Submission
+from gulliver.schedule.live.options import Submission
 
 NOT_SET = object()
 REQUIRED = {"url": "http://127.0.0.1:8000", "prompt_words": (1, 2), "max_tokens": (1, 2)}

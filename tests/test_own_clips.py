@@ -19,20 +19,13 @@ pytest.importorskip("av")
 pytest.importorskip("duckdb")
 pytest.importorskip("scenedetect")
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.jobs import Log
-from gulliver.video import (
-    DataConfig,
-    OptimizerConfig,
-    Run,
-    SamplesConfig,
-    TrainConfig,
-    VideoModel,
-    check_config,
-    train,
-)
+from gulliver.jobs.log import Log
+from gulliver.video import DataConfig, Run, TrainConfig, VideoModel
+from gulliver.video.config import OptimizerConfig, SamplesConfig, check_config
+from gulliver.video.planned_training import train
 from gulliver.video.preparation import Table
 from tests.pool import Pool
 from tests.test_video_training import _train_in_world, assert_same_bytes, autoencoder, small

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.parallel.pipeline._batch import split, weigh
+from gulliver.parallel.pipeline.batches import split, weigh
 from tests.hybrid_models import HEADS, HIDDEN, VOCABULARY, WIDE, batch
 from tests.pipelines import difference, grad_of, gradients_of, pipeline_of
 from tests.pool import Pool

@@ -10,20 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import RankGroup, World
+from gulliver.comm import World
+from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline import (
     STYLES,
     Pipeline,
-    block_costs,
     checkpoint_blocks,
     cut,
     deal,
     make_stage,
-    predict,
     split,
     stack_of,
 )
+from gulliver.parallel.pipeline.schedules import predict
+from gulliver.parallel.pipeline.stack import block_costs
 from tests import hybrid_models
 from tests.patience import patient
 from tests.pipelines import (
@@ -399,7 +400,8 @@ def test_random_choices_that_stages_would_make_differently_are_refused() -> None
 
 LOOP = """
 import sys, torch
-from gulliver.comm import RankGroup, init_world
+from gulliver.comm import init_world
+from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
 from tests.pipelines import batch_of, criterion, pipeline_of, plain
 world = init_world(silence_s=4)

@@ -17,9 +17,12 @@ from gulliver.booster import Booster, HybridParallelPlugin, LowLevelZeroPlugin, 
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import described
-from gulliver.io import to_yaml
+from gulliver.io.files import to_yaml
 from gulliver.memory import region_of
-from gulliver.plan import ChunkPlan, MemoryPlan, Mesh, Model, Plan, Predicted, ZeroPlan, check_plan
+from gulliver.plan import Model, Plan, Predicted
+from gulliver.plan.checks import check_plan
+from gulliver.plan.results import MemoryPlan
+from gulliver.plan.tree import ChunkPlan, Mesh, ZeroPlan
 from tests.hybrid_cells import (
     Cell,
     Grid,
@@ -258,7 +261,7 @@ def test_what_the_model_does_not_have_is_told_with_its_line(
     else:
         named = {k if k.isidentifier() else f'"{k}"': v for k, v in edits.items()}
         edited = _loaded(plan, **named)
-    from gulliver.booster._resolve import resolve
+    from gulliver.planner.resolve import resolve
 
     with pytest.raises(GulliverError, match=message):
         resolve(edited, model, make_optimizer(model))
@@ -342,7 +345,7 @@ def _planned(world: World, plugin: dict[str, Any]) -> tuple[Plan, int, list[Any]
     model = _llama()
     booster = Booster(HybridParallelPlugin(**plugin, chunk_mb=0.01, verbose=False))
     _, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    from gulliver.comm import broadcast_object
+    from gulliver.comm.collectives import broadcast_object
 
     memory = broadcast_object(sum(optimizer.memory().values()))
     chunks = [tuple(c.chunk.parameters) for c in optimizer.all_chunks]

@@ -12,31 +12,28 @@ import pytest
 import torch
 from benchmarks._data_centric_costs import TABLE
 
-from gulliver.cli._main import run
-from gulliver.cli._plan_costs import load_costs
-from gulliver.cli._plan_data_options import PlanData
-from gulliver.data import DataCentricPlanner, Samples, shares_of
+from gulliver.cli.dispatch import run
+from gulliver.cli.options import PlanData
+from gulliver.cli.plan_data import load_costs
+from gulliver.data import DataCentricPlanner, Samples
+from gulliver.data_centric.pictures import shares_of
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
-    BlockKind,
     HostRoom,
     SampleCosts,
-    SampleFit,
-    SampleModel,
     SampleShape,
     TableCosts,
-    TierRates,
-    fit_moves,
     fit_samples,
-    holds_samples,
     host_copies,
     load_samples,
     measure_moves,
     measure_samples,
-    planned_memory,
-    read_samples,
     save_samples,
 )
+from gulliver.hardware.batch_costs import BlockKind
+from gulliver.hardware.offload import TierRates, fit_moves
+from gulliver.hardware.probe import planned_memory
+from gulliver.hardware.samples import SampleFit, SampleModel, holds_samples, read_samples
 from gulliver.options import size_text
 from tests.test_sample_costs import clock
 

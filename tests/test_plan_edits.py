@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from gulliver.booster import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from gulliver.booster._resolve import resolve
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import described
-from gulliver.plan import Comparison, ComparisonRow, Plan, check_plan
+from gulliver.plan import ComparisonRow, Plan
+from gulliver.plan.checks import check_plan
+from gulliver.plan.results import Comparison
+from gulliver.planner.resolve import resolve
 from tests.hybrid_cells import Cell, Grid, make_model
 from tests.pool import Pool
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver import Booster, HybridParallelPlugin
+from gulliver.booster.booster import Booster
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.comm import World
 from gulliver.hardware import described
 from tests.pool import Pool

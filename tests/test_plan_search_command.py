@@ -18,12 +18,14 @@ import yaml
 from benchmarks._live_bytes import LiveBytes
 from benchmarks._planning_page import written
 
-from gulliver.booster.search import OffloadTiers, least_bytes, search_grids
-from gulliver.cli import main
-from gulliver.cli._plan_models import PUBLIC, adapt, built
+from gulliver.cli.dispatch import main
+from gulliver.cli.plan_models import PUBLIC, adapt, built
 from gulliver.errors import GulliverError
-from gulliver.hardware import changed_cluster, named_cluster
+from gulliver.hardware.cluster import changed_cluster
+from gulliver.hardware.probe import named_cluster
 from gulliver.options import byte_size, size_text
+from gulliver.planner.search.grids import least_bytes, search_grids
+from gulliver.planner.tiers import OffloadTiers
 
 VALUES = {
     "model_type": "llama",

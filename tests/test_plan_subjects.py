@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gulliver.booster.search import enough, facts_of, least_bytes, search_grids
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
-from gulliver.hardware import flops_text, named_cluster, rate_text, seconds_text
+from gulliver.hardware.offload import flops_text, rate_text, seconds_text
+from gulliver.hardware.probe import named_cluster
 from gulliver.plan import analyse
+from gulliver.planner.search.facts import facts_of
+from gulliver.planner.search.grids import enough, least_bytes, search_grids
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,32 +16,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gulliver.cli import _probe as command
+from gulliver.cli import probe as command
 from gulliver.comm import World, all_gather, barrier, init_world
 from gulliver.errors import GulliverError
-from gulliver.hardware import (
-    Axis,
-    Cluster,
-    Curve,
-    Disk,
-    Link,
-    _links,
-    _probe,
-    collective_seconds,
-    current_cluster,
-    described,
+from gulliver.hardware import Cluster, current_cluster, described
+from gulliver.hardware import links as _links
+from gulliver.hardware import probe as _probe
+from gulliver.hardware.cluster import Axis, Curve, Disk, Link
+from gulliver.hardware.costs import collective_seconds, point_to_point_seconds
+from gulliver.hardware.links import (
     fit_line,
     group_into_nodes,
-    kept_path,
     pair_rounds,
-    point_to_point_seconds,
     probe_collectives,
-    probe_device,
-    probe_disk,
     probe_links,
     proposed_axes,
 )
-from gulliver.precision.wire import _rates, wire_format
+from gulliver.hardware.probe import kept_path, probe_device, probe_disk
+from gulliver.precision.wire import packing as _rates
+from gulliver.precision.wire import wire_format
 from tests.pool import Pool
 
 SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)

@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint import write_tensors
+from gulliver.checkpoint.files import write_tensors
 from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
 from gulliver.models import (
-    AUTOENCODERS,
     Autoencoder,
     CausalAutoencoder,
     FrameAutoencoder,
     PipelineAutoencoder,
     VideoAutoencoder,
-    build_autoencoder,
 )
+from gulliver.models.autoencoders import AUTOENCODERS, build_autoencoder
 from gulliver.parallel.convolution import (
     chunk_convolutions,
     share_autoencoder,

@@ -13,31 +13,25 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint import save_huggingface
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.comm import init_world
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT, STDiT2, STDiT3, VideoAutoencoder
 from gulliver.video import (
-    AutoencoderConfig,
     DataConfig,
-    FlowConfig,
-    ModelConfig,
-    OptimizerConfig,
     TrainConfig,
     Trainer,
     VideoPipeline,
-    check_start,
     load_autoencoder,
     load_model,
-    open_run,
-    read_frames,
-    save_autoencoder,
-    train,
-    write_clip,
 )
-from gulliver.video._build import describe_start
-from gulliver.video._run import Run
-from gulliver.video._sources import make_dataset
+from gulliver.video.config import AutoencoderConfig, FlowConfig, ModelConfig, OptimizerConfig
+from gulliver.video.media import read_frames, write_clip
+from gulliver.video.pipeline import open_run
+from gulliver.video.planned_training import train
+from gulliver.video.public_models import save_autoencoder
+from gulliver.video.run import Run
+from gulliver.video.sources import check_start, describe_start, make_dataset
 from tests.test_text_encoders import WORDS, save_t5
 from tests.video_steps import one_step
 

@@ -15,20 +15,21 @@ from torch import Tensor, nn
 import gulliver
 from gulliver.booster import lazy_parameters
 from gulliver.checkpoint import save_huggingface
-from gulliver.cli._main import main
+from gulliver.cli.dispatch import main
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.precision.int8 import model_bytes, report_of
+from gulliver.precision.int8 import report_of
+from gulliver.precision.int8.replace import model_bytes
 from gulliver.quantize import (
     load_pipeline,
     load_quantized,
-    perplexity,
     quantize_folder,
     quantize_pipeline,
     replace_calibrated,
     save_quantized,
     stream_quantized,
 )
+from gulliver.quantize.job import perplexity
 from tests.hybrid_models import build
 from tests.pool import Pool
 from tests.tensor_cells import rank_group_of
@@ -269,7 +270,7 @@ def test_gptq_of_a_folder_is_that_of_the_model_and_errs_less(
 ):
     model = build("gpt2", torch.float32)
     ids = torch.arange(600) * 7 % model.config.vocab_size
-    monkeypatch.setattr("gulliver.quantize._job._tokens", lambda *given: ids)
+    monkeypatch.setattr("gulliver.quantize.job._tokens", lambda *given: ids)
     text, out = tmp_path / "text", tmp_path / "small"
     told = ("--calibration-tokens", "512", "--mode", "int4", "--report", "--text", str(text))
     where = (str(folder / "gpt2"), "--out", str(out))

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gulliver.checkpoint import AsyncCheckpointer, load, load_huggingface
-from gulliver.checkpoint import _weights as weights_module
-from gulliver.checkpoint._regions import (
+from gulliver.checkpoint import weights as weights_module
+from gulliver.checkpoint.regions import (
     PartPlace,
     copy_bytes,
     missing,
@@ -25,9 +25,10 @@ from gulliver.checkpoint._regions import (
     region_from_json,
     region_to_json,
 )
-from gulliver.comm import World, adopt_world
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Region, set_region
+from gulliver.memory.parts import Part, Region, set_region
 
 
 @pytest.fixture(autouse=True)

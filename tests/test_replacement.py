@@ -11,19 +11,10 @@ from collections.abc import Sequence
 import pytest
 
 from gulliver.errors import GulliverError
-from gulliver.solve import (
-    STATES,
-    Cycle,
-    Event,
-    Gap,
-    Move,
-    Moved,
-    NoRoom,
-    Replacement,
-    plan_residency,
-    replay,
-    simulate,
-)
+from gulliver.solve import Event, Moved, simulate
+from gulliver.solve.cycle import Cycle
+from gulliver.solve.replacement import Move, NoRoom, Replacement, replay
+from gulliver.solve.residency import STATES, Gap, plan_residency
 
 PAGE = 4096
 
@@ -250,7 +241,7 @@ def test_a_budget_that_falls_and_rises_within_a_step_is_kept_at_every_event():
 
 
 def test_a_step_that_nobody_ends_is_ended(monkeypatch):
-    monkeypatch.setattr("gulliver.solve._replacement.LONGEST", 64)
+    monkeypatch.setattr("gulliver.solve.replacement.LONGEST", 64)
     core = Replacement(2 * PAGE)
     core.add(0, "a", PAGE, True)
     for _ in range(40):

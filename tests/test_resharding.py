@@ -15,8 +15,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.checkpoint import StepReader, load, read_manifest
-from gulliver.comm import World, adopt_world
+from gulliver.checkpoint import load
+from gulliver.checkpoint.manifest import read_manifest
+from gulliver.checkpoint.reader import StepReader
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
 from tests.pool import Pool
 
@@ -193,7 +196,7 @@ def test_a_replicated_model_lies_in_a_hugging_face_layout(pool: Pool, tmp_path: 
 
 def slow_save(world: World, kind: str, folder: Path) -> tuple[bool, dict[str, Tensor]]:
     """Saves onto a disk that hangs, so that training has long gone on when it is written."""
-    from gulliver.io import PythonEngine
+    from gulliver.io.python_engine import PythonEngine
 
     job = Job(world, kind)
     job.run(0, 3)
@@ -227,7 +230,7 @@ def test_what_is_saved_is_the_step_although_training_goes_on(
 
 def test_only_the_bytes_of_a_rank_are_read(tmp_path: Path) -> None:
     from gulliver.checkpoint import AsyncCheckpointer
-    from gulliver.memory import Part
+    from gulliver.memory.parts import Part
 
     table = torch.arange(8 * 2**20, dtype=torch.float32).reshape(1024, -1)
     with AsyncCheckpointer(tmp_path) as checkpointer:
@@ -292,7 +295,7 @@ def step_against_a_hanging_disk(world: World, kind: str, folder: Path) -> dict[s
     """Steps while most of the state waits for a page of the pool, until the disk comes back."""
     import threading
 
-    from gulliver.io import PythonEngine
+    from gulliver.io.python_engine import PythonEngine
 
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).double()
@@ -340,7 +343,7 @@ def save_file(world: World, kind: str, path: Path, use_async: bool) -> tuple[Any
 def test_a_model_is_one_file_at_every_stage(
     pool: Pool, tmp_path: Path, kind: str, use_async: bool
 ) -> None:
-    from gulliver.checkpoint import read_tensors
+    from gulliver.checkpoint.files import read_tensors
 
     path = tmp_path / "model.safetensors"
     for before, after in pool.run(save_file, 2, kind, path, use_async):

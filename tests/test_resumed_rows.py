@@ -14,22 +14,17 @@ from PIL import Image
 
 pytest.importorskip("av")
 
-from gulliver.dreambooth import dreambooth
+from gulliver.dreambooth.trainer import dreambooth
 from gulliver.errors import GulliverError
 from gulliver.finetune import finetune, make_example
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
-    AutoencoderDataConfig,
-    DataConfig,
-    EncodeConfig,
-    TrainAutoencoderConfig,
-    TrainConfig,
-    run_autoencoder,
-    save_autoencoder,
-    train,
-)
-from gulliver.video._run import Run
-from gulliver.video.preparation import encode
+from gulliver.video import DataConfig, TrainAutoencoderConfig, TrainConfig, run_autoencoder
+from gulliver.video.autoencoder_config import AutoencoderDataConfig
+from gulliver.video.config import EncodeConfig
+from gulliver.video.planned_training import train
+from gulliver.video.preparation.encoding import encode
+from gulliver.video.public_models import save_autoencoder
+from gulliver.video.run import Run
 from tests.finetune_runs import small as small_finetune
 from tests.test_data import write_table, write_video
 

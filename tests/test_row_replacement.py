@@ -9,16 +9,16 @@ import pytest
 from benchmarks._embedding_rates import TraceConfig, make_trace
 
 from gulliver.errors import GulliverError
-from gulliver.solve import (
+from gulliver.solve import HashIndex
+from gulliver.solve.rows import (
+    HALF_LIVES,
     DecayedCounts,
-    HashIndex,
     RowReplacement,
     TooSmall,
     index_bytes,
     make_index,
     one_row_each,
 )
-from gulliver.solve._row_replacement import HALF_LIVES
 
 Trace = list[np.ndarray]
 

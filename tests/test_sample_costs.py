@@ -14,22 +14,19 @@ from benchmarks._data_centric_costs import TABLE, Parts, video_costs
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
-    BlockKind,
-    Refinement,
     SampleCosts,
-    SampleFit,
-    SampleModel,
-    SamplePoint,
     SampleShape,
     TableCosts,
     all_reduce_seconds,
-    all_to_all_seconds,
     described,
     fit_samples,
     load_samples,
     measure_samples,
     save_samples,
 )
+from gulliver.hardware.batch_costs import BlockKind
+from gulliver.hardware.costs import all_to_all_seconds
+from gulliver.hardware.samples import Refinement, SampleFit, SampleModel, SamplePoint
 
 MODEL = SampleModel("tiny", 1000, 64, (BlockKind("block", 4, 500.0),))
 TRUE = SampleFit(0.01, 1e-3, 1e-10, 1e-6, 2e-8, 1e6, 40.0, 100.0)

@@ -12,30 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.hardware import Scaling, batch_efficiency, best_batch, fit_scaling
+from gulliver.hardware import Scaling, fit_scaling
+from gulliver.hardware.scaling import batch_efficiency, best_batch
 from gulliver.schedule import (
-    POLICIES,
-    Allotment,
     Decision,
     Estimator,
     Job,
     JobCluster,
     Ones,
-    Optimus,
     Policy,
     Result,
     Rollout,
-    Tiresias,
     View,
     bound_of,
     generate,
-    make_policy,
     simulate,
     why,
 )
-from gulliver.schedule._evolution import NOBODY, reordered
-from gulliver.schedule._predictor import beta_slopes
-from gulliver.solve import allocate, fluid_bound, relaxed_value
+from gulliver.schedule.classic import Optimus, Tiresias
+from gulliver.schedule.estimates import beta_slopes
+from gulliver.schedule.ones import NOBODY, reordered
+from gulliver.schedule.policies import POLICIES, make_policy
+from gulliver.schedule.state import Allotment
+from gulliver.solve.allocation import allocate, fluid_bound, relaxed_value
 
 
 def job(name: str, arrival: float, seconds: float, slots: int = 1, **more: object) -> Job:

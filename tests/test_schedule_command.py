@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
 from gulliver.hardware import Scaling
-from gulliver.schedule import Job, JobCluster, generate, read_trace, simulate, write_trace
-from gulliver.schedule import make_policy as made
+from gulliver.schedule import Job, JobCluster, generate, read_trace, simulate
+from gulliver.schedule.policies import make_policy as made
+from gulliver.schedule.traces import write_trace
 
 ROW = {"name": "a", "arrival": 0, "samples": 1000, "batch": 32, "slots": 2, "sample_seconds": 0.01}
 
@@ -161,8 +162,8 @@ def test_nodes_come_from_options_or_from_described_hardware(
     ],
 )
 def test_what_a_running_scheduler_cannot_be_told_is_refused(given: dict, told: str | None) -> None:
-    from gulliver.cli._live_jobs import _check_same
-    from gulliver.schedule.live import SchedulerOptions
+    from gulliver.cli.jobs import _check_same
+    from gulliver.schedule.live.options import SchedulerOptions
 
     about = {"policy": "fifo", "slots": 3}
     if told is None:

@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 
 from gulliver.hardware import Scaling
-from gulliver.schedule import (
-    Estimator,
-    Job,
-    JobCluster,
-    JobState,
-    View,
-)
-from gulliver.schedule._futures import futures_of
+from gulliver.schedule import Estimator, Job, JobCluster, View
+from gulliver.schedule.policies import futures_of
+from gulliver.schedule.state import JobState
 
 
 def job(name: str, arrival: float, seconds: float, **more: object) -> Job:

@@ -18,21 +18,14 @@ import pytest
 from benchmarks.elastic_job import plain_losses
 
 from gulliver.errors import GulliverError
-from gulliver.schedule import make_policy
-from gulliver.schedule.live import (
-    HERE,
-    Agent,
-    Controller,
-    LocalNodes,
-    Phase,
-    SchedulerOptions,
-    Spool,
-    Submission,
-    elastic,
-    read_curve,
-    serve,
-)
-from gulliver.schedule.live._daemon import only_one
+from gulliver.schedule.live import elastic
+from gulliver.schedule.live.controller import Controller
+from gulliver.schedule.live.daemon import only_one, serve
+from gulliver.schedule.live.nodes import Agent, LocalNodes
+from gulliver.schedule.live.options import HERE, SchedulerOptions, Submission
+from gulliver.schedule.live.tracking import Phase, Spool
+from gulliver.schedule.live.training import read_curve
+from gulliver.schedule.policies import make_policy
 from tests.patience import patient
 from tests.test_schedule_live import Wanted
 
@@ -185,7 +178,7 @@ def test_without_a_scheduler_a_job_runs_to_its_end(tmp_path: Path) -> None:
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gulliver.schedule.live import _ray
+    from gulliver.schedule.live import nodes as _ray
 
     monkeypatch.setattr(_ray, "find_spec", lambda name: None)
     with pytest.raises(GulliverError, match=r"pip install '\.\[ray\]'"):
@@ -195,7 +188,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ray_s_token_is_shown_to_addresses_of_this_machine_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gulliver.schedule.live import _ray
+    from gulliver.schedule.live import nodes as _ray
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(_ray.AUTH_MODE, "")
@@ -216,7 +209,7 @@ def test_ray_s_token_is_shown_to_addresses_of_this_machine_alone(
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_start_says_what_it_is_doing(tmp_path: Path) -> None:
-    from gulliver.schedule.live import _daemon
+    from gulliver.schedule.live import daemon as _daemon
 
     seen: list[str] = []
     options = SchedulerOptions(tmp_path, HERE, 1, idle=0.1)
@@ -230,8 +223,7 @@ def test_a_start_says_what_it_is_doing(tmp_path: Path) -> None:
 @pytest.mark.deadline(400)
 def test_on_ray_a_job_survives_its_node_and_a_second_scheduler_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
-    from gulliver.schedule.live import RayNodes
-    from gulliver.schedule.live._ray import RayNode
+    from gulliver.schedule.live.nodes import RayNode, RayNodes
     from tests.programs import run_program
 
     nodes = RayNodes(None, 2, "the first")
@@ -263,7 +255,7 @@ def test_on_ray_a_job_survives_its_node_and_a_second_scheduler_is_refused(tmp_pa
 
 def second_scheduler(address: str) -> None:
     """Tries to schedule on a cluster that has a scheduler."""
-    from gulliver.schedule.live import RayNodes
+    from gulliver.schedule.live.nodes import RayNodes
 
     try:
         RayNodes(address, 2, "the second")

@@ -10,22 +10,24 @@ import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import Scaling
-from gulliver.schedule import POLICIES, Allotment, Decision, JobCluster, Policy, View, simulate
-from gulliver.schedule import make_policy as made
-from gulliver.schedule.live import (
-    Phase,
+from gulliver.schedule import Decision, JobCluster, Policy, View, simulate
+from gulliver.schedule.live.controller import last_line
+from gulliver.schedule.live.history import (
     ScheduleHistory,
-    Submission,
     expected_ends,
     live_page,
     live_why,
     read_history,
     result_of,
-    share_of,
+    take_up,
     write_history,
 )
-from gulliver.schedule.live._controller import last_line
-from gulliver.schedule.live._history import take_up
+from gulliver.schedule.live.options import Submission
+from gulliver.schedule.live.tracking import Phase
+from gulliver.schedule.live.training import share_of
+from gulliver.schedule.policies import POLICIES
+from gulliver.schedule.policies import make_policy as made
+from gulliver.schedule.state import Allotment
 from tests.fake_jobs import Behaviour, FakeCluster
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import Scaling, all_reduce_seconds, described
-from gulliver.schedule import Job, JobCluster, Rollout, generate, make_policy, simulate, why
-from gulliver.schedule._placement import place, scattered
+from gulliver.schedule import Job, JobCluster, Rollout, generate, simulate, why
+from gulliver.schedule.jobs import place, scattered
+from gulliver.schedule.policies import make_policy
 
 
 def job(name: str, arrival: float, samples: float, slots: int, **more: object) -> Job:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gulliver.data import Bucket, ClipTable, with_scores
+from gulliver.data import Bucket
+from gulliver.data.records import with_scores
+from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
 
 SCORES = {"aes": 5.53, "flow": 10.0, "motion_score": 4.0, "cmotion": "pan left"}

@@ -8,30 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from gulliver.booster.search import (
-    CHUNKS_MB,
-    Axes,
-    Grid,
-    Scorer,
-    auto_engine,
-    axes_of,
-    facts_of,
-    grids_of,
-    plan_of,
-    search_grids,
-)
+from gulliver.booster.auto import auto_engine, plan_of
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.hardware import (
-    Link,
-    Message,
-    described,
-    exposed_seconds,
-    named_cluster,
-    pipeline_seconds,
-    predict_step,
-)
-from gulliver.parallel.pipeline import STYLES, predict
+from gulliver.hardware import described
+from gulliver.hardware.cluster import Link
+from gulliver.hardware.probe import named_cluster
+from gulliver.hardware.step import Message, exposed_seconds, pipeline_seconds, predict_step
+from gulliver.parallel.pipeline import STYLES
+from gulliver.parallel.pipeline.schedules import predict
+from gulliver.planner.search.facts import CHUNKS_MB, Axes, Grid, axes_of, facts_of, grids_of
+from gulliver.planner.search.grids import search_grids
+from gulliver.planner.search.score import Scorer
 from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")

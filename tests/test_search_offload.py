@@ -12,30 +12,21 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gulliver.booster import Booster, _limited
-from gulliver.booster.search import (
-    AutoEngine,
-    Axes,
-    Found,
-    Grid,
-    Offloader,
-    OffloadTiers,
-    Scored,
-    Scorer,
-    axes_of,
-    facts_of,
-    grids_of,
-    modes_of,
-    offloaded_grids,
-    plan_of,
-    plugin_of,
-    search_grids,
-)
+from gulliver.booster import Booster
+from gulliver.booster import limited as _limited
+from gulliver.booster.auto import AutoEngine, plan_of, plugin_of
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.hardware import Cluster, Disk, named_cluster
+from gulliver.hardware import Cluster
+from gulliver.hardware.cluster import Disk
+from gulliver.hardware.probe import named_cluster
 from gulliver.options import size_at_least
 from gulliver.plan import Plan
+from gulliver.planner.search.facts import Axes, Grid, axes_of, facts_of, grids_of
+from gulliver.planner.search.grids import Found, modes_of, search_grids
+from gulliver.planner.search.offload import Offloader, offloaded_grids
+from gulliver.planner.search.score import Scored, Scorer
+from gulliver.planner.tiers import OffloadTiers
 from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")

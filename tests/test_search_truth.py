@@ -10,18 +10,12 @@ import torch
 from benchmarks.memory_truth import CASES, Case, peaks, predicted
 
 from gulliver.booster import HybridParallelPlugin, LowLevelZeroPlugin
-from gulliver.booster.search import (
-    Axes,
-    Grid,
-    Scored,
-    Scorer,
-    axes_of,
-    grids_of,
-    modes_of,
-    search_grids,
-)
 from gulliver.comm import World
-from gulliver.hardware import Cluster, named_cluster
+from gulliver.hardware import Cluster
+from gulliver.hardware.probe import named_cluster
+from gulliver.planner.search.facts import Axes, Grid, axes_of, grids_of
+from gulliver.planner.search.grids import modes_of, search_grids
+from gulliver.planner.search.score import Scored, Scorer
 from tests.pool import Pool
 
 SAMPLES, LENGTH, RANKS = 8, 64, 8

@@ -16,39 +16,40 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gulliver.comm import World
-from gulliver.comm import _point_to_point as wire
+from gulliver.comm import messages as wire
 from gulliver.errors import GulliverError
-from gulliver.hardware import Axis, Cluster, Device, Link, two_ring_bytes
+from gulliver.hardware import Cluster, two_ring_bytes
+from gulliver.hardware.attention import AttentionShape as Shape
+from gulliver.hardware.cluster import Axis, Device, Link
 from gulliver.parallel.sequence import (
-    Layout,
     Mask,
     SequencePlan,
-    Shape,
     attention,
     choose,
-    decode,
     make_groups,
     mean_loss,
     position_ids,
-    predict,
     shard,
     shard_labels,
     swap_sharded_dim,
     unshard,
-    volume,
 )
-from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import Asked, AttentionBlock, select
-from gulliver.parallel.sequence._mask import Rules
-from gulliver.parallel.sequence._partial import (
+from gulliver.parallel.sequence.attend import decode
+from gulliver.parallel.sequence.choice import predict, volume
+from gulliver.parallel.sequence.heads import deal_heads
+from gulliver.parallel.sequence.kernels import (
+    Asked,
+    AttentionBlock,
     Gradients,
     How,
     Partial,
     Rows,
     attend,
     attend_backward,
+    select,
 )
-from gulliver.parallel.sequence._tiles import tiles
+from gulliver.parallel.sequence.layout import Layout
+from gulliver.parallel.sequence.mask import Rules, tiles
 from tests.pool import Pool
 from tests.sequence_cells import (
     BARS,

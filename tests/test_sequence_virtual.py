@@ -15,18 +15,22 @@ import torch
 from torch import Tensor
 
 from gulliver.parallel.sequence import Mask, SequencePlan
-from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import KERNELS, AttentionBlock, asked_of, precise, select
-from gulliver.parallel.sequence._layout import Layout
-from gulliver.parallel.sequence._partial import (
+from gulliver.parallel.sequence.heads import deal_heads
+from gulliver.parallel.sequence.kernels import (
+    KERNELS,
+    AttentionBlock,
     Gradients,
     How,
     Partial,
     Rows,
+    asked_of,
     attend,
     attend_backward,
+    precise,
+    select,
 )
-from gulliver.parallel.sequence._tiles import tiles
+from gulliver.parallel.sequence.layout import Layout
+from gulliver.parallel.sequence.mask import tiles
 from tests.covering import some
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

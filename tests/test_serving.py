@@ -15,18 +15,9 @@ import torch
 import gulliver
 from gulliver.errors import GulliverError
 from gulliver.quantize import quantize_folder, save_quantized
-from gulliver.serve import (
-    LLM,
-    Engine,
-    EngineOptions,
-    LocalRunner,
-    SamplingParameters,
-    chat_tokens,
-    free_bytes,
-    load,
-)
-from gulliver.serve._prompts import listed, tokens_of
-from gulliver.serve._text import AnswerText
+from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParameters, load
+from gulliver.serve.requests import AnswerText, chat_tokens, listed, tokens_of
+from gulliver.serve.weights import free_bytes
 from tests.serving_models import Slots, one_by_one, prompts, tiny
 from tests.texts import tokenizer_of
 
@@ -206,7 +197,7 @@ def test_a_quantised_folder_is_served_as_it_is(folder: Path, tmp_path: Path) -> 
 def test_the_command_answers_as_the_library(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from gulliver.cli._main import run
+    from gulliver.cli.dispatch import run
 
     common = ["chat", str(folder), "--temperature", "0", "--max-tokens", "9"]
     assert run([*common, "--plain", "--prompt", TEXTS[0], TEXTS[1]]) == 0
@@ -462,13 +453,13 @@ def test_too_little_memory_is_told_with_what_would_fit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = sum(p.numel() for p in small().parameters())
-    monkeypatch.setattr("gulliver.serve._load.free_bytes", lambda device: size * 2)
+    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: size * 2)
     with pytest.raises(GulliverError, match='dtype="bfloat16" would fit'):
         load(folder)
-    monkeypatch.setattr("gulliver.serve._load.free_bytes", lambda device: size * 5 // 4)
+    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: size * 5 // 4)
     with pytest.raises(GulliverError, match='quantize="int8_dynamic" would fit'):
         load(folder)
-    monkeypatch.setattr("gulliver.serve._memory.free_bytes", lambda device: 100_000)
+    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: 100_000)
     with pytest.raises(GulliverError, match="give a context of at most 96"):
         LocalRunner(small())
     runner = LocalRunner(small(), context=96)

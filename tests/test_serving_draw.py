@@ -11,15 +11,8 @@ import pytest
 import torch
 
 from gulliver.errors import GulliverError
-from gulliver.serve import (
-    DrawRow,
-    Engine,
-    EngineOptions,
-    SamplingParameters,
-    draw,
-    draw_key,
-    probabilities,
-)
+from gulliver.serve import Engine, EngineOptions, SamplingParameters
+from gulliver.serve.sampling import DrawRow, draw, draw_key, probabilities
 from tests.serving_models import Slots
 
 LOGITS = torch.tensor([[1.0, -0.5, 2.0, 0.3, 1.4, -2.0]])

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from gulliver.serve import (
-    SERVED,
     Batch,
     Draft,
     Drafter,
     Engine,
     EngineOptions,
-    LayerShape,
     LocalRunner,
-    Pages,
     SamplingParameters,
     Span,
-    kernel_problem,
 )
+from gulliver.serve.attention import LayerShape, Pages
+from gulliver.serve.kernels import kernel_problem
+from gulliver.serve.weights import SERVED
 from tests.serving_models import Recording, one_by_one, prompts, tiny
 
 CLOSE = 1e-5
@@ -188,7 +187,7 @@ def test_attention_over_pages_is_attention_by_its_definition(
     if native and kernel_problem():
         pytest.skip(str(kernel_problem()))
     if not native:
-        monkeypatch.setattr("gulliver.serve._pages.native_attention", lambda: None)
+        monkeypatch.setattr("gulliver.serve.attention.native_attention", lambda: None)
     torch.manual_seed(0)
     pages = Pages([LayerShape(heads, 16)], 24, 4, dtype, torch.device("cpu"))
     assert (pages._native is not None) == native

@@ -14,7 +14,7 @@ import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.serve import LLM, SamplingParameters
-from gulliver.serve._text import AnswerText
+from gulliver.serve.requests import AnswerText
 from tests.serving_server import idle, reference, serving
 from tests.test_serving import small
 
@@ -375,9 +375,10 @@ def test_servers_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_json_of_the_answers_is_json(server: Any, http: Any) -> None:
     # -inf has no JSON: this model's likeliest 20 are finite, the writer's rule is looked at.
-    from gulliver.serve import Likely, Token
-    from gulliver.serve.http._answers import AnswerChoice, ChatFormat, CompletionFormat, Usage
-    from gulliver.serve.http._requests import ChatBody, CompletionBody
+    from gulliver.serve import Token
+    from gulliver.serve.http.answers import AnswerChoice, ChatFormat, CompletionFormat, Usage
+    from gulliver.serve.http.requests import ChatBody, CompletionBody
+    from gulliver.serve.sampling import Likely
 
     lost = float("-inf")
     choice = AnswerChoice(0, "x", [Token(5, lost, (Likely(5, lost),))], "stop")

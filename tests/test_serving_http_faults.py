@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from gulliver.cli._main import run
+from gulliver.cli.dispatch import run
 from gulliver.errors import GulliverError
-from gulliver.serve import RunnerLost, SamplingParameters
+from gulliver.serve import SamplingParameters
+from gulliver.serve.batch import RunnerLost
 from tests.patience import patient
 from tests.serving_server import address, idle, reference, request, serving, within
 from tests.test_serving import small
@@ -118,8 +119,8 @@ def test_more_is_asked_than_is_taken_on() -> None:
 
 
 def test_bodies_take_so_much_memory_and_no_more() -> None:
-    from gulliver.serve.http._errors import ApiError
-    from gulliver.serve.http._gate import Gate
+    from gulliver.serve.http.requests import ApiError
+    from gulliver.serve.http.worker import Gate
 
     gate = Gate(most=4, body_bytes=100)
     gate.hold(60)

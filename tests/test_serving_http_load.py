@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gulliver.cli._main import run
+from gulliver.cli.dispatch import run
 from gulliver.errors import GulliverError
 from gulliver.serve import LLM, SamplingParameters
 from tests.patience import patient
@@ -32,8 +32,10 @@ pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 
 from gulliver.serve.http import Load, Measured, RequestTiming, generate_load  # noqa: E402
-from gulliver.serve.http._load import arrivals  # noqa: E402
-from gulliver.serve.http._measured import percentile  # noqa: E402
+from gulliver.serve.http.load import (
+    arrivals,  # noqa: E402
+    percentile,  # noqa: E402
+)
 
 
 @pytest.fixture(scope="module")
@@ -234,10 +236,10 @@ def test_folders_that_cannot_be_served_end_in_one_line(
     assert "--context 500" in refused(folder, "--context", "500")
     assert "no size above 0" in refused(folder, "--cache", "0MiB")
     size = sum(p.numel() for p in small().parameters())
-    monkeypatch.setattr("gulliver.serve._load.free_bytes", lambda device: size * 5 // 4)
+    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: size * 5 // 4)
     assert "--quantize int8_dynamic would fit" in refused(folder)
     monkeypatch.undo()
-    monkeypatch.setattr("gulliver.serve._memory.free_bytes", lambda device: 100_000)
+    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: 100_000)
     assert "give a --context of at most 96" in refused(folder)
     assert "give --cache-tokens of at most" in refused(folder, "--cache", "1GiB")
     monkeypatch.undo()
@@ -245,7 +247,7 @@ def test_folders_that_cannot_be_served_end_in_one_line(
     def lost(*_: Any, **__: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 GB")
 
-    monkeypatch.setattr("gulliver.serve._runner.load_model", lost)
+    monkeypatch.setattr("gulliver.serve.llm.load_model", lost)
     assert "memory ran out while it was loaded: try --quantize int8_dynamic" in refused(folder)
 
 

@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from gulliver.errors import GulliverError
-from gulliver.hardware import TierRates
-from gulliver.precision.int8 import from_int8
+from gulliver.hardware.offload import TierRates
+from gulliver.precision.int8.formats import from_int8
 from gulliver.quantize import save_quantized
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
-from gulliver.serve._experts import QuantizedExperts
-from gulliver.serve._load import load, load_model
-from gulliver.serve._offload import choose_depth
-from gulliver.serve._source import Source, build_on_meta
-from gulliver.serve._ways import ModelOptions
+from gulliver.serve.offload import choose_depth
+from gulliver.serve.options import ModelOptions
+from gulliver.serve.weights import QuantizedExperts, Source, build_on_meta, load, load_model
 from tests.serving_models import filled, one_by_one, prompts, tiny
 
 COUNT = 8
@@ -93,7 +91,7 @@ def test_streamed_int8_weights_are_those_that_stay(kind: str, tmp_path: Path) ->
 
 def test_a_quantised_folder_is_streamed(tmp_path: Path) -> None:
     model = filled(saved("llama", tmp_path / "float"))
-    from gulliver import replace_module
+    from gulliver.precision.int8.replace import replace_module
 
     quantised = replace_module(model, "int8")
     save_quantized(quantised, tmp_path / "int8")

@@ -14,24 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gulliver import replace_module
 from gulliver.errors import GulliverError
+from gulliver.precision.int8.replace import replace_module
 from gulliver.quantize import save_quantized
-from gulliver.serve import (
-    LLM,
-    SERVED,
-    Batch,
-    Engine,
-    EngineOptions,
-    LocalRunner,
-    RunnerLost,
-    SamplingParameters,
-    Span,
-)
-from gulliver.serve._ways import ModelOptions
-from gulliver.serve.ranks import Layout, RankMessage, RanksRunner, best_in_flight, plan_ranks, work
-from gulliver.serve.ranks._runner import Seen
-from gulliver.serve.ranks._stage import RankSizes
+from gulliver.serve import LLM, Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
+from gulliver.serve.batch import RunnerLost
+from gulliver.serve.options import ModelOptions
+from gulliver.serve.ranks import best_in_flight
+from gulliver.serve.ranks.controller import RanksRunner, Seen
+from gulliver.serve.ranks.layout import Layout, plan_ranks
+from gulliver.serve.ranks.stage import RankSizes
+from gulliver.serve.ranks.worker import RankMessage, work
+from gulliver.serve.weights import SERVED
 from tests.pool import Pool
 from tests.serving_models import Slots, filled, next_token, prompts, tiny
 from tests.serving_ranks import COUNT, Case, answers, reference, save, texts

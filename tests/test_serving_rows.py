@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gulliver.errors import GulliverError
 from gulliver.serve import LocalRunner
-from gulliver.serve._few_rows import MOST_ROWS, FewRows, few_rows, rows_problem, take_few_rows
+from gulliver.serve.kernels import MOST_ROWS, FewRows, few_rows, rows_problem, take_few_rows
 from tests.serving_models import tiny
 
 

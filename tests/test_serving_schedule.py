@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.serve import (
-    BlockPool,
-    Draft,
-    Drafter,
-    Engine,
-    EngineOptions,
-    SamplingParameters,
-    Wanted,
-    extend_digests,
-    walk,
-)
+from gulliver.serve import Draft, Drafter, Engine, EngineOptions, SamplingParameters
+from gulliver.serve.batch import Wanted, walk
+from gulliver.serve.scheduler import BlockPool, extend_digests
 from tests.serving_models import Slots, next_token
 
 

@@ -10,24 +10,15 @@ from typing import Any
 
 import pytest
 
-from gulliver.cli._main import run
-from gulliver.cli._serve import as_options
+from gulliver.cli.dispatch import run
+from gulliver.cli.serve import as_options
 from gulliver.errors import GulliverError
-from gulliver.serve import (
-    LLM,
-    Engine,
-    EngineOptions,
-    LocalRunner,
-    RunnerLost,
-    SamplingParameters,
-)
-from gulliver.serve.speculative import (
-    GlideDraft,
-    LookUp,
-    SmallModel,
-    SpeculationOptions,
-    Speculator,
-)
+from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve.batch import RunnerLost
+from gulliver.serve.speculative import SpeculationOptions, Speculator
+from gulliver.serve.speculative.glide import GlideDraft
+from gulliver.serve.speculative.proposers import LookUp
+from gulliver.serve.speculative.small_model import SmallModel
 from tests.pool import Pool
 from tests.serving_models import Slots, next_token, one_by_one, prompts, tiny
 from tests.serving_ranks import COUNT, Case, answers, reference, save
@@ -241,6 +232,6 @@ def test_memory_that_runs_out_names_ranks_and_the_limit(
     def lost(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("gulliver.serve._llm.open_runner", lost)
+    monkeypatch.setattr("gulliver.serve.llm.open_runner", lost)
     with pytest.raises(GulliverError, match=r"--memory .* more ranks \(--tensor, --pipeline\)"):
         run(["chat", str(tmp_path), "--prompt", "the fox"])

@@ -16,32 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.serve import (
-    Batch,
-    DrawRow,
-    Engine,
-    EngineOptions,
-    LocalRunner,
-    SamplingParameters,
-    Span,
-    Wanted,
-    draw,
-    probabilities,
-    walk,
-)
+from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
+from gulliver.serve.batch import Wanted, walk
+from gulliver.serve.sampling import DrawRow, draw, probabilities
 from gulliver.serve.speculative import (
     AcceptanceRate,
-    Followers,
-    LookUp,
-    Proposal,
     Proposer,
-    SmallModel,
     SpeculationOptions,
     Speculator,
-    StepCost,
-    best,
     make_speculator,
 )
+from gulliver.serve.speculative.cost import StepCost, best
+from gulliver.serve.speculative.proposers import Followers, LookUp, Proposal
+from gulliver.serve.speculative.small_model import SmallModel
 from tests.serving_models import Slots, one_by_one, prompts, tiny
 
 COUNT = 16
@@ -422,7 +409,7 @@ def simulated(
         The gain in the second half of the rounds, and the speculator.
     """
     spec = Speculator(coin, SpeculationOptions(depth=6))
-    patch.setattr("gulliver.serve.speculative._speculator.perf_counter", lambda: coin.clock)
+    patch.setattr("gulliver.serve.speculative.speculator.perf_counter", lambda: coin.clock)
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         spec.cost.note(tokens, 1 + slope * tokens)
     texts = [[number % 7, 1] for number in range(sequences)]
@@ -493,7 +480,7 @@ def test_texts_that_take_longer_to_read_than_guesses_save_are_not_read(
 def test_trials_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     coin = Coin(1.0, 0.9, False, 5.0)  # guessing one token takes longer than five steps
     spec = Speculator(coin, SpeculationOptions(depth=4))
-    monkeypatch.setattr("gulliver.serve.speculative._speculator.perf_counter", lambda: coin.clock)
+    monkeypatch.setattr("gulliver.serve.speculative.speculator.perf_counter", lambda: coin.clock)
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         spec.cost.note(tokens, 1 + 1e-4 * tokens)
     asked = SamplingParameters(temperature=0)

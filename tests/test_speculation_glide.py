@@ -12,27 +12,27 @@ import pytest
 import torch
 
 from gulliver.errors import GulliverError
-from gulliver.jobs._run_folder import RunFolder
+from gulliver.jobs.run_folder import RunFolder
 from gulliver.precision import replace_module
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
-from gulliver.serve.speculative import (
+from gulliver.serve.speculative import SpeculationOptions, Speculator, TrainDraftConfig
+from gulliver.serve.speculative.glide import (
     Glide,
     GlideConfig,
     GlideDraft,
-    SpeculationOptions,
-    Speculator,
-    TrainDraftConfig,
-    glide_config,
-    glimpses_of,
+    check_sign,
     load_draft,
+    rotate,
     save_draft,
     seen_keys,
+)
+from gulliver.serve.speculative.train import (
+    DraftTrainer,
+    glide_config,
+    glimpses_of,
     target_frequencies,
     train_draft,
 )
-from gulliver.serve.speculative._glide import rotate
-from gulliver.serve.speculative._glide_draft import check_sign
-from gulliver.serve.speculative._train import DraftTrainer
 from tests.serving_models import VOCABULARY, one_by_one, prompts, tiny
 
 COUNT = 16
@@ -99,7 +99,7 @@ def test_guesses_are_those_of_whole_forwards(
     kind: str, layers: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        for module in ("gulliver.serve._pages", "gulliver.serve.speculative._glide_draft"):
+        for module in ("gulliver.serve.attention", "gulliver.serve.speculative.glide"):
             monkeypatch.setattr(f"{module}.native_attention", lambda: None)
     model, draft = tiny(kind), glide(kind, layers)
     texts = prompts((3, 22, 9))

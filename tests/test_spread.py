@@ -19,23 +19,26 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.booster._checkpoint import LoadPlan, boosted_state
+from gulliver.booster.checkpoint import LoadPlan, boosted_state
 from gulliver.checkpoint import (
     AsyncCheckpointer,
-    StepReader,
     compare,
     export_huggingface,
     load,
     load_huggingface,
-    read_manifest,
-    read_tensors,
-    step_folder,
     verify,
 )
-from gulliver.comm import World, adopt_world, barrier
+from gulliver.checkpoint.files import read_tensors
+from gulliver.checkpoint.loading import step_folder
+from gulliver.checkpoint.manifest import read_manifest
+from gulliver.checkpoint.reader import StepReader
+from gulliver.comm import World, barrier
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Region, region_of, set_region
-from gulliver.parallel import ZeroOptimizer, named_groups
+from gulliver.memory import region_of
+from gulliver.memory.parts import Part, Region, set_region
+from gulliver.parallel import ZeroOptimizer
+from gulliver.parallel.optimizer import named_groups
 from tests.covering import some
 from tests.pool import Pool
 
@@ -257,7 +260,7 @@ class Job:
 
 
 def counter() -> Any:
-    from gulliver.parallel import Counter
+    from gulliver.parallel.optimizer import Counter
 
     return Counter(7.0, torch.float32)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.models import STDIT3_SIZES, STDiT3, stdit3
+from gulliver.models import STDiT3, stdit3
+from gulliver.models.stdit import STDIT3_SIZES
 from tests import stdit_reference
 
 SMALL = {

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gulliver.booster.hybrid._stdit import wire_stdit
-from gulliver.booster.hybrid._stdit_choice import (
+from gulliver.booster.hybrid.stdit import (
     FRAMES,
     PLACES,
     SCHEMES,
@@ -25,11 +24,14 @@ from gulliver.booster.hybrid._stdit_choice import (
     Scheme,
     Width,
     choose_scheme,
+    wire_stdit,
 )
-from gulliver.comm import RankGroup, World, make_axes
-from gulliver.comm import _point_to_point as wire
+from gulliver.comm import World, make_axes
+from gulliver.comm import messages as wire
+from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.hardware import Axis, Cluster, Device, Link, described
+from gulliver.hardware import Cluster, described
+from gulliver.hardware.cluster import Axis, Device, Link
 from gulliver.memory import region_of
 from gulliver.models import STDiT3
 from gulliver.models.stdit import STDiTBlock

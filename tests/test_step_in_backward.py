@@ -14,7 +14,9 @@ from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
-from gulliver.plan import Mesh, Plan, Tiers, ZeroPlan, check_plan
+from gulliver.plan import Plan
+from gulliver.plan.checks import check_plan
+from gulliver.plan.tree import Mesh, Tiers, ZeroPlan
 from tests.pool import Pool
 from tests.tiers import (
     adamw,

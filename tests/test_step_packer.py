@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Tokens
 from gulliver.errors import GulliverError
-from gulliver.solve import _step_tables as tables_module
-from gulliver.solve._step_fallback import FallbackTables
-from gulliver.solve._step_tables import NativeTables, packer_problem, step_tables
+from gulliver.solve import packing as tables_module
+from gulliver.solve.packing import FallbackTables, NativeTables, packer_problem, step_tables
 from tests.data_centric_costs import line_costs
 from tests.step_packer import PythonTables
 

@@ -11,20 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from gulliver._compat import DispatchMode
-from gulliver.booster.search import Axes, Grid
-from gulliver.booster.search._bytes import put_off, under_way
 from gulliver.comm import World
-from gulliver.hardware import (
-    Link,
-    Message,
-    exchange_launches,
-    exposed_seconds,
-    hop_launches,
-    predict_step,
-)
-from gulliver.parallel.pipeline import STYLES, computations, deal
+from gulliver.hardware.attention import exchange_launches, hop_launches
+from gulliver.hardware.cluster import Link
+from gulliver.hardware.step import Message, exposed_seconds, predict_step
+from gulliver.parallel.pipeline import STYLES, deal
+from gulliver.parallel.pipeline.schedules import computations
 from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
-from gulliver.solve import BACKWARD, FORWARD, INPUTS, WEIGHTS
+from gulliver.planner.search.facts import Axes, Grid
+from gulliver.planner.search.rank_bytes import put_off, under_way
+from gulliver.solve.timeline import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from tests.pool import Pool
 
 LENGTH = 32

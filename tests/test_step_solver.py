@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from gulliver.errors import GulliverError
-from gulliver.hardware import BatchCosts, BlockKind, keep_blocks
-from gulliver.hardware._batch_costs import kept_front
-from gulliver.solve import StepSolver, accumulated, covering, split_batches
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks, kept_front
+from gulliver.solve import split_batches
+from gulliver.solve.steps import StepSolver, accumulated, covering
 
 Table = dict[str, dict[int, np.ndarray]]
 

@@ -12,24 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gulliver.comm import RankGroup, World
+from gulliver.comm import World
+from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.memory import Region, region_of
-from gulliver.parallel.tensor import (
-    ColumnLinear,
-    apply_tensor,
-    cross_entropy,
-    deal,
-    gather,
-    gather_partial,
-    materialize,
-    plan_tensor,
-    reduce_split,
-    split,
-)
-from gulliver.parallel.tensor import _entry as entry
-from gulliver.parallel.tensor._deal import share
-from gulliver.parallel.tensor._modules import best_match
+from gulliver.memory import region_of
+from gulliver.memory.parts import Region
+from gulliver.parallel.tensor import apply_tensor, cross_entropy, deal, entry, plan_tensor, split
+from gulliver.parallel.tensor.apply import materialize
+from gulliver.parallel.tensor.collectives import gather, gather_partial, reduce_split, share
+from gulliver.parallel.tensor.layers import ColumnLinear
+from gulliver.parallel.tensor.styles import best_match
 from tests.covering import some
 from tests.family_models import build as build_type
 from tests.hybrid_models import batch, build

@@ -10,19 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from gulliver.checkpoint import save_huggingface, write_tensors
+from gulliver.checkpoint import save_huggingface
+from gulliver.checkpoint.files import write_tensors
 from gulliver.errors import GulliverError
 from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3
-from gulliver.video import (
-    ClipTextEncoder,
-    KeptTexts,
-    T5TextEncoder,
-    TextPair,
-    WordEncoder,
-    check_encoder,
-    load_model,
-    load_text_encoder,
-)
+from gulliver.video import KeptTexts, TextPair, check_encoder, load_model, load_text_encoder
+from gulliver.video.text_encoders import ClipTextEncoder, T5TextEncoder, WordEncoder
 
 WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "cat", "on", "the", "roof", "runs"]
 CAPTIONS = ["a cat", "the cat runs on the roof", "a dog"]

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gulliver.booster import _timed_blocks, estimate_work
-from gulliver.hardware import described, forget_seconds
+from gulliver.hardware import described
+from gulliver.hardware.probe import forget_seconds
+from gulliver.planner import measure as _timed_blocks
+from gulliver.planner.measure import estimate_work
 
 LAYERS, WIDTH, LENGTH, WORDS = 3, 64, 32, 256
 ROOM = 1 << 30

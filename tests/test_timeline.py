@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gulliver.solve import StepTimes, geometric_sizes, step_seconds
+from gulliver.solve import step_seconds
+from gulliver.solve.partition import geometric_sizes
+from gulliver.solve.timeline import StepTimes
 
 TIMES = StepTimes((0.0, 1.0, 2.0, 3.0), (8.0, 6.0, 4.0, 2.0), 4.0, 8.0, 0.0, rest_s=0.5)
 SIZES = [10, 10, 10, 10]

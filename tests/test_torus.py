@@ -12,21 +12,21 @@ from torch import Tensor
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import (
-    Group,
     Torus,
     World,
     all_gather,
     all_reduce,
     barrier,
     broadcast,
-    broadcast_object,
     gather_objects,
     group_rank,
     make_axes,
     reduce_scatter,
 )
+from gulliver.comm.collectives import Group, broadcast_object
 from gulliver.errors import GulliverError
-from gulliver.hardware import Axis, Cluster, Device, Link
+from gulliver.hardware import Cluster
+from gulliver.hardware.cluster import Axis, Device, Link
 from tests.covering import some
 from tests.patience import patient
 from tests.pool import Pool

@@ -17,26 +17,15 @@ import torch
 
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.hardware import SampleFit, read_samples
-from gulliver.video import (
-    DataConfig,
-    ModelConfig,
-    PlannerConfig,
-    TrainConfig,
-    ValidationConfig,
-    check_config,
-    check_start,
-    load_autoencoder,
-    train,
-)
-from gulliver.video import _train as runs
-from gulliver.video import _training as training
-from gulliver.video._batches import VideoBatch
-from gulliver.video._optimizing import make_optimizer
-from gulliver.video._planned_host import check_host, host_of, with_moves
-from gulliver.video._planned_training import PlannedTrainer, budget_of
-from gulliver.video._run import Run
-from gulliver.video._sources import make_dataset
+from gulliver.hardware.samples import SampleFit, read_samples
+from gulliver.video import DataConfig, TrainConfig, load_autoencoder, training
+from gulliver.video import planned_training as runs
+from gulliver.video.batches import VideoBatch
+from gulliver.video.config import ModelConfig, PlannerConfig, ValidationConfig, check_config
+from gulliver.video.planned_costs import check_host, host_of, with_moves
+from gulliver.video.planned_training import PlannedTrainer, budget_of, train
+from gulliver.video.run import Run, make_optimizer
+from gulliver.video.sources import check_start, make_dataset
 from tests.patience import patient
 from tests.pool import Pool
 from tests.test_video_hybrid import doubled

@@ -18,27 +18,17 @@ pytest.importorskip("av")
 
 from gulliver.checkpoint import save_huggingface
 from gulliver.comm import World, init_world
-from gulliver.data import BrokenClip, Clip, ClipTable
+from gulliver.data.clips import BrokenClip, Clip
+from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
-from gulliver.jobs import derive
+from gulliver.jobs.log import derive
 from gulliver.models import STDiT2
-from gulliver.video import (
-    DataConfig,
-    EncodeConfig,
-    ModelConfig,
-    PlannerConfig,
-    TrainConfig,
-    ValidationConfig,
-    check_start,
-    load_autoencoder,
-    train,
-)
-from gulliver.video import _training as training
-from gulliver.video._optimizing import make_optimizer
-from gulliver.video._planned_training import PlannedTrainer
-from gulliver.video._run import Run
-from gulliver.video._sources import make_dataset, make_held_out
-from gulliver.video.preparation import encode
+from gulliver.video import DataConfig, TrainConfig, load_autoencoder, training
+from gulliver.video.config import EncodeConfig, ModelConfig, PlannerConfig, ValidationConfig
+from gulliver.video.planned_training import PlannedTrainer, train
+from gulliver.video.preparation.encoding import encode
+from gulliver.video.run import Run, make_optimizer
+from gulliver.video.sources import check_start, make_dataset, make_held_out
 from tests.pool import Pool
 from tests.test_data import write_table, write_video
 from tests.test_public_training import CAPTIONS, SMALL

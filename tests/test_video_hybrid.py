@@ -17,19 +17,12 @@ from torch import Tensor
 from gulliver.checkpoint import load
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.video import (
-    DataConfig,
-    TrainConfig,
-    Trainer,
-    ValidationConfig,
-    VideoModel,
-    check_config,
-    train,
-)
-from gulliver.video import _train as runs
-from gulliver.video import _training as training
-from gulliver.video._batches import VideoBatch
-from gulliver.video._run import Run
+from gulliver.video import DataConfig, TrainConfig, Trainer, VideoModel, training
+from gulliver.video import planned_training as runs
+from gulliver.video.batches import VideoBatch
+from gulliver.video.config import ValidationConfig, check_config
+from gulliver.video.planned_training import train
+from gulliver.video.run import Run
 from tests.covering import some
 from tests.pool import Pool
 from tests.test_video_training import (
@@ -239,7 +232,8 @@ def test_ranks_of_one_model_leave_out_the_same_clips(
 
 def _train_with_clips_of_one_rank(world: World, config: TrainConfig) -> list[dict]:
     """Rank 1 cannot read two clips that the other rank of its model can."""
-    from gulliver.data import BrokenClip, ClipTable
+    from gulliver.data.clips import BrokenClip
+    from gulliver.data.table import ClipTable
 
     read = ClipTable.read
 
@@ -291,7 +285,7 @@ def test_what_cannot_be_is_refused(
 def test_ranks_that_make_no_whole_models_are_refused_before_any_starts(
     tmp_path: Path, autoencoder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from gulliver.cli import main
+    from gulliver.cli.dispatch import main
 
     options = options_of(small(tmp_path / "run", autoencoder, ranks=3, tp_size=2))
     with pytest.raises(SystemExit):

@@ -12,18 +12,17 @@ from gulliver.errors import GulliverError
 from gulliver.models import (
     CONFIGURATIONS,
     QUIRKS,
-    QUIRKS_OF,
     MMDiT,
     STDiT,
     STDiT2,
     STDiT3,
     build,
-    fields_of,
-    look_of,
     pack_latents,
     places_of,
     unpack_latents,
 )
+from gulliver.models.configurations import QUIRKS_OF
+from gulliver.models.identify import fields_of, look_of
 from tests import video_models_reference as reference
 
 SMALL: dict[str, Any] = {
@@ -114,7 +113,7 @@ def test_the_first_form_equals_the_written_out_model(size, lengths, scales) -> N
 
 def reference_codes(model: STDiT, space: float, time: float) -> tuple[Tensor, Tensor]:
     """Positions in double precision, from the same library in that precision."""
-    from gulliver.models._embeddings import sines, spatial_positions
+    from gulliver.models.blocks import sines, spatial_positions
 
     frames, height, width = model.input_size
     size = (height // 2, width // 2, 24, space, torch.device("cpu"), torch.float64)

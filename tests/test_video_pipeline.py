@@ -15,23 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint import save_huggingface
-from gulliver.cli import main
+from gulliver.cli.dispatch import main
 from gulliver.comm import World
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
-from gulliver.jobs import derive
+from gulliver.jobs.log import derive
 from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3, VideoAutoencoder
-from gulliver.video import (
-    Request,
-    SamplingConfig,
-    VideoPipeline,
-    WordEncoder,
-    read_frames,
-    save_autoencoder,
-)
-from gulliver.video import _fitting as fitting
-from gulliver.video import _pipeline as pipelines
-from gulliver.video._iddpm import IDDPM
+from gulliver.video import Request, SamplingConfig, VideoPipeline
+from gulliver.video import pipeline as pipelines
+from gulliver.video import public_models as fitting
+from gulliver.video.flows import IDDPM
+from gulliver.video.media import read_frames
+from gulliver.video.public_models import save_autoencoder
+from gulliver.video.text_encoders import WordEncoder
 from tests.pool import Pool
 from tests.test_text_encoders import WORDS, save_clip, save_t5
 

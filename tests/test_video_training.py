@@ -16,25 +16,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint import StepReader, load, split_state
+from gulliver.checkpoint import load
+from gulliver.checkpoint.reader import StepReader
+from gulliver.checkpoint.tree import split_state
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
+from gulliver.options import resolved
+from gulliver.video import DataConfig, TrainConfig, Trainer
+from gulliver.video.config import (
     AutoencoderConfig,
-    DataConfig,
     FlowConfig,
     ModelConfig,
     OptimizerConfig,
-    TrainConfig,
-    Trainer,
     from_plain,
-    resolved,
-    save_autoencoder,
-    train,
 )
-from gulliver.video._run import Run
-from gulliver.video._sources import make_dataset
+from gulliver.video.planned_training import train
+from gulliver.video.public_models import save_autoencoder
+from gulliver.video.run import Run
+from gulliver.video.sources import make_dataset
 from tests.patience import patient
 from tests.pool import Pool
 from tests.programs import Program, module
@@ -334,7 +334,7 @@ def test_mistakes_end_in_one_clear_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from gulliver.cli import main
+    from gulliver.cli.dispatch import main
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
@@ -350,8 +350,8 @@ def test_mistakes_end_in_one_clear_line(
 def test_names_are_shown_as_they_are(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gulliver.cli import main
-    from gulliver.video import console
+    from gulliver.cli.dispatch import main
+    from gulliver.jobs.display import console
 
     monkeypatch.setenv("COLUMNS", "400")  # tables of a terminal are wrapped
 
@@ -445,7 +445,7 @@ def _ramps(folder: Path, count: int) -> Path:
 
 def _train_until_the_clips_are_gone(world: World, config: TrainConfig, after: int) -> list[dict]:
     """Moves the clips away after a step, by rank 0."""
-    from gulliver.video import _train as training
+    from gulliver.video import planned_training as training
 
     table = config.data.table
     assert table is not None

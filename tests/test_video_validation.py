@@ -12,24 +12,19 @@ import pytest
 import torch
 
 from gulliver.checkpoint import load
-from gulliver.data import Bucket, ClipTable
+from gulliver.data import Bucket
+from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
-from gulliver.jobs import derive
+from gulliver.jobs.log import derive
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
-    DataConfig,
-    FlowConfig,
-    MovingDigits,
-    OptimizerConfig,
-    TrainConfig,
-    ValidationConfig,
-    WordEncoder,
-    check_config,
-    train,
-)
-from gulliver.video._run import Run
-from gulliver.video._sources import make_held_out
-from gulliver.video._training import build_model
+from gulliver.video import DataConfig, TrainConfig
+from gulliver.video.config import FlowConfig, OptimizerConfig, ValidationConfig, check_config
+from gulliver.video.digits import MovingDigits
+from gulliver.video.planned_training import train
+from gulliver.video.run import Run
+from gulliver.video.sources import make_held_out
+from gulliver.video.text_encoders import WordEncoder
+from gulliver.video.training import build_model
 from tests.pool import Pool
 from tests.test_data import write_table, write_video
 from tests.test_video_training import _train_in_world, assert_same_bytes, autoencoder, small

@@ -9,29 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.comm import (
-    RankGroup,
-    Torus,
-    World,
-    all_gather,
-    all_reduce,
-    broadcast,
-    exchange,
-    reduce_scatter,
-    sent_bytes,
-    shift,
-)
-from gulliver.comm._packed import check_packed
+from gulliver.comm import Torus, World, all_gather, all_reduce, broadcast, reduce_scatter
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import exchange, sent_bytes, shift
+from gulliver.comm.packed import check_packed
 from gulliver.errors import GulliverError
-from gulliver.precision.wire import (
-    NAMES,
-    error_bound,
-    nonfinite_blocks,
-    pack,
-    packed_bytes,
-    unpack,
-    wire_format,
-)
+from gulliver.precision.wire import error_bound, nonfinite_blocks, wire_format
+from gulliver.precision.wire.formats import NAMES, packed_bytes
+from gulliver.precision.wire.packing import pack, unpack
 from tests.pool import Pool
 from tests.programs import run_program, text
 
@@ -329,7 +314,9 @@ def test_odd_tensors_travel_and_what_is_not_finite_stays_alone(pool: Pool, name:
 
 DISAGREE = """
 import os, sys, torch
-from gulliver.comm import RankGroup, all_gather, all_reduce, exchange, guard, init_world
+from gulliver.comm import all_gather, all_reduce, guard, init_world
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import exchange
 from gulliver.precision.wire import wire_format
 
 def run(rank, case):

@@ -16,10 +16,12 @@ from gulliver.booster import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
 )
-from gulliver.comm import World, sent_bytes
+from gulliver.comm import World
+from gulliver.comm.messages import sent_bytes
 from gulliver.errors import GulliverError
-from gulliver.hardware import Axis, Cluster, Device, Link
-from gulliver.parallel.zero import GradientGate
+from gulliver.hardware import Cluster
+from gulliver.hardware.cluster import Axis, Device, Link
+from gulliver.parallel.zero.sending import GradientGate
 from gulliver.plan import Plan
 from gulliver.precision.wire import wire_format
 from tests.hybrid_models import batch, build
@@ -310,7 +312,7 @@ def test_a_format_stays_off_where_it_would_not_pay_and_the_plan_says_why() -> No
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     def plan_of(plugin: Any, ranks: int, **options: Any) -> None:
         found = plugin(**options)
-        from gulliver.plan import check_plan
+        from gulliver.plan.checks import check_plan
 
         check_plan(found.wires.asked(found.choices(ranks)), ranks)
 
@@ -357,7 +359,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
 
 
 def test_packing_is_in_the_predicted_step_and_memory_counts_what_packed_changes_need() -> None:
-    from gulliver.plan import Work
+    from gulliver.plan.tree import Work
 
     model = _model(256)
     optimizer = torch.optim.Adam(model.parameters())

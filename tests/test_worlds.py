@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from gulliver import _compat
-from gulliver.comm import World, all_reduce, group_rank, group_size
+from gulliver.comm import World, all_reduce, group_rank
+from gulliver.comm.collectives import group_size
 from tests.worlds import fake_world, local_tensors, run_threads
 
 

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.comm import World, adopt_world
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
-from gulliver.parallel.zero._reducer import IN_FLIGHT
-from gulliver.parallel.zero._relayout import relayout
-from gulliver.parallel.zero._sharded import LEGAL, Phase, ShardedChunk
+from gulliver.parallel.zero.checkpoint import relayout
+from gulliver.parallel.zero.chunks import LEGAL, Phase, ShardedChunk
+from gulliver.parallel.zero.reduce import IN_FLIGHT
 from tests.pool import Pool
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -207,7 +208,7 @@ def _every_optimizer(world: World) -> list[str]:
 
 
 def test_every_listed_optimizer_steps_shards_as_it_steps_tensors(pool: Pool) -> None:
-    from gulliver.parallel.zero import ELEMENTWISE
+    from gulliver.parallel.zero.elementwise import ELEMENTWISE
 
     assert {name.split()[0] for name in FACTORIES} == set(ELEMENTWISE)
     assert pool.run(_every_optimizer, 3) == [[], [], []]

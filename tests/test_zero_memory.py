@@ -11,7 +11,7 @@ from torch import nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
-from gulliver.memory import Presence
+from gulliver.memory.prefetch import Presence
 from gulliver.parallel import ZeroOptimizer
 from tests.pool import Pool
 

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.comm import World, sent_bytes
+from gulliver.comm import World
+from gulliver.comm.messages import sent_bytes
 from gulliver.errors import GulliverError
-from gulliver.memory import LEGAL_PRESENCE, Presence
-from gulliver.parallel.zero._relayout import relayout
+from gulliver.memory.prefetch import LEGAL_PRESENCE, Presence
+from gulliver.parallel.zero.checkpoint import relayout
 from tests import parity
 from tests.pool import Pool
 
@@ -347,7 +348,7 @@ def test_tuning_copes_with_backwards_of_others_and_is_exact(pool: Pool, size: in
 
 
 def test_presence_takes_legal_steps_only() -> None:
-    from gulliver.parallel.zero._sharded import ShardedChunk
+    from gulliver.parallel.zero.chunks import ShardedChunk
 
     for before in Presence:
         for after in Presence:

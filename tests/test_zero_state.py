@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.checkpoint import load, read_tensors, split_state, verify, write_json, write_tensors
-from gulliver.comm import World, adopt_world
+from gulliver.checkpoint import load, verify
+from gulliver.checkpoint.files import read_tensors, write_json, write_tensors
+from gulliver.checkpoint.tree import split_state
+from gulliver.comm import World
+from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
 from tests.pool import Pool
 

@@ -18,9 +18,11 @@ from gulliver._compat import step_without_hooks
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.memory import OPTIMIZER_STATE, Manager
+from gulliver.memory.buffers import OPTIMIZER_STATE
+from gulliver.memory.manager import Manager
 from gulliver.parallel import ZeroOptimizer
-from gulliver.parallel.zero import ELEMENTWISE, _updates
+from gulliver.parallel.zero import step as _updates
+from gulliver.parallel.zero.elementwise import ELEMENTWISE
 from tests.covering import some
 from tests.pool import Pool
 from tests.tiers import (
@@ -280,7 +282,7 @@ def _checkpoints(world: World, folder: str) -> list[list[str]]:
         model = model_of()
         with ExitStack() as stack:
             manager = None if share is None else stack.enter_context(manager_of(model, share))
-            stack.enter_context(patch("gulliver.booster._apply._manager", lambda *_: manager))
+            stack.enter_context(patch("gulliver.booster.apply._manager", lambda *_: manager))
             booster = Booster(LowLevelZeroPlugin(3, chunk_mb=CHUNK / 2**20, verbose=False))
             _, optimizer, *_ = booster.boost(model, adamw(groups_of(model)))
             assert (optimizer.shards.manager is not None) == (share is not None)

@@ -24,9 +24,10 @@ from gulliver.booster import (
 from gulliver.comm import World, gather_objects
 from gulliver.errors import GulliverError
 from gulliver.hardware import described
-from gulliver.memory import plan_chunks
-from gulliver.parallel import ZeroOptimizer, check_optimizer, optimizer_table
-from gulliver.parallel.zero._relayout import relayout
+from gulliver.memory.buffers import plan_chunks
+from gulliver.parallel import ZeroOptimizer
+from gulliver.parallel.zero.checkpoint import relayout
+from gulliver.parallel.zero.elementwise import check_optimizer, optimizer_table
 from tests.covering import some
 from tests.hybrid_models import batch, build
 from tests.pool import Pool

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import Booster, GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 from gulliver.checkpoint import AsyncCheckpointer
-from gulliver.checkpoint._guard import guarded_storages
+from gulliver.checkpoint.collect import guarded_storages
 from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
-from gulliver.memory import storage_of
+from gulliver.memory.pending import storage_of
 from tests.pool import Pool
 
 WIDTH, DEPTH = 8, 4

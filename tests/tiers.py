@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.memory import DiskStore, Manager
-from gulliver.parallel import ZeroOptimizer, named_trainables
-from gulliver.parallel.zero._relayout import relayout
+from gulliver.memory.manager import Manager
+from gulliver.memory.stores import DiskStore
+from gulliver.parallel import ZeroOptimizer
+from gulliver.parallel.optimizer import named_trainables
+from gulliver.parallel.zero.checkpoint import relayout
 
 Make = Callable[[Any], torch.optim.Optimizer]
 WIDTH, DEPTH, WORDS = 31, 16, 33

@@ -21,7 +21,7 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from gulliver.memory import ActivationPeak
+from gulliver.memory.symbolic import ActivationPeak
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = ("a", "photo", "of", "dog", "cat", "sks", "in", "the", "snow")
@@ -35,7 +35,7 @@ def unplanned() -> Iterator[None]:
     Plans have tests of their own.
     """
     with patch(
-        "gulliver.dreambooth._planning.activation_peak",
+        "gulliver.dreambooth.planning.activation_peak",
         lambda *told, **more: ActivationPeak(1 << 20),
     ):
         yield

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from gulliver.comm import all_reduce
 from gulliver.errors import GulliverError, once_differentiable
-from gulliver.parallel.sequence._layout import Layout
-from gulliver.parallel.sequence._mask import Mask, Rules
-from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._ring import turn
-from gulliver.parallel.sequence._shard import checked_layout
-from gulliver.parallel.sequence._tiles import Tile, tiles
+from gulliver.parallel.sequence.layout import Layout, SequenceGroups
+from gulliver.parallel.sequence.mask import Mask, Rules, Tile, tiles
+from gulliver.parallel.sequence.ring import turn
+from gulliver.parallel.sequence.sharding import checked_layout
 
 
 def two_ring_attention(

@@ -7,8 +7,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from gulliver.jobs import Display, Scalars, StopRequest
-from gulliver.jobs._loop import TrainingLoop
+from gulliver.jobs.display import Display, Scalars
+from gulliver.jobs.loop import TrainingLoop
+from gulliver.jobs.stop import StopRequest
 
 
 def _lines(trainer: TrainingLoop) -> list[dict[str, float]]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.netlab._net import Net, NetlabError, enter
-from gulliver.comm import adopt_world
+from gulliver.comm.world import adopt_world
 
 PORT = 29417
 """Of the store, in a namespace that nobody else is in."""

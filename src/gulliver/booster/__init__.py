@@ -1,19 +1,23 @@
 """The one call: `Booster(plugin=...).boost(model, optimizer, ...)`."""
 
-from gulliver.booster._blocks import recomputable_blocks
-from gulliver.booster._booster import Booster
-from gulliver.booster._data_centric import DataCentricPlugin
-from gulliver.booster._estimate import estimate_sample, estimate_work
-from gulliver.booster._fp8 import gate_fp8
-from gulliver.booster._gemini import GeminiPlugin
-from gulliver.booster._hybrid_plugin import HybridParallelPlugin
-from gulliver.booster._measure import with_peaks
-from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.booster._step_loader import DataCentricLoader, LoadedBatch, TrainingStep
-from gulliver.booster.hybrid import keep_logits, lazy_parameters, sequence_degree
-from gulliver.booster.search import auto_engine, search_grids
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.booster.auto import AutoEngine, auto_engine
+    from gulliver.booster.booster import Booster
+    from gulliver.booster.hybrid.checks import lazy_parameters
+    from gulliver.booster.hybrid.mesh import sequence_degree
+    from gulliver.booster.hybrid.transformers import keep_logits
+    from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+    from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+    from gulliver.data_centric.plugin import DataCentricPlugin
+    from gulliver.data_centric.step_loader import DataCentricLoader, LoadedBatch, TrainingStep
+    from gulliver.planner.search.grids import search_grids
 
 __all__ = [
+    "AutoEngine",
     "Booster",
     "DataCentricLoader",
     "DataCentricPlugin",
@@ -25,13 +29,29 @@ __all__ = [
     "TorchDDPPlugin",
     "TrainingStep",
     "auto_engine",
-    "estimate_sample",
-    "estimate_work",
-    "gate_fp8",
     "keep_logits",
     "lazy_parameters",
-    "recomputable_blocks",
     "search_grids",
     "sequence_degree",
-    "with_peaks",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.booster.auto": ["AutoEngine", "auto_engine"],
+        "gulliver.booster.booster": ["Booster"],
+        "gulliver.booster.hybrid.checks": ["lazy_parameters"],
+        "gulliver.booster.hybrid.mesh": ["sequence_degree"],
+        "gulliver.booster.hybrid.transformers": ["keep_logits"],
+        "gulliver.booster.hybrid_plugin": ["HybridParallelPlugin"],
+        "gulliver.booster.plugins": [
+            "GeminiPlugin",
+            "LowLevelZeroPlugin",
+            "Plugin",
+            "TorchDDPPlugin",
+        ],
+        "gulliver.data_centric.plugin": ["DataCentricPlugin"],
+        "gulliver.data_centric.step_loader": ["DataCentricLoader", "LoadedBatch", "TrainingStep"],
+        "gulliver.planner.search.grids": ["search_grids"],
+    },
+)

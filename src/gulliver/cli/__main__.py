@@ -1,5 +1,5 @@
 """`python -m gulliver.cli`: what a launcher starts."""
 
-from gulliver.cli._main import main
+from gulliver.cli.dispatch import main
 
 main()

@@ -1,116 +1,70 @@
 """Worlds of ranks, and the collectives between them."""
 
-from gulliver.comm._axes import Axes, Torus, make_axes
-from gulliver.comm._choice import (
-    ReduceChoice,
-    choose_all_reduce,
-    reduce_choices,
-    use_links,
-)
-from gulliver.comm._collectives import (
-    Group,
-    Handle,
-    Op,
-    all_gather,
-    all_reduce,
-    any_rank,
-    backend_all_reduce,
-    barrier,
-    broadcast,
-    broadcast_object,
-    gather_objects,
-    group_rank,
-    group_size,
-    reduce_scatter,
-)
-from gulliver.comm._flight_recorder import Purpose
-from gulliver.comm._groups import (
-    host_rank_group,
-    release_groups,
-    return_rank_group,
-    shared_rank_group,
-)
-from gulliver.comm._launch import default_ranks, launch, under_launcher
-from gulliver.comm._layout import ChosenAxes, choose_axes
-from gulliver.comm._messages import Messages, sent_bytes
-from gulliver.comm._point_to_point import (
-    Flight,
-    PackedTensors,
-    exchange,
-    gather_integers,
-    operations,
-    post,
-    shift,
-)
-from gulliver.comm._raising import raise_on_any_rank
-from gulliver.comm._rank_group import ALONE, RankGroup, rank_group_of
-from gulliver.comm._rendezvous import listen_on_localhost
-from gulliver.comm._watchdog import Watchdog
-from gulliver.comm._world import (
-    World,
-    adopt_world,
-    current_world,
-    guard,
-    init_world,
-    shutdown,
-    together,
-)
-from gulliver.precision.wire import IDENTITY, WireFormat
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.comm.collectives import (
+        Handle,
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        choose_all_reduce,
+        choose_axes,
+        gather_objects,
+        group_rank,
+        reduce_choices,
+        reduce_scatter,
+    )
+    from gulliver.comm.launcher import launch
+    from gulliver.comm.torus import Torus, make_axes
+    from gulliver.comm.world import World, current_world, guard, init_world, shutdown
+    from gulliver.precision.wire.formats import IDENTITY
 
 __all__ = [
-    "ALONE",
-    "IDENTITY",
-    "Axes",
-    "ChosenAxes",
-    "Flight",
-    "Group",
     "Handle",
-    "Messages",
-    "Op",
-    "PackedTensors",
-    "Purpose",
-    "RankGroup",
-    "ReduceChoice",
+    "IDENTITY",
     "Torus",
-    "Watchdog",
-    "WireFormat",
     "World",
-    "adopt_world",
     "all_gather",
     "all_reduce",
-    "any_rank",
-    "backend_all_reduce",
     "barrier",
     "broadcast",
-    "broadcast_object",
     "choose_all_reduce",
     "choose_axes",
     "current_world",
-    "default_ranks",
-    "exchange",
-    "gather_integers",
     "gather_objects",
     "group_rank",
-    "group_size",
     "guard",
-    "host_rank_group",
     "init_world",
     "launch",
-    "listen_on_localhost",
     "make_axes",
-    "operations",
-    "post",
-    "raise_on_any_rank",
-    "rank_group_of",
     "reduce_choices",
     "reduce_scatter",
-    "release_groups",
-    "return_rank_group",
-    "sent_bytes",
-    "shared_rank_group",
-    "shift",
     "shutdown",
-    "together",
-    "under_launcher",
-    "use_links",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.comm.collectives": [
+            "Handle",
+            "all_gather",
+            "all_reduce",
+            "barrier",
+            "broadcast",
+            "choose_all_reduce",
+            "choose_axes",
+            "gather_objects",
+            "group_rank",
+            "reduce_choices",
+            "reduce_scatter",
+        ],
+        "gulliver.comm.launcher": ["launch"],
+        "gulliver.comm.torus": ["Torus", "make_axes"],
+        "gulliver.comm.world": ["World", "current_world", "guard", "init_world", "shutdown"],
+        "gulliver.precision.wire.formats": ["IDENTITY"],
+    },
+)

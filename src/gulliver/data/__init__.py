@@ -1,82 +1,53 @@
 """Data: clips and their sources, the order of samples, and the way of batches to the device."""
 
-from gulliver.data._arena import PinnedArena
-from gulliver.data._bucket_config import BucketConfig
-from gulliver.data._budgets import Budget, Samples, Seconds, Tokens
-from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
-from gulliver.data._documents import document_shapes, pack_documents
-from gulliver.data._draws import DISTRIBUTIONS, draw_samples, draw_shapes, least_time
-from gulliver.data._frames import STILL_FPS, Frame, open_video, rate_shown, stacked, upright_frames
-from gulliver.data._loader import DataLoader, StagingOptions
-from gulliver.data._nested import move_tensors
-from gulliver.data._planner import DataCentricOptions, DataCentricPlanner
-from gulliver.data._records import read_utf8
-from gulliver.data._resolutions import resolution
-from gulliver.data._sampler import BucketSampler, ResumableSampler, Step
-from gulliver.data._scores import STYLES, with_scores
-from gulliver.data._step_ends import StepEnds
-from gulliver.data._step_pictures import Shares, shares_of, step_lines, steps_page
-from gulliver.data._steps import MicroBatch, RankGroup, StepPlan
-from gulliver.data._table import (
-    ClipTable,
-    Probe,
-    TableRow,
-    choose_bucket,
-    probe_file,
-    resize_and_crop,
-    span_of,
-)
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.data.arena import PinnedArena
+    from gulliver.data.buckets import BucketConfig
+    from gulliver.data.clips import Bucket
+    from gulliver.data.documents import document_shapes, pack_documents
+    from gulliver.data.loader import DataLoader, StagingOptions
+    from gulliver.data.records import STYLES
+    from gulliver.data.sampler import BucketSampler, ResumableSampler, Step
+    from gulliver.data_centric.costs import Samples, Seconds, Tokens
+    from gulliver.data_centric.planner import DataCentricOptions, DataCentricPlanner
+    from gulliver.data_centric.steps import StepEnds
 
 __all__ = [
-    "DISTRIBUTIONS",
-    "STILL_FPS",
-    "STYLES",
-    "BrokenClip",
     "Bucket",
     "BucketConfig",
     "BucketSampler",
-    "Budget",
-    "Clip",
-    "ClipBatch",
-    "ClipDataset",
-    "ClipTable",
     "DataCentricOptions",
     "DataCentricPlanner",
     "DataLoader",
-    "Frame",
-    "MicroBatch",
     "PinnedArena",
-    "Probe",
-    "RankGroup",
     "ResumableSampler",
+    "STYLES",
     "Samples",
     "Seconds",
-    "Shares",
     "StagingOptions",
     "Step",
     "StepEnds",
-    "StepPlan",
-    "TableRow",
     "Tokens",
-    "choose_bucket",
-    "collate",
     "document_shapes",
-    "draw_samples",
-    "draw_shapes",
-    "least_time",
-    "move_tensors",
-    "open_video",
     "pack_documents",
-    "probe_file",
-    "rate_shown",
-    "read_utf8",
-    "resize_and_crop",
-    "resolution",
-    "shares_of",
-    "span_of",
-    "stacked",
-    "step_lines",
-    "steps_page",
-    "upright_frames",
-    "with_scores",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.data.arena": ["PinnedArena"],
+        "gulliver.data.buckets": ["BucketConfig"],
+        "gulliver.data.clips": ["Bucket"],
+        "gulliver.data.documents": ["document_shapes", "pack_documents"],
+        "gulliver.data.loader": ["DataLoader", "StagingOptions"],
+        "gulliver.data.records": ["STYLES"],
+        "gulliver.data.sampler": ["BucketSampler", "ResumableSampler", "Step"],
+        "gulliver.data_centric.costs": ["Samples", "Seconds", "Tokens"],
+        "gulliver.data_centric.planner": ["DataCentricOptions", "DataCentricPlanner"],
+        "gulliver.data_centric.steps": ["StepEnds"],
+    },
+)

@@ -1,32 +1,26 @@
 """Tables larger than the device: rows on the host or a disk, the hot ones in a cache, exactly.
 
-Read `_bag.py`, then `_records.py`: `CachedEmbeddingBag` is torch's EmbeddingBag over slots that
+Read `bag.py`, then `_records.py`: `CachedEmbeddingBag` is torch's EmbeddingBag over slots that
 rows move into, with all that the optimizer knows of them. Which rows, `gulliver.solve` decides
-(`RowReplacement`); `_lookahead.py` shows it the batches to come; `_columns.py` is what the rows lie
-in; `_attached.py` ties an optimizer of `_optimizers.py` to them. `_sharded.py` shares tables among
+(`RowReplacement`); `_lookahead.py` shows it the batches to come; `records.py` is what the rows lie
+in; `optimizers.py` ties an optimizer of `_optimizers.py` to them. `_sharded.py` shares tables among
 ranks as `_planning.py` chooses; `_budget.py` shares memory among caches.
 """
 
-from gulliver.embedding._bag import CachedEmbeddingBag, EmbeddingCacheOptions
-from gulliver.embedding._budget import budget_tables
-from gulliver.embedding._lookahead import LookAhead
-from gulliver.embedding._optimizers import ROW_OPTIMIZERS, RowState, RowWiseAdagrad
-from gulliver.embedding._planning import (
-    DATA_SETS,
-    PlannedTable,
-    TablesJob,
-    TablesPlan,
-    plan_tables,
-)
-from gulliver.embedding._sharded import ShardedEmbeddingBag
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.embedding.bag import CachedEmbeddingBag, EmbeddingCacheOptions, LookAhead
+    from gulliver.embedding.optimizers import RowState, RowWiseAdagrad
+    from gulliver.embedding.planning import TablesJob, TablesPlan, budget_tables, plan_tables
+    from gulliver.embedding.sharded import ShardedEmbeddingBag
 
 __all__ = [
-    "DATA_SETS",
-    "ROW_OPTIMIZERS",
     "CachedEmbeddingBag",
     "EmbeddingCacheOptions",
     "LookAhead",
-    "PlannedTable",
     "RowState",
     "RowWiseAdagrad",
     "ShardedEmbeddingBag",
@@ -35,3 +29,13 @@ __all__ = [
     "budget_tables",
     "plan_tables",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.embedding.bag": ["CachedEmbeddingBag", "EmbeddingCacheOptions", "LookAhead"],
+        "gulliver.embedding.optimizers": ["RowState", "RowWiseAdagrad"],
+        "gulliver.embedding.planning": ["TablesJob", "TablesPlan", "budget_tables", "plan_tables"],
+        "gulliver.embedding.sharded": ["ShardedEmbeddingBag"],
+    },
+)

@@ -11,54 +11,26 @@ What it does not know: how anything is cut or run. Tensor, pipeline and sequence
 here; nothing here asks them.
 """
 
-from gulliver.families._lookup import (
-    UNKNOWN,
-    all_families,
-    family_of,
-    is_hugging_face,
-    register,
-    type_of,
-)
-from gulliver.families._loss import (
-    OwnLoss,
-    asks_routers,
-    has_known_forward,
-    hugging_face_of,
-    own_loss,
-    router_loss,
-)
-from gulliver.families._record import (
-    AUTO,
-    SHARED_BY_SEQUENCE,
-    SHARED_BY_TENSOR,
-    Blocks,
-    Experts,
-    Family,
-    Sequences,
-    Tensors,
-)
-from gulliver.families.hugging_face import HUGGING_FACE
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AUTO",
-    "HUGGING_FACE",
-    "SHARED_BY_SEQUENCE",
-    "SHARED_BY_TENSOR",
-    "UNKNOWN",
-    "Blocks",
-    "Experts",
-    "Family",
-    "OwnLoss",
-    "Sequences",
-    "Tensors",
-    "all_families",
-    "asks_routers",
-    "family_of",
-    "has_known_forward",
-    "hugging_face_of",
-    "is_hugging_face",
-    "own_loss",
-    "register",
-    "router_loss",
-    "type_of",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.families.lookup import family_of, register
+    from gulliver.families.record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
+
+__all__ = ["Blocks", "Family", "SHARED_BY_TENSOR", "Sequences", "Tensors", "family_of", "register"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.families.lookup": ["family_of", "register"],
+        "gulliver.families.record": [
+            "Blocks",
+            "Family",
+            "SHARED_BY_TENSOR",
+            "Sequences",
+            "Tensors",
+        ],
+    },
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gulliver.families._record import Blocks, Family, Sequences, Tensors
+from gulliver.families.record import Blocks, Family, Sequences, Tensors
 
 BERT = Family(
     "bert",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gulliver.families._record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
+from gulliver.families.record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
 
 BIASED = "its attention adds a bias to the scores, which no ring carries"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gulliver.families._record import Family, Tensors
 from gulliver.families.hugging_face import BLOCKS
+from gulliver.families.record import Family, Tensors
 
 DEEPSEEK = Family(
     "deepseek_v3",

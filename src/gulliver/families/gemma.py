@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gulliver.families._record import SHARED_BY_TENSOR, Blocks, Family, Sequences
 from gulliver.families.llama import WINDOWED
+from gulliver.families.record import SHARED_BY_TENSOR, Blocks, Family, Sequences
 
 GEMMA2 = Family(
     "gemma2",

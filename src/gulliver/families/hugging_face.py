@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gulliver.families._record import Blocks, Family, Tensors
+from gulliver.families.record import Blocks, Family, Tensors
 
 BLOCKS = Blocks(
     extra=-1,

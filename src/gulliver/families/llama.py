@@ -6,7 +6,7 @@ sequence parallelism gives it, windows included, where the type has them.
 
 from __future__ import annotations
 
-from gulliver.families._record import Blocks, Family, Sequences
+from gulliver.families.record import Blocks, Family, Sequences
 
 DECODER = Sequences(causal=True, masks=("causal", "padding", "documents"), by_positions=True)
 WINDOWED = Sequences(

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gulliver.families._record import SHARED_BY_SEQUENCE, Blocks, Experts, Family
 from gulliver.families.llama import WINDOWED
+from gulliver.families.record import SHARED_BY_SEQUENCE, Blocks, Experts, Family
 
 MIXTRAL = Family(
     "mixtral",

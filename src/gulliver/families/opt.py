@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gulliver.families._record import Blocks, Family, Sequences, Tensors
+from gulliver.families.record import Blocks, Family, Sequences, Tensors
 
 SEPARATE = {f"{name}_proj": "column by heads" for name in ("q", "k", "v")}
 FC = {"fc1": "column", "fc2": "row"}

@@ -6,7 +6,7 @@ sees that by itself, and sums their gradients.
 
 from __future__ import annotations
 
-from gulliver.families._record import Blocks, Family
 from gulliver.families.llama import WINDOWED
+from gulliver.families.record import Blocks, Family
 
 QWEN3 = Family("qwen3", blocks=Blocks(), sequences=WINDOWED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gulliver.families._record import SHARED_BY_SEQUENCE, Blocks, Family, Sequences, Tensors
+from gulliver.families.record import SHARED_BY_SEQUENCE, Blocks, Family, Sequences, Tensors
 
 STDIT3 = Family(
     "STDiT3",

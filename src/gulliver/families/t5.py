@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gulliver.families._record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
 from gulliver.families.bloom import BIASED
+from gulliver.families.record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
 
 T5 = Family(
     "t5",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gulliver.families._record import Blocks, Family, Sequences, Tensors
 from gulliver.families.opt import SEPARATE
+from gulliver.families.record import Blocks, Family, Sequences, Tensors
 
 VIT = Family(
     "vit",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gulliver.families._record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
 from gulliver.families.opt import FC, SEPARATE
+from gulliver.families.record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
 
 WHISPER = Family(
     "whisper",

@@ -1,243 +1,109 @@
 """What things cost: devices, links and disks, measured or described, and the formulas on them."""
 
-from gulliver.hardware._attention import (
-    GATHER_LAUNCHES,
-    AttentionBytes,
-    AttentionSeconds,
-    AttentionShape,
-    SequenceSplit,
-    attention_seconds,
-    exchange_launches,
-    hop_launches,
-    split_attention_bytes,
-    split_attention_seconds,
-    two_ring_bytes,
-)
-from gulliver.hardware._batch_costs import BatchCosts, BlockKind, keep_blocks
-from gulliver.hardware._block_choices import ChoiceFront, HostRoom, choice_front, place_blocks
-from gulliver.hardware._changed import changed_cluster
-from gulliver.hardware._cluster import (
-    Along,
-    Axis,
-    Cluster,
-    Device,
-    Disk,
-    Link,
-    described,
-    described_names,
-)
-from gulliver.hardware._costs import (
-    BACKWARD_OF_LINEAR,
-    RING_BYTES,
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_reduce_ways,
-    all_to_all_seconds,
-    broadcast_seconds,
-    collective_seconds,
-    conversion_seconds,
-    copy_seconds,
-    disk_seconds,
-    linear_flops,
-    linear_seconds,
-    matmul_seconds,
-    memory_seconds,
-    packing_seconds,
-    point_to_point_seconds,
-    reduce_scatter_seconds,
-    resharding_bytes,
-    roofline_seconds,
-    wire_bytes,
-    zero_collectives,
-)
-from gulliver.hardware._curve import Curve
-from gulliver.hardware._embedding import LookupLoad, lookup_seconds
-from gulliver.hardware._host_moves import (
-    MoveFit,
-    MovePoint,
-    fit_moves,
-    host_copies,
-    measure_moves,
-)
-from gulliver.hardware._kept import current_cluster, forget_seconds, kept_path, kept_seconds
-from gulliver.hardware._links import (
-    fit_line,
-    group_into_nodes,
-    pair_rounds,
-    probe_collectives,
-    probe_links,
-    proposed_axes,
-)
-from gulliver.hardware._low_precision import Fp8Seconds, fp8_break_even, fp8_seconds
-from gulliver.hardware._memory import memory_bytes, planned_memory
-from gulliver.hardware._named import named_cluster
-from gulliver.hardware._offload import (
-    TieredSeconds,
-    TierRates,
-    Transfer,
-    Visit,
-    disk_rates,
-    flops_text,
-    host_rates,
-    rate_text,
-    seconds_text,
-    tiered_seconds,
-)
-from gulliver.hardware._operators import (
-    flop_formulas,
-    operator_bytes,
-    operator_flops,
-    operator_seconds,
-)
-from gulliver.hardware._probe import FP8_CAPABILITY, probe_device, probe_disk
-from gulliver.hardware._refinement import Refinement
-from gulliver.hardware._sample_files import (
-    holds_samples,
-    load_samples,
-    read_samples,
-    save_samples,
-)
-from gulliver.hardware._sample_tables import TableCosts
-from gulliver.hardware._samples import (
-    SampleCosts,
-    SampleFit,
-    SampleModel,
-    SamplePoint,
-    SampleShape,
-    fit_samples,
-    measure_samples,
-)
-from gulliver.hardware._scaling import Scaling, batch_efficiency, best_batch, fit_scaling
-from gulliver.hardware._step import (
-    Message,
-    StepCosts,
-    exposed_seconds,
-    layer_seconds,
-    pipeline_seconds,
-    predict_step,
-    update_seconds,
-)
-from gulliver.hardware._torus import torus_links, torus_seconds
-from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.hardware.attention import AttentionShape as Shape
+    from gulliver.hardware.attention import (
+        attention_seconds,
+        split_attention_seconds,
+        two_ring_bytes,
+    )
+    from gulliver.hardware.batch_costs import HostRoom, place_blocks
+    from gulliver.hardware.cluster import Cluster, described, described_names
+    from gulliver.hardware.costs import (
+        Transfers,
+        all_reduce_seconds,
+        all_reduce_ways,
+        linear_flops,
+        linear_seconds,
+        probe_transfers,
+        resharding_bytes,
+        torus_seconds,
+    )
+    from gulliver.hardware.offload import host_copies, measure_moves
+    from gulliver.hardware.operators import fp8_seconds
+    from gulliver.hardware.probe import current_cluster, memory_bytes
+    from gulliver.hardware.sample_tables import TableCosts
+    from gulliver.hardware.samples import (
+        SampleCosts,
+        SampleShape,
+        fit_samples,
+        load_samples,
+        measure_samples,
+        save_samples,
+    )
+    from gulliver.hardware.scaling import Scaling, fit_scaling
 
 __all__ = [
-    "BACKWARD_OF_LINEAR",
-    "FP8_CAPABILITY",
-    "GATHER_LAUNCHES",
-    "IN_A_ROW",
-    "RING_BYTES",
-    "Along",
-    "AttentionBytes",
-    "AttentionSeconds",
-    "AttentionShape",
-    "Axis",
-    "BatchCosts",
-    "BlockKind",
-    "ChoiceFront",
     "Cluster",
-    "Curve",
-    "Device",
-    "Disk",
-    "Fp8Seconds",
     "HostRoom",
-    "Link",
-    "LookupLoad",
-    "Message",
-    "MoveFit",
-    "MovePoint",
-    "Refinement",
     "SampleCosts",
-    "SampleFit",
-    "SampleModel",
-    "SamplePoint",
     "SampleShape",
     "Scaling",
-    "SequenceSplit",
-    "StepCosts",
+    "Shape",
     "TableCosts",
-    "TierRates",
-    "TieredSeconds",
-    "Transfer",
     "Transfers",
-    "Visit",
-    "all_gather_seconds",
     "all_reduce_seconds",
     "all_reduce_ways",
-    "all_to_all_seconds",
     "attention_seconds",
-    "batch_efficiency",
-    "best_batch",
-    "broadcast_seconds",
-    "changed_cluster",
-    "choice_front",
-    "collective_seconds",
-    "conversion_seconds",
-    "copy_seconds",
     "current_cluster",
     "described",
     "described_names",
-    "disk_rates",
-    "disk_seconds",
-    "exchange_launches",
-    "exposed_seconds",
-    "fit_line",
-    "fit_moves",
     "fit_samples",
     "fit_scaling",
-    "flop_formulas",
-    "flops_text",
-    "forget_seconds",
-    "fp8_break_even",
     "fp8_seconds",
-    "group_into_nodes",
-    "holds_samples",
-    "hop_launches",
     "host_copies",
-    "host_rates",
-    "keep_blocks",
-    "kept_path",
-    "kept_seconds",
-    "layer_seconds",
     "linear_flops",
     "linear_seconds",
     "load_samples",
-    "lookup_seconds",
-    "matmul_seconds",
     "measure_moves",
     "measure_samples",
     "memory_bytes",
-    "memory_seconds",
-    "named_cluster",
-    "operator_bytes",
-    "operator_flops",
-    "operator_seconds",
-    "packing_seconds",
-    "pair_rounds",
-    "pipeline_seconds",
     "place_blocks",
-    "planned_memory",
-    "point_to_point_seconds",
-    "predict_step",
-    "probe_collectives",
-    "probe_device",
-    "probe_disk",
-    "probe_links",
     "probe_transfers",
-    "proposed_axes",
-    "rate_text",
-    "read_samples",
-    "reduce_scatter_seconds",
     "resharding_bytes",
-    "roofline_seconds",
     "save_samples",
-    "seconds_text",
-    "split_attention_bytes",
     "split_attention_seconds",
-    "tiered_seconds",
-    "torus_links",
     "torus_seconds",
     "two_ring_bytes",
-    "update_seconds",
-    "wire_bytes",
-    "zero_collectives",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.hardware.attention": [
+            "Shape",
+            "attention_seconds",
+            "split_attention_seconds",
+            "two_ring_bytes",
+        ],
+        "gulliver.hardware.batch_costs": ["HostRoom", "place_blocks"],
+        "gulliver.hardware.cluster": ["Cluster", "described", "described_names"],
+        "gulliver.hardware.costs": [
+            "Transfers",
+            "all_reduce_seconds",
+            "all_reduce_ways",
+            "linear_flops",
+            "linear_seconds",
+            "probe_transfers",
+            "resharding_bytes",
+            "torus_seconds",
+        ],
+        "gulliver.hardware.offload": ["host_copies", "measure_moves"],
+        "gulliver.hardware.operators": ["fp8_seconds"],
+        "gulliver.hardware.probe": ["current_cluster", "memory_bytes"],
+        "gulliver.hardware.sample_tables": ["TableCosts"],
+        "gulliver.hardware.samples": [
+            "SampleCosts",
+            "SampleShape",
+            "fit_samples",
+            "load_samples",
+            "measure_samples",
+            "save_samples",
+        ],
+        "gulliver.hardware.scaling": ["Scaling", "fit_scaling"],
+    },
+)

@@ -21,25 +21,27 @@ import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, Plugin
-from gulliver.comm import current_world, shutdown
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import Plugin
+from gulliver.comm.world import current_world, shutdown
 from gulliver.errors import GulliverError
-from gulliver.integrations._options import (
+from gulliver.integrations.prepared import (
     Options,
+    PreparedOptimizer,
     check_arguments,
     check_precision,
     join_group,
     join_world,
-    plugin_of,
-)
-from gulliver.integrations._owned import mark_owned, model_of, owner_of, take_over
-from gulliver.integrations._prepared import (
-    PreparedOptimizer,
     mapped_state,
+    mark_owned,
+    model_of,
+    owner_of,
+    plugin_of,
+    take_over,
     work_alone,
     work_together,
 )
-from gulliver.parallel import BoostedOptimizer
+from gulliver.parallel.optimizer import BoostedOptimizer
 
 # Folder in a checkpoint that holds what is sharded over the ranks.
 FOLDER = "gulliver"

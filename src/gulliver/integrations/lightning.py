@@ -1,12 +1,479 @@
 """Strategies for ``lightning.pytorch``: ``Trainer(strategy="gulliver")``.
 
-Importing this module registers the names ``gulliver``, ``gulliver_zero3`` and ``gulliver_gemini``.
-
-Example:
-    >>> Trainer(strategy=GulliverStrategy(memory_limit="6GiB", disk="/scratch:100GiB"))
+Lightning launches processes and runs loops, hooks, logging and samplers. Here the module is boosted
+with each of its optimizers, steps are called through the module's own call, so that its hooks run,
+and checkpoints are whole files or folders. Read `setup`, then `backward`.
 """
 
-from gulliver.integrations._lightning._checkpoints import to_lightning
-from gulliver.integrations._lightning._strategy import GulliverStrategy
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import Tensor, nn
+
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import Plugin, TorchDDPPlugin
+from gulliver.comm.world import guard, init_world, shutdown
+from gulliver.errors import GulliverError
+from gulliver.integrations.lightning_checkpoints import (
+    Folders,
+    SteppedOptimizer,
+    rest_of,
+    to_lightning,
+)
+from gulliver.integrations.lightning_options import AFTER, choose_plugin, refuse_moves
+from gulliver.planner.model import unwrapped
+
+# Names for ``Trainer(strategy=)``, with the arguments that they stand for.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "gulliver": {},
+    "gulliver_zero3": {"stage": 3},
+    "gulliver_gemini": {"placement_policy": "auto"},
+}
+
+# Arguments of Lightning's strategies that are passed on.
+LIGHTNING = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "timeout", "start_method"),
+)
+FORMS = ("file", "folder")
+# Precisions of the Trainer that ZeRO runs: those without a scaler of gradients on parameters.
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class GulliverStrategy(DDPStrategy):
+    """Runs a LightningModule as a plugin plans it.
+
+    Args:
+        plugin: `LowLevelZeroPlugin`, `GeminiPlugin` or `TorchDDPPlugin`; None makes one of the
+            other arguments.
+        stage: stage of ZeRO; 1 where nothing else is said.
+        memory_limit: memory of each rank for state and activations, as of `GeminiPlugin`.
+        checkpoint: form of checkpoints: ``file``, as Lightning's own, or ``folder``, to which each
+            rank writes its part; None takes files below stage 3, folders with it and for 16-bit
+            parameters.
+        use_async: whether folders are written while training goes on.
+        options: further arguments of the plugin, such as ``disk``, ``precision``, ``chunk_mb`` and
+            ``activations``, those that Colossal-AI's strategy had, and those of `DDPStrategy` that
+            `LIGHTNING` names.
+
+    Raises:
+        GulliverError: an argument that has no counterpart, or contradicts another.
+    """
+
+    def __init__(
+        self,
+        plugin: Plugin | None = None,
+        *,
+        stage: int | None = None,
+        memory_limit: int | float | str | None = None,
+        checkpoint: str | None = None,
+        use_async: bool = False,
+        **options: Any,
+    ) -> None:
+        if checkpoint not in (None, *FORMS):
+            raise GulliverError(f"checkpoint={checkpoint!r} is not known: 'file' or 'folder'")
+        if use_async and checkpoint == "file":
+            raise GulliverError("use_async=True writes folders: leave out checkpoint='file'")
+        own = {name: options.pop(name) for name in LIGHTNING if name in options}
+        self._plugin, self._scaler = choose_plugin(plugin, stage, memory_limit, options)
+        super().__init__(**own)
+        self._form = "folder" if use_async else checkpoint
+        self._use_async = use_async
+        self._booster: Booster | None = None
+        self._boosted: nn.Module | None = None
+        self._resumed: _Resumed | None = None
+        self._failed = False
+
+    # Beginning and end.
+
+    def _get_process_group_backend(self) -> str:
+        return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+
+    def setup_distributed(self) -> None:
+        """Joins the ranks as Lightning does, and our world over them."""
+        super().setup_distributed()
+        world = init_world(device=self.root_device)
+        if (world.size, world.device) != (self.world_size, self.root_device):
+            shutdown_alone(world.size)
+            world = init_world(device=self.root_device)
+        if world.size != self.world_size:
+            raise GulliverError(
+                f"this process is one of {world.size} ranks, and the Trainer wants "
+                f"{self.world_size}: use devices={world.size}, or start another program"
+            )
+
+    def setup(self, trainer: Any) -> None:
+        """Boosts the module with its optimizers, and resumes from a checkpoint."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fits, self._failed = trainer.state.fn == "fit", False
+        if self._boosted is not None:
+            self._set_up_again(fits)
+            return
+        self._check_precision()
+        if fits and self._layer_sync:
+            self.model = self._layer_sync.apply(self._module)
+        self.precision_plugin.convert_module(self._module)
+        self.model_to_device()
+        if fits:
+            self.setup_optimizers(trainer)
+            if self._resumed is not None:
+                self._resumed.fill_plain(self.optimizers, self._sixteen_bits())
+        self._boost(fits)
+        self.setup_precision_plugin()
+        self._clip_shards()
+        self._fill(fits)
+
+    def _set_up_again(self, fits: bool) -> None:
+        """Goes on with a module that a fit of stage 3 has left sharded."""
+        boosted = self._boosted
+        assert boosted is not None, "it was boosted before"
+        if fits or unwrapped(boosted) is not self._module:
+            raise GulliverError(
+                "stage 3 leaves a module sharded after its first run: fit another one, from a "
+                "checkpoint of this (ckpt_path=), with a new Trainer"
+            )
+        self.model = boosted
+        self._clip_shards()
+        self._fill(False)
+
+    def _boost(self, fits: bool) -> None:
+        """Boosts the module with each optimizer."""
+        self._booster, model = Booster(plugin=self._plugin), self._module
+        given, stepped = self.optimizers if fits else [], list[Any]()
+        if fits:
+            self.optimizers = stepped  # known from the first on: where the second is refused, too
+        for optimizer in given:
+            if type(optimizer).__name__ == "_MockOptimizer":  # there was none
+                stepped.append(optimizer)
+                continue
+            members = [list(group["params"]) for group in optimizer.param_groups]
+            model, boosted, *_ = self._booster.boost(model, optimizer)
+            for field, value in self._scaler.items():
+                setattr(boosted.scaler, field, value)  # type: ignore[attr-defined]
+            stepped.append(SteppedOptimizer(boosted, members))
+            self._boosted = model
+        if not any(isinstance(o, SteppedOptimizer) for o in stepped) and self._has_parameters():
+            model, *_ = self._booster.boost(model)
+        self.model = self._boosted = model
+        self._choose_form()
+        if self._stays:
+            refuse_moves(self._module, self._told)
+
+    def _choose_form(self) -> None:
+        """Chooses files or folders, where it is left open."""
+        sixteen, limited = self._sixteen_bits(), getattr(self._plugin, "memory", None) is not None
+        self._saves = self._form or ("folder" if self._stays or sixteen else "file")
+        if self._saves == "file" and (limited or sixteen):
+            why = "a memory limit has no room for all of it" if limited else "float32 copies"
+            raise GulliverError(
+                f"checkpoint='file' is not supported here ({why}): leave it out, and make a file "
+                "of the folder with gulliver.integrations.lightning.to_lightning"
+            )
+        assert self._booster is not None
+
+        def write(rest: Any, path: Path) -> None:
+            self.checkpoint_io.save_checkpoint(rest, str(path))
+
+        self._folders = Folders(self._booster, write, self._use_async)
+
+    def teardown(self) -> None:
+        """Gives the module back, where ranks have room for it."""
+        # Below stage 3 with whole parameters, which any other Trainer can train. With stage 3 no
+        # rank need have room for that: the module stays sharded, and this Trainer validates, tests,
+        # predicts and saves with it.
+        booster, optimizers, module = self._booster, self._optimizers, self._lightning_module
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        # After an error others may be gone, whom all of this would wait for.
+        if booster is not None and not (self._failed and self.world_size > 1):
+            booster.close()
+            if not self._stays and self._boosted is not None:
+                booster.release(self._boosted, *(o.boosted for o in self._stepped))
+                self._boosted = None
+        if module is not None and self._boosted is not None and self._stays:
+            refuse_moves(module, self._told, AFTER)
+        self.model = module
+        self._optimizers = []  # the state of shards stays where it is
+        on_meta = module is not None and any(p.is_meta for p in module.parameters())
+        if self._boosted is not None or on_meta:
+            self._lightning_module = None  # and so does a module that is still sharded
+        try:
+            super().teardown()
+        finally:
+            self._optimizers, self._lightning_module = optimizers, module
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remembers that ranks may no longer be together."""
+        self._failed = True
+        super().on_exception(exception)
+        if self._booster is not None and self.world_size > 1:
+            self._booster.abandon()
+
+    def model_to_device(self) -> None:
+        """Moves the module to this rank's device; what is on meta is filled when it is boosted."""
+        if not any(p.is_meta for p in self._module.parameters()):
+            super().model_to_device()
+            return
+        for tensor in [*self._module.parameters(), *self._module.buffers()]:
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(self.root_device)
+
+    # Steps.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's training step through the module's call."""
+        with self.precision_plugin.train_step_context():
+            return self._called("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's validation step."""
+        with self.precision_plugin.val_step_context():
+            return self._called("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's test step."""
+        with self.precision_plugin.test_step_context():
+            return self._called("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's predict step."""
+        with self.precision_plugin.predict_step_context():
+            return self._called("predict_step", *args, **kwargs)
+
+    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a step where the module's `forward` stands, so that hooks on the module run."""
+        assert self.model is not None
+        return self._forward_redirection(self.model, self._module, name, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Calls Lightning's backward while gradients go to the shards."""
+        self.pre_backward(closure_loss)
+        plugin, module = self.precision_plugin, self._module
+        loss, scale = plugin.pre_backward(closure_loss, module), 1.0
+        with guard(), ExitStack() as stack:
+            for stepped in self._stepped:
+                # Others' parameters are switched off: there is nothing to reduce.
+                if any(p.requires_grad for members in stepped.members for p in members):
+                    scale = stack.enter_context(stepped.boosted.backward_pass())
+            scaled = loss if scale == 1.0 else loss * scale
+            plugin.backward(scaled, module, optimizer, *args, **kwargs)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Adds gradients up without exchanging them, while Lightning accumulates."""
+        with ExitStack() as stack:
+            for stepped in self._stepped:
+                stack.enter_context(stepped.boosted.no_sync())
+            yield
+
+    def _clip_shards(self) -> None:
+        """Replaces Lightning's clipping by that of the sharded mean gradient."""
+        clips = {
+            "clip_grad_by_norm": lambda o, limit: o.clip_grad_by_norm(float(limit)),
+            "clip_grad_by_value": lambda o, limit: o.clip_grad_by_value(float(limit)),
+        }
+        if self._stepped:
+            vars(self.precision_plugin).update(clips)
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state of the module on rank 0; a folder has it from all ranks."""
+        if self._saves == "folder":
+            return {}
+        state = self._module.state_dict()  # on all ranks: stage 3 gathers
+        if not self.is_global_zero:
+            return {}
+        # Parameters are windows on chunks, which would be saved as a whole.
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state of an optimizer on rank 0; a folder has it from all ranks."""
+        plain = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(plain, SteppedOptimizer):
+            return plain.state_dict()
+        return {} if self._saves == "folder" else plain.whole_state(self.is_global_zero)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Writes a file, or a folder to which each rank writes its part; every rank calls it."""
+        if self._saves == "file":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None or "://" in str(filepath):
+            raise GulliverError(
+                f"{filepath}: folders are written to local paths without storage_options; "
+                "checkpoint='file' writes what Lightning can write anywhere"
+            )
+        model = self._boosted if self._boosted is not None else self._module
+        path = Path(self.broadcast(str(filepath)))
+        is_boosted = self._boosted is not None
+        self._folders.save(path, checkpoint, model, self._stepped, is_boosted)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a file, or Lightning's part of a folder: the rest fills the boosted model."""
+        path = Path(checkpoint_path)
+        rest = rest_of(path)
+        if self._boosted is not None and self._booster is not None:
+            self._booster.wait()
+        read = super().load_checkpoint(rest or checkpoint_path, *args, **kwargs)
+        self._resumed = _Resumed(None if rest is None else path, read)
+        return read
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Fills the module from a file; from a folder once it is boosted."""
+        assert self._resumed is not None
+        self._resumed.strict = strict
+        if self._resumed.folder is not None:
+            if self._boosted is not None:  # in the middle of a run
+                self._fill(bool(self._stepped))
+            return
+        on_meta = any(p.is_meta for p in self._module.parameters())
+        self._module.load_state_dict(checkpoint["state_dict"], strict=strict, assign=on_meta)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Does nothing: `setup` has filled the optimizers before or when they were boosted."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed.folder is None and not resumed.filled:
+            raise GulliverError(
+                "a running fit can take up folders only, not files: use "
+                "GulliverStrategy(checkpoint='folder')"
+            )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a file or a folder, once it is complete."""
+        if self._booster is not None:
+            self._booster.wait()
+        super().remove_checkpoint(filepath)
+
+    def _fill(self, fits: bool) -> None:
+        """Fills the boosted model, and in a fit its optimizers, from a folder."""
+        resumed, model = self._resumed, self._boosted
+        if resumed is None or resumed.folder is None or model is None:
+            return
+        trains = fits and "optimizer_states" in resumed.checkpoint
+        optimizers = self._stepped if trains else []
+        rest = resumed.checkpoint
+        self._folders.load(resumed.folder, rest, model, optimizers, resumed.strict)
+
+    # What is known.
+
+    @property
+    def _module(self) -> Any:
+        assert self._lightning_module is not None
+        return self._lightning_module
+
+    @property
+    def _stepped(self) -> list[SteppedOptimizer]:
+        return [o for o in self._optimizers if isinstance(o, SteppedOptimizer)]
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the module stays sharded after a run: no rank need have room for all of it."""
+        return getattr(self._plugin, "takes", ()) == ("meta",)
+
+    @property
+    def _told(self) -> str:
+        limited = getattr(self._plugin, "memory", None) is not None
+        return f"{type(self).__name__} with {'a memory limit' if limited else 'stage 3'}"
+
+    def _has_parameters(self) -> bool:
+        return next(self._module.parameters(), None) is not None
+
+    def _sixteen_bits(self) -> bool:
+        """Whether parameters are of 16 bits and trained through float32 copies."""
+        if isinstance(self._plugin, TorchDDPPlugin):
+            return False
+        halved = getattr(self._plugin, "precision", None) is not None
+        return halved or any(p.dtype in HALVES for p in self._module.parameters())
+
+    def _check_precision(self) -> None:
+        """Refuses a precision of the Trainer that works on gradients of whole parameters."""
+        plugin, precision = self.precision_plugin, str(self.precision_plugin.precision)
+        if isinstance(self._plugin, TorchDDPPlugin):
+            return
+        if getattr(plugin, "scaler", None) is not None:
+            raise GulliverError(
+                f"precision={precision!r} scales gradients on whole parameters: use "
+                "GulliverStrategy(precision='fp16'), which scales those in the shards, "
+                "'bf16-mixed' or plugin=TorchDDPPlugin()"
+            )
+        if precision not in PRECISIONS:
+            raise GulliverError(
+                f"precision={precision!r} is not supported: choose from {', '.join(PRECISIONS)}, "
+                "or plugin=TorchDDPPlugin()"
+            )
+        ours = getattr(self._plugin, "precision", None)
+        if ours is not None and precision != "32-true":
+            raise GulliverError(
+                f"Trainer(precision={precision!r}) and precision={ours!r} of the strategy exclude "
+                "each other: say one"
+            )
+
+
+class _Resumed:
+    """A checkpoint that is being resumed from.
+
+    Args:
+        folder: folder to fill the boosted model from; None for a file.
+        checkpoint: what was read, as the module's hooks leave it.
+    """
+
+    def __init__(self, folder: Path | None, checkpoint: dict[str, Any]) -> None:
+        self.folder, self.checkpoint = folder, checkpoint
+        self.strict, self.filled = True, False
+
+    def fill_plain(self, optimizers: list[Any], sixteen_bits: bool) -> None:
+        """Gives optimizers their state before they are boosted, which shards it.
+
+        Raises:
+            GulliverError: there is none for the float32 copies of 16-bit parameters.
+        """
+        states = self.checkpoint.get("optimizer_states")
+        if self.folder is not None or states is None:
+            return
+        if sixteen_bits:
+            raise GulliverError(
+                "a file has no float32 copies of 16-bit parameters: resume from a folder, or load "
+                "the weights alone and begin anew"
+            )
+        for optimizer, state in zip(optimizers, states, strict=False):
+            optimizer.load_state_dict(state)
+        self.filled = True
+
+
+def shutdown_alone(size: int) -> None:
+    """Leaves a world of one rank that another run of this process has made."""
+    if size == 1:
+        shutdown()
+
+
+for _name, _options in STRATEGIES.items():
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(
+            _name, GulliverStrategy, description=f"Gulliver: {_name}", **_options
+        )
+
+
+# Strategies for ``lightning.pytorch``: ``Trainer(strategy="gulliver")``.
+#
+# Importing this module registers the names ``gulliver``, ``gulliver_zero3`` and
+# ``gulliver_gemini``.
+#
+# Example:
+#     >>> Trainer(strategy=GulliverStrategy(memory_limit="6GiB", disk="/scratch:100GiB"))
+
 
 __all__ = ["GulliverStrategy", "to_lightning"]

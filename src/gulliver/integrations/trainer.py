@@ -19,12 +19,11 @@ import transformers
 from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
-from gulliver.comm import init_world
+from gulliver.comm.world import init_world
 from gulliver.errors import GulliverError
-from gulliver.integrations._options import Options, one_of, plugin_of
-from gulliver.integrations._owned import owner_of
-from gulliver.integrations._refusals import refuse_arguments
 from gulliver.integrations.accelerate import FOLDER, Accelerator
+from gulliver.integrations.prepared import Options, one_of, owner_of, plugin_of
+from gulliver.integrations.refusals import refuse_arguments
 
 # Files of transformers' checkpoints.
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

@@ -1,59 +1,21 @@
 """Moving bytes between memory and disk, whole or not at all."""
 
-from gulliver.io._atomic import (
-    PARTIAL,
-    atomic_file,
-    cache_folder,
-    finish_folder,
-    hold,
-    lacks_inodes,
-    name_folder,
-    named_errors,
-    remove_all,
-    remove_folder,
-    remove_leftovers,
-    require_space,
-    sync,
-    write_text,
-)
-from gulliver.io._default import default_engine
-from gulliver.io._engine import Engine, Ticket
-from gulliver.io._gather import gather
-from gulliver.io._mapped import FileMappings
-from gulliver.io._native import NativeEngine, native_problem
-from gulliver.io._python import PythonEngine
-from gulliver.io._types import BLOCK, Counters, File, IoError, Page, StridedView, check_process
-from gulliver.io._yaml import to_yaml
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BLOCK",
-    "PARTIAL",
-    "Counters",
-    "Engine",
-    "File",
-    "FileMappings",
-    "IoError",
-    "NativeEngine",
-    "Page",
-    "PythonEngine",
-    "StridedView",
-    "Ticket",
-    "atomic_file",
-    "cache_folder",
-    "check_process",
-    "default_engine",
-    "finish_folder",
-    "gather",
-    "hold",
-    "lacks_inodes",
-    "name_folder",
-    "named_errors",
-    "native_problem",
-    "remove_all",
-    "remove_folder",
-    "remove_leftovers",
-    "require_space",
-    "sync",
-    "to_yaml",
-    "write_text",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.io.default import default_engine
+    from gulliver.io.engine import Engine, IoError, Page
+    from gulliver.io.files import atomic_file, write_text
+
+__all__ = ["Engine", "IoError", "Page", "atomic_file", "default_engine", "write_text"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.io.default": ["default_engine"],
+        "gulliver.io.engine": ["Engine", "IoError", "Page"],
+        "gulliver.io.files": ["atomic_file", "write_text"],
+    },
+)

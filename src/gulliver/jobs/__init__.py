@@ -1,20 +1,20 @@
 """What every long job has: progress, a log, seeds, an end by signal.
 
-The training loop and its run folder, which import torch, are in `_loop.py` and `_run_folder.py`.
+The training loop and its run folder, which import torch, are in `loop.py` and `run_folder.py`.
 """
 
-from gulliver.jobs._display import Display, Scalars, console, memory_in_use, tensorboard
-from gulliver.jobs._log import Log
-from gulliver.jobs._seeds import derive
-from gulliver.jobs._stop import StopRequest
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Display",
-    "Log",
-    "Scalars",
-    "StopRequest",
-    "console",
-    "derive",
-    "memory_in_use",
-    "tensorboard",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.jobs.loop import Outcome
+
+__all__ = ["Outcome"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.jobs.loop": ["Outcome"],
+    },
+)

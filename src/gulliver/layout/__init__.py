@@ -1,15 +1,19 @@
 """How tensors lie on a mesh of ranks, and the least-cost way from one layout to another."""
 
-from gulliver.layout._convert import ConversionPlan, convert, plan_conversion
-from gulliver.layout._even import Interval, deal, intervals
-from gulliver.layout._placements import sharding_of
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ConversionPlan",
-    "Interval",
-    "convert",
-    "deal",
-    "intervals",
-    "plan_conversion",
-    "sharding_of",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.layout.conversion import plan_conversion
+    from gulliver.layout.even import deal
+
+__all__ = ["deal", "plan_conversion"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.layout.conversion": ["plan_conversion"],
+        "gulliver.layout.even": ["deal"],
+    },
+)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.models._autoencoders import check_causal, check_length, check_space
+from gulliver.models.autoencoders import check_causal, check_length, check_space
 
 BLOCK = 4
 """Frames, rows and columns of a block that becomes one latent vector."""

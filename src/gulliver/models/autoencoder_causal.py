@@ -1,13 +1,4 @@
-"""The autoencoder of Open-Sora 1.3: one causal network for rows, columns and time.
-
-The names of the state dict are the public ones. The public code encodes a long clip in pieces of 17
-frames that share one, whose two decodings are averaged (the quirk ``micro_frames``), and the tokens
-of its middle block see those before them in raster order (``raster_causal_attention``); both are
-what its weights and its models were trained with. With ``compat=()`` a clip is encoded as one and
-tokens see all of their own frame.
-
-Shapes: videos ``[B, 3, 4 k + 1, H, W]`` in [-1, 1]; latents ``[B, 16, k + 1, H / 8, W / 8]``.
-"""
+"""Layers of causal video autoencoders: zeros stand before the first frame."""
 
 from __future__ import annotations
 
@@ -21,17 +12,150 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.models._autoencoder_statistics import STATISTICS
-from gulliver.models._autoencoders import (
+from gulliver.models.autoencoder_frames import EPS, FrameDownsample, FrameUpsample, on_frames
+from gulliver.models.autoencoders import (
     check_causal,
     check_latents,
     check_length,
     check_space,
     regrouped,
 )
-from gulliver.models._causal import CausalConv, CausalResidual, residuals, through
-from gulliver.models._frames import EPS, FrameDownsample, FrameUpsample, on_frames
-from gulliver.models._quirks import checked_quirks
+from gulliver.models.configurations import checked_quirks
+
+
+class CausalConv(nn.Module):
+    """A 3-D convolution that sees the present and earlier frames."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int = 3,
+        stride: tuple[int, int, int] = (1, 1, 1),
+        before: int | None = None,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.before = kernel - 1 if before is None else before
+        around = (0, kernel // 2, kernel // 2)
+        self.conv = nn.Conv3d(inputs, outputs, kernel, stride, around, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolves ``[B, C, T, H, W]``."""
+        return self.conv(F.pad(x, (0, 0, 0, 0, self.before, 0)) if self.before else x)
+
+
+class CausalResidual(nn.Module):
+    """Norm, SiLU, convolution, twice, and a shortcut."""
+
+    def __init__(
+        self, inputs: int, outputs: int, groups: int, eps: float, bias: bool, shortcut: str
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, inputs, eps)
+        self.conv1 = CausalConv(inputs, outputs, bias=bias)
+        self.norm2 = nn.GroupNorm(groups, outputs, eps)
+        self.conv2 = CausalConv(outputs, outputs, bias=bias)
+        self.shortcut = shortcut
+        if inputs != outputs:
+            self.add_module(shortcut, CausalConv(inputs, outputs, 1, bias=bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the convolutions' output."""
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        shortcut = getattr(self, self.shortcut, None)
+        return h + (x if shortcut is None else shortcut(x))
+
+
+def residuals(
+    inputs: int, outputs: int, count: int, groups: int, eps: float, bias: bool, shortcut: str
+) -> nn.ModuleList:
+    """Returns residual blocks, the first of which changes the channels."""
+    widths = [inputs] + [outputs] * count
+    return nn.ModuleList(
+        CausalResidual(a, b, groups, eps, bias, shortcut) for a, b in pairwise(widths)
+    )
+
+
+def through(blocks: nn.Module, x: Tensor) -> Tensor:
+    """Calls modules one after the other; of a list its modules, too."""
+    for block in blocks.children():
+        x = through(block, x) if isinstance(block, nn.ModuleList) else block(x)
+    return x
+
+
+# Statistics of the latents of Open-Sora 1.3's autoencoder: what its models expect.
+#
+# Means and deviations of the 16 channels, over whole clips (``video``) or for each of the five
+# latent frames of a piece of 17 frames (``video_5frames``). Facts of the public weights, to nine
+# digits.
+
+
+VIDEO_MEANS = (
+    -0.190169498, -0.044800628, 0.0207897052, 0.0186533574, -0.011585569, 0.00108655752,
+    0.0837893337, 0.08902134, 0.00940945465, 0.0808684826, -0.0725162774, 0.0505214408,
+    -0.0209724810, -0.122307919, -0.00386235653, -0.023072388,
+)  # fmt: skip
+VIDEO_DEVIATIONS = (
+    0.949077606, 0.9594118, 0.944430292, 0.910328448, 0.959351659, 0.843035161, 0.888812482,
+    0.929113686, 0.972594142, 0.891795397, 0.863085389, 0.827989161, 0.911430001, 0.792284489,
+    0.899140716, 0.947351396,
+)  # fmt: skip
+PIECE_MEANS = (
+    (-0.310381383, -0.174883023, -0.139006495, -0.112284191, -0.214308396),
+    (0.0897552744, -0.0559542328, -0.0701738298, -0.128422827, -0.0592224225),
+    (0.00972988363, 0.0223069917, 0.0238451157, 0.0233360324, 0.024730036),
+    (0.106182761, -0.109029539, 0.0607197843, 0.100053392, -0.064660348),
+    (0.0293846559, 0.0527690649, -0.0128054805, -0.0303686094, -0.0969020873),
+    (0.0171699096, -0.00723328395, 0.00113727944, -0.00299318647, -0.00267917616),
+    (0.115011312, 0.0874074548, 0.0757848024, 0.0742846727, 0.0664027855),
+    (0.0436057746, 0.125319287, 0.0574030802, 0.0971641764, 0.121611729),
+    (-0.00380059308, 0.0669507161, 0.0037457007, 0.000646243338, -0.0204937384),
+    (0.0944265723, 0.0474720523, 0.043563962, 0.0550657511, 0.163805649),
+    (-0.176900789, -0.137355044, -0.0225914493, 0.0332081765, -0.0589708649),
+    (0.0494649373, 0.0629776567, 0.0469673015, 0.0424522832, 0.0507443883),
+    (-0.0520139523, -0.0383668132, -0.00183036912, -0.0057245153, -0.00693384837),
+    (-0.068219386, -0.137915343, -0.145952463, -0.119555518, -0.139909118),
+    (-0.00970380194, -0.014363708, -0.00513305934, 0.00680994568, 0.00308005395),
+    (-0.143932387, -0.00912384037, -0.0186387096, -0.00570942182, 0.0620580912),
+)
+PIECE_DEVIATIONS = (
+    (0.996910512, 0.945940912, 0.916742325, 0.928850234, 0.899329841),
+    (1.01929355, 0.941669226, 0.93469429, 0.935369372, 0.900303721),
+    (0.983393371, 0.908229828, 0.930842698, 0.962482572, 0.93497318),
+    (0.971861362, 0.910520017, 0.887819588, 0.86988616, 0.863094449),
+    (1.02020574, 0.944731951, 0.93303609, 0.963245213, 0.921047866),
+    (1.03855872, 0.887676775, 0.736891687, 0.758069873, 0.750872552),
+    (1.05921268, 0.865704298, 0.821517944, 0.847671807, 0.820949376),
+    (0.992097199, 0.927169025, 0.898868442, 0.928998172, 0.886912227),
+    (1.03590059, 0.959939539, 0.946561277, 0.980175674, 0.934220016),
+    (0.962185979, 0.882872224, 0.871039152, 0.880846381, 0.851632476),
+    (0.95604372, 0.845335364, 0.830891311, 0.825838983, 0.801084101),
+    (0.987995565, 0.811465979, 0.756189764, 0.788990974, 0.7724365),
+    (0.958446205, 0.885802686, 0.899209440, 0.922968805, 0.88479799),
+    (0.906037927, 0.786324561, 0.737436533, 0.761473298, 0.742873847),
+    (0.964859784, 0.871286511, 0.890293121, 0.894709289, 0.870981634),
+    (1.01701963, 0.933048785, 0.914440095, 0.929465294, 0.887158334),
+)
+
+STATISTICS: dict[str, tuple[Any, Any]] = {
+    "video": (VIDEO_MEANS, VIDEO_DEVIATIONS),
+    "video_5frames": (PIECE_MEANS, PIECE_DEVIATIONS),
+}
+"""Means and deviations by the public name of their table."""
+
+
+# The autoencoder of Open-Sora 1.3: one causal network for rows, columns and time.
+#
+# The names of the state dict are the public ones. The public code encodes a long clip in pieces of
+# 17 frames that share one, whose two decodings are averaged (the quirk ``micro_frames``), and the
+# tokens of its middle block see those before them in raster order (``raster_causal_attention``);
+# both are what its weights and its models were trained with. With ``compat=()`` a clip is encoded
+# as one and tokens see all of their own frame.
+#
+# Shapes: videos ``[B, 3, 4 k + 1, H, W]`` in [-1, 1]; latents ``[B, 16, k + 1, H / 8, W / 8]``.
+
 
 MICRO_FRAMES = 17
 """Frames of a piece of the public code, of which neighbours share one."""

@@ -1,20 +1,212 @@
-"""Picture autoencoders on every frame of a clip: those of Stable Diffusion, SDXL and FLUX.
+"""Layers of picture autoencoders, named as diffusers names them in `AutoencoderKL`.
 
-The names of the state dict are those of diffusers' `AutoencoderKL`, which is not needed for it.
-Open-Sora 1.0 and 1.1 encode clips with it, 1.2 before its autoencoder in time.
-
-Shapes: videos ``[B, 3, T, H, W]`` in [-1, 1]; latents ``[B, C, T, H / 8, W / 8]``.
+Read `FrameEncoder`, `FrameDecoder`; `on_frames` calls them on every frame of a clip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 from gulliver.errors import GulliverError
-from gulliver.models._autoencoders import check_latents, check_length, check_space
-from gulliver.models._frames import FrameDecoder, FrameEncoder, OnFrames
+from gulliver.models.autoencoders import check_latents, check_length, check_space
+
+EPS = 1e-6
+"""Added to the variances of all norms."""
+
+
+class FrameResidual(nn.Module):
+    """Norm, SiLU, convolution, twice, and a shortcut; ``[N, C, H, W]``."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, inputs, EPS)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, outputs, EPS)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.conv_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the convolutions' output."""
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        return h + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+class FrameAttention(nn.Module):
+    """Attention of one head over the pixels of a picture."""
+
+    def __init__(self, channels: int, groups: int) -> None:
+        super().__init__()
+        self.group_norm = nn.GroupNorm(groups, channels, EPS)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the attention's output to ``[N, C, H, W]``."""
+        tokens = self.group_norm(x.flatten(2)).transpose(1, 2)
+        q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
+        made = self.to_out[0](F.scaled_dot_product_attention(q, k, v).squeeze(1))
+        return x + made.transpose(1, 2).unflatten(2, tuple(x.shape[2:]))
+
+
+class FrameMiddle(nn.Module):
+    """The block between the halves: attention between two residuals."""
+
+    def __init__(self, channels: int, groups: int, attends: bool) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(FrameResidual(channels, channels, groups) for _ in range(2))
+        self.attentions = nn.ModuleList([FrameAttention(channels, groups)] if attends else [])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the block."""
+        x = self.resnets[0](x)
+        for attention in self.attentions:
+            x = attention(x)
+        return self.resnets[1](x)
+
+
+class FrameDownsample(nn.Module):
+    """Halves rows and columns; the border is below and to the right only."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Resamples ``[N, C, H, W]``."""
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class FrameUpsample(nn.Module):
+    """Doubles rows and columns."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Resamples ``[N, C, H, W]``."""
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+def _level(inputs: int, outputs: int, groups: int, layers: int) -> nn.Module:
+    """Residuals of one resolution; the resampler that follows them is put beside them."""
+    level = nn.Module()
+    widths = [inputs] + [outputs] * layers
+    level.resnets = nn.ModuleList(FrameResidual(a, b, groups) for a, b in pairwise(widths))
+    return level
+
+
+def _through(level: nn.Module, resampler: str, x: Tensor) -> Tensor:
+    for block in [*level.get_submodule("resnets").children()]:
+        x = block(x)
+    for block in getattr(level, resampler, ()):
+        x = block(x)
+    return x
+
+
+class FrameEncoder(nn.Module):
+    """Encodes pictures ``[N, C, H, W]``."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        channels: Sequence[int],
+        layers: int,
+        groups: int,
+        attends: bool,
+    ) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(inputs, channels[0], 3, padding=1)
+        levels = []
+        for before, own in zip([channels[0], *channels], channels, strict=False):
+            levels.append(_level(before, own, groups, layers))
+            levels[-1].downsamplers = nn.ModuleList([FrameDownsample(own)])
+        del levels[-1].downsamplers
+        self.down_blocks = nn.ModuleList(levels)
+        self.mid_block = FrameMiddle(channels[-1], groups, attends)
+        self.conv_norm_out = nn.GroupNorm(groups, channels[-1], EPS)
+        self.conv_out = nn.Conv2d(channels[-1], outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encodes pictures."""
+        x = self.conv_in(x)
+        for level in self.down_blocks:
+            x = _through(level, "downsamplers", x)
+        return self.conv_out(F.silu(self.conv_norm_out(self.mid_block(x))))
+
+
+class FrameDecoder(nn.Module):
+    """Decodes to pictures ``[N, C, H, W]``."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        channels: Sequence[int],
+        layers: int,
+        groups: int,
+        attends: bool,
+    ) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(inputs, channels[-1], 3, padding=1)
+        self.mid_block = FrameMiddle(channels[-1], groups, attends)
+        widths, levels = [*reversed(channels)], []
+        for before, own in zip([widths[0], *widths], widths, strict=False):
+            levels.append(_level(before, own, groups, layers + 1))
+            levels[-1].upsamplers = nn.ModuleList([FrameUpsample(own)])
+        del levels[-1].upsamplers
+        self.up_blocks = nn.ModuleList(levels)
+        self.conv_norm_out = nn.GroupNorm(groups, channels[0], EPS)
+        self.conv_out = nn.Conv2d(channels[0], outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Decodes to pictures."""
+        x = self.mid_block(self.conv_in(x))
+        for level in self.up_blocks:
+            x = _through(level, "upsamplers", x)
+        return self.conv_out(F.silu(self.conv_norm_out(x)))
+
+
+def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | None = None) -> Tensor:
+    """Calls what takes pictures on the frames of clips ``[B, C, T, H, W]``."""
+    frames = clip.transpose(1, 2).flatten(0, 1)
+    # A part of a clip (`gulliver.parallel.convolution`) is cut along some dim already.
+    if at_once and not has_torch_function((frames,)) and not torch.is_grad_enabled():
+        made = torch.cat([call(some) for some in frames.split(at_once)])
+    else:
+        made = call(frames)
+    return made.unflatten(0, (clip.shape[0], clip.shape[2])).transpose(1, 2)
+
+
+class OnFrames(nn.Module):
+    """Calls modules of pictures, one after the other, on the frames of clips; see `on_frames`."""
+
+    # The modules belong to another one, under their public names, which this one is no part of.
+
+    def __init__(self, parts: Iterable[nn.Module | None], at_once: int) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(part for part in parts if part is not None))
+        self.at_once = at_once
+
+    def forward(self, clip: Tensor) -> Tensor:
+        """Calls the modules on every frame."""
+        return on_frames(self.parts, clip, self.at_once)
+
+
+# Picture autoencoders on every frame of a clip: those of Stable Diffusion, SDXL and FLUX.
+#
+# The names of the state dict are those of diffusers' `AutoencoderKL`, which is not needed for it.
+# Open-Sora 1.0 and 1.1 encode clips with it, 1.2 before its autoencoder in time.
+#
+# Shapes: videos ``[B, 3, T, H, W]`` in [-1, 1]; latents ``[B, C, T, H / 8, W / 8]``.
 
 
 class FrameAutoencoder(nn.Module):

@@ -2,7 +2,7 @@
 
 Read `MMDiT.forward`. Double blocks have weights of their own for video and for text and meet in one
 attention; single blocks treat both alike. Every token carries a place on three axes (frame, row,
-column; text has zeros), which rotary codes tell. `_packing.py` is the way from latents to tokens
+column; text has zeros), which rotary codes tell. `clips.py` is the way from latents to tokens
 and back. Names are those of the public weights, which descend from FLUX.1.
 
 Shapes: B clips, N video tokens, L text tokens, C channels.
@@ -17,19 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.models._attention import RMSNorm
-from gulliver.models._blocks import layer_norm, modulate
-from gulliver.models._clips import as_exact
-from gulliver.models._embeddings import (
+from gulliver.models.blocks import (
+    RMSNorm,
     Rotation,
+    layer_norm,
+    modulate,
     rotary_frequencies,
     rotate,
     rotation_of,
     sinusoid,
     working_precision,
 )
-from gulliver.models._making import MMDiTConfig, config_of
-from gulliver.models._quirks import checked_quirks
+from gulliver.models.clips import as_exact
+from gulliver.models.configurations import MMDiTConfig, checked_quirks, config_of
 
 
 # [Note: two layouts of one model] The public weights exist with queries, keys and values in one

@@ -1,5 +1,17 @@
 """Number formats: what travels between ranks, FP8 linears, int8 inference."""
 
-from gulliver.precision.int8 import replace_module
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.precision.int8.replace import replace_module
 
 __all__ = ["replace_module"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.precision.int8.replace": ["replace_module"],
+    },
+)

@@ -4,26 +4,42 @@
         model = AutoModelForCausalLM.from_config(config)
     stream_quantized(model, "folder", rank_group=group)    # this rank's shard, quantised
 
-Read `_streaming.py`, then `_files.py`; `_calibrated.py` rounds for given data, `_pictures.py` does
-pipelines; `_job.py` is ``gulliver quantize``.
+Read `streaming.py`, then `_files.py`; `calibrated.py` rounds for given data, `_pictures.py` does
+pipelines; `job.py` is ``gulliver quantize``.
 """
 
-from gulliver.quantize._calibrated import replace_calibrated
-from gulliver.quantize._files import load_quantized, quantize_like, save_quantized
-from gulliver.quantize._job import generation_seconds, perplexity, quantize_folder
-from gulliver.quantize._pictures import Quantized, load_pipeline, quantize_pipeline
-from gulliver.quantize._streaming import stream_quantized
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.quantize.calibrated import replace_calibrated
+    from gulliver.quantize.files import load_quantized, save_quantized
+    from gulliver.quantize.job import Quantized, load_pipeline, quantize_folder, quantize_pipeline
+    from gulliver.quantize.streaming import stream_quantized
 
 __all__ = [
     "Quantized",
-    "generation_seconds",
     "load_pipeline",
     "load_quantized",
-    "perplexity",
     "quantize_folder",
-    "quantize_like",
     "quantize_pipeline",
     "replace_calibrated",
     "save_quantized",
     "stream_quantized",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.quantize.calibrated": ["replace_calibrated"],
+        "gulliver.quantize.files": ["load_quantized", "save_quantized"],
+        "gulliver.quantize.job": [
+            "Quantized",
+            "load_pipeline",
+            "quantize_folder",
+            "quantize_pipeline",
+        ],
+        "gulliver.quantize.streaming": ["stream_quantized"],
+    },
+)

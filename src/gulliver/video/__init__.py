@@ -1,27 +1,87 @@
 """Text-to-video: training, generation, evaluation, and the demonstration of all three.
 
-The names are those of `_public.py`; they are imported when the first of them is asked for, so that
+The names are those of `public.py`; they are imported when the first of them is asked for, so that
 the options in `_config.py` can be read without torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gulliver.video._config import SamplingConfig as SamplingConfig
-from gulliver.video._encode_config import EncodeConfig as EncodeConfig
+from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.video._public import *  # noqa: F403
+    from gulliver.jobs.loop import Outcome
+    from gulliver.video.autoencoder_config import TrainAutoencoderConfig
+    from gulliver.video.autoencoders.job import run_autoencoder
+    from gulliver.video.caches import Counts, cache_blocks
+    from gulliver.video.config import DataConfig, SamplingConfig, TrainConfig
+    from gulliver.video.diffusion import Guidance
+    from gulliver.video.digits import DIRECTIONS, FPS
+    from gulliver.video.flows import RectifiedFlow
+    from gulliver.video.generation import VideoModel, connect, extend
+    from gulliver.video.kept_latents import KeptLatents
+    from gulliver.video.pipeline import VideoPipeline
+    from gulliver.video.public_models import load_autoencoder, load_model
+    from gulliver.video.requests import Request, loop_seed
+    from gulliver.video.run import Run
+    from gulliver.video.sources import train_autoencoder
+    from gulliver.video.text_encoders import KeptTexts, TextPair, check_encoder, load_text_encoder
+    from gulliver.video.training import Trainer
 
+__all__ = [
+    "Counts",
+    "DIRECTIONS",
+    "DataConfig",
+    "FPS",
+    "Guidance",
+    "KeptLatents",
+    "KeptTexts",
+    "Outcome",
+    "RectifiedFlow",
+    "Request",
+    "Run",
+    "SamplingConfig",
+    "TextPair",
+    "TrainAutoencoderConfig",
+    "TrainConfig",
+    "Trainer",
+    "VideoModel",
+    "VideoPipeline",
+    "cache_blocks",
+    "check_encoder",
+    "connect",
+    "extend",
+    "load_autoencoder",
+    "load_model",
+    "load_text_encoder",
+    "loop_seed",
+    "run_autoencoder",
+    "train_autoencoder",
+]
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("_") and name != "__all__":
-        raise AttributeError(name)
-    from gulliver.video import _public
-
-    return getattr(_public, name)
-
-
-def __dir__() -> list[str]:
-    from gulliver.video import _public
-
-    return [*globals(), *_public.__all__]
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.jobs.loop": ["Outcome"],
+        "gulliver.video.autoencoder_config": ["TrainAutoencoderConfig"],
+        "gulliver.video.autoencoders.job": ["run_autoencoder"],
+        "gulliver.video.caches": ["Counts", "cache_blocks"],
+        "gulliver.video.config": ["DataConfig", "SamplingConfig", "TrainConfig"],
+        "gulliver.video.diffusion": ["Guidance"],
+        "gulliver.video.digits": ["DIRECTIONS", "FPS"],
+        "gulliver.video.flows": ["RectifiedFlow"],
+        "gulliver.video.generation": ["VideoModel", "connect", "extend"],
+        "gulliver.video.kept_latents": ["KeptLatents"],
+        "gulliver.video.pipeline": ["VideoPipeline"],
+        "gulliver.video.public_models": ["load_autoencoder", "load_model"],
+        "gulliver.video.requests": ["Request", "loop_seed"],
+        "gulliver.video.run": ["Run"],
+        "gulliver.video.sources": ["train_autoencoder"],
+        "gulliver.video.text_encoders": [
+            "KeptTexts",
+            "TextPair",
+            "check_encoder",
+            "load_text_encoder",
+        ],
+        "gulliver.video.training": ["Trainer"],
+    },
+)

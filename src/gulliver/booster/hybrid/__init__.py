@@ -4,79 +4,24 @@ Read `steps`, which cuts a model in place; `checks` refuses what cannot be cut, 
 rank groups.
 """
 
-from gulliver.booster.hybrid._batches import Vocabulary
-from gulliver.booster.hybrid._capability import (
-    DTYPES,
-    HEADER,
-    MODES,
-    check_family,
-    check_sizes,
-    families,
-    family_of,
-    table,
-)
-from gulliver.booster.hybrid._checks import check_cut, check_new, check_recompute
-from gulliver.booster.hybrid._choice import HEADS, attention_shape, choose_plan, sequence_plan
-from gulliver.booster.hybrid._degree import Degree, degree_of, sequence_degree, sequence_rows
-from gulliver.booster.hybrid._dropout import drops_by_position
-from gulliver.booster.hybrid._inside import HooksLast
-from gulliver.booster.hybrid._lazy import fill, lazy_parameters
-from gulliver.booster.hybrid._mesh import HybridMesh, check_size, size_axes
-from gulliver.booster.hybrid._optimizer import HybridOptimizer
-from gulliver.booster.hybrid._stdit import wire_stdit
-from gulliver.booster.hybrid._steps import (
-    SHORT,
-    WholeModel,
-    cut_stages,
-    cut_tensors,
-    finish,
-    grid,
-    recompute,
-    rewrite_groups,
-    say,
-    wire_sequences,
-)
-from gulliver.booster.hybrid._transformers import keep_logits
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DTYPES",
-    "HEADER",
-    "HEADS",
-    "MODES",
-    "SHORT",
-    "Degree",
-    "HooksLast",
-    "HybridMesh",
-    "HybridOptimizer",
-    "Vocabulary",
-    "WholeModel",
-    "attention_shape",
-    "check_cut",
-    "check_family",
-    "check_new",
-    "check_recompute",
-    "check_size",
-    "check_sizes",
-    "choose_plan",
-    "cut_stages",
-    "cut_tensors",
-    "degree_of",
-    "drops_by_position",
-    "families",
-    "family_of",
-    "fill",
-    "finish",
-    "grid",
-    "keep_logits",
-    "lazy_parameters",
-    "recompute",
-    "rewrite_groups",
-    "say",
-    "sequence_degree",
-    "sequence_plan",
-    "sequence_rows",
-    "size_axes",
-    "table",
-    "wire_sequences",
-    "wire_stdit",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.booster.hybrid.checks import lazy_parameters
+    from gulliver.booster.hybrid.mesh import sequence_degree
+    from gulliver.booster.hybrid.transformers import keep_logits
+    from gulliver.planner.capability import HEADS, family_of
+
+__all__ = ["HEADS", "family_of", "keep_logits", "lazy_parameters", "sequence_degree"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.booster.hybrid.checks": ["lazy_parameters"],
+        "gulliver.booster.hybrid.mesh": ["sequence_degree"],
+        "gulliver.booster.hybrid.transformers": ["keep_logits"],
+        "gulliver.planner.capability": ["HEADS", "family_of"],
+    },
+)

@@ -10,37 +10,36 @@ refused by name. `sharded` has the tensor through which a module runs unchanged,
 `functions` what torch's functions mean for a part, `ranks` and `stream` where the rest comes from.
 """
 
-from gulliver.parallel.convolution import _compute as _compute
-from gulliver.parallel.convolution._attention import frame_causal_attention
-from gulliver.parallel.convolution._chunked import ChunkedConvolutions, chunk_convolutions
-from gulliver.parallel.convolution._maskless import without_masks
-from gulliver.parallel.convolution._networks import has_networks
-from gulliver.parallel.convolution._plan import (
-    INDEX_LIMIT,
-    Convolution,
-    ConvPlan,
-    plan_convolution,
-)
-from gulliver.parallel.convolution._predict import SharingPrediction
-from gulliver.parallel.convolution._recompute import stream_trained
-from gulliver.parallel.convolution._share import SharedNetworks, share_autoencoder
-from gulliver.parallel.convolution._stream import stream_decode, stream_encode, stream_module
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.parallel.convolution.chunked import chunk_convolutions
+    from gulliver.parallel.convolution.networks import without_masks
+    from gulliver.parallel.convolution.share import SharingPrediction, share_autoencoder
+    from gulliver.parallel.convolution.stream import stream_decode, stream_encode, stream_trained
 
 __all__ = [
-    "INDEX_LIMIT",
-    "ChunkedConvolutions",
-    "ConvPlan",
-    "Convolution",
-    "SharedNetworks",
     "SharingPrediction",
     "chunk_convolutions",
-    "frame_causal_attention",
-    "has_networks",
-    "plan_convolution",
     "share_autoencoder",
     "stream_decode",
     "stream_encode",
-    "stream_module",
     "stream_trained",
     "without_masks",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.parallel.convolution.chunked": ["chunk_convolutions"],
+        "gulliver.parallel.convolution.networks": ["without_masks"],
+        "gulliver.parallel.convolution.share": ["SharingPrediction", "share_autoencoder"],
+        "gulliver.parallel.convolution.stream": [
+            "stream_decode",
+            "stream_encode",
+            "stream_trained",
+        ],
+    },
+)

@@ -4,44 +4,36 @@
 what a forward does on it, `runner` adapts it to torch's schedules, and `pipeline` runs a step.
 """
 
-from gulliver.parallel.pipeline._agree import agree
-from gulliver.parallel.pipeline._batch import split
-from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
-from gulliver.parallel.pipeline._pipeline import Pipeline
-from gulliver.parallel.pipeline._predict import computations, predict
-from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
-from gulliver.parallel.pipeline._stack import Stack, stack_of, units_of
-from gulliver.parallel.pipeline._stage import (
-    Stage,
-    check_stages,
-    checkpoint_blocks,
-    make_stage,
-    names_held,
-    uses_held,
-)
-from gulliver.solve import Prediction
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.parallel.pipeline.batches import split
+    from gulliver.parallel.pipeline.pipeline import Pipeline
+    from gulliver.parallel.pipeline.schedules import STYLES, deal
+    from gulliver.parallel.pipeline.stack import cut, stack_of
+    from gulliver.parallel.pipeline.stage import Stage, checkpoint_blocks, make_stage
 
 __all__ = [
-    "STYLES",
-    "Cut",
     "Pipeline",
-    "Prediction",
-    "Stack",
+    "STYLES",
     "Stage",
-    "agree",
-    "block_costs",
-    "check_counts",
-    "check_stages",
     "checkpoint_blocks",
-    "computations",
     "cut",
     "deal",
     "make_stage",
-    "names_held",
-    "predict",
     "split",
     "stack_of",
-    "style_of",
-    "units_of",
-    "uses_held",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.parallel.pipeline.batches": ["split"],
+        "gulliver.parallel.pipeline.pipeline": ["Pipeline"],
+        "gulliver.parallel.pipeline.schedules": ["STYLES", "deal"],
+        "gulliver.parallel.pipeline.stack": ["cut", "stack_of"],
+        "gulliver.parallel.pipeline.stage": ["Stage", "checkpoint_blocks", "make_stage"],
+    },
+)

@@ -12,53 +12,56 @@ A *ring rank* is a position in the ring: one rank, or with Ulysses the group of 
 tokens of that position together.
 """
 
-from gulliver.hardware import AttentionBytes as Volume
-from gulliver.hardware import AttentionShape as Shape
-from gulliver.parallel.sequence._attention import attention
-from gulliver.parallel.sequence._choose import Chosen, SplitPrediction, choose, predict, volume
-from gulliver.parallel.sequence._decode import decode
-from gulliver.parallel.sequence._layout import Layout, Tail
-from gulliver.parallel.sequence._mask import Mask
-from gulliver.parallel.sequence._plan import (
-    SequenceGroups,
-    SequencePlan,
-    make_groups,
-    make_mixed_groups,
-)
-from gulliver.parallel.sequence._shard import (
-    mean_loss,
-    position_ids,
-    shard,
-    shard_labels,
-    show,
-    unshard,
-    unshard_tail,
-)
-from gulliver.parallel.sequence._swap import swap_sharded_dim
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.hardware.attention import AttentionShape as Shape
+    from gulliver.parallel.sequence.attend import attention
+    from gulliver.parallel.sequence.choice import SplitPrediction, choose
+    from gulliver.parallel.sequence.layout import SequencePlan, make_groups
+    from gulliver.parallel.sequence.mask import Mask
+    from gulliver.parallel.sequence.sharding import (
+        mean_loss,
+        position_ids,
+        shard,
+        shard_labels,
+        swap_sharded_dim,
+        unshard,
+    )
 
 __all__ = [
-    "Chosen",
-    "Layout",
     "Mask",
-    "SequenceGroups",
     "SequencePlan",
     "Shape",
     "SplitPrediction",
-    "Tail",
-    "Volume",
     "attention",
     "choose",
-    "decode",
     "make_groups",
-    "make_mixed_groups",
     "mean_loss",
     "position_ids",
-    "predict",
     "shard",
     "shard_labels",
-    "show",
     "swap_sharded_dim",
     "unshard",
-    "unshard_tail",
-    "volume",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.hardware.attention": ["Shape"],
+        "gulliver.parallel.sequence.attend": ["attention"],
+        "gulliver.parallel.sequence.choice": ["SplitPrediction", "choose"],
+        "gulliver.parallel.sequence.layout": ["SequencePlan", "make_groups"],
+        "gulliver.parallel.sequence.mask": ["Mask"],
+        "gulliver.parallel.sequence.sharding": [
+            "mean_loss",
+            "position_ids",
+            "shard",
+            "shard_labels",
+            "swap_sharded_dim",
+            "unshard",
+        ],
+    },
+)

@@ -7,61 +7,28 @@
 `layers`, whose communication is in `entry` and `collectives`.
 """
 
-from gulliver.layout import deal
-from gulliver.parallel.tensor._apply import (
-    SequenceMode,
-    apply_tensor,
-    check_mode,
-    materialize,
-)
-from gulliver.parallel.tensor._collectives import (
-    copy,
-    gather,
-    gather_partial,
-    reduce,
-    reduce_split,
-    split,
-)
-from gulliver.parallel.tensor._convolution import ColumnConvolution, RowConvolution
-from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
-from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
-from gulliver.parallel.tensor._loss import cross_entropy
-from gulliver.parallel.tensor._modules import DROPOUTS, best_match, dropouts_of
-from gulliver.parallel.tensor._placed import Placed, TensorPlan
-from gulliver.parallel.tensor._plan import plan_tensor
-from gulliver.parallel.tensor._quantized import QuantizedColumn, QuantizedRow
-from gulliver.parallel.tensor._shared import SharedSequence
-from gulliver.parallel.tensor._table import DRAWN_ALIKE, STYLES, How
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DRAWN_ALIKE",
-    "DROPOUTS",
-    "STYLES",
-    "ColumnConvolution",
-    "ColumnEmbedding",
-    "ColumnLinear",
-    "How",
-    "Placed",
-    "QuantizedColumn",
-    "QuantizedRow",
-    "RowConvolution",
-    "RowLinear",
-    "SequenceMode",
-    "SharedSequence",
-    "TensorPlan",
-    "VocabularyEmbedding",
-    "apply_tensor",
-    "best_match",
-    "check_mode",
-    "copy",
-    "cross_entropy",
-    "deal",
-    "dropouts_of",
-    "gather",
-    "gather_partial",
-    "materialize",
-    "plan_tensor",
-    "reduce",
-    "reduce_split",
-    "split",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.layout.even import deal
+    from gulliver.parallel.tensor.apply import apply_tensor
+    from gulliver.parallel.tensor.collectives import split
+    from gulliver.parallel.tensor.loss import cross_entropy
+    from gulliver.parallel.tensor.plan import plan_tensor
+    from gulliver.parallel.tensor.styles import STYLES
+
+__all__ = ["STYLES", "apply_tensor", "cross_entropy", "deal", "plan_tensor", "split"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.layout.even": ["deal"],
+        "gulliver.parallel.tensor.apply": ["apply_tensor"],
+        "gulliver.parallel.tensor.collectives": ["split"],
+        "gulliver.parallel.tensor.loss": ["cross_entropy"],
+        "gulliver.parallel.tensor.plan": ["plan_tensor"],
+        "gulliver.parallel.tensor.styles": ["STYLES"],
+    },
+)

@@ -7,32 +7,20 @@ For example:
     found.flops, found.saved.activations, found.peak, found.seconds(cluster.device)
 """
 
-from gulliver.plan.analysis._analyse import analyse
-from gulliver.plan.analysis._records import (
-    BACKWARD,
-    FORWARD,
-    OPAQUE,
-    RECOMPUTE,
-    Analysis,
-    Cost,
-    ModuleCosts,
-    Opaque,
-    Operator,
-    Saved,
-    Value,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "OPAQUE",
-    "RECOMPUTE",
-    "Analysis",
-    "Cost",
-    "ModuleCosts",
-    "Opaque",
-    "Operator",
-    "Saved",
-    "Value",
-    "analyse",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.plan.analysis.records import Operator, Value
+    from gulliver.plan.analysis.step import analyse
+
+__all__ = ["Operator", "Value", "analyse"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.plan.analysis.records": ["Operator", "Value"],
+        "gulliver.plan.analysis.step": ["analyse"],
+    },
+)

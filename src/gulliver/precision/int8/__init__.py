@@ -7,83 +7,43 @@ Packages with layers of their own, such as sharded ones, register them in `REPLA
 `gulliver.quantize` reads and writes checkpoints.
 """
 
-from gulliver.precision.int8._formats import (
-    GROUP,
-    check_int4,
-    from_int4,
-    from_int8,
-    largest_of,
-    to_int4,
-    to_int8,
-)
-from gulliver.precision.int8._gptq import round_calibrated
-from gulliver.precision.int8._modules import (
-    QuantizedConvolution,
-    QuantizedEmbedding,
-    QuantizedLayer,
-    QuantizedLinear,
-)
-from gulliver.precision.int8._native import kernels_problem, native_table
-from gulliver.precision.int8._products import (
-    KERNELS,
-    MODES,
-    Stored,
-    chosen_kernel,
-    chosen_kernels,
-    forget_kernels,
-    largest_in_rows,
-    product,
-)
-from gulliver.precision.int8._replace import (
-    GROUPED,
-    REPLACED,
-    Layer,
-    Report,
-    Rounded,
-    Ways,
-    layer_bytes,
-    linear_modes,
-    matrix_of,
-    model_bytes,
-    quantized_linear,
-    replace_module,
-    report_of,
-)
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.precision.int8.products import (
+        MODES,
+        chosen_kernel,
+        forget_kernels,
+        kernels_problem,
+        native_table,
+        product,
+    )
+    from gulliver.precision.int8.replace import replace_module, report_of
 
 __all__ = [
-    "GROUP",
-    "GROUPED",
-    "KERNELS",
     "MODES",
-    "REPLACED",
-    "Layer",
-    "QuantizedConvolution",
-    "QuantizedEmbedding",
-    "QuantizedLayer",
-    "QuantizedLinear",
-    "Report",
-    "Rounded",
-    "Stored",
-    "Ways",
-    "check_int4",
     "chosen_kernel",
-    "chosen_kernels",
     "forget_kernels",
-    "from_int4",
-    "from_int8",
     "kernels_problem",
-    "largest_in_rows",
-    "largest_of",
-    "layer_bytes",
-    "linear_modes",
-    "matrix_of",
-    "model_bytes",
     "native_table",
     "product",
-    "quantized_linear",
     "replace_module",
     "report_of",
-    "round_calibrated",
-    "to_int4",
-    "to_int8",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.precision.int8.products": [
+            "MODES",
+            "chosen_kernel",
+            "forget_kernels",
+            "kernels_problem",
+            "native_table",
+            "product",
+        ],
+        "gulliver.precision.int8.replace": ["replace_module", "report_of"],
+    },
+)

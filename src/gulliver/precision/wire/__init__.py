@@ -5,31 +5,20 @@ packed = pack(tensor, wire)                     # flat uint8, `packed_bytes` of 
 same = unpack(packed, wire, tensor.numel())     # within `error_bound` of the tensor
 """
 
-from gulliver.precision.wire._formats import (
-    BLOCKS,
-    IDENTITY,
-    NAMES,
-    ErrorBound,
-    WireFormat,
-    error_bound,
-    packed_bytes,
-    wire_format,
-)
-from gulliver.precision.wire._pack import nonfinite_blocks, pack, unpack
-from gulliver.precision.wire._rates import PackRates, pack_rates
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BLOCKS",
-    "IDENTITY",
-    "NAMES",
-    "ErrorBound",
-    "PackRates",
-    "WireFormat",
-    "error_bound",
-    "nonfinite_blocks",
-    "pack",
-    "pack_rates",
-    "packed_bytes",
-    "unpack",
-    "wire_format",
-]
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.precision.wire.formats import IDENTITY, error_bound, wire_format
+    from gulliver.precision.wire.packing import nonfinite_blocks
+
+__all__ = ["IDENTITY", "error_bound", "nonfinite_blocks", "wire_format"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.precision.wire.formats": ["IDENTITY", "error_bound", "wire_format"],
+        "gulliver.precision.wire.packing": ["nonfinite_blocks"],
+    },
+)

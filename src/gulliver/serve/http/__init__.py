@@ -7,34 +7,22 @@
 Names are imported when the first of them is used: the generator of load needs httpx alone.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gulliver.errors import missing_extra
+from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.serve.http._limits import Load, ServerOptions
-    from gulliver.serve.http._load import generate_load
-    from gulliver.serve.http._measured import Measured, RequestTiming
-    from gulliver.serve.http._server import Server
+    from gulliver.serve.http.load import Measured, RequestTiming, generate_load
+    from gulliver.serve.http.options import Load, ServerOptions
+    from gulliver.serve.http.server import Server
 
-_PLACES = {
-    "Load": "_limits",
-    "Measured": "_measured",
-    "RequestTiming": "_measured",
-    "Server": "_server",
-    "ServerOptions": "_limits",
-    "generate_load": "_load",
-}
 __all__ = ["Load", "Measured", "RequestTiming", "Server", "ServerOptions", "generate_load"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(name)
-    try:
-        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("gulliver"):
-            raise
-        raise missing_extra(f"the server and its load need {error.name}", "serve") from None
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.serve.http.load": ["Measured", "RequestTiming", "generate_load"],
+        "gulliver.serve.http.options": ["Load", "ServerOptions"],
+        "gulliver.serve.http.server": ["Server"],
+    },
+)

@@ -1,4 +1,4 @@
-"""A rank, as `_processes.py` starts it: what it must know comes through standard input."""
+"""A rank, as `controller.py` starts it: what it must know comes through standard input."""
 
 import pickle
 import sys
@@ -6,6 +6,6 @@ import sys
 if __name__ == "__main__":
     # Modules may lie where only the controller's program looks for them.
     sys.path[:] = [*sys.path, *(p for p in pickle.load(sys.stdin.buffer) if p not in sys.path)]
-    from gulliver.serve.ranks._processes import serve_rank
+    from gulliver.serve.ranks.controller import serve_rank
 
     serve_rank(pickle.load(sys.stdin.buffer))

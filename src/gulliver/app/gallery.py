@@ -1,0 +1,124 @@
+"""Clips on disk, each with its settings in a JSON file, so that they are there after a restart."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gulliver.app.messages import Made, Settings, Source
+from gulliver.errors import GulliverError
+from gulliver.io.files import write_text
+
+SHOWN = 60
+"""Most clips that the page shows, the newest ones."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A clip with its settings."""
+
+    path: Path
+    # Settings that it was made with.
+    settings: Settings
+    # What else its JSON file says: source (options that name the model), checkpoint, fps, scale,
+    # seconds, date.
+    facts: dict[str, Any]
+
+    @property
+    def caption(self) -> str:
+        """The settings, in a line."""
+        s = self.settings
+        shape = f"{s.frames}x{s.height}x{s.width}"
+        return f"{s.prompt} · {shape} · {s.steps} steps · guidance {s.guidance:g} · seed {s.seed}"
+
+    @property
+    def command(self) -> str:
+        """The `gulliver generate` that makes the same clip."""
+        s, facts = self.settings, self.facts
+        divisor = math.gcd(s.height, s.width)
+        options = {
+            **facts.get("source", {}),
+            "prompt": s.prompt,
+            **({"negative-prompt": s.negative_prompt} if s.negative_prompt else {}),
+            **({"image": s.picture} if s.picture else {}),
+            "frames": s.frames,
+            "aspect-ratio": f"{s.width // divisor}:{s.height // divisor}",
+            "resolution": round(math.sqrt(s.height * s.width)),
+            "steps": s.steps,
+            "guidance": s.guidance,
+            "seed": s.seed,
+            "scale": facts.get("scale", 1),
+            "out": "clip.mp4",
+        }
+        words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+        return shlex.join(["gulliver", "generate", *words])
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """A folder of clips."""
+
+    folder: Path
+
+    def place(self) -> Path:
+        """Returns a path for a clip that is to be made; names sort by time."""
+        now = time.time()
+        moment = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
+        return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
+
+    def keep(self, made: Made, settings: Settings, source: Source) -> Entry:
+        """Writes the settings of a clip, which is in the gallery from then on."""
+        if settings.picture is not None:
+            # The page's copy goes with the page.
+            picture = made.path.with_suffix(f".picture{settings.picture.suffix.lower()}")
+            shutil.copyfile(settings.picture, picture)
+            settings = replace(settings, picture=picture)
+        facts = {
+            "source": source.options,
+            "checkpoint": made.checkpoint,
+            "fps": made.fps,
+            "scale": made.scale,
+            "seconds": made.seconds,
+            "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        plain = asdict(settings) | {"picture": settings.picture and settings.picture.name}
+        text = json.dumps({"settings": plain, **facts}, indent=1, ensure_ascii=False)
+        write_text(made.path.with_suffix(".json"), text + "\n")
+        return Entry(made.path, settings, facts)
+
+    def entries(self, most: int = SHOWN) -> list[Entry]:
+        """Lists the newest clips, newest first; what is no clip with settings is left out."""
+        found: list[Entry] = []
+        for path in sorted(self.folder.glob("*.json"), reverse=True):
+            if len(found) == most:
+                break
+            found.extend(self._read(path))
+        return found
+
+    def find(self, name: str) -> Entry:
+        """Returns a clip by the name of its file."""
+        for entry in self._read(self.folder / f"{Path(name).stem}.json"):
+            return entry
+        raise GulliverError(f"{Path(name).name} is no longer in {self.folder}")
+
+    def _read(self, path: Path) -> Iterator[Entry]:
+        """Yields the clip of a JSON file; none where that, or the clip, is not as it should be."""
+        clip = path.with_suffix(".mp4")
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            plain = facts.pop("settings")
+            settings = Settings(**{f.name: plain[f.name] for f in fields(Settings)})
+            if settings.picture is not None:
+                settings = replace(settings, picture=self.folder / Path(settings.picture).name)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, GulliverError):
+            return
+        if clip.is_file():
+            yield Entry(clip, settings, facts)

@@ -1,0 +1,225 @@
+"""Serves users in turns with one process that samples, and outlives it.
+
+A user's clips wait in the order in which they were asked for, and users take turns: who asks for
+ten clips at once does not keep another waiting for all of them. Events of a process go to the
+ticket that it works for, and to no other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+
+from gulliver.app.messages import ClipJob, End, Event, Failed, Made, Source, Stop, Stopped, Waiting
+from gulliver.app.worker import work
+
+Work = Callable[[Connection, Source], None]
+TRIES = 3
+"""Processes in a row that end before they have made a clip, after which none is started ahead."""
+
+
+# [Note: turns] A ticket's round is one more than that of the user's ticket before, and at least one
+# more than that of the ticket that was served last. The lowest round is next, and of one round the
+# ticket that came first. So a user who asks for many gets one of each round, a newcomer joins the
+# round that is next, and nobody waits for ever (start-time fair queueing, with clips of equal
+# cost).
+@dataclass(eq=False)
+class ClipTicket:
+    """A job that a user waits for."""
+
+    # Who asked, as the page identifies users.
+    user: str
+    job: ClipJob
+    # Place in the order of arrival.
+    number: int
+    # Round in which it is served; see the note on turns.
+    round: int
+    _events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
+
+    def tell(self, event: Event) -> None:
+        """Adds an event."""
+        self._events.put(event)
+
+    def follow(self) -> Iterator[Event]:
+        """Yields what happens, until the clip is there or will never be."""
+        while True:
+            event = self._events.get()
+            yield event
+            if isinstance(event, End):
+                return
+
+
+class Worker:
+    """The process that samples, and the pipe to it."""
+
+    def __init__(self, work: Work, source: Source, ended: Callable[[], None]) -> None:
+        # Forked from a server that has imported torch and never run it: threads of the page are
+        # not there, and a process in place of one that was killed is there at once.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload([work.__module__])
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=work, args=(other, source), daemon=True)
+        self.process.start()
+        other.close()
+
+        def watch() -> None:
+            # Waits, and leaves asking for the exit code to the thread that owns the process.
+            wait([self.process.sentinel])
+            ended()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.is_alive()
+
+    def fate(self) -> str:
+        """Waits for the end of the process, and says how it ended."""
+        self.process.join()
+        self.connection.close()
+        code = self.process.exitcode or 0
+        if code >= 0:
+            return f"ended with code {code}"
+        name = signal.Signals(-code).name
+        memory = ": out of memory?" if -code == signal.SIGKILL else ""
+        return f"was killed ({name}{memory})"
+
+
+class Service:
+    """Makes clips for users, one after the other."""
+
+    def __init__(self, source: Source, work: Work = work) -> None:
+        self._source, self._work = source, work
+        self._changed = threading.Condition()
+        self._waiting: list[ClipTicket] = []
+        self._current: ClipTicket | None = None
+        self._number, self._round = 0, 0
+        self._rounds: dict[str, int] = {}
+        self._closing = False
+        self._deaths = 0
+        self._notice = ""
+        self._worker = self._start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def notice(self) -> str:
+        """Notice to all users, in a line; empty: none."""
+        return self._notice
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the process that samples."""
+        return self._worker.process.pid
+
+    def submit(self, user: str, job: ClipJob) -> ClipTicket:
+        """Queues a job of a user."""
+        with self._changed:
+            # Rounds that are past bind nobody.
+            self._rounds = {u: r for u, r in self._rounds.items() if r > self._round}
+            number = 1 + max(self._round, self._rounds.get(user, 0))
+            self._rounds[user] = number
+            self._number += 1
+            ticket = ClipTicket(user, job, self._number, number)
+            self._waiting.append(ticket)
+            self._tell_places()
+            self._changed.notify_all()
+            return ticket
+
+    def stop(self, user: str) -> None:
+        """Ends all that a user waits for."""
+        with self._changed:
+            for ticket in [t for t in self._waiting if t.user == user]:
+                self._waiting.remove(ticket)
+                ticket.tell(Stopped())
+            self._tell_places()
+            if self._current is not None and self._current.user == user:
+                # A process that has just ended: the thread that serves will report it.
+                with suppress(OSError):
+                    self._worker.connection.send(Stop())
+
+    def close(self) -> None:
+        """Ends the process and whatever is waited for."""
+        with self._changed:
+            self._closing = True
+            for ticket in self._waiting:
+                ticket.tell(Stopped())
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._worker.process.kill()
+        self._thread.join()
+
+    def _start(self) -> Worker:
+        return Worker(self._work, self._source, self._wake)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (ticket := self._next()) is not None:
+            end = self._served(ticket)
+            with self._changed:
+                self._current = None
+            ticket.tell(end)
+
+    def _next(self) -> ClipTicket | None:
+        """Waits for a ticket, and keeps a process ready meanwhile; None at the end."""
+        with self._changed:
+            while not self._closing:
+                if self._deaths < TRIES and not self._worker.alive():
+                    self._replace()
+                if self._waiting:
+                    ticket = min(self._waiting, key=_order)
+                    self._waiting.remove(ticket)
+                    self._round, self._current = ticket.round, ticket
+                    self._tell_places()
+                    return ticket
+                self._changed.wait()
+        return None
+
+    def _served(self, ticket: ClipTicket) -> End:
+        """Has a job done, and sends its ticket all events but the end."""
+        try:
+            with self._changed:
+                if not self._worker.alive():
+                    self._replace()
+                connection = self._worker.connection
+                connection.send(ticket.job)
+            while not isinstance(event := connection.recv(), End):
+                ticket.tell(event)
+        except (EOFError, OSError):
+            if self._closing:
+                return Stopped()
+            with self._changed:
+                fate = self._replace()
+            return Failed(f"the process that made this clip {fate}; a new one runs, ask again")
+        if isinstance(event, Made):
+            self._deaths = 0
+        return event
+
+    def _replace(self) -> str:
+        """Starts a process in place of one that has ended; says how it ended."""
+        fate = self._worker.fate()
+        self._deaths += 1
+        self._notice = (
+            f"{time.strftime('%H:%M:%S')}: the process that samples {fate}; a new one runs"
+        )
+        self._worker = self._start()
+        return fate
+
+    def _tell_places(self) -> None:
+        making = self._current is not None
+        for place, ticket in enumerate(sorted(self._waiting, key=_order)):
+            ticket.tell(Waiting(place + making))
+
+
+def _order(ticket: ClipTicket) -> tuple[int, int]:
+    return ticket.round, ticket.number

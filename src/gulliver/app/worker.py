@@ -1,0 +1,172 @@
+"""The process that samples: jobs come through a pipe, events go back.
+
+It holds the model, so that a fault of the device, or the kernel's killer of processes that take too
+much memory, ends this process and not the page.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from io import BytesIO
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gulliver.app.messages import (
+    ClipJob,
+    Failed,
+    Loading,
+    Made,
+    Sampling,
+    Settings,
+    Source,
+    Stopped,
+)
+from gulliver.data.clips import Bucket
+from gulliver.errors import GulliverError
+from gulliver.video.config import SamplingConfig
+from gulliver.video.digits import FPS
+from gulliver.video.media import read_frames, to_frames, write_clip, write_gif
+from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.requests import Request
+from gulliver.video.run import Run
+
+PREVIEWS = 8
+"""Most previews of a clip: each is decoded, which may take as long as several steps."""
+PREVIEW_SIDE = 256
+"""Most pixels of a preview's longer side."""
+SHOWN_SIDE = 256
+"""Pixels up to which the pixels of small clips are repeated: browsers blur what they enlarge."""
+
+Tell = Callable[[Any], None]
+
+
+class _StopAsked(Exception):
+    """Ends sampling, from within."""
+
+
+def work(connection: Connection, source: Source) -> None:
+    """Makes clips until the other end of the pipe is closed."""
+    # Ctrl+C goes to all processes of a terminal: the page ends this one when it is done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    maker = Maker(source)
+    # The page is gone, and with it all who wait for a clip.
+    with suppress(EOFError, OSError):
+        while True:
+            job = connection.recv()
+            if isinstance(job, ClipJob):
+                connection.send(_result(maker, job, connection))
+
+
+def _result(maker: Maker, job: ClipJob, connection: Connection) -> Made | Failed | Stopped:
+    try:
+        # All that comes while a job is made asks to stop it.
+        return maker.make(job, connection.send, connection.poll)
+    except _StopAsked:
+        connection.recv()
+        return Stopped()
+    except GulliverError as error:
+        return Failed(str(error))
+    except ConnectionError:
+        raise
+    except Exception as error:
+        # A device without memory, a broken picture: the next job may do better.
+        lines = str(error).strip().splitlines() or [""]
+        return Failed(f"{type(error).__name__}: {lines[0][:300]}")
+
+
+class Maker:
+    """Makes clips with the newest checkpoint of a run, or with public parts."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._model: Any = None
+        self._checkpoint = ""
+
+    def make(self, job: ClipJob, tell: Tell, stop_asked: Callable[[], bool]) -> Made:
+        """Makes a clip and writes its file."""
+        started = time.monotonic()
+        model = self._ready(tell)
+        request = request_of(job.settings)
+        sampling = sampling_of(model, job.settings)
+        notes = tuple(model.remarks(request))
+        watch = _Watch(self._preview(request), tell, stop_asked)
+        video = model.generate([request], sampling, preview=watch)[0]
+        fps = model.fps
+        scale = max(1, SHOWN_SIDE // max(request.bucket.height, request.bucket.width))
+        write_clip(job.path, video, fps, scale)
+        seconds = round(time.monotonic() - started, 2)
+        return Made(job.path, self._checkpoint, fps, scale, seconds, notes)
+
+    def _ready(self, tell: Tell) -> Any:
+        """Returns the model, loaded again when training has saved a newer checkpoint."""
+        run, source = self._source.run, self._source
+        if run is None:
+            if self._model is None:
+                tell(Loading())
+                paths = source.model, source.autoencoder, source.text_encoder, source.clip
+                self._model = VideoPipeline.load(*paths, keep=source.keep)  # type: ignore[arg-type]
+                self._checkpoint = source.name
+            return self._model
+        newest = Run(run).newest_checkpoint().name
+        if newest != self._checkpoint:
+            tell(Loading())
+            # Not two of them in memory at once.
+            self._model, self._checkpoint = None, ""
+            self._model = open_run(run)
+            self._checkpoint = newest
+        return self._model
+
+    def _preview(self, request: Request) -> Callable[[Any], bytes] | None:
+        """Returns what draws previews; None where the autoencoder would push the model out."""
+        if self._source.run is None and not self._source.keep:
+            return None
+        autoencoder, frames = self._model.autoencoder, request.bucket.frames
+
+        def drawn(latents: Any) -> bytes:
+            return animated(to_frames(autoencoder.decode(latents[:1], frames)[0]))
+
+        return drawn
+
+
+class _Watch:
+    """Tells the page of the steps, and ends sampling when that is asked for."""
+
+    def __init__(
+        self, draw: Callable[[Any], bytes] | None, tell: Tell, stop_asked: Callable[[], bool]
+    ) -> None:
+        self._draw, self._tell, self._stop_asked = draw, tell, stop_asked
+        self._started = time.monotonic()
+
+    def __call__(self, done: int, steps: int, latents: Any) -> None:
+        if self._stop_asked():
+            raise _StopAsked
+        frames = None
+        if self._draw is not None and done % -(-steps // PREVIEWS) == 0:
+            frames = self._draw(latents)
+        left = (time.monotonic() - self._started) / done * (steps - done)
+        self._tell(Sampling(done, steps, left, frames))
+
+
+def request_of(settings: Settings) -> Request:
+    """Converts settings to what a model is asked, as `gulliver generate` does."""
+    bucket = Bucket(settings.frames, settings.height, settings.width)
+    given = None if settings.picture is None else read_frames(settings.picture, 1)
+    return Request(settings.prompt, bucket, settings.seed, given, settings.negative_prompt)
+
+
+def sampling_of(model: Any, settings: Settings) -> SamplingConfig:
+    """Returns steps and guidance, and else what the model's release says."""
+    own = model.sampling if isinstance(model, VideoPipeline) else SamplingConfig()
+    return replace(own, steps=settings.steps, guidance=settings.guidance)
+
+
+def animated(frames: Any) -> bytes:
+    """Encodes uint8 frames [T, H, W, 3] as a small animated GIF."""
+    stride = -(-max(frames.shape[1:3]) // PREVIEW_SIDE)
+    file = BytesIO()
+    write_gif(file, frames[:, ::stride, ::stride], FPS)
+    return file.getvalue()

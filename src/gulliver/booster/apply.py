@@ -1,0 +1,291 @@
+"""Models that are larger than memory: built on meta and filled chunk by chunk.
+
+A parameter on meta becomes a stretched nan, which takes no memory, until its chunk is made; then it
+is filled from a folder, or by the modules' own ``reset_parameters``, in torch's order. At no time
+is more of the model in memory than the limit allows, and a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.checkpoint_io import read_sharded
+from gulliver.booster.hybrid.checks import HooksLast, check_cut, check_new, check_recompute, fill
+from gulliver.booster.hybrid.steps import (
+    WholeModel,
+    cut_stages,
+    cut_tensors,
+    finish,
+    grid,
+    recompute,
+    rewrite_groups,
+    wire_sequences,
+)
+from gulliver.booster.limited import LimitedManager, manager_of
+from gulliver.booster.replicas import share_ddp, share_zero, tune
+from gulliver.checkpoint.huggingface import match_huggingface
+from gulliver.comm.collectives import broadcast_object, raise_on_any_rank
+from gulliver.comm.world import World, current_world
+from gulliver.errors import GulliverError
+from gulliver.parallel.aliases import check_unshared
+from gulliver.parallel.optimizer import BoostedOptimizer, named_trainables
+from gulliver.parallel.zero.elementwise import (
+    check_by_chunk,
+    check_optimizer,
+    check_trainable,
+    is_boosted,
+)
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.plan.plan import Plan
+from gulliver.planner.activations import take_activations
+from gulliver.planner.fp8 import check_units, use_fp8
+from gulliver.planner.model import (
+    HALVES,
+    broadcast_all,
+    check_modules,
+    check_range,
+    check_unstepped,
+    convert,
+    converted,
+    no_optimizer,
+)
+from gulliver.planner.ranks import ResolvedPlan, rank_state, rank_work, state_bytes
+
+
+def check_meta(
+    model: nn.Module, weights: str | None, dtypes: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Refuses a model on meta that nothing would fill."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise GulliverError(
+                f"buffer {name!r} is on meta, where its values are lost: build the model under "
+                "gulliver.booster.lazy_parameters(), which leaves buffers alone"
+            )
+    if weights is not None:
+        match_huggingface(model, weights, dtypes=dtypes)
+        return
+    owners: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            other = owners.setdefault(parameter, name)
+            if parameter.is_meta and other != name:
+                # Of a module that is made in memory the tie says whose values stay; here none does.
+                raise GulliverError(
+                    f"parameters {other!r} and {name!r} on meta are one, and which module's "
+                    "reset_parameters() initialises it is not known: fill it with weights=folder"
+                )
+        empty = [name for name, p in module.named_parameters(path, recurse=False) if p.is_meta]
+        if empty and not hasattr(module, "reset_parameters"):
+            raise GulliverError(
+                f"parameter {empty[0]!r} is on meta, and {type(module).__name__} has no "
+                "reset_parameters() to initialise it: give one, or weights=folder to fill it from"
+            )
+
+
+def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Moves parameters on meta to a device as stretched nans, which take no memory."""
+    # They stay the same objects, so that an optimizer keeps them.
+    # Before any is moved: each module that shares a parameter initialises it, as with torch.
+    found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+    for parameter in [p for p in model.parameters() if p.is_meta]:
+        value = math.nan if parameter.is_floating_point() else 0
+        there = torch.full((), value, dtype=parameter.dtype, device=device)
+        other = nn.Parameter(there.expand(parameter.shape), parameter.requires_grad)
+        vars(other).update(vars(parameter))
+        torch.utils.swap_tensors(parameter, other)
+    return found
+
+
+def fill_boosted(
+    optimizer: ZeroOptimizer, model: nn.Module, empty: Sequence[nn.Module], weights: str | None
+) -> None:
+    """Fills a boosted model chunk by chunk; every rank calls it."""
+    if weights is not None:
+        read_sharded(optimizer, model, Path(weights), strict=True, checked=True)
+    elif empty:
+        _initialise(empty)
+        optimizer.shards.take_writes()
+
+
+def _initialise(modules: Sequence[nn.Module]) -> None:
+    """Initialises modules on all ranks with the random numbers of rank 0."""
+    own = _random_state()
+    first = broadcast_object(own)
+    _set_random_state(first)
+    for module in modules:
+        module.reset_parameters()  # type: ignore[operator]
+    if not all(torch.equal(mine, theirs) for mine, theirs in zip(own, first, strict=True)):
+        _set_random_state(own)  # ranks that draw other numbers go on with theirs
+
+
+def _random_state() -> list[torch.Tensor]:
+    device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *device]
+
+
+def _set_random_state(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+# `apply_plan`: a plan becomes a running model. Read it top to bottom.
+#
+# Every plugin and every loaded plan runs through it. Steps that cut one model over several ranks
+# are in `booster.hybrid.steps`, and do nothing where their axis has one rank; how replicas share
+# the rest is in `booster.replicas`. What cannot be run is refused first, with nothing changed.
+
+
+def apply_plan(
+    resolved: ResolvedPlan, model: nn.Module, world: World, verbose: bool = True
+) -> tuple[nn.Module, BoostedOptimizer]:
+    """Runs a resolved plan: changes the model in place and wraps its optimizer; all ranks call it.
+
+    What cannot be run so raises on all ranks, with nothing changed.
+    """
+    plan, optimizer = resolved.plan, resolved.optimizer
+    tensor, stages = resolved.tensor, resolved.stages
+    raise_on_any_rank(lambda: check_units(plan, model))
+    if plan.operators is not None:
+        from gulliver.operators.apply import check_operators, share_operators
+
+        program = raise_on_any_rank(lambda: check_operators(plan, model, optimizer))
+        return share_operators(plan, program, model, optimizer, world)
+    if plan.ddp is not None:
+        use_fp8(plan, model)
+        return share_ddp(plan, model, optimizer, world)
+    # While the model is whole, and on all ranks, so that none goes on where another cannot.
+    raise_on_any_rank(lambda: _check_whole(resolved))
+    manager = raise_on_any_rank(lambda: _manager(resolved))
+    uses = state_bytes(plan, resolved.sizes(_place(plan))).order if plan.stage == 3 else ()
+    inner = optimizer or no_optimizer()
+    if plan.precision.parameters != "none":
+        convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
+    if world.size > 1:
+        broadcast_all(_unequal(plan, model, inner))
+    whole, hooks = WholeModel(plan, model, inner, stages), HooksLast(model)
+    mesh = grid(plan) if plan.mesh.names_model else None
+
+    stage = cut_stages(model, stages, mesh)
+    cut_tensors(plan, model, tensor, mesh)
+    wire_sequences(plan, model, mesh, verbose)
+    # Layers are converted as they are cut: their scales are shared over the ranks of these axes.
+    use_fp8(plan, model, *(() if mesh is None else (mesh.tensor, mesh.sequence.all)))
+    recompute(plan, model, stage, whole.recomputable)
+    if mesh is not None:
+        hooks.restore()
+    empty = lend_shapes(model, world.device) if _is_streamed(plan) else []
+    if plan.weights is not None and not _is_streamed(plan):
+        fill(model, Path(plan.weights), whole.aliases, world.device)
+    names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
+
+    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, manager, uses)
+    take_activations(plan, model, boosted, manager)
+    if _is_streamed(plan):
+        # Chunk by chunk, so that no more than a chunk of it is whole at any time.
+        fill_boosted(boosted, model, empty, plan.weights)
+    finish(plan, model, boosted, mesh, tensor, stage, whole)
+    tune(plan, model, boosted, verbose)
+    return model, boosted
+
+
+def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses what a plan cannot run, before it is known that all ranks have the same model."""
+    check_modules(model, sharded=plan.zero is not None)
+    if plan.operators is not None:
+        from gulliver.operators.apply import check_operators  # few plans are of operators
+
+        check_operators(plan, model, optimizer)
+        return
+    if plan.mesh.names_model:
+        check_new(plan, model)
+    if optimizer is not None:
+        named_trainables(model, optimizer)
+    half = plan.precision.parameters
+    if half != "none" and plan.precision.autocast != "none":
+        raise GulliverError(
+            f"Booster(mixed_precision={plan.precision.autocast!r}) and "
+            f"{plan.plugin}(precision={half!r}) exclude each other: the first computes in 16 bits "
+            "and keeps float32 parameters, the second keeps 16"
+        )
+    if plan.zero is None:
+        return
+    if not plan.mesh.names_model:
+        _check_second(plan, model, optimizer)
+    if optimizer is not None:
+        words = plan.zero.assume_elementwise, plan.zero.assume_per_parameter
+        sizes = plan.mesh.of("tensor"), plan.mesh.of("pipeline")
+        check_optimizer(optimizer, plan.zero.stage, *words, *sizes)
+        tiers = plan.zero.tiers
+        check_by_chunk(optimizer, plan.zero.stage, tiers is not None, plan.zero.steps_in_backward)
+        if not plan.mesh.names_model:
+            check_trainable(named_trainables(model, optimizer))
+        check_unshared(model, optimizer)
+
+
+def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
+    """Makes the manager of state under a memory limit, before anything is changed."""
+    plan = resolved.plan
+    if not plan.limited:
+        return None
+    state = rank_state(resolved, _place(plan))
+    return manager_of(plan, state, rank_work(resolved), current_world().device)
+
+
+def _place(plan: Plan) -> tuple[int, int]:
+    """This rank's number on the pipeline axis, and on the tensor axis."""
+    world, size = current_world(), plan.mesh.of("tensor")
+    return world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
+
+
+def _is_streamed(plan: Plan) -> bool:
+    """Whether a model may be on meta and is filled when it is sharded."""
+    return plan.stage == 3 and not plan.mesh.names_model
+
+
+def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses a second optimizer where the first one holds the whole model."""
+    half = plan.precision.parameters
+    if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
+        what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
+        raise GulliverError(
+            f"a parameter is trained by another boosted optimizer, and {what} the model: make "
+            "one optimizer with a group for each part; two kinds, such as Muon and AdamW, need "
+            "stage 2 or less, and not fp16"
+        )
+    if half != "none" and optimizer is not None:
+        check_unstepped(optimizer)
+
+
+def _check_whole(resolved: ResolvedPlan) -> None:
+    plan, model = resolved.plan, resolved.model
+    if plan.mesh.names_model:
+        check_cut(plan, model, resolved.optimizer, resolved.tensor, resolved.stages)
+    elif _is_streamed(plan):
+        check_meta(model, plan.weights, _checked_here(plan, model))
+    if plan.precision.parameters != "none" and plan.weights is None:
+        check_range(model, HALVES[plan.precision.parameters], plan.precision.kept)
+    check_recompute(plan, model, resolved.stages)
+
+
+def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
+    """Names whose values in a file this rank checks against the range of fp16."""
+    if plan.precision.parameters != "fp16":
+        return {}
+    world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
+    names = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor in turned]
+    return dict.fromkeys(names[world.rank :: world.size], HALVES["fp16"])
+
+
+def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
+    """Tensors that may differ between ranks, but those that chunks broadcast."""
+    stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
+    cut = plan.mesh.names_model
+    rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]
+    return [*model.buffers(), *rest]

@@ -1,0 +1,339 @@
+"""The plugin of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.booster import Booster
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin
+from gulliver.booster.running import own_loss
+from gulliver.comm.collectives import broadcast_object, gather_objects
+from gulliver.comm.world import init_world
+from gulliver.errors import GulliverError
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.probe import current_cluster
+from gulliver.plan.plan import Plan
+from gulliver.plan.tree import SHARED_BY_TENSOR
+from gulliver.planner.measure import samples_of
+from gulliver.planner.predict import predict
+from gulliver.planner.resolve import resolve
+from gulliver.planner.search.facts import Grid
+from gulliver.planner.search.grids import Found, search_grids
+from gulliver.planner.search.score import Scored, Scorer
+from gulliver.planner.tiers import OffloadTiers
+
+HALVES = ("bf16", "fp16")
+
+
+def plugin_of(
+    grid: Grid, precision: str = "fp32", limit: int = 0, behind: OffloadTiers | None = None
+) -> Plugin:
+    """The plugin that runs a grid."""
+    half = precision if precision in HALVES else None
+    axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
+    limits: dict[str, Any] = {}
+    if grid.offload:
+        _check_offload(grid, limit)
+        behind = behind or OffloadTiers()
+        disk = None if behind.disk is None else f"{behind.disk}:{behind.disk_bytes}"
+        limits = {"memory_limit": limit, "host_limit": behind.host or None, "disk": disk}
+        if not axes.cuts_model:
+            again = "recompute" if grid.recomputed else "keep"
+            return GeminiPlugin(**limits, activations=again, precision=half, verbose=False)
+        chunk = "auto"
+    if not axes.cuts_model and not grid.recomputed:
+        return LowLevelZeroPlugin(grid.stage, chunk, precision=half, verbose=False)
+    line: dict[str, Any] = {}
+    if axes.pipeline > 1:
+        line = {"num_microbatches": grid.micro_batches, "pp_style": grid.schedule}
+        if grid.chunks > 1:
+            line["num_model_chunks"] = grid.chunks
+    return HybridParallelPlugin(
+        axes.tensor,
+        axes.pipeline,
+        axes.tensor if axes.mode in SHARED_BY_TENSOR else axes.sequence,
+        axes.mode or None,
+        zero_stage=grid.stage,
+        precision=half,
+        checkpoint_activations=grid.recomputed > 0,
+        replicate_rest=axes.tensor > 1,
+        chunk_mb=chunk,
+        verbose=False,
+        **limits,
+        **line,
+    )
+
+
+def _check_offload(grid: Grid, limit: int) -> None:
+    """Refuses offloading grids that no plugin can run."""
+    if grid.stage != 3:
+        raise GulliverError(
+            f"{grid}: what is whole on every rank cannot leave its memory; off-load needs stage 3"
+        )
+    if grid.axes.pipeline == 1 and grid.micro_batches > 1:
+        raise GulliverError(
+            f"{grid}: what moves in backwards that accumulate is not planned; off-load needs 1 "
+            "micro-batch, or a pipeline"
+        )
+    if limit < 1:
+        raise GulliverError(f"{grid}: say how many bytes a rank may hold")
+
+
+# `auto_engine`: searches, plans and boosts in one call.
+#
+# For example:
+#
+#     engine = auto_engine(model, optimizer, batch=example, samples=64)
+#     for inputs in loader:                    # of this rank: engine.samples of them
+#         loss = engine.model(**inputs).loss
+#         engine.booster.backward(loss, engine.optimizer)
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class AutoEngine:
+    """A boosted model that runs the plan a search has chosen."""
+
+    # Booster that runs the plan: its `backward`, `compare` and checkpoints.
+    booster: Booster
+    # Model to call in the loop.
+    model: nn.Module
+    # Optimizer to step in the loop.
+    optimizer: Any
+    # Result of the search over grids; None for plans of operators.
+    found: Found | None
+    # The grid that runs; None of operators.
+    grid: Grid | None
+    # Number of backwards in a step; 1 where a pipeline cuts the batch.
+    accumulate: int
+    # Number of samples of a step that each replica reads, `Plugin.data_place` of them.
+    samples: int
+    # Better grids that could not be run, and why.
+    left_out: tuple[tuple[Grid, str], ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs."""
+        return self.booster.plan
+
+    def run(self, batch: Any, criterion: Callable[[Any, Any], Tensor] | None = None) -> float:
+        """Forward and backward of a step's samples of this replica; `optimizer.step` follows."""
+        count = samples_of(batch)
+        if count != self.samples:
+            raise GulliverError(
+                f"the batch has {count} samples, and each replica reads {self.samples} a step"
+            )
+        *early, last = _parts(batch, self.accumulate)
+        total = 0.0
+        for part in early:
+            with self.booster.no_sync(self.model, self.optimizer):
+                total += float(self._of_part(part, criterion))
+        return (total + float(self._of_part(last, criterion))) / self.accumulate
+
+    def _of_part(self, part: Any, criterion: Callable[[Any, Any], Tensor] | None) -> Tensor:
+        if self.accumulate == 1:
+            feed = iter([part])
+            found = self.booster.execute_pipeline(feed, self.model, criterion, self.optimizer)
+            return found["loss"]
+        out = self.model(**part) if isinstance(part, dict) else self.model(*part)
+        loss = (criterion or own_loss)(out, part)
+        self.booster.backward(loss / self.accumulate, self.optimizer)
+        return loss.detach()
+
+
+def auto_engine(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    cluster: Cluster | None = None,
+    *,
+    batch: Any,
+    samples: int,
+    memory: int | str | None = None,
+    precision: str | None = None,
+    verbose: bool = True,
+    operators: bool = False,
+    host: int | str | None = None,
+    disk: str | None = None,
+) -> AutoEngine:
+    """Searches how a model lies best over the ranks, and boosts it so; every rank calls it.
+
+    Args:
+        model: whole model.
+        optimizer: optimizer of its parameters.
+        cluster: machines; None for those here, as measured by ``gulliver probe`` or as described.
+        batch: example of the batch, as the model takes it: one sample is enough.
+        samples: samples of a step, of all ranks together.
+        memory: bytes that a rank may hold; None for what its device has.
+        precision: ``fp32``, ``bf16`` or ``fp16``; None for bf16 on GPUs and fp32 elsewhere.
+        verbose: print what was chosen, beside what, and why.
+        operators: whether each operator is shared, kept and computed again in its own way
+            (`find_operators`), instead of a grid; every rank then reads all samples of a step, and
+            the example is a batch of them.
+        host: page-locked host memory of a rank for what does not fit `memory`, as text or in bytes;
+            None for none.
+        disk: folder and bytes for it, ``/scratch:100GiB``; None for none.
+
+    Raises:
+        GulliverError: nothing fits the memory, with the least that would do; a cluster of another
+            number of ranks; or none of the grids found can be run, with the reasons.
+    """
+    world = init_world()
+    cluster = _on_all(lambda: _of_size(cluster or current_cluster(world.size), world.size))
+    if operators:
+        if host is not None or disk is not None:
+            raise GulliverError(
+                "operators=True off-loads what operators save, where that pays, and no state: "
+                "leave host and disk out"
+            )
+        return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
+    kind = precision or ("bf16" if world.device.type == "cuda" else "fp32")
+    behind = _on_all(lambda: OffloadTiers.of(host, disk))
+
+    def search() -> Found:
+        found = search_grids(model, optimizer, batch, cluster, samples, memory, kind, behind=behind)
+        if not found.best:
+            raise GulliverError(found.why_none())
+        return found
+
+    return _of_grids(_on_all(search), model, optimizer, samples, kind, verbose)
+
+
+def _of_grids(
+    found: Found,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: int,
+    precision: str,
+    verbose: bool,
+) -> AutoEngine:
+    """Boosts the model with the fastest grid that can be run."""
+    left_out: list[tuple[Grid, str]] = []
+    # Ranks may know different link rates: the order of rank 0 counts.
+    for scored in broadcast_object(found.best):
+        try:
+            plan = _on_all(partial(plan_of, scored, found, model, optimizer, precision))
+        except GulliverError as error:
+            left_out.append((scored.grid, str(error)))
+            continue
+        if verbose and init_world().is_main:
+            _tell(found, scored.grid, left_out)
+        booster = Booster(plan=plan, verbose=verbose)
+        boosted, stepper, *_ = booster.boost(model, optimizer)
+        axes, micro = scored.grid.axes, scored.grid.micro_batches
+        accumulate = 1 if axes.pipeline > 1 else micro
+        each = samples // axes.data
+        return AutoEngine(
+            booster, boosted, stepper, found, scored.grid, accumulate, each, tuple(left_out)
+        )
+    reasons = "; ".join(f"{grid}: {why}" for grid, why in left_out[:3])
+    raise GulliverError(f"none of the {len(left_out)} best grids can be run: {reasons}")
+
+
+def _of_size(cluster: Cluster, size: int) -> Cluster:
+    if cluster.size != size:
+        raise GulliverError(
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, and there are {size}: "
+            f"pass cluster.resized({size}), or none"
+        )
+    return cluster
+
+
+def _on_all(make: Callable[[], T]) -> T:
+    """Runs a function on every rank; if one fails, all raise its error."""
+    made: T | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    told = gather_objects(None if failure is None else str(failure) or type(failure).__name__)
+    failed = [rank for rank, reason in enumerate(told) if reason is not None]
+    if failed:
+        reason = told[failed[0]]
+        where = "" if len(failed) == len(told) else f"rank {failed[0]} failed: "
+        raise GulliverError(f"{where}{reason}") from failure
+    return made  # type: ignore[return-value]
+
+
+def _of_operators(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    cluster: Cluster,
+    batch: Any,
+    samples: int,
+    memory: int | str | None,
+    precision: str | None,
+    verbose: bool,
+) -> AutoEngine:
+    """The best plan of operators along one axis, or along two where the cluster has several."""
+    from gulliver.operators.plans import find_operators
+
+    def search() -> Plan:
+        if samples_of(batch) != samples or precision not in (None, "fp32"):
+            raise GulliverError(
+                f"operators=True needs a batch of all {samples} samples, not {samples_of(batch)}, "
+                "and runs in the dtypes of the model: give no precision"
+            )
+        inner = cluster.axes[-1].size if len(cluster.axes) > 1 else 1
+        meshes = [{"data": cluster.size}]
+        meshes += [{"data": cluster.size // inner, "tensor": inner}] if inner > 1 else []
+        plans = (find_operators(model, batch, cluster, axes, memory, optimizer) for axes in meshes)
+        return min(plans, key=lambda found: found.predicted.seconds.step)
+
+    plan = broadcast_object(_on_all(search))
+    booster = Booster(plan=plan, verbose=verbose)
+    boosted, stepper, *_ = booster.boost(model, optimizer)
+    return AutoEngine(booster, boosted, stepper, None, None, 1, samples, ())
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
+    """A batch in equal parts of its samples."""
+    if isinstance(batch, dict):
+        cut = {key: _parts(value, count) for key, value in batch.items()}
+        return [{key: values[n] for key, values in cut.items()} for n in range(count)]
+    if isinstance(batch, Tensor):
+        return list(batch.chunk(count)) if batch.ndim else [batch] * count
+    if isinstance(batch, tuple | list):
+        return list(zip(*(_parts(value, count) for value in batch), strict=True))
+    return [batch] * count
+
+
+def _tell(found: Found, grid: Grid, left_out: list[tuple[Grid, str]]) -> None:
+    print(f"searched {found.looked:,} grids in {sum(found.seconds):.1f} s on {found.cluster.name}")
+    print(found)
+    for other, why in left_out:
+        print(f"left out {other}: {why}")
+    print(f"runs: {grid}")
+
+
+def plan_of(
+    scored: Scored,
+    found: Found,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    precision: str = "fp32",
+) -> Plan:
+    """The plan of a grid with its predictions; nothing is changed."""
+    grid, facts = scored.grid, found.facts
+    scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
+    work = scorer.work(grid)
+    plugin = plugin_of(grid, precision, found.limit, found.behind)
+    plan = plugin.make_plan(model, optimizer, found.cluster, work=work)
+    if 0 < grid.recomputed < len(plan.recompute):
+        # Evenly spaced, so that each stage recomputes as many.
+        count, every = grid.recomputed, len(plan.recompute)
+        chosen = sorted({number * every // count for number in range(count)})
+        paths = tuple(plan.recompute[number] for number in chosen)
+        resolved = resolve(replace(plan, recompute=paths), model, optimizer)
+        plan = predict(resolved, found.cluster).plan
+    told = f"the fastest of {found.looked:,} grids that fit: {grid}"
+    return replace(plan, reasons={**plan.reasons, "grid": told})

@@ -1,0 +1,354 @@
+"""Checks that all ranks have built the same model, before it is changed."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.checkpoint_io import CheckpointIO, boosted_only
+from gulliver.booster.noise import NoiseMeter, NoiseScale, check_noise
+from gulliver.booster.plugins import LowLevelZeroPlugin, PlanPlugin, Plugin, TorchDDPPlugin
+from gulliver.booster.running import Running, run_whole
+from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on_any_rank
+from gulliver.comm.groups import release_groups
+from gulliver.comm.world import World, guard, init_world
+from gulliver.errors import GulliverError, first_difference
+from gulliver.parallel.optimizer import BoostedOptimizer, refuse_extra_state
+from gulliver.plan.plan import Plan
+from gulliver.plan.results import Comparison
+from gulliver.planner.model import autocast_calls, check_precision, unwrapped
+from gulliver.precision.fp8.conversion import revert_fp8
+from gulliver.precision.int8.layers import QuantizedLayer
+
+# What each tensor of a model is, by its name.
+Signature = dict[str, str]
+
+
+def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses models that differ between ranks; every rank calls it."""
+    mine = _signature(model, optimizer)
+    # Digests first: signatures are long, and nearly always the same on all ranks.
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    if len(set(gather_objects(digest))) > 1:
+        raise GulliverError(_difference(gather_objects(mine)))
+
+
+def _signature(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Signature:
+    groups = optimizer.param_groups if optimizer is not None else []
+    home = {p: f", in the optimizer's group {n}" for n, g in enumerate(groups) for p in g["params"]}
+    found = {"the optimizer": f"a {type(optimizer).__name__}" if optimizer is not None else "none"}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        trained = home.get(p, "") if p.requires_grad else ", frozen"
+        found[f"parameter {name!r}"] = f"{tuple(p.shape)} {p.dtype}{trained}"
+    for name, b in model.named_buffers(remove_duplicate=False):
+        found[f"buffer {name!r}"] = f"{tuple(b.shape)} {b.dtype}"
+    return found
+
+
+def _difference(every: Sequence[Signature]) -> str:
+    found = first_difference(every)
+    if found is None:
+        return "ranks have built models whose tensors come in different orders: build the same"
+    rank, name, first, other = found
+    return (
+        f"ranks have built different models: {name} is {first or 'not there'} on rank 0 and "
+        f"{other or 'not there'} on rank {rank}: build the same on every rank"
+    )
+
+
+# `Booster`: an ordinary model and loop become the planned run.
+#
+# Read `Booster.boost`. `apply_plan` runs the plan; `CheckpointIO` saves and loads.
+
+
+class Booster(CheckpointIO):
+    """Boosts models as a plugin plans.
+
+    Args:
+        plugin: way to make the plan; None for torch's DDP.
+        mixed_precision: ``bf16`` runs calls of the model under autocast, parameters and reductions
+            stay in their own dtype; None leaves the model as it is.
+        plan: plan to run as it is, instead of a plugin's: ``Plan.load("plan.yaml")``.
+        verbose: print a plan when its model is boosted; a plugin says that by itself.
+        gradient_noise: measure the gradient noise scale, for `noise_scale`; it costs a pass over
+            the gradients of each backward and a number that travels at each step.
+
+    Raises:
+        GulliverError: a precision that is not supported; a plugin and a plan; `gradient_noise` with
+            a plugin whose ranks have no whole gradients of their own.
+
+    Example:
+        >>> booster = Booster(plugin=LowLevelZeroPlugin(stage=2))
+        >>> model, optimizer, *_ = booster.boost(model, optimizer)
+        >>> booster.backward(loss, optimizer)
+    """
+
+    def __init__(
+        self,
+        plugin: Plugin | None = None,
+        mixed_precision: str | None = None,
+        plan: Plan | None = None,
+        verbose: bool = True,
+        gradient_noise: bool = False,
+    ) -> None:
+        check_precision(mixed_precision)
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise GulliverError(
+                f"plugin is {plugin!r}: pass LowLevelZeroPlugin(...) or TorchDDPPlugin(...)"
+            )
+        if plan is not None and (plugin is not None or not isinstance(plan, Plan)):
+            raise GulliverError(
+                "plan is a plan by itself: pass Booster(plan=Plan.load(path)), and no plugin"
+            )
+        if plan is not None:
+            plugin = PlanPlugin(plan, verbose)
+        self.plugin = plugin or TorchDDPPlugin()
+        if gradient_noise:
+            check_noise(self.plugin, (TorchDDPPlugin, LowLevelZeroPlugin))
+        self.mixed_precision, self.gradient_noise = mixed_precision, gradient_noise
+        self._noise: NoiseMeter | None = None
+        self._last: Running | None = None
+        super().__init__()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs now, tuning included, once a model is boosted."""
+        return self._running().plan
+
+    @property
+    def moved(self) -> tuple[int, int] | None:
+        """Bytes that the last step read and wrote behind a memory limit; None without one."""
+        return self._running().moved
+
+    def compare(self) -> Comparison:
+        """Compares measured with predicted seconds and bytes of this rank.
+
+        Seconds are those between the steps so far, bytes those at their peak; see
+        `gulliver.plan.results.Comparison`.
+        """
+        return self._running().compare()
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, BoostedOptimizer, Any, Any, Any]: ...
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, None, Any, Any, Any]: ...
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, BoostedOptimizer | None, Any, Any, Any]:
+        """Turns a model and its optimizer into the planned run.
+
+        Every rank calls it with the same model; values of rank 0 are taken. Criterion, data loader
+        and scheduler are given back as they came, so that a call reads like others of its kind; the
+        scheduler goes on steering the boosted optimizer. What is wrong is refused on all ranks,
+        before anything is done.
+
+        Args:
+            model: model to run; it may be boosted again, with an optimizer of other parameters.
+            optimizer: optimizer of its parameters; None runs the model without training it.
+            criterion: returned as it is, like the next two.
+            dataloader: loader of the run.
+            lr_scheduler: scheduler of the optimizer.
+
+        Returns:
+            model, optimizer, criterion, dataloader, lr_scheduler.
+
+        Raises:
+            GulliverError: the optimizer cannot be run so; the model is on another device than this
+                rank; ranks have built different models.
+        """
+        world = init_world()
+        choices = raise_on_any_rank(lambda: self._check(model, optimizer, world))
+        # Before any broadcast: collectives over different tensors would hang or mix them up.
+        check_alike(unwrapped(model), optimizer)
+        again = next((known for known in self._optimizers if unwrapped(known) is model), model)
+        boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, choices)
+        self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
+        # All ranks are here, so the groups of models that are gone can be given back together.
+        release_groups()
+        wrapped.watch(unwrapped(model))
+        if boosted in self._optimizers:
+            self._several.add(boosted)
+            if self.gradient_noise:
+                raise GulliverError("gradient_noise is measured of models with one optimizer")
+        elif plan.precision.autocast != "none":
+            autocast_calls(model, world.device.type, plan.precision.autocast)
+        try:
+            refuse_extra_state(unwrapped(model))
+        except GulliverError as error:  # it can be trained; the first save would come late
+            warnings.warn(str(error), stacklevel=2)
+        self._optimizers[boosted] = wrapped
+        if self.gradient_noise and optimizer is not None:
+            self._noise = NoiseMeter(wrapped, world)
+        if world.is_main and self.plugin.verbose:
+            self._last.planned.show()
+        return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
+
+    def _check(self, model: nn.Module, optimizer: Any, world: World) -> Plan:
+        """Returns the plugin's choices; refuses what cannot be run, before anything is done."""
+        if isinstance(optimizer, BoostedOptimizer):
+            raise GulliverError("the optimizer is boosted already: boost each model once")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise GulliverError(
+                f"the optimizer is {optimizer!r}: pass a torch.optim.Optimizer, or None to run the "
+                "model without training it"
+            )
+        if optimizer is not None:
+            for path, module in model.named_modules():
+                if isinstance(module, QuantizedLayer):
+                    raise GulliverError(
+                        f"{path or 'the model'} has {module.mode} weights, and nothing is trained "
+                        "through int8: boost the model before replace_module, or boost it without "
+                        "an optimizer to run it"
+                    )
+        for name, parameter in model.named_parameters():
+            if parameter.device.type not in (world.device.type, *self.plugin.takes):
+                raise GulliverError(
+                    f"parameter {name!r} is on {parameter.device}, this rank runs on "
+                    f"{world.device}: move the model there before its optimizer is made"
+                )
+        return self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
+
+    def noise_scale(self, batch: int) -> NoiseScale | None:
+        """The gradient noise scale estimated so far; None before the first step.
+
+        McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
+        samples teaches half of what its samples would one by one. Every rank has the same numbers.
+        Micro-batches should be of one size; of sizes that differ by one sample, as 16 over 3 ranks,
+        the estimate is off by less than a hundredth.
+
+        Args:
+            batch: samples of a step since the last call, over all ranks and micro-batches.
+
+        Raises:
+            GulliverError: it is not measured.
+        """
+        if not self.gradient_noise:
+            raise GulliverError("the noise is not measured: say Booster(gradient_noise=True)")
+        return None if self._noise is None else self._noise.scale(batch)
+
+    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
+        """Backward of this rank's loss; gradients are averaged over the ranks.
+
+        Losses that share a graph are added, and their sum is passed once.
+
+        Args:
+            loss: loss of this rank.
+            optimizer: optimizer that `boost` returned.
+        """
+        with guard():
+            boosted_only(optimizer).backward(loss)
+
+    def release(self, model: nn.Module, *optimizers: BoostedOptimizer) -> nn.Module:
+        """Undoes `boost`: the model has whole parameters of its own again.
+
+        Every rank calls it. The parameters are new tensors; the optimizers can still be saved, and
+        no longer step. 16 bits stay 16 bits.
+
+        Args:
+            model: model that `boost` returned.
+            optimizers: optimizers that it was boosted with, where there are several.
+
+        Returns:
+            The user's module, which may be boosted again.
+        """
+        plain, holder = unwrapped(model), self._optimizers.pop(model, None)
+        for optimizer in dict.fromkeys([*optimizers, *([] if holder is None else [holder])]):
+            boosted_only(optimizer).release(plain)
+        self._several.discard(model)
+        revert_fp8(plain)
+        return plain
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor] | None = None,
+        optimizer: BoostedOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        weight: str | Callable[[Any], float] | None = None,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch through the stages of a pipeline.
+
+        Without a pipeline it calls the model, so that one loop serves both. Gradients are there
+        when it returns; `optimizer.step` follows. Every rank calls it, those of one model with the
+        same batch.
+
+        Args:
+            data_iter: iterator over batches: dicts of the model's keyword arguments, or tuples.
+            model: model that `boost` returned.
+            criterion: the loss of a micro-batch's outputs and that micro-batch; the batch's loss is
+                their mean, weighted by samples or as `weight` says. None takes the outputs' own
+                ``loss``, and then tokens count alike wherever they are.
+            optimizer: optimizer that `boost` returned; None, or a model in evaluation, runs forward
+                only.
+            return_loss: whether the loss is wanted.
+            return_outputs: whether the outputs are wanted; the last stage gets them.
+            weight: what a criterion is a mean over, where that differs between micro-batches:
+                ``samples``, ``labels`` that are not -100, ``shifted_labels`` (without the first of
+                each sample), or a function of a micro-batch that counts it.
+
+        Returns:
+            ``loss``: of the whole batch, on every stage, or None; ``outputs`` or None.
+
+        Raises:
+            GulliverError: the batch cannot be cut; ranks of one model have different batches.
+            StopIteration: there is no further batch.
+        """
+        if model not in self._optimizers:
+            raise GulliverError("execute_pipeline needs a model that this booster has boosted")
+        if optimizer is not None:
+            boosted_only(optimizer)
+        holder, backward = self._optimizers[model], optimizer is not None and model.training
+        if optimizer is not None and optimizer is not holder:
+            raise GulliverError("the optimizer is of another model: pass the one boosted with it")
+        batch = next(data_iter)
+        with guard():
+            if holder.pipeline is not None:
+                return holder.run(batch, criterion, backward, return_loss, return_outputs, weight)
+            return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
+
+    def no_sync(
+        self, model: nn.Module, optimizer: BoostedOptimizer | None = None
+    ) -> AbstractContextManager[Any]:
+        """Accumulates gradients; they are exchanged with the next backward outside.
+
+        Stage 2 of ZeRO keeps no whole gradients: it exchanges them inside too and adds up shards.
+
+        Args:
+            model: boosted by this booster.
+            optimizer: optimizer that `boost` returned with it; found by the model where it is left
+                out.
+        """
+        if optimizer is None:
+            if model not in self._optimizers:
+                raise GulliverError("no_sync needs a model that this booster has boosted")
+            optimizer = self._optimizers[model]
+        return boosted_only(optimizer).no_sync()

@@ -1,0 +1,540 @@
+"""The files of a model, an optimizer and a scheduler: safetensors and JSON, checked when read."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.wire_state import WIRE, restore_wire, wire_entry
+from gulliver.checkpoint.collect import PerRank, refuse_boosted
+from gulliver.checkpoint.files import read_json, write_json
+from gulliver.checkpoint.huggingface import read_weights
+from gulliver.checkpoint.loading import (
+    Filling,
+    Loaded,
+    Ref,
+    fill_all,
+    plan_all,
+    refs_in,
+    replace_refs,
+    with_refs,
+)
+from gulliver.checkpoint.manifest import Mismatch, listed, match
+from gulliver.checkpoint.reader import StepReader
+from gulliver.checkpoint.tree import join_state, split_state
+from gulliver.comm.collectives import (
+    any_rank,
+    barrier,
+    gather_objects,
+    group_rank,
+    raise_on_any_rank,
+)
+from gulliver.comm.world import init_world
+from gulliver.errors import GulliverError
+from gulliver.memory.parts import Part, whole_shape
+from gulliver.parallel.optimizer import BoostedOptimizer, Counter
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.planner.model import narrow_dtypes, unwrapped
+from gulliver.precision.fp8.conversion import fp8_histories, restore_histories
+
+
+def on_main(write: Callable[[], None]) -> None:
+    """Writes on rank 0 and raises on every rank if that fails; every rank calls it."""
+    world = init_world()
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            write()
+        except OSError as error:
+            failure = GulliverError(f"{error.filename} cannot be written: {error.strerror}")
+        except Exception as error:
+            failure = error
+    # The others wait for this answer, and so for the file: they may read it afterwards.
+    failed = any_rank(failure is not None, world.device)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise GulliverError("rank 0 could not write: see its error")
+    barrier()
+
+
+# Attribute of models of which each rank has a share only; copies of them have it, too.
+CUT = "gulliver_cut"
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuses one rank's share of a model that this booster has not boosted."""
+    if CUT in vars(model):
+        raise GulliverError(
+            "each rank has a share of this model, and it is not the one that this booster has "
+            "boosted: pass that one (copies do not know what they are shares of)"
+        )
+
+
+def whole_model(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict; every rank calls it, for sharded parameters come from all of them."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise GulliverError(f"{name!r} of the model is a {type(value).__name__}, not a tensor")
+    return dict(state)
+
+
+def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
+    """Reads a state dict in place; returns the names that were missing or left over."""
+    state, odd = read_weights(path, model, strict)
+    model.load_state_dict(state, strict=False)
+    return odd.missing + odd.unexpected
+
+
+def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
+    """The groups by the names of their parameters, trained and frozen, with their options."""
+    saved = optimizer.checkpoint
+    named = zip(saved.all_group_names(), saved.frozen_groups(), strict=True)
+    found = list[dict[str, Any]]()
+    for (names, frozen), group in zip(named, optimizer.param_groups, strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        found.append({"names": names, "options": options} | ({"frozen": frozen} if frozen else {}))
+    return found
+
+
+def check_groups(
+    ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
+) -> None:
+    """Refuses groups of other parameters; what is frozen here may be trained there, and back."""
+    if len(saved) != len(ours):
+        raise GulliverError(f"{folder} has {len(saved)} parameter groups, not {len(ours)}")
+    for number, (group, names, still) in enumerate(zip(saved, ours, frozen, strict=True)):
+        found = set(group["names"])
+        missing = set(names) - found - set(group.get("frozen", ()))
+        odd = Mismatch(sorted(missing), sorted(found - set(names) - set(still)))
+        if odd:
+            raise GulliverError(f"{folder} is of other parameters, group {number}: {odd}")
+
+
+def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
+    """Writes a scheduler's numbers as JSON, on the rank that writes; all of them check it."""
+    tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
+    if tensors:
+        raise GulliverError(
+            f"{type(lr_scheduler).__name__} keeps tensors, which a file of numbers does not take: "
+            "save it with booster.save(..., lr_scheduler=...), or make its optimizer's lr a float"
+        )
+    if writes:
+        write_json(path, {"scheduler": type(lr_scheduler).__name__, "state": skeleton})
+
+
+def read_scheduler(lr_scheduler: Any, path: Path) -> None:
+    """Takes over what `write_scheduler` wrote."""
+    content, ours = read_json(path), type(lr_scheduler).__name__
+    if not isinstance(content, Mapping) or not {"scheduler", "state"} <= content.keys():
+        raise GulliverError(f"{path} holds no scheduler")
+    if content["scheduler"] != ours:
+        raise GulliverError(f"{path} is of {content['scheduler']}, the scheduler is {ours}")
+    fill_scheduler(lr_scheduler, join_state({}, content["state"]))
+
+
+def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Gives a scheduler the numbers that were saved."""
+    own = lr_scheduler.state_dict()
+    for key, value in state.items():
+        # JSON knows plain dicts only; a step schedule counts its milestones.
+        counts = isinstance(own.get(key), collections.Counter)
+        own[key] = collections.Counter(value) if counts else value
+    lr_scheduler.load_state_dict(own)
+
+
+def scheduler_numbers(lr_scheduler: Any) -> dict[str, Any]:
+    """A scheduler's state without its functions, which are the program's."""
+    return {k: v for k, v in lr_scheduler.state_dict().items() if not _is_code(v)}
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or (
+        isinstance(value, list) and any(item is None or callable(item) for item in value)
+    )
+
+
+# Saves and loads the state of a boosted model, its optimizer and what belongs to them.
+#
+# What is saved depends neither on the number of ranks nor on how the model was sharded; see
+# `BoostedOptimizer.model_leaves` for what a rank contributes.
+
+
+MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
+FP8 = "fp8_histories"
+RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM, WIRE, FP8)
+
+
+def boosted_state(
+    model: nn.Module,
+    optimizer: BoostedOptimizer | None,
+    holder: BoostedOptimizer | None,
+    lr_scheduler: Any,
+    state: Mapping[str, Any] | None,
+    frozen: bool = True,
+) -> dict[str, Any]:
+    """Everything that is saved of a training run, by entry."""
+    found: dict[str, Any] = {}
+    plain = unwrapped(model)
+    if holder is not None:
+        found[MODEL] = _trained(plain, holder.checkpoint.model_leaves(plain), frozen)
+    else:
+        refuse_boosted(plain, "save")
+        found[MODEL] = plain
+    if optimizer is not None:
+        found[OPTIMIZER] = optimizer_entry(optimizer, optimizer.checkpoint.state_leaves())
+        found |= wire_entry(optimizer)
+    if lr_scheduler is not None:
+        kind = type(lr_scheduler).__name__
+        found[SCHEDULER] = {"kind": kind, "state": scheduler_numbers(lr_scheduler)}
+    found[RANDOM] = PerRank(random_state())
+    if histories := fp8_histories(plain):
+        found[FP8] = histories
+    for entry, value in (state or {}).items():
+        if entry in RESERVED:
+            raise GulliverError(f"state[{entry!r}] is taken: the booster saves that itself")
+        found[entry] = value
+    return found
+
+
+def _trained(
+    model: nn.Module, leaves: dict[str, Tensor | Part], frozen: bool
+) -> dict[str, Tensor | Part]:
+    """Leaves of a model by name, without frozen parameters unless they are wanted."""
+    if frozen:
+        return leaves
+    every = model.named_parameters(remove_duplicate=False)
+    left = {name for name, parameter in every if not parameter.requires_grad}
+    return {name: leaf for name, leaf in leaves.items() if name not in left}
+
+
+def optimizer_entry(
+    optimizer: BoostedOptimizer, leaves: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What is saved of an optimizer."""
+    found: dict[str, Any] = {
+        "optimizer": type(optimizer.inner).__name__,
+        "groups": saved_groups(optimizer),
+        "state": {
+            name: {key: _plain(value) for key, value in entries.items()}
+            for name, entries in leaves.items()
+        },
+    }
+    others = optimizer.checkpoint.other_state()
+    return {**found, "others": others} if others else found
+
+
+def _plain(value: Any) -> Any:
+    """A counter as JSON has it; leaves as they are."""
+    if not isinstance(value, Counter):
+        return value
+    return {"value": value.value, "dtype": value.dtype}
+
+
+@dataclass
+class LoadPlan:
+    """Loads a step in place, at any number of ranks: matches all, agrees once, then fills."""
+
+    reader: StepReader
+    model: nn.Module | None
+    optimizer: BoostedOptimizer | None
+    # The optimizer that the model was boosted with, whether it is loaded or not.
+    holder: BoostedOptimizer | None
+    lr_scheduler: Any = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = True
+    # Prefix of the model's names in the checkpoint.
+    prefix: str = ""
+    # Whether parameters that are not trained are loaded, too.
+    frozen: bool = True
+
+    def load(self) -> Loaded:
+        """Matches and fills; every rank calls it."""
+        reader, optimizer, model = self.reader, self.optimizer, self.model
+        self.loaded = Loaded.of(reader)
+        # These ask other ranks, so they come before anything that may fail on one rank alone.
+        entry = None if optimizer is None else OptimizerEntry.of(reader, optimizer)
+        elsewhere = names_of_all(model, self.holder)
+        rest = raise_on_any_rank(lambda: self._match(entry, elsewhere))
+        if entry is not None:
+            # Before the model is filled: of 16 bits there is a float32 copy to fill then.
+            entry.unfreeze()
+        if model is not None and self.holder is not None:
+            self._fill_model(unwrapped(model), self.holder)
+        raise_on_any_rank(lambda: self._fill_rest(entry, rest))
+        if optimizer is not None:
+            restore_wire(reader, optimizer)
+        return self.loaded
+
+    def _match(self, entry: OptimizerEntry | None, elsewhere: set[str]) -> dict[str, Filling]:
+        """Refuses what does not match, while nothing is changed."""
+        reader, model, holder = self.reader, self.model, self.holder
+        given = {MODEL: model, OPTIMIZER: self.optimizer, SCHEDULER: self.lr_scheduler}
+        for name, value in given.items():
+            if value is not None:
+                reader.skeleton(name)
+        if entry is not None:
+            entry.match()
+        if self.lr_scheduler is not None:
+            _check_scheduler(reader, self.lr_scheduler)
+        plain, rest = {}, dict[str, Filling]()
+        if model is not None and holder is None:
+            plain = {MODEL: unwrapped(model)}
+        elif model is not None and holder is not None:
+            leaves = self._leaves(unwrapped(model), holder)
+            odd = match(reader.tensors(MODEL), leaves, self.prefix, elsewhere)
+            odd.refuse(f"{reader.folder}, entry {MODEL!r},", len(leaves), self.strict)
+            if odd:
+                self.loaded.mismatches[MODEL] = odd
+            wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
+            # What is trained in 16 bits is filled by its float32 copies, and rounded from them.
+            reader.check_fits(MODEL, wanted, self.prefix, narrow_dtypes(unwrapped(model)))
+            reader.check_tied(
+                MODEL, holder.checkpoint.canonical_names(unwrapped(model)), self.prefix
+            )
+        rest |= plan_all(reader, plain, self.strict, self.prefix, self.loaded)
+        rest |= plan_all(reader, self.state, self.strict, "", self.loaded)
+        return rest
+
+    def _leaves(self, model: nn.Module, holder: BoostedOptimizer) -> dict[str, Tensor | Part]:
+        """Returns what is to be filled, by the checkpoint's names: it may have one of tied ones."""
+        leaves, saved = holder.checkpoint.load_leaves(model), self.reader.tensors(MODEL)
+        for name, known in holder.checkpoint.canonical_names(model).items():
+            if name in leaves and self.prefix + name not in saved and self.prefix + known in saved:
+                leaf = leaves.pop(name)
+                leaves.setdefault(known, leaf)
+        return _trained(model, leaves, self.frozen)
+
+    def _fill_model(self, model: nn.Module, holder: BoostedOptimizer) -> None:
+        odd = self.loaded.mismatches.get(MODEL, Mismatch())
+        # Again, because unfreezing has added float32 copies.
+        leaves = self._leaves(model, holder)
+        wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
+        holder.checkpoint.before_model_load()
+        raise_on_any_rank(lambda: self.reader.read_into(MODEL, wanted, self.prefix))
+        # Under a memory limit nothing can leave the device that views still refer to.
+        leaves.clear()
+        wanted.clear()
+        holder.checkpoint.after_model_load()
+        # Scales of other weights say nothing about these.
+        saved = self.reader.value(FP8) if FP8 in self.reader.entries else {}
+        restore_histories(model, saved)
+
+    def _fill_rest(self, entry: OptimizerEntry | None, rest: Mapping[str, Filling]) -> None:
+        if entry is not None:
+            entry.fill()
+        if self.lr_scheduler is not None:
+            fill_scheduler(self.lr_scheduler, self.reader.value(SCHEDULER)["state"])
+        fill_all(rest, self.loaded)
+
+
+def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
+    """Names that a checkpoint may have of this model, on any rank.
+
+    Every rank calls it.
+    """
+    if model is None:
+        return set()
+    names = [name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)]
+    if holder is None or holder.checkpoint.has_whole_model:
+        return set(names)
+    names += [name for name, _ in unwrapped(model).named_buffers(remove_duplicate=False)]
+    return {name for found in gather_objects(names) for name in found}
+
+
+@dataclass
+class OptimizerEntry:
+    """The entry of an optimizer in a step, and how the optimizer takes it."""
+
+    reader: StepReader
+    optimizer: BoostedOptimizer
+    # Names of the parameters of each group, of all ranks: trained ones, and frozen ones besides.
+    trained: list[list[str]]
+    frozen: list[list[str]]
+    # Nested values with stand-ins for tensors, once they are matched.
+    content: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
+        """Asks an optimizer for its groups; every rank calls it."""
+        return cls(
+            reader,
+            optimizer,
+            optimizer.checkpoint.all_group_names(),
+            optimizer.checkpoint.frozen_groups(),
+        )
+
+    def match(self) -> None:
+        """Refuses the entry of another optimizer, or of other parameters."""
+        reader, ours = self.reader, type(self.optimizer.inner).__name__
+        content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
+        if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
+            raise GulliverError(f"{reader.folder} holds no state of a boosted optimizer")
+        if content["optimizer"] != ours:
+            raise GulliverError(
+                f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
+            )
+        check_groups(self.trained, self.frozen, content["groups"], reader.folder)
+        _check_shapes(reader, self.optimizer, content)
+        self.content = content
+
+    def unfreeze(self) -> None:
+        """Makes room for the saved state of parameters that are frozen here."""
+        frozen = {name for names in self.frozen for name in names}
+        state = self.content["state"]
+        lost = self.optimizer.checkpoint.take_up([n for n, e in state.items() if e and n in frozen])
+        if lost and init_world().is_main:
+            logging.getLogger("gulliver").warning(
+                "%s: the optimizer state of %s is left out: only stage 3 unfreezes after boost",
+                self.reader.folder,
+                listed("frozen parameters", sorted(lost)),
+            )
+
+    def fill(self) -> None:
+        """Fills state and options."""
+        reader, optimizer, content = self.reader, self.optimizer, self.content
+        if optimizer.spreads_state:
+            _fill_shards(reader, optimizer, content["state"])
+        else:
+            _give_state(reader, optimizer, content)
+        for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+            group.update(_read(reader, saved["options"]))
+
+
+def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters of a saved state, where the step has them."""
+    if "parameters" in content:
+        return {n: (tuple(shape), dtype) for n, (shape, dtype) in content["parameters"].items()}
+    return {name: (t.shape, t.dtype) for name, t in reader.tensors(MODEL).items()}
+
+
+def _check_shapes(
+    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
+) -> None:
+    """Whether the state is of parameters of the same shapes."""
+    # Where every rank has all of it, it may have any shape itself: then the step tells the
+    # parameters'.
+    shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
+    known = _stepped(reader, content) if optimizer.checkpoint.has_whole_state else {}
+    for name, entries in content["state"].items():
+        ours = shapes.get(name)
+        if ours is not None and name in known and known[name][0] != ours:
+            raise GulliverError(
+                f"{reader.folder}: the optimizer state of {name!r} does not fit: the parameter was "
+                f"{known[name][0]}, it is {ours}"
+            )
+        for key, value in entries.items():
+            if ours is None or name in known:
+                continue
+            refs = refs_in(value)
+            if refs and (not isinstance(value, Ref) or value.shape != ours):
+                raise GulliverError(
+                    f"{reader.folder}: the optimizer state of {name!r} does not fit: {key} is "
+                    f"{refs[0].shape}, the parameter {ours}"
+                )
+
+
+def _fill_shards(
+    reader: StepReader,
+    optimizer: BoostedOptimizer,
+    state: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Fills what this rank has of the state of each parameter."""
+    assert isinstance(optimizer, ZeroOptimizer), "state is spread over ranks by ZeRO's kind"
+    entries = {
+        name: {
+            key: value if isinstance(value, Ref) else Counter(value["value"], value["dtype"])
+            for key, value in found.items()
+        }
+        for name, found in state.items()
+    }
+    targets = optimizer.checkpoint.import_leaves(entries)
+    wanted = {state[name][key].name: leaf for (name, key), leaf in targets.items()}
+    reader.read_into(OPTIMIZER, wanted)
+
+
+def _give_state(
+    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
+) -> None:
+    """Gives an optimizer its whole state."""
+    found = _read(reader, {"state": content["state"], "others": content.get("others", {})})
+    state = {
+        name: {
+            key: value if isinstance(value, Tensor) else Counter(**value).to_value()
+            for key, value in entries.items()
+        }
+        for name, entries in found["state"].items()
+    }
+    # Else numbers are turned to the parameter's dtype: ZeRO keeps those of 16 bits in 32.
+    known = _stepped(reader, content)
+    exact = [n for p, n in optimizer.names.items() if n in known and known[n][1] == p.dtype]
+    optimizer.checkpoint.take_state(state, found["others"], exact)
+
+
+def _read(reader: StepReader, value: Any) -> Any:
+    """Reads nested values, with tensors in place of their stand-ins."""
+    made = reader.whole(OPTIMIZER, [ref.name for ref in refs_in(value)])
+    return replace_refs(value, made)
+
+
+def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
+    kind, ours = reader.value(SCHEDULER)["kind"], type(lr_scheduler).__name__
+    if kind != ours:
+        raise GulliverError(f"{reader.folder} is of {kind}, the scheduler is {ours}")
+
+
+def random_state() -> dict[str, Any]:
+    """The generators of this process: torch's, Python's and numpy's."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {
+            "version": version,
+            "numbers": torch.tensor(numbers, dtype=torch.int64),
+            "gauss": gauss,
+        },
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
+    if init_world().device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(init_world().device)
+    return found
+
+
+def restore_random(reader: StepReader) -> bool:
+    """Restores the generators of this rank; False where the checkpoint has none."""
+    rank = group_rank()
+    if not reader.is_per_rank(RANDOM) or rank >= reader.manifest.world_size:
+        return False
+    state = reader.value(RANDOM, rank)
+    torch.set_rng_state(state["torch"])
+    python, numbers = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    np.random.set_state(
+        (
+            numbers["kind"],
+            numbers["keys"].numpy().astype(np.uint32),
+            numbers["position"],
+            numbers["has_gauss"],
+            numbers["cached"],
+        )
+    )
+    if "cuda" in state and init_world().device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], init_world().device)
+    return True

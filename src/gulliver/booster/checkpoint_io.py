@@ -1,0 +1,566 @@
+"""Optimizers without their models: a step with one entry, in a folder of its own.
+
+Every rank writes what it has, in the format of whole steps. The entry also has the float32 copies
+of 16-bit parameters, which a whole step keeps as the model, and shapes and dtypes of parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from gulliver.booster.checkpoint import (
+    OPTIMIZER,
+    RANDOM,
+    LoadPlan,
+    OptimizerEntry,
+    boosted_state,
+    check_whole,
+    names_of_all,
+    on_main,
+    optimizer_entry,
+    read_model,
+    read_scheduler,
+    restore_random,
+    whole_model,
+    write_scheduler,
+)
+from gulliver.booster.running import Running
+from gulliver.checkpoint.background import PartsSaver, begin_huggingface, begin_single
+from gulliver.checkpoint.files import write_tensors
+from gulliver.checkpoint.folder import CheckpointFolder
+from gulliver.checkpoint.huggingface import load_huggingface, match_huggingface
+from gulliver.checkpoint.interchange import (
+    adapter_names,
+    gather_huggingface,
+    has_adapters,
+    write_adapters,
+)
+from gulliver.checkpoint.loading import Loaded, step_folder
+from gulliver.checkpoint.reader import StepReader
+from gulliver.checkpoint.saving import AsyncCheckpointer
+from gulliver.checkpoint.weights import Weights
+from gulliver.checkpoint.writing import GatheredWeights, on_gathered, refuse_existing, write_single
+from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on_any_rank
+from gulliver.comm.world import init_world
+from gulliver.errors import GulliverError, nearest
+from gulliver.io.files import PARTIAL, finish_folder, hold, remove_all, remove_leftovers
+from gulliver.memory.parts import whole_shape
+from gulliver.parallel.optimizer import BoostedOptimizer
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.plan.plan import Plan
+from gulliver.planner.model import dtypes_of, narrow_dtypes, unwrapped
+
+PLAN = "plan.yaml"
+# Names of the files in a folder of an optimizer.
+OURS = re.compile(
+    r"manifest\.json|state\.json|plan\.yaml|optimizer(-[0-9]+-of-[0-9]+)?\.safetensors"
+)
+
+
+def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None) -> None:
+    """Writes an optimizer as a step in a folder of its own, whole or not at all; all ranks call it.
+
+    Raises:
+        GulliverError: the folder holds other files, which it would replace, or cannot be written.
+    """
+    raise_on_any_rank(lambda: _refuse_others(folder))
+    if isinstance(optimizer, ZeroOptimizer):
+        optimizer.shards.take_writes()
+    content = optimizer_entry(optimizer, _state_of(optimizer))
+    content["parameters"] = stepped(optimizer)
+    # The name has the writer's process, so that leftovers of killed ones can be told from it.
+    number = broadcast_object(os.getpid())
+    run = folder.with_name(f".{folder.name}.{number}{PARTIAL}")
+    with ExitStack() as stack:
+        on_main(lambda: _begin(run, stack))
+        limit = optimizer.checkpoint.copy_limit
+        with AsyncCheckpointer(run, keep=0, mode="ring", memory_limit=limit) as checkpointer:
+            checkpointer.save(0, {OPTIMIZER: content})
+        on_main(lambda: _name(CheckpointFolder(run).path(0), folder, plan))
+
+
+def _refuse_others(folder: Path) -> None:
+    there = folder.iterdir() if folder.is_dir() else ()
+    others = sorted(entry.name for entry in there if not OURS.fullmatch(entry.name))
+    if others:
+        raise GulliverError(
+            f"{folder} holds other files, such as {others[0]}: give the optimizer a folder of its "
+            "own"
+        )
+
+
+def _begin(run: Path, stack: ExitStack) -> None:
+    """Makes a temporary folder that the stack removes; also removes those of killed processes."""
+    remove_leftovers(run.parent)
+    run.mkdir(parents=True)
+    stack.callback(remove_all, run)
+    stack.enter_context(hold(run))
+
+
+def _name(step: Path, folder: Path, plan: Plan | None) -> None:
+    if plan is not None:
+        plan.save(step / PLAN)
+    finish_folder(step, folder)
+
+
+def _state_of(optimizer: BoostedOptimizer) -> Any:
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.checkpoint.export_leaves()
+    return optimizer.checkpoint.state_leaves()
+
+
+def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
+    """Shapes of the parameters by name, whole, and the dtypes of their state."""
+    return {
+        name: [list(whole_shape(p)), optimizer.checkpoint.state_dtype(p)]
+        for p, name in optimizer.checkpoint.trainable.items()
+    }
+
+
+def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
+    """Loads an optimizer at any number of ranks; every rank calls it."""
+    entry = OptimizerEntry.of(reader, optimizer)
+
+    def match() -> None:
+        reader.check_files()
+        entry.match()
+        _check_stepped(optimizer, entry.content, reader.folder)
+
+    raise_on_any_rank(match)
+    entry.unfreeze()
+    if isinstance(optimizer, ZeroOptimizer):
+        # Else values that the user wrote to parameters would replace the masters that are loaded.
+        optimizer.shards.take_writes()
+    raise_on_any_rank(entry.fill)
+    if isinstance(optimizer, ZeroOptimizer):
+        optimizer.shards.publish_masters()
+
+
+def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:
+    """Refuses state of parameters of other shapes or dtypes."""
+    theirs = content.get("parameters", {})
+    for name, ours in stepped(optimizer).items():
+        there = theirs.get(name, ours)
+        if there != ours:
+            raise GulliverError(
+                f"{folder} does not fit: the optimizer state of {name!r} does not fit: it is of "
+                f"{tuple(there[0])} {there[1]}, the parameter {tuple(ours[0])} {ours[1]}"
+            )
+
+
+# Files of models that no rank has whole: gathered and cut one tensor at a time.
+#
+# The files are those of models that every rank has whole. Every rank calls every function here.
+
+
+def write_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
+    """Writes a model as one file, under its own names and in its own dtypes."""
+
+    def write(weights: GatheredWeights) -> None:
+        write_single(weights, {name: name for name in weights.infos}, path)
+
+    on_gathered(holder.checkpoint.model_leaves(model), write, dtypes_of(model))
+
+
+def begin_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
+    """Begins to write what `write_gathered` writes, while training goes on."""
+    leaves, dtypes = holder.checkpoint.model_leaves(model), _of_all(dtypes_of(model))
+    return begin_single(leaves, path, dtypes, holder.checkpoint.copy_limit)
+
+
+def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
+    """Writes a model as a Hugging Face folder; tied weights are there once."""
+    aliases = _of_all(holder.checkpoint.canonical_names(model))
+    leaves = holder.checkpoint.model_leaves(model)
+    gather_huggingface(leaves, folder, dtypes=dtypes_of(model), aliases=aliases, **options)
+
+
+def write_adapter_folder(
+    holder: BoostedOptimizer,
+    model: nn.Module,
+    folder: Path,
+    use_async: bool,
+    dtype: torch.dtype | None = None,
+) -> PartsSaver | None:
+    """Writes PEFT's adapters of a model, or begins to while training goes on."""
+    raise_on_any_rank(lambda: refuse_existing(folder))
+    names = _of_all({0: adapter_names(model)})[0]
+    wanted = {source for sources in names.values() for source in sources.values()}
+    leaves = {n: leaf for n, leaf in holder.checkpoint.model_leaves(model).items() if n in wanted}
+    dtypes = _of_all(dtypes_of(model))
+
+    def write(weights: Weights) -> None:
+        write_adapters(weights, model, folder, dtypes if dtype is None else dtype, names=names)
+
+    if not use_async:
+        on_gathered(leaves, write, dtypes_of(model))
+        return None
+    saver = PartsSaver(folder, write, holder.checkpoint.copy_limit)
+    saver.begin(leaves)
+    return saver
+
+
+def begin_folder(
+    holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
+) -> PartsSaver:
+    """Begins to write what `write_folder` writes, while training goes on."""
+    raise_on_any_rank(lambda: refuse_existing(folder))
+    aliases, dtypes = _of_all(holder.checkpoint.canonical_names(model)), _of_all(dtypes_of(model))
+    leaves, limit = holder.checkpoint.model_leaves(model), holder.checkpoint.copy_limit
+    return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
+
+
+def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
+    """Joins the entries of all ranks by name; every rank calls it."""
+    return {name: value for found in gather_objects(mine) for name, value in found.items()}
+
+
+def read_sharded(
+    holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
+) -> list[str]:
+    """Fills a model from a file or a Hugging Face folder, each rank with what it holds."""
+    leaves, elsewhere = holder.checkpoint.load_leaves(model), names_of_all(model, holder)
+    aliases = holder.checkpoint.canonical_names(model)
+    narrow = {} if checked else narrow_dtypes(model)
+    odd = raise_on_any_rank(
+        lambda: match_huggingface(
+            leaves, path, strict, "", elsewhere, aliases, dtypes=narrow, like=model
+        )
+    )
+    holder.checkpoint.before_model_load()
+    # Mismatches were found and reported above.
+    given = leaves, path, False, "", elsewhere, aliases, True, model
+    raise_on_any_rank(lambda: load_huggingface(*given))
+    holder.checkpoint.after_model_load()
+    every = gather_objects(odd.missing + odd.unexpected)
+    return list(dict.fromkeys(name for names in every for name in names))
+
+
+# Files of a `Booster`: steps, models, optimizers and schedulers. Read `CheckpointIO.save`.
+
+
+class CheckpointIO:
+    """Saves and loads what a booster has boosted."""
+
+    _last: Running | None
+    plugin: Any
+
+    def __init__(self) -> None:
+        self._saving: PartsSaver | None = None
+        self._checkpointers: dict[str, AsyncCheckpointer] = {}
+        self._options: dict[str, dict[str, Any]] = {}
+        self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
+        self._several: WeakSet[nn.Module] = WeakSet()
+
+    def _running(self) -> Running:
+        if self._last is None:
+            raise GulliverError("there is no plan yet: call boost first")
+        return self._last
+
+    def save(
+        self,
+        folder: Path | str,
+        step: int,
+        model: nn.Module,
+        optimizer: BoostedOptimizer | None = None,
+        lr_scheduler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        use_async: bool = True,
+        frozen: bool = True,
+        **options: Any,
+    ) -> bool:
+        """Saves everything of a step as one checkpoint while training goes on; every rank calls it.
+
+        Each rank writes what it has of the state; nothing is gathered. It loads at any number of
+        ranks, stage and chunk size, and with any plugin.
+
+        Args:
+            folder: folder of the run's checkpoints.
+            step: number of the step.
+            model: boosted by this booster, or plain.
+            optimizer: optimizer that `boost` returned; None saves the model without one.
+            lr_scheduler: scheduler to save, or None.
+            state: what else belongs to the run, by entry: the average of the weights, the loader's
+                position, numbers; see `gulliver.checkpoint.AsyncCheckpointer.save`.
+            use_async: False returns when the step is complete.
+            frozen: whether parameters that are not trained are saved, too; without them it loads
+                with ``frozen=False``, into a model that has them.
+            options: arguments of `gulliver.checkpoint.AsyncCheckpointer`, for this folder; the
+                first save settles them.
+
+        Returns:
+            Whether it was begun; False where one was under way and ``when_busy="skip"`` was given.
+
+        Raises:
+            GulliverError: what went wrong with the save before; it cannot be saved.
+        """
+        if optimizer is not None:
+            boosted_only(optimizer)
+        self._check_single(model)
+        holder = self._optimizers.get(model, optimizer)
+        if model not in self._optimizers:
+            check_whole(model)
+        content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
+        limit = None if holder is None else holder.checkpoint.copy_limit
+        # Under a memory limit the copy that is written in the background is limited as well.
+        checkpointer = self._checkpointer(Path(folder), options, limit)
+        if self._last is not None:
+            checkpointer.about["plan"] = self._running().plan.to_values()
+        begun = checkpointer.save(step, content)
+        first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
+        if first and limit is not None and self.plugin.verbose:
+            print(f"checkpoints in {folder} are held in {checkpointer.held}", flush=True)
+        if not use_async:
+            checkpointer.wait()
+        return begun
+
+    def load(
+        self,
+        folder: Path | str,
+        model: nn.Module | None = None,
+        optimizer: BoostedOptimizer | None = None,
+        lr_scheduler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        strict: bool = True,
+        prefix: str = "",
+        random: bool = True,
+        frozen: bool = True,
+    ) -> Loaded:
+        """Loads what `save` saved, at any number of ranks; every rank calls it.
+
+        Args:
+            folder: folder of the run's checkpoints, or of one step.
+            model: model to fill in place; what is None is not loaded.
+            optimizer: optimizer to fill in place.
+            lr_scheduler: scheduler to fill in place.
+            state: what else to load, by entry; see `gulliver.checkpoint.load`.
+            step: number of the step; None for the newest complete one: the one saved last,
+                whatever its number.
+            strict: refuse what does not match, before anything is changed; else it is reported.
+            prefix: prefix of the model's names in the checkpoint.
+            random: take up the random generators too, where an optimizer is loaded and this rank
+                has them in the checkpoint.
+            frozen: whether parameters that are not trained are loaded, too.
+
+        Returns:
+            The step, the values of `state`, and what did not match.
+
+        Raises:
+            GulliverError: there is no such step; something does not match; a file is broken.
+        """
+        self._check_single(model)
+        holder = optimizer if model is None else self._optimizers.get(model, optimizer)
+        with self._open_step(Path(folder), step) as reader:
+            loaded = LoadPlan(
+                reader, model, optimizer, holder, lr_scheduler, state or {}, strict, prefix, frozen
+            ).load()
+            if random and optimizer is not None and not restore_random(reader):
+                loaded.absent.append(RANDOM)
+        return loaded
+
+    @staticmethod
+    def _open_step(folder: Path, step: int | None) -> StepReader:
+        """Opens the step that rank 0 finds: while one is written, others may find a newer one."""
+        found = raise_on_any_rank(lambda: step_folder(folder, step))
+        where = found.parent / broadcast_object(found.name)
+        return raise_on_any_rank(lambda: StepReader(where))
+
+    def _check_single(self, model: nn.Module | None) -> None:
+        """Refuses steps of models that several optimizers train: a step has the state of one."""
+        if model in self._several:
+            raise GulliverError(
+                "the model has several optimizers, and a step is saved with one: use save_model, "
+                "and save_optimizer for each"
+            )
+
+    @property
+    def saves(self) -> int:
+        """Number of checkpoints that were begun."""
+        return sum(checkpointer.saves for checkpointer in self._checkpointers.values())
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which checkpoints have held up training so far."""
+        return sum(checkpointer.stall_s for checkpointer in self._checkpointers.values())
+
+    def wait_copied(self) -> None:
+        """Waits until the state may be changed in any way; see `save`."""
+        for checkpointer in self._checkpointers.values():
+            checkpointer.wait_copied()
+
+    def wait(self) -> None:
+        """Waits until every step that is being saved is complete; every rank calls it."""
+        for checkpointer in self._checkpointers.values():
+            checkpointer.wait()
+        self._await_model()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and frees the memory that saving has needed."""
+        with ExitStack() as stack:
+            # Whatever fails, the folders of the others are free afterwards.
+            while self._checkpointers:
+                stack.callback(self._checkpointers.popitem()[1].close)
+            self._await_model()
+
+    def abandon(self) -> None:
+        """Finishes what this rank writes, and frees the folders, when other ranks may be gone."""
+        while self._checkpointers:
+            self._checkpointers.popitem()[1].abandon()
+
+    def _checkpointer(
+        self, folder: Path, options: Mapping[str, Any], limit: int | None
+    ) -> AsyncCheckpointer:
+        known_names = inspect.signature(AsyncCheckpointer).parameters
+        for name in options:
+            if name not in known_names:
+                raise GulliverError(f"save has no option {name!r}: {nearest(name, known_names)}")
+        key = str(folder.absolute())
+        known = self._options.setdefault(key, dict(options))
+        if options and known != options:
+            raise GulliverError(
+                f"{folder} is being saved with {known or 'the defaults'}: the first save settles "
+                "its options"
+            )
+        if key not in self._checkpointers:
+            given = {"memory_limit": limit, **options}
+            self._checkpointers[key] = AsyncCheckpointer(folder, **given)
+        return self._checkpointers[key]
+
+    def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
+        """Writes the model's state dict, whole and under its own names, as one safetensors file.
+
+        Every rank calls it; rank 0 writes, buffers as it has them. Any world size and any
+        safetensors reader loads it.
+
+        Args:
+            model: boosted or not.
+            path: path of the file.
+            use_async: write a boosted model while training goes on; `wait`, or the next save of a
+                model, raises if that failed. Each rank writes its parts, from which rank 0 makes
+                the file: for that time the disk holds the model twice.
+        """
+        plain, place = unwrapped(model), Path(path)
+        self._await_model()
+        holder = self._optimizers.get(model)
+        if holder is not None and use_async:
+            self._saving = begin_gathered(holder, plain, place)
+        elif holder is not None and _is_spread(holder):
+            write_gathered(holder, plain, place)
+        else:
+            check_whole(plain)
+            state = whole_model(plain)
+            if isinstance(holder, ZeroOptimizer):
+                # Where updates travel packed, parameters differ from the shards that are trained.
+                state |= holder.checkpoint.exact_parameters(plain)
+            on_main(lambda: write_tensors(place, state))
+
+    def _await_model(self) -> None:
+        """Waits for a model that is being written; every rank calls it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.close()
+
+    def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
+        """Reads a state dict into the model in place; every rank calls it.
+
+        Values are converted to the model's dtype, where they fit it, as `load` converts them.
+
+        Args:
+            model: boosted or not.
+            path: a safetensors file, a Hugging Face folder, or a step or run, of which the entry
+                ``model`` is taken.
+            strict: refuse names that are missing or left over.
+
+        Returns:
+            The names that were missing or left over.
+        """
+        holder = self._optimizers.get(model)
+        if holder is not None and _is_spread(holder):
+            return read_sharded(holder, unwrapped(model), Path(path), strict)
+        return read_model(unwrapped(model), Path(path), strict)
+
+    def save_huggingface(
+        self, model: nn.Module, folder: Path | str, use_async: bool = False, **options: Any
+    ) -> None:
+        """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
+
+        What lies with several ranks is gathered one tensor at a time. Of a model with PEFT's
+        adapters these are written, as a folder that PEFT reads, and not the model below them.
+
+        Args:
+            model: boosted by this booster.
+            folder: folder to make; it must not exist.
+            use_async: write it while training goes on, as `save_model` does.
+            options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
+                `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
+                written where none is given.
+        """
+        holder = self._optimizers.get(model)
+        if holder is None:
+            raise GulliverError("the model was not boosted by this booster: boost it first")
+        self._await_model()
+        if has_adapters(unwrapped(model)):
+            given = options.get("dtype")
+            self._saving = write_adapter_folder(
+                holder, unwrapped(model), Path(folder), use_async, given
+            )
+            return
+        config = getattr(unwrapped(model), "config", None)
+        if hasattr(config, "to_dict"):
+            options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
+        if use_async:
+            plain = unwrapped(model)
+            self._saving = begin_folder(holder, plain, Path(folder), **options)
+            return
+        write_folder(holder, unwrapped(model), Path(folder), **options)
+
+    def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
+        """Writes the optimizer state by parameter name, and the plan, to a folder.
+
+        Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
+        The folder is a step of the checkpoint format with the entry ``optimizer``; it appears, or
+        is replaced, whole or not at all. A folder with other files is refused.
+        """
+        plan = None if self._last is None else self._last.plan
+        write_optimizer(boosted_only(optimizer), Path(path), plan)
+
+    def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
+        """Reads what `save_optimizer` wrote; every rank calls it."""
+        optimizer = boosted_only(optimizer)
+        with self._open_step(Path(path), None) as reader:
+            read_optimizer(optimizer, reader)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
+        """Writes a scheduler's numbers as JSON; rank 0 writes, the others need not call it.
+
+        Its functions are not saved: make the same scheduler before loading.
+        """
+        write_scheduler(lr_scheduler, Path(path), init_world().is_main)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
+        """Reads what `save_lr_scheduler` wrote."""
+        read_scheduler(lr_scheduler, Path(path))
+
+
+def _is_spread(holder: BoostedOptimizer) -> bool:
+    """Whether a model is written tensor by tensor: no rank has, or has room for, all of it."""
+    return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None
+
+
+def boosted_only(optimizer: Any) -> BoostedOptimizer:
+    if not isinstance(optimizer, BoostedOptimizer):
+        raise GulliverError(
+            f"{type(optimizer).__name__} is not boosted: pass the optimizer that boost returned"
+        )
+    return optimizer

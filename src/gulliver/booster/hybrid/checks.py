@@ -1,0 +1,394 @@
+"""Refuses what would silently compute something else in a cut model.
+
+Hooks of the user, norms with statistics of the batch, options of embeddings, virtual tokens of
+PEFT: each is refused by name while the model is whole, or carried over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver._compat import (
+    compiled_call,
+    hooks_of,
+    is_batch_norm,
+    is_compiled,
+    order_outputs_hooks,
+    outputs_hooks,
+)
+from gulliver.booster.checkpoint import CUT
+from gulliver.booster.hybrid.dropout import check_positions, drops_by_position
+from gulliver.booster.hybrid.transformers import check_sequence
+from gulliver.checkpoint.huggingface import load_huggingface
+from gulliver.comm.collectives import raise_on_any_rank
+from gulliver.comm.world import current_world
+from gulliver.errors import GulliverError, nearest
+from gulliver.families.lookup import is_hugging_face
+from gulliver.families.loss import asks_routers, hugging_face_of
+from gulliver.families.record import SHARED_BY_TENSOR
+from gulliver.parallel.optimizer import has_stepped, named_trainables
+from gulliver.parallel.pipeline.schedules import check_counts, style_of
+from gulliver.parallel.pipeline.stage import check_stages
+from gulliver.parallel.tensor.apply import check_mode, materialize
+from gulliver.parallel.tensor.styles import TensorPlan
+from gulliver.plan.plan import Plan
+from gulliver.planner.capability import check_family, check_sizes, family_of
+from gulliver.planner.model import NO_BLOCKS, check_uncompiled
+from gulliver.planner.resolve import Stages, recomputable
+
+# Libraries whose own hooks are not looked at: they work on a piece as on the whole.
+LIBRARIES = ("torch", "transformers", "peft", "gulliver")
+
+# Kinds of which the module stays itself.
+STAYS = ("summed", "experts", "parameters", "latent")
+
+
+def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> None:
+    """Refuses a user's hooks that would be lost, or would see a part of what they saw."""
+    if plan is not None:
+        _check_replaced(model, plan)
+        _check_beneath(model, plan.sites, "would see the features or heads of one rank")
+    piece = f"would see a piece of the sequence under sequence_parallelism_mode={mode!r}"
+    if plan is not None and mode in SHARED_BY_TENSOR:
+        _check_beneath(model, plan.stacks, piece)
+    elif mode is not None and mode not in SHARED_BY_TENSOR:
+        inner = hugging_face_of(model)
+        paths = [path for path, module in model.named_modules() if module is inner]
+        _check_beneath(model, paths, piece)
+
+
+def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
+    for path, placed in plan.modules.items():
+        module, how = model.get_submodule(path), placed.how
+        for name in placed.dims:
+            if _users(hooks_of(module._parameters[name])):
+                raise GulliverError(
+                    f"{path}.{name} has hooks, and tp_size={plan.size} cuts this parameter: "
+                    "register them on the model's parameters after boost, or leave tp_size out"
+                )
+        if how.kind in STAYS:
+            continue
+        whole = how.kind == "vocabulary" or (how.kind == "embedding" and how.gather)
+        hooks = _users(hooks_of(module, forward=not whole))
+        if hooks or "forward" in vars(module):
+            what = "hooks" if hooks else "a forward of its own"
+            raise GulliverError(
+                f"{path} has {what}, and tp_size={plan.size} replaces this module: "
+                f"{'register them' if hooks else 'put it there'} after boost, where the module "
+                "sees what one rank has, or leave tp_size out"
+            )
+
+
+def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
+    """Refuses hooks of modules that lie beneath some."""
+    starts = tuple(f"{path}." if path else "" for path in paths)
+    for path, module in model.named_modules():
+        if path and path.startswith(starts) and _users(hooks_of(module)):
+            raise GulliverError(
+                f"{path} has hooks, which {why}: register them after boost, if that is what they "
+                "are to see, or leave that parallelism out"
+            )
+
+
+def _users(hooks: Iterable[Any]) -> list[Any]:
+    """The hooks that the user has registered, not a library for its own ends."""
+    return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in LIBRARIES]
+
+
+def _module_of(hook: Any) -> str:
+    while hasattr(hook, "func"):
+        hook = hook.func
+    return str(getattr(hook, "__module__", ""))
+
+
+class HooksLast:
+    """Runs a user's hooks on outputs after ours, which are registered later.
+
+    Logits are brought together, and losses computed, by hooks of ours.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [(module, outputs_hooks(module)) for module in model.modules()]
+        self.known = [
+            (module, [key for key, hook in hooks.items() if _users([hook])])
+            for module, hooks in found
+            if hooks
+        ]
+
+    def restore(self) -> None:
+        """Moves them behind the others."""
+        for module, hooks in self.known:
+            order_outputs_hooks(module, hooks)
+
+
+def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
+    """Refuses norms whose statistics would be of a part of the batch."""
+    for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
+        counts = isinstance(getattr(module, "running_mean", None), Tensor)
+        if module.training and (counts or is_batch_norm(module)):
+            part = "of each micro-batch" if pp_size > 1 else "of each rank's piece"
+            raise GulliverError(
+                f"{path} ({type(module).__name__}) takes statistics of the batch, and would take "
+                f"those {part}: call its eval() before boost, use norms of each sample, or leave "
+                f"{'pp_size' if pp_size > 1 else 'sequence_parallelism_mode'} out"
+            )
+
+
+def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
+    """Refuses options of embeddings that count or renormalize what the whole batch looks up."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            continue
+        if degree > 1 and (module.max_norm is not None or module.sparse):
+            option = "sparse gradients" if module.max_norm is None else "max_norm"
+        elif degree * pp_size > 1 and module.scale_grad_by_freq:
+            option = "scale_grad_by_freq"
+        else:
+            continue
+        raise GulliverError(
+            f"{path} is an embedding with {option}, which would go by the part of the batch that a "
+            f"{'rank' if degree > 1 else 'micro-batch'} has: only plain ones are supported here"
+        )
+
+
+def check_virtual_tokens(model: nn.Module) -> None:
+    """Refuses PEFT's prompt and prefix tuning in a model that is cut."""
+    if hugging_face_of(model) is model:
+        return
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    for name, config in configs.items():
+        if getattr(config, "is_prompt_learning", False):
+            raise GulliverError(
+                f"adapter {name!r} ({type(config).__name__}) adds virtual tokens to the sequence, "
+                "which tp_size, pp_size and sp_size do not cut: use LoRA, or leave them out"
+            )
+
+
+# Compiled blocks of a model that is cut.
+
+
+BLOCKS = "compile its blocks, one by one: block.compile(...)"
+
+
+# [Note: compiled first, cut later] ``block.compile()`` puts a compiled call in the place of the
+# block's own and traces nothing yet. A cut replaces what is inside of a block and keeps the block,
+# so what is traced, when it first runs, is the block as this rank has it. Column and row layers,
+# whose messages no compiler can move, run as they are, between what is compiled. A whole model
+# cannot be compiled so: a stage leaves its forward by an exception.
+def check_compiled(
+    model: nn.Module, plan: TensorPlan | None, lists: Iterable[str], style: str, mode: str | None
+) -> None:
+    """Refuses compiled modules that cannot be cut."""
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            name = path.removesuffix("._orig_mod") or "the model"
+            raise GulliverError(f"{name} is what torch.compile(module) returned: {BLOCKS}")
+        if compiled_call(module) is None:
+            continue
+        if not path or any(f"{inside}.".startswith(f"{path}.") for inside in lists):
+            raise GulliverError(f"{path or 'the model'} is compiled with all its blocks: {BLOCKS}")
+        placed = plan.modules.get(path) if plan is not None else None
+        if placed is not None and placed.how.kind not in STAYS:
+            raise GulliverError(f"{path} is compiled and is replaced where it is cut: {BLOCKS}")
+        if mode in SHARED_BY_TENSOR:
+            raise GulliverError(
+                f"{path} is compiled, and sequence_parallelism_mode={mode!r} hands it tensors that "
+                "are still under way: leave one of the two out"
+            )
+        if style_of(style).splits:
+            raise GulliverError(
+                f"{path} is compiled, so its backward is one piece, and pp_style={style!r} needs "
+                "it in two: take pp_style='1f1b'"
+            )
+
+
+def refuse_whole(model: nn.Module) -> None:
+    """Refuses to run a cut model that was compiled as a whole after boost."""
+    refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
+
+    def before(*_: Any) -> None:
+        # A constant in what is traced.
+        refuse(torch.compiler.is_compiling())
+
+    model.register_forward_pre_hook(before, prepend=True)
+
+
+def _refuse(traced: bool) -> None:
+    if traced:
+        raise GulliverError(f"the model is cut, and was compiled as a whole: {BLOCKS}")
+
+
+# Models that are never whole: built without memory, filled with each rank's part.
+#
+# Build the model under `lazy_parameters`, make its optimizer, and boost both with
+# ``HybridParallelPlugin(weights=folder)``.
+
+
+@contextmanager
+def lazy_parameters() -> Iterator[None]:
+    """Inside, modules that are built have their parameters on meta, which takes no memory.
+
+    Buffers are made as ever, because their values come from no file. Parameters are made one at a
+    time and let go, so no more than the largest is ever there.
+    """
+    # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            grad = parameter.requires_grad
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def check_lazy(model: nn.Module, weights: Path | None) -> None:
+    """Refuses a model on meta that nothing would fill."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise GulliverError(
+                f"buffer {name!r} is on meta, and no file has its values: build the model under "
+                "gulliver.booster.lazy_parameters(), which leaves buffers alone"
+            )
+    if weights is not None:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise GulliverError(
+                f"parameter {name!r} is on meta: pass HybridParallelPlugin(weights=folder) to "
+                "fill it from"
+            )
+
+
+def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: torch.device) -> None:
+    """Reads this rank's part of a Hugging Face folder; every rank calls it."""
+    materialize(model, device)
+    tied = {name: first for name, first in aliases.items() if name != first}
+    raise_on_any_rank(
+        lambda: load_huggingface(model, weights, elsewhere=list(aliases), aliases=tied)
+    )
+
+
+# Refuses models that cannot be cut as a plan says, while they are whole.
+
+
+# Least share of the parameters of the blocks that is cut without a warning.
+LEAST_SHARE = 0.5
+
+
+def check_new(plan: Plan, model: nn.Module) -> None:
+    """Refuses models that were boosted before, and adapters that no plan supports."""
+    if plan.mesh.cuts_model:
+        check_virtual_tokens(model)
+    if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
+        raise GulliverError(
+            "the model is boosted already: boost it once here, or build it anew; two optimizers of "
+            "one model, such as Muon and AdamW, need LowLevelZeroPlugin below stage 3"
+        )
+
+
+def check_cut(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+) -> None:
+    """Refuses what a plan cannot do to a model, before anything is changed."""
+    family, mode = family_of(model), plan.sequence.mode
+    sizes = plan.mesh.of("tensor"), plan.mesh.of("sequence")
+    check_sizes(mode, *sizes)
+    check_family(family, mode, max(sizes))
+    check_batch_norms(model, plan.mesh.of("pipeline"), mode)
+    check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
+    # State of whole parameters would have to be cut, too, which no optimizer says how to do.
+    if optimizer is not None and has_stepped(optimizer):
+        raise GulliverError(
+            "the optimizer has stepped before boost: boost cuts the model, so boost first"
+        )
+    if optimizer is not None:
+        named_trainables(model, optimizer)  # refuses an optimizer of another model
+    weights = None if plan.weights is None else Path(plan.weights)
+    check_lazy(model, weights)
+    if weights is not None and not weights.is_dir():
+        raise GulliverError(f"weights={plan.weights!r} is no folder")
+    _check_outputs(plan, model)
+    if tensor is not None or stages is not None:
+        lists = (*(stages[0].lists if stages else ()), *(tensor.stacks if tensor else ()))
+        check_compiled(model, tensor, lists, plan.pipeline.schedule, mode)
+    if drops_by_position(plan, model):
+        check_positions(model, tensor, plan.recompute if stages is None else ())
+    check_hooks(model, tensor, mode)
+    if tensor is not None:
+        _check_share(plan, model, tensor)
+        check_mode(model, tensor, mode if mode in SHARED_BY_TENSOR else None)
+    if stages is not None:
+        _check_stages(plan, model, stages)
+    if family != "STDiT3" and is_hugging_face(model) and plan.sequence.degree > 1:
+        check_sequence(hugging_face_of(model))
+
+
+def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None:
+    """Refuses blocks that cannot be recomputed."""
+    known = recomputable(plan, model, stages) if plan.recompute else ()
+    if plan.recompute and not known:
+        raise GulliverError(NO_BLOCKS)
+    for number, path in enumerate(plan.recompute):
+        if path not in known:
+            line = plan.line_text(f"recompute[{number}]") or plan.line_text("recompute")
+            raise GulliverError(
+                f"recompute names {path!r}{line}, which is no block "
+                f"of the model: {nearest(path, known)}"
+            )
+    if plan.mesh.of("pipeline") == 1:
+        check_uncompiled(model, plan.recompute)
+
+
+def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
+    """Refuses a cut that leaves the blocks whole; says where it leaves most of them so."""
+    share, size = tensor.share_of(model), tensor.size
+    if share == 0 and not plan.tensor.rules:
+        raise GulliverError(
+            f"tp_size={size} would cut nothing of the blocks of {type(model).__name__}: "
+            "give tensor_rules, or take pp_size"
+        )
+    if share < LEAST_SHARE and current_world().is_main:
+        kept = 1 - share * (1 - 1 / size)
+        warnings.warn(
+            f"tp_size={size} cuts {share:.0%} of the parameters of the blocks of "
+            f"{type(model).__name__}, so each rank keeps {kept:.0%} of them: give tensor_rules "
+            "for the rest, or take pp_size",
+            stacklevel=2,
+        )
+
+
+def _check_outputs(plan: Plan, model: nn.Module) -> None:
+    """Refuses losses of routers that each rank would have a part of."""
+    if plan.sequence.mode not in SHARED_BY_TENSOR and plan.mesh.of("pipeline") == 1:
+        return
+    if asks_routers(model, {}):
+        raise GulliverError(
+            "output_router_logits=True adds a loss of all tokens of all blocks, and a rank has "
+            "some of them: set it to False in the configuration, or leave pp_size and "
+            "sequence_parallelism_mode out"
+        )
+
+
+def _check_stages(plan: Plan, model: nn.Module, stages: Stages) -> None:
+    """Refuses blocks that cannot be run in stages."""
+    stack, found, numbers = stages
+    check_stages(model, stack)
+    line = plan.pipeline
+    check_counts(line.schedule, found.stages, len(numbers), line.micro_batches)

@@ -1,0 +1,527 @@
+"""Losses of logits that are cut over the vocabulary, the sequence or both, and gathered outputs.
+
+The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
+rank of a sequence shows them and counts them. Why that is right together with the optimizer's mean
+over these ranks is explained at [Note: gradients] of sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.comm.collectives import all_reduce
+from gulliver.comm.groups import RankGroup
+from gulliver.errors import GulliverError
+from gulliver.families.loss import OwnLoss
+from gulliver.families.record import Sequences
+from gulliver.parallel.sequence.attend import attention, decode
+from gulliver.parallel.sequence.layout import SequenceGroups, Tail
+from gulliver.parallel.sequence.mask import Mask
+from gulliver.parallel.sequence.sharding import position_ids, shard, show, unshard, unshard_tail
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """The denominator of a loss of tokens."""
+
+    # Label of tokens that do not count.
+    ignore_index: int = -100
+    # What the sum is divided by; None for the tokens that count, of all ranks.
+    items: Tensor | int | None = None
+
+
+def token_losses(
+    logits: Tensor,
+    labels: Tensor,
+    tensor: RankGroup,
+    columns: tuple[int, int] | None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The cross-entropy of each token."""
+    if columns is not None:
+        from gulliver.parallel.tensor.loss import cross_entropy
+
+        return cross_entropy(logits, labels, tensor, columns, ignore_index)
+    wide = logits.float() if logits.dtype in HALVES else logits
+    flat = F.cross_entropy(
+        wide.flatten(0, 1), labels.flatten(), ignore_index=ignore_index, reduction="none"
+    )
+    return flat.view(labels.shape)
+
+
+def mean_over_ranks(
+    losses: Tensor, labels: Tensor, groups: SequenceGroups, counting: Counting
+) -> Tensor:
+    """The mean over all tokens that count, of which each rank has its own."""
+    total = losses.sum()
+    count = (labels != counting.ignore_index).sum()
+    if counting.items is not None:
+        count = torch.as_tensor(counting.items, device=losses.device)
+    # In float64, so that the number shown is one process's to the last digit of its own dtype.
+    sums = torch.stack([total.detach().double(), count.double()])
+    if groups.plan.degree > 1:
+        own = sums[1].clone()
+        all_reduce(sums, group=groups.all.process_group)
+        if counting.items is not None:
+            sums[1] = own
+    whole = (sums[0] / sums[1]).to(losses.dtype)
+    # A batch in which nothing counts shows nan, as torch does; its gradients must not be nan, or a
+    # step would spread them to all parameters.
+    share = total / sums[1].clamp(min=1).to(losses.dtype)
+    return show(share, whole, alike=groups.plan.degree)
+
+
+def leave(x: Tensor, groups: SequenceGroups, length: int) -> Tensor:
+    """The whole of a tensor of which each rank has its tokens, ``[batch, tokens, ...]``."""
+    if groups.plan.degree == 1:
+        return x
+    return unshard(x, groups, 1, length, gradient="alike")
+
+
+def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
+    """The same of the last tokens only."""
+    if groups.plan.degree == 1:
+        return x
+    return unshard_tail(x, groups, tail, gradient="alike")
+
+
+class NotGatheredError(GulliverError, AttributeError):
+    """Something was asked of logits that are not there."""
+
+
+class NotGathered:
+    """Stands for logits that were used for the loss and not brought together."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotGatheredError(
+            "logits are not brought together in training with labels, because each rank has its "
+            "part only: call gulliver.booster.keep_logits(model) to have them beside the loss, or "
+            "leave labels out of the model's call, or model.eval() to look at them"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __sub__ = __mul__ = __matmul__ = _refuse
+    __array__ = __float__ = __bool__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls()._refuse()
+
+    def __repr__(self) -> str:
+        return "NotGathered()"
+
+    def __reduce__(self) -> Any:
+        return NotGathered, ()
+
+    def __deepcopy__(self, memo: Any) -> NotGathered:
+        return self
+
+
+# Keys and values of a generation, shared out over ranks.
+#
+# A prompt's tokens stay where the layout puts them. Of new tokens, the one at position p is kept
+# by rank p modulo their count, so that no rank grows faster than another.
+
+
+# Tokens that a layer's memory grows by at least.
+SPARE = 64
+
+
+class ShardedCache:
+    """This rank's keys and values of all layers."""
+
+    def __init__(self, groups: SequenceGroups) -> None:
+        # Tokens that all ranks have seen together.
+        self.length = 0
+        self.positions = self.asked = torch.empty(0, dtype=torch.int64)
+        self._groups = groups
+        self._own = torch.empty(0, dtype=torch.int64)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, count: int) -> None:
+        """A forward of the next tokens begins."""
+        # Positions of the tokens of the forward under way, ``[tokens]``.
+        self.asked = torch.arange(self.length, self.length + count)
+        if self.length == 0:
+            held = self._groups.plan.lay(count).positions(self._groups.rank)
+            self._own = torch.arange(len(held))
+        else:
+            held = self.asked[self.asked % self._groups.all.size == self._groups.rank]
+            self._own = held - self.length
+        # Positions of the tokens that this rank keeps, ``[kept]``.
+        self.positions = torch.cat([self.positions, held])
+        self.length += count
+
+    def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds a layer's new keys and values."""
+        count = len(self.positions)
+        buffers = self._layers.get(id(module))
+        if buffers is None or buffers[0].shape[2] < count:
+            buffers = tuple(
+                _grown(x, count, old)
+                for x, old in zip((key, value), buffers or (None,) * 2, strict=True)
+            )
+            self._layers[id(module)] = buffers[0], buffers[1]
+        first = count - len(self._own)
+        if len(self._own):
+            index = self._own.to(key.device)
+            for buffer, new in zip(buffers, (key, value), strict=True):
+                buffer[:, :, first:count] = new.detach().index_select(2, index)
+        return buffers[0][:, :, :count], buffers[1][:, :, :count]
+
+
+def _grown(like: Tensor, count: int, old: Tensor | None) -> Tensor:
+    batch, heads, _, dim = like.shape
+    room = count + max(SPARE, count // 4)
+    buffer = like.new_empty(batch, heads, room, dim)
+    if old is not None:
+        buffer[:, :, : old.shape[2]] = old
+    return buffer
+
+
+# Attention of Hugging Face models over shared sequences, and what it must know of a forward.
+#
+# A `SequenceCall` is made for each forward and passed with the keyword arguments that transformers
+# models pass on to their attention. So it belongs to that forward alone: micro-batches may be in
+# flight together, and a block that is recomputed in backward finds the call that it ran with.
+#
+# transformers makes no dense mask for an attention of this name; what the model asked for is in
+# the arguments of `attend`, and what the user asked for in the call.
+
+
+# The name of this attention, in transformers.
+NAME = "gulliver_sequence"
+
+# The keyword argument that carries the call.
+KEY = "gulliver_call"
+
+# Arguments that change scores in ways that a `Mask` cannot say.
+BIASES = ("position_bias", "softcap", "s_aux", "sinks", "block_mask", "head_mask")
+
+
+@dataclass
+class SequenceCall:
+    """One forward."""
+
+    # Ranks that share the sequence.
+    groups: SequenceGroups
+    # Length of the whole sequence, in tokens; with a cache, of all that was seen.
+    length: int = 0
+    # Tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
+    keys: Tensor | None = None
+    # Document of each token, ``[batch or 1, length]`` on the CPU; None for one.
+    documents: Tensor | None = None
+    # Keys and values of this rank, where the call is part of a generation.
+    cache: ShardedCache | None = None
+    # New tokens, the same on all ranks, look at what the cache holds.
+    decoding: bool = False
+    _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
+
+    def mask(self, causal: bool, window: int | None) -> Mask:
+        """What a layer's queries see."""
+        if (causal, window) not in self._masks:
+            self._masks[causal, window] = Mask(
+                causal=causal,
+                window=None if window is None else (window - 1, None),
+                documents=self.documents,
+                keys=self.keys,
+            )
+        return self._masks[causal, window]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it, over a sequence that lies on several ranks."""
+    call: SequenceCall | None = others.get(KEY)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    _check(module, call, attention_mask, causal, sliding_window, others)
+    assert call is not None
+    mask = call.mask(causal, sliding_window)
+    if call.cache is not None:
+        key, value = call.cache.keep(module, key, value)
+    if call.decoding:
+        out = _decode(query, key, value, call, mask, scaling)
+    else:
+        out = attention(
+            query,
+            key,
+            value,
+            call.groups,
+            mask=mask,
+            scale=scaling,
+            length=call.length,
+            dropout=dropout,
+        )
+    return out.transpose(1, 2), None
+
+
+def _decode(
+    query: Tensor, key: Tensor, value: Tensor, call: SequenceCall, mask: Mask, scaling: float | None
+) -> Tensor:
+    """New tokens, which all ranks have, look at the keys of all ranks."""
+    assert call.cache is not None
+    positions = call.cache.asked
+    everything = mask.window is None and mask.keys is None and len(positions) == 1
+    return decode(
+        query,
+        key,
+        value,
+        call.groups,
+        mask=None if everything else mask,
+        query_positions=positions,
+        key_positions=call.cache.positions,
+        length=call.length,
+        scale=scaling,
+    )
+
+
+def _check(
+    module: nn.Module,
+    call: SequenceCall | None,
+    attention_mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    others: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if call is None:
+        raise GulliverError(
+            f"{name} was called without what its model's forward prepares: call the wired model, "
+            "not a part of it; cross-attention does not run under sequence parallelism"
+        )
+    if attention_mask is not None:
+        raise GulliverError(
+            f"{name} got a dense mask of shape {tuple(attention_mask.shape)}: give padding as "
+            "attention_mask [batch, length] and documents by position_ids that begin anew"
+        )
+    found = [bias for bias in BIASES if others.get(bias) is not None]
+    if found:
+        raise GulliverError(
+            f"{name} asks for {found[0]}, which no ring carries: take "
+            "sequence_parallelism_mode='split_gather'"
+        )
+    if window is not None and not causal:
+        raise GulliverError(f"{name} asks for a sliding window that is not causal: not supported")
+
+
+# Splits the arguments of a forward: this rank's tokens for the model, the rest for the call.
+#
+# All ranks of a sequence are called with the whole batch, as one process would be. Arguments along
+# the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the
+# loss are kept until the logits are there; plain values pass. Any other tensor is refused by name.
+
+
+ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+MASKS = ("attention_mask", "document_ids", "cu_seq_lens_q", "cu_seq_lens_k")
+MASK_SIZES = ("max_length_q", "max_length_k")
+TARGETS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+# Arguments that modules outside the sharded part read.
+WHOLE = ("pixel_values", "bool_masked_pos")
+
+
+@dataclass
+class Targets:
+    """Labels of a forward and how their mean is made."""
+
+    # Labels of this rank's tokens, aligned with its logits.
+    labels: Tensor
+    # How the mean is made.
+    counting: Counting
+
+
+@dataclass
+class OpenedForward:
+    """A forward in flight."""
+
+    # What its attention is given.
+    call: SequenceCall
+    # What the loss needs; None where the model computes its loss itself, or none is asked for.
+    targets: Targets | None = None
+    # Last tokens whose logits are asked for, where not all are.
+    tail: Tail | None = None
+    # Whether the logits stay where they are.
+    hold: bool = False
+    # Whether the user asked for a tuple.
+    as_tuple: bool = False
+    # Whether the sequence is cut at all.
+    shared: bool = True
+    # Whether the routers' loss of all tokens is added.
+    balances: bool = False
+
+
+@dataclass
+class CallArguments:
+    """Arguments by name, from which the reader takes what it understands."""
+
+    # What is left.
+    kwargs: dict[str, Any]
+    # Name of the model's class, for messages.
+    model: str
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+        """The arguments of a forward, those without a name under the name that they have."""
+        names = [p.name for p in _parameters(module.forward) if p.kind != p.VAR_KEYWORD]
+        if len(args) > len(names):
+            raise GulliverError(f"{type(module).__name__} takes {len(names)} arguments, not more")
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        return cls({k: v for k, v in named.items() if v is not None}, type(module).__name__)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """An argument, taken out."""
+        return self.kwargs.pop(name, default)
+
+    def shape(self) -> tuple[int, int, torch.device]:
+        """Batch size, length and device of the tokens."""
+        for name in ("input_ids", "inputs_embeds"):
+            tensor = self.kwargs.get(name)
+            if isinstance(tensor, Tensor):
+                if tensor.dim() != (2 if name == "input_ids" else 3):
+                    raise GulliverError(
+                        f"{name} of shape {tuple(tensor.shape)}: expected [batch, length"
+                        f"{', hidden' if name == 'inputs_embeds' else ''}]"
+                    )
+                return tensor.shape[0], tensor.shape[1], tensor.device
+        raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
+
+    def refuse_rest(self, known: tuple[str, ...]) -> None:
+        """Refuses what no part of the library understands."""
+        for name, value in self.kwargs.items():
+            plain = value is None or isinstance(value, bool | int | float | str)
+            if name not in known and not plain:
+                raise GulliverError(
+                    f"{name} is not supported where a sequence is shared by several ranks: "
+                    "leave it out"
+                )
+        if self.kwargs.get("output_attentions"):
+            raise GulliverError(
+                "output_attentions=True needs all scores in one place, and no rank has them: "
+                "leave it out"
+            )
+
+
+def take_targets(batch: CallArguments, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
+    """The labels of this rank's tokens, shifted before they are cut."""
+    labels, aligned = batch.take("labels"), batch.take("shift_labels")
+    ignore = batch.take("ignore_index", -100)
+    items = batch.take("num_items_in_batch")
+    if labels is None:
+        return None
+    if own.shifted:
+        shift = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore)
+        labels = shift if aligned is None else aligned
+    if groups.plan.degree > 1:
+        labels = shard(labels, groups)
+    return Targets(labels, Counting(ignore, items if own.items else None))
+
+
+def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -> SequenceCall:
+    """Leaves this rank's tokens in the batch, and returns what attention must know."""
+    count, length, device = batch.shape()
+    check_length(groups, length)
+    call = SequenceCall(groups, length)
+    mask = _padding(batch, count, length)
+    call.keys = None if mask is None or bool(mask.all()) else mask
+    call.documents = _documents(batch, mask is not None, length, known)
+    explicit = batch.take("document_ids") is not None
+    positions = batch.take("position_ids")
+    if positions is None and known.positions is not None and mask is not None:
+        positions = known.positions(mask).to(device)
+    if positions is None:
+        documents = call.documents if explicit else None
+        own = position_ids(groups, length, documents)
+        positions = own if own.dim() == 2 else own.unsqueeze(0)
+    else:
+        positions = shard(positions.view(-1, length), groups)
+    batch.kwargs["position_ids"] = positions.to(device)
+    for name in ("input_ids", "inputs_embeds", "token_type_ids"):
+        if name in batch.kwargs:
+            # Nobody reduces the gradient of what a user gives: each rank gets it as one process.
+            batch.kwargs[name] = shard(batch.kwargs[name], groups, gradient="mean")
+    return call
+
+
+def next_tokens(batch: CallArguments, groups: SequenceGroups, cache: ShardedCache) -> SequenceCall:
+    """A call of new tokens, which all ranks have, after those in the cache."""
+    count, length, _ = batch.shape()
+    cache.begin(length)
+    mask = _padding(batch, count, cache.length)
+    keys = None if mask is None or bool(mask.all()) else mask
+    return SequenceCall(groups, cache.length, keys, None, cache, decoding=True)
+
+
+def _padding(batch: CallArguments, count: int, length: int) -> Tensor | None:
+    mask = batch.take("attention_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != (count, length):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise GulliverError(
+            f"attention_mask {shape}: expected 0 and 1 of shape [{count}, {length}]; other masks "
+            "are described by position_ids that begin anew, or document_ids"
+        )
+    return mask.detach().cpu() != 0
+
+
+def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences) -> Tensor | None:
+    """The document that each token belongs to; None for one."""
+    ids = batch.kwargs.get("document_ids")
+    ends, key_ends = batch.take("cu_seq_lens_q"), batch.take("cu_seq_lens_k")
+    for name in MASK_SIZES:
+        batch.take(name)
+    if ids is not None:
+        ids = ids.detach().cpu()
+        return ids if ids.dim() == 2 else ids.unsqueeze(0)
+    if ends is not None:
+        if key_ends is not None and not torch.equal(ends, key_ends):
+            raise GulliverError("cu_seq_lens_q and cu_seq_lens_k differ: give the same")
+        documents = Mask.packed(ends).documents
+        assert documents is not None
+        if len(documents) != length:
+            raise GulliverError(
+                f"cu_seq_lens_q ends at {len(documents)}, the sequence has {length} tokens"
+            )
+        return documents.unsqueeze(0)
+    positions = batch.kwargs.get("position_ids")
+    if positions is None or padded or not known.by_positions:
+        return None
+    found = positions.detach().cpu().view(-1, length)
+    begins = found.diff(prepend=found[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1) if bool(begins.any()) else None
+
+
+def check_length(groups: SequenceGroups, length: int) -> None:
+    """Refuses sequences that are too short to give each rank a token."""
+    if min(groups.plan.lay(length).sizes()) == 0:
+        least = next(
+            n for n in range(length, 4 * groups.plan.degree + 1) if min(groups.plan.lay(n).sizes())
+        )
+        raise GulliverError(
+            f"a sequence of {length} tokens is too short for {groups.plan}: pad it to {least} or "
+            "use fewer ranks"
+        )
+
+
+def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(forward).parameters.values())

@@ -1,0 +1,275 @@
+"""The ranks of a hybrid run as a grid: pipeline x data x sequence x tensor.
+
+The tensor axis is innermost, because it sends most and often: number the ranks so that neighbours
+have the fastest links.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.comm.torus import Axes, make_axes
+from gulliver.errors import GulliverError
+from gulliver.families.loss import hugging_face_of
+from gulliver.parallel.sequence.layout import (
+    SequenceGroups,
+    SequencePlan,
+    make_groups,
+    make_mixed_groups,
+)
+from gulliver.precision.wire.formats import IDENTITY, WireFormat
+
+AXES = ("pp", "dp", "sp", "tp")
+
+
+@dataclass(frozen=True, eq=False)
+class HybridMesh:
+    """Rank groups along each axis."""
+
+    # Number of ranks along each axis, outer to inner.
+    sizes: Mapping[str, int]
+    # Ranks that hold the stages of one model, first stage first.
+    pipeline: RankGroup
+    # Ranks that hold the same parameters and read different samples.
+    data: RankGroup
+    # Ranks that share the sequences of one batch.
+    sequence: SequenceGroups
+    # Ranks that share the tensors of a stage.
+    tensor: RankGroup
+    # Data x sequence: all that hold the same parameters; gradients are averaged there.
+    replicas: RankGroup
+    # Pipeline x tensor: all that together hold the model once.
+    shards: RankGroup
+    # Pipeline x sequence x tensor: all that read the same batch.
+    model: RankGroup
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's number on each axis."""
+        rank_groups = (self.pipeline, self.data, self.sequence.all, self.tensor)
+        return {name: rank_group.rank for name, rank_group in zip(AXES, rank_groups, strict=True)}
+
+
+def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str, int]:
+    """Sizes of all axes; what the model does not take goes to the data."""
+    for name, size in (("pp_size", pp_size), ("sp_size", sp_size), ("tp_size", tp_size)):
+        check_size(name, size)
+    model = pp_size * sp_size * tp_size
+    if world % model:
+        above = math.ceil(world / model) * model
+        fits = f"{world - world % model} or {above}" if world > model else f"{above}"
+        raise GulliverError(
+            f"pp_size {pp_size} x sp_size {sp_size} x tp_size {tp_size} = {model} ranks for one "
+            f"model, which does not divide the world of {world}: start {fits} ranks, or choose "
+            f"sizes whose product is one of {_divisors(world)}"
+        )
+    return dict(zip(AXES, (pp_size, world // model, sp_size, tp_size), strict=True))
+
+
+def check_size(name: str, size: object) -> None:
+    """Refuses what is no number of ranks or parts."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
+
+
+def make_mesh(
+    sizes: Mapping[str, int],
+    sequence: SequencePlan,
+    device_type: str,
+    tensor_wire: WireFormat = IDENTITY,
+    pipeline_wire: WireFormat = IDENTITY,
+) -> HybridMesh:
+    """Makes all groups of a grid, once; every rank of the world calls it."""
+    assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
+    axes = make_axes(sizes, device_type=device_type)
+
+    def flat(*names: str) -> RankGroup:
+        return axes.flat(names) if math.prod(sizes[n] for n in names) > 1 else ALONE
+
+    def rank_group(name: str) -> RankGroup:
+        return axes.rank_group(name) if sizes[name] > 1 else ALONE
+
+    return HybridMesh(
+        sizes=dict(sizes),
+        pipeline=rank_group("pp").packed(pipeline_wire),
+        data=rank_group("dp"),
+        sequence=make_groups(sequence, _sequences(axes)),
+        tensor=rank_group("tp").packed(tensor_wire),
+        # Ranks of one sequence, too: each counts the loss that it shows as one of its own, which
+        # [Note: gradients] of parallel/sequence/sharding.py explains.
+        replicas=axes.flat(("dp", "sp")),
+        shards=flat("pp", "tp"),
+        model=flat("pp", "sp", "tp"),
+    )
+
+
+def _sequences(axes: Axes) -> list[list[int]] | None:
+    """The ranks that share a sequence, for every sequence of the world."""
+    if axes.ranks is None:
+        return None
+    rows = axes.ranks.movedim(AXES.index("sp"), -1)
+    return rows.reshape(-1, axes.sizes["sp"]).tolist()
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+# The degree of sequence parallelism may differ from forward to forward.
+#
+#     for clip in clips:
+#         with sequence_degree(model, 4 if clip.long else 1) as (place, places):
+#             loss = model(**batch_of(clip, place, places)).loss
+#
+# A forward takes the present rank groups when it begins and passes them to whatever runs in it, so
+# forwards of several degrees may be in flight, and their backwards come in any order.
+
+
+# Attribute of a wired model; not of a module's own kind, so nothing of it is saved.
+ATTRIBUTE = "gulliver_degree"
+# Ways to group the ranks whose groups are looked up and not made.
+REMEMBERED = 256
+
+
+# [Note: why gradients stay right] At degree d the R ranks that hold the same parameters work on R /
+# d sequences, and each rank counts the loss of its sequence. The sum over ranks counts every
+# sequence d times, and the optimizer divides by R: the mean over sequences, whatever d is. It need
+# not know the degree of any of the forwards that it steps for.
+class Degree:
+    """The rank groups that the next forward of a model shares its sequences over."""
+
+    def __init__(self, planned: SequenceGroups) -> None:
+        self.planned = self.now = planned
+        self.varied, self.fixed, self.lasting, self.staged = False, "", False, False
+        # Kept, because a group without users is given back at the next boost.
+        self._made = {planned.plan.degree: planned}
+        self._mixed = dict[tuple[tuple[int, ...], ...], SequenceGroups]()
+
+    def __deepcopy__(self, memo: Any) -> Degree:
+        return self
+
+    def of(self, degree: int) -> SequenceGroups:
+        """Groups of `degree` ranks each, neighbours on the sequence axis."""
+        # Every rank of the world calls it: the first time they are made.
+        whole = self.planned.plan
+        if degree < 1 or whole.degree % degree:
+            fits = [n for n in range(1, whole.degree + 1) if whole.degree % n == 0]
+            raise GulliverError(f"degree {degree} does not divide the {whole}: one of {fits}")
+        fixed = "blocks lie on several stages" if self.staged else self.fixed
+        if degree != whole.degree and fixed:
+            raise GulliverError(f"degree {degree} instead of {whole.degree}: not where {fixed}")
+        if degree not in self._made:
+            plan = self._plan(degree)
+            rows = [
+                ranks[first : first + degree]
+                for ranks in self.planned.sequences
+                for first in range(0, whole.degree, degree)
+            ]
+            self._made[degree] = make_groups(plan, rows)
+        return self._made[degree]
+
+    def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
+        """Groups of other numbers of ranks side by side, where all ranks share sequences."""
+        # Every rank of the world calls it with the same rows; groups that are new are made. Where a
+        # sequence lies on tensor ranks too, there are groups of the first ones, of the second ones,
+        # and so on.
+        if self.fixed:
+            raise GulliverError(f"groups that change from step to step: not where {self.fixed}")
+        key = tuple(tuple(row) for row in rows)
+        named = sorted(rank for row in key for rank in row)
+        if named != list(range(self.planned.plan.degree)):
+            raise GulliverError(
+                f"groups of any ranks need one sequence axis of all {len(named)} that share the "
+                f"optimizer, and its axis is {self.planned.plan}: take DataCentricPlugin"
+            )
+        if key not in self._mixed:
+            if len(self._mixed) >= REMEMBERED:  # the process groups in it are kept elsewhere
+                del self._mixed[next(iter(self._mixed))]
+            whole = self.planned.sequences or [[0]]
+            found = [[ranks[place] for place in row] for ranks in whole for row in key]
+            self._mixed[key] = make_mixed_groups([self._plan(len(row)) for row in found], found)
+        return self._mixed[key]
+
+    def _plan(self, degree: int) -> SequencePlan:
+        """How fewer ranks share a sequence: in the planned way, as far as their number allows."""
+        whole = self.planned.plan
+        if degree == whole.degree:
+            return whole
+        ulysses = degree if whole.ring == 1 else math.gcd(whole.ulysses, degree)
+        inner = math.gcd(whole.inner, degree // ulysses)
+        outer = degree // (ulysses * inner)
+        return SequencePlan(ulysses, outer, inner, whole.layout, whole.wire)
+
+
+def put_degree(model: nn.Module, degree: Degree) -> None:
+    """Gives a model that is wired for a sequence its `Degree`."""
+    object.__setattr__(model, ATTRIBUTE, degree)
+
+
+def degree_of(model: nn.Module) -> Degree | None:
+    """The `Degree` of a model that shares sequences; None where they are whole."""
+    return vars(hugging_face_of(model)).get(ATTRIBUTE)
+
+
+def readers(
+    model: nn.Module, planned: RankGroup, tensor: RankGroup, stages: RankGroup = ALONE
+) -> list[RankGroup]:
+    """Rank groups whose ranks read the same batch, and along which batches are compared."""
+    # The first one has all ranks of a pipeline, which tell each other what state they are in.
+    degree = degree_of(model)
+    if degree is None or degree.now is degree.planned:
+        return [planned]
+    return [stages, degree.now.all, tensor]
+
+
+@contextmanager
+def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
+    """Lets forwards and backwards inside share sequences over groups of several sizes."""
+    # Every rank of the world calls it with the same rows. What one rank runs inside is of one
+    # group, so that blocks that are computed again in backward need not remember which.
+    before, lasting = degree.now, degree.lasting
+    degree.now, degree.lasting = degree.of_rows(rows), True
+    degree.varied = degree.varied or degree.now is not degree.planned
+    try:
+        yield degree.now
+    finally:
+        degree.now, degree.lasting = before, lasting
+
+
+@contextmanager
+def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
+    """Lets forwards inside share each sequence between `degree` ranks, instead of the plan's.
+
+    Every rank of the world calls it with the same degree. Neighbours on the sequence axis share a
+    sequence and read one batch; others may read others. Gradients are the mean over all of them.
+
+    Args:
+        model: boosted model that shares sequences over ranks of their own.
+        degree: ranks that share a sequence, a divisor of the plan's.
+
+    Returns:
+        The number of this rank's sequence among those that ranks of one sequence axis work on, and
+        how many there are.
+
+    Raises:
+        GulliverError: the model does not share sequences, or not so.
+    """
+    state = degree_of(model)
+    if state is None or state.planned.plan.degree == 1:
+        raise GulliverError(
+            f"{type(model).__name__} shares no sequences, so that there is no degree to change: "
+            "boost it with sp_size and sequence_parallelism_mode 'all_to_all' or 'ring_attn'"
+        )
+    before, state.now = state.now, state.of(degree)
+    state.varied = state.varied or state.now is not state.planned
+    try:
+        yield state.planned.rank // degree, state.planned.plan.degree // degree
+    finally:
+        state.now = before

@@ -1,0 +1,531 @@
+"""Where the tokens of a clip are cut, and how attention reaches over the cut.
+
+Tokens [B, T, S, C] are cut along the spatial dim S or the temporal dim T. Attention along the other
+dim needs nobody else; attention along the cut runs
+
+- by *swap*: the whole attention with the other dim cut instead, an all-to-all before it and one
+  after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank
+  it sends about 2 M (N - 1) / N where an exchange of heads sends 4 M (N - 1) / N. With fewer frames
+  than ranks some have nothing to do meanwhile
+- by *heads*: q, k, v and the output are exchanged for heads (Ulysses), or
+- by *ring*: keys and values go round.
+
+`choose_scheme` adds up a pair of a spatial and a temporal block, forward and backward, for the rank
+with most to do. Every rank finds the same, for the costs are the same on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gulliver.booster.hybrid.mesh import Degree, put_degree
+from gulliver.comm.collectives import all_reduce, broadcast
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.errors import GulliverError, nearest, once_differentiable
+from gulliver.hardware.attention import AttentionShape as Shape
+from gulliver.hardware.attention import attention_seconds
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.costs import all_to_all_seconds, linear_seconds, resharding_bytes
+from gulliver.hardware.probe import current_cluster
+from gulliver.models.blocks import CaptionEmbedder, Mix
+from gulliver.models.stdit import FinalLayer, Given, Grid, STDiT3, STDiTBlock
+from gulliver.parallel.sequence.attend import attention
+from gulliver.parallel.sequence.choice import predict, volume
+from gulliver.parallel.sequence.layout import SequenceGroups, SequencePlan
+from gulliver.parallel.sequence.sharding import shard, swap_sharded_dim, unshard
+
+By = Literal["swap", "heads", "ring"]
+# How attention may reach over the cut, by sequence_parallelism_mode.
+WAYS: dict[str, tuple[By, ...]] = {"all_to_all": ("swap", "heads"), "ring_attn": ("ring",)}
+# Dims of the tokens [B, T, S, C].
+FRAMES, PLACES = 1, 2
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to run a clip on several ranks."""
+
+    # Dim of the tokens that is cut, `FRAMES` or `PLACES`.
+    cut: int
+    # How attention along that dim runs.
+    by: By
+
+    def __str__(self) -> str:
+        return f"{'frames' if self.cut == FRAMES else 'places'} cut, by {self.by}"
+
+
+# All of them by name.
+SCHEMES = {
+    f"{n}-{by}": Scheme(d, by)
+    for n, d in (("places", PLACES), ("frames", FRAMES))
+    for by in ("swap", "heads", "ring")
+}
+
+
+@dataclass(frozen=True)
+class Width:
+    """Sizes of a model that decide what a clip costs, on one tensor rank."""
+
+    channels: int
+    # Number of heads of this rank.
+    heads: int
+    # Dims of each head.
+    head_dim: int
+    # This rank's hidden units of an MLP.
+    hidden: int
+    # Pairs of blocks.
+    depth: int
+    # Dtype of the parameters, as torch calls it.
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The tokens of a call."""
+
+    # Clips in the batch, B.
+    batch: int
+    # Tokens along the temporal dim, T.
+    frames: int
+    # Tokens along the spatial dim, S.
+    places: int
+
+    def size(self, dim: int) -> int:
+        """Tokens along the temporal dim (`FRAMES`) or the spatial one (`PLACES`)."""
+        return self.frames if dim == FRAMES else self.places
+
+    def attention(self, dim: int, width: Width) -> Shape:
+        """The attention along a dim, of the whole clip."""
+        rows = self.batch * self.size(FRAMES + PLACES - dim)
+        heads = width.heads, width.heads
+        return Shape(rows, *heads, self.size(dim), width.head_dim, dtype=width.dtype)
+
+
+@dataclass(frozen=True)
+class PredictedScheme:
+    """A scheme and what it should cost in one forward and backward of all blocks."""
+
+    scheme: Scheme
+    # Seconds of the rank with most to do.
+    seconds: float
+    # Bytes of each rank, the mean of all.
+    sent: float
+
+
+@dataclass(frozen=True)
+class ChosenScheme:
+    """The scheme with the least predicted seconds, and the others."""
+
+    # Scheme to use.
+    scheme: Scheme
+    # Clip that it is for.
+    clip: Clip
+    degree: int
+    # All that were considered, the best first.
+    predicted: tuple[PredictedScheme, ...]
+
+    def __str__(self) -> str:
+        c = self.clip
+        head = f"{c.batch} x {c.frames} frames x {c.places} places on {self.degree} ranks"
+        rows = [
+            f"  {p.scheme!s:<22} {p.seconds * 1e3:10.3f} ms {p.sent / 1e6:10.3f} MB sent"
+            for p in self.predicted
+        ]
+        return "\n".join([f"{head}: {self.scheme}; of a forward and a backward:", *rows])
+
+
+def choose_scheme(
+    clip: Clip,
+    width: Width,
+    plan: SequencePlan,
+    mode: str,
+    cluster: Cluster,
+    fixed: str | None = None,
+) -> ChosenScheme:
+    """Considers every scheme of a mode."""
+    if mode not in WAYS:
+        raise GulliverError(
+            f"an STDiT is wired for {' or '.join(map(repr, WAYS))}, not {mode!r}: the modes that "
+            "share sequences over the tensor axis come with tensor parallelism"
+        )
+    ways = _ways(width, plan, mode)
+    names = [f"{name}-{by}" for name in ("places", "frames") for by in ways]
+    if fixed is not None:
+        if fixed not in names:
+            raise GulliverError(f"no scheme {fixed!r} under {mode}: {nearest(fixed, names)}")
+        names = [fixed]
+    found = [_predict(SCHEMES[name], clip, width, plan, cluster) for name in names]
+    found.sort(key=lambda p: (p.seconds, p.sent))
+    return ChosenScheme(found[0].scheme, clip, plan.degree, tuple(found))
+
+
+def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
+    """The ways of a mode for which there are enough heads."""
+    ways: list[By] = [by for by in WAYS[mode] if by == "swap" or plan.ulysses <= width.heads]
+    if not ways:
+        raise GulliverError(
+            f"{plan} exchanges heads between more ranks than the {width.heads} heads that each "
+            "tensor rank has: put the other ranks into the ring"
+        )
+    return ways
+
+
+def _predict(
+    scheme: Scheme, clip: Clip, width: Width, plan: SequencePlan, cluster: Cluster
+) -> PredictedScheme:
+    costs = _Costs(clip, width, plan, cluster)
+    cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
+    # The attention that stays on the rank, then the one along the cut.
+    seconds = costs.linears(cut) + costs.own(cut) + costs.attention(cut, other)
+    if scheme.by == "swap":
+        seconds += costs.own(other) + costs.attention(other, cut) + 4 * costs.swap()
+        sent = 4 * costs.swap_bytes()
+    else:
+        shape = clip.attention(cut, width)
+        timed = replace(shape, dtype=costs.dtype)
+        seconds += costs.own(cut) + predict(cluster, timed, plan).seconds
+        of_one = volume(plan, shape)
+        sent = of_one.forward + of_one.backward
+    return PredictedScheme(scheme, width.depth * seconds, width.depth * sent)
+
+
+class _Costs:
+    """Seconds of one pair of blocks on the slowest rank, forward and backward."""
+
+    def __init__(self, clip: Clip, width: Width, plan: SequencePlan, cluster: Cluster) -> None:
+        self.clip, self.width, self.plan, self.cluster = clip, width, plan, cluster
+        known = cluster.device.matmul
+        self.dtype = width.dtype if width.dtype in known else "float32"
+
+    def linears(self, cut: int) -> float:
+        """All of both blocks but self-attention."""
+        w = self.width
+        inner = w.heads * w.head_dim
+        return 2 * self._linear(self._tokens(cut), w.channels, 2 * inner + 2 * w.hidden)
+
+    def own(self, cut: int) -> float:
+        """The projections of one self-attention."""
+        w = self.width
+        return self._linear(self._tokens(cut), w.channels, 4 * w.heads * w.head_dim)
+
+    def attention(self, cut: int, along: int) -> float:
+        """Seconds of the rows that a rank has whole while another dim is cut."""
+        rows = self.clip.batch * self._most(cut) * self.width.heads
+        tokens, dims = self.clip.size(along), (self.width.head_dim, self.width.head_dim)
+        device = self.cluster.device
+        return attention_seconds(device, rows, tokens, tokens, dims, self.dtype, backward=True)
+
+    def swap_bytes(self) -> float:
+        """Bytes of one swap on each rank, the mean: what has another owner afterwards."""
+        frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
+        token = self.clip.batch * self.width.channels * self._item()
+        return resharding_bytes(frames.sizes(), places.sizes(), token)
+
+    def swap(self) -> float:
+        """Seconds of one swap."""
+        degree = self.plan.degree
+        links = self.cluster.resized(degree).links()
+        return all_to_all_seconds(links, int(self.swap_bytes() * degree / max(1, degree - 1)))
+
+    def _linear(self, tokens: int, inputs: int, outputs: int) -> float:
+        device = self.cluster.device
+        return linear_seconds(device, tokens, inputs, outputs, self.dtype, backward=True)
+
+    def _tokens(self, cut: int) -> int:
+        whole = self.clip.size(FRAMES + PLACES - cut)
+        return self.clip.batch * self._most(cut) * whole
+
+    def _most(self, cut: int) -> int:
+        return max(self.plan.lay(self.clip.size(cut)).sizes())
+
+    def _item(self) -> int:
+        return self.clip.attention(PLACES, self.width).item
+
+
+# One clip of an STDiT on several ranks.
+#
+#     wire_stdit(model, make_groups(SequencePlan(ulysses=4)), "all_to_all")
+#     out = model(x, timestep, y, ...)                # on every rank the whole of x, and of out
+#
+# Everything between the patches' embedding and their projection runs on a part of the tokens. The
+# first block cuts them, the final layer brings its patches together, and attention along the cut
+# reaches over it as `choose_scheme` finds for each shape of clip. Each token looks at the caption,
+# which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
+
+
+Show = Callable[[str], None]
+Found = TypeVar("Found", bound=nn.Module)
+
+
+# [Note: inputs] Gradients of parameters, in the blocks and in everything before them, arrive
+# through own tokens only and are right once the optimizer has taken the mean over the ranks of a
+# clip (see `parallel/sequence/sharding.py`, [Note: gradients]). Inputs that want gradients, which no
+# optimizer looks at, get that mean where they enter.
+#
+# What it does not know: pipelines, tensor parallelism (heads may be fewer than the model's), ZeRO.
+# Nothing is kept from call to call, so shapes may change, and a block may run again for its
+# backward.
+def wire_stdit(
+    model: nn.Module,
+    groups: SequenceGroups,
+    mode: str,
+    tensor: RankGroup = ALONE,
+    *,
+    scheme: str | None = None,
+    cluster: Cluster | None = None,
+    show: Show | None = None,
+) -> None:
+    """Makes an STDiT share each clip between the ranks of a sequence, in place."""
+    # Parameters stay as they are. All ranks of a sequence must call the model with the same inputs
+    # and get the same output; gradients of parameters are right once they are averaged over them.
+    if not isinstance(model, STDiT3):
+        raise GulliverError(f"only an STDiT3 can be wired so, not {type(model).__name__}")
+    if model.window is not None or model.x_embedder_cond is not None:
+        raise GulliverError(
+            "an STDiT3 with kernel_size or image_conditioning cannot share a clip between ranks: "
+            "share its tensors with tp_size instead, or its blocks with pp_size"
+        )
+    if any(isinstance(m, ShardedBlock | ShardedFinalLayer) for m in model.modules()):
+        raise GulliverError("this STDiT3 is wired for a sequence already: build it anew")
+    width = _width(model, tensor)
+    if cluster is None:
+        cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
+    degree = Degree(groups)
+    adapter = ClipAdapter(degree, tensor, (width, mode, cluster, scheme), show)
+    # Asked for one shape now, so that what is not possible is refused before anything runs.
+    _ = adapter.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
+    put_degree(model, degree)
+    if groups.all.size * tensor.size > 1:
+        for embedder in _of_kind(model.y_embedder, CaptionEmbedder):
+            embedder.register_forward_pre_hook(adapter.drop_alike)
+    if groups.all.size == 1:
+        return
+    model.register_forward_pre_hook(adapter.enter, with_kwargs=True)
+    model.register_forward_hook(adapter.leave, always_call=True)
+    first = _of_kind(model.spatial_blocks[0], STDiTBlock)
+    for block in _of_kind(model, STDiTBlock):
+        block.__class__ = _both(ShardedBlock, type(block))
+        assert isinstance(block, ShardedBlock)
+        block.adapter, block.cuts = adapter, block in first
+    for layer in _of_kind(model.final_layer, FinalLayer):
+        layer.__class__ = _both(ShardedFinalLayer, type(layer))
+        assert isinstance(layer, ShardedFinalLayer)
+        layer.adapter = adapter
+
+
+class ClipAdapter:
+    """What the blocks of a model that shares clips have in common; its copies share it, too."""
+
+    def __init__(
+        self,
+        degree: Degree,
+        tensor: RankGroup,
+        choice: tuple[Width, str, Cluster, str | None],
+        show: Show | None,
+    ) -> None:
+        self.degree, self.tensor = degree, tensor
+        self._choice = choice
+        self._show = show
+        self._chosen: dict[tuple[int, Clip], ChosenScheme] = {}
+        # Those of the forward under way.
+        self._opened: SequenceGroups | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A process group cannot be copied, and need not be.
+        return self
+
+    @property
+    def groups(self) -> SequenceGroups:
+        """Ranks that share the clip of the forward under way."""
+        if self._opened is None and self.degree.lasting:
+            return self.degree.now
+        if self._opened is None and self.degree.varied:
+            raise GulliverError(
+                "a block runs outside of its model's forward, and forwards had several degrees: "
+                "leave activation checkpointing or sequence_degree out"
+            )
+        return self._opened or self.degree.planned
+
+    def chosen(self, clip: Clip) -> ChosenScheme:
+        """How a clip runs."""
+        width, mode, cluster, fixed = self._choice
+        return choose_scheme(clip, width, self.groups.plan, mode, cluster, fixed)
+
+    def scheme(self, x: Tensor, grid: Grid) -> Scheme:
+        """How the clip runs of which `x` is a part; one answer for a whole forward."""
+        clip = Clip(len(x), grid.frames, grid.spatial)
+        key = self.groups.plan.degree, clip
+        if key not in self._chosen:
+            self._chosen[key] = self.chosen(clip)
+            if self._show is not None and self.degree.planned.rank == 0:
+                self._show(str(self._chosen[key]))
+        return self._chosen[key].scheme
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of what all have; its gradient stays where it is."""
+        return shard(x, self.groups, dim, gradient="own")
+
+    def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:
+        """Tokens cut along another dim; `size` is that of the first."""
+        return swap_sharded_dim(x, cut, other, self.groups, size)
+
+    def attention(self, length: int) -> Mix:
+        """Softmax attention over the ranks, of so many tokens."""
+        return partial(attention, groups=self.groups, length=length)
+
+    def enter(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Takes the groups of a forward, and averages the gradients of what the model is given."""
+        groups = self._opened = self.degree.now
+
+        def averaged(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.requires_grad and groups.all.size > 1:
+                return _MeanGradient.apply(value, groups.all)
+            return value
+
+        return tuple(map(averaged, args)), {name: averaged(v) for name, v in kwargs.items()}
+
+    def leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Forgets the groups; called too when a forward is left in the middle."""
+        self._opened = None
+
+    def drop_alike(
+        self, embedder: nn.Module, args: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Draws which captions are dropped for all ranks: as the first rank draws."""
+        y, given = args
+        assert isinstance(embedder, CaptionEmbedder)
+        if given is not None or not embedder.training or embedder.drop <= 0:
+            return None
+        dropped = (torch.rand(len(y), device=y.device) < embedder.drop).to(torch.uint8)
+        for rank_group in (self.tensor, self.groups.all):
+            if rank_group.size == 1:
+                continue
+            broadcast(dropped, _first(rank_group), rank_group.process_group)
+        return y, dropped.bool()
+
+
+class ShardedBlock(STDiTBlock):
+    """A block on a part of a clip's tokens; the first block is given all and cuts them."""
+
+    adapter: ClipAdapter
+    cuts: bool
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        y_mask: Tensor | None,
+        modulation: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        grid: Grid,
+        given: Given | None = None,
+    ) -> Tensor:
+        assert given is None, "models with image_conditioning are not wired"
+        cut = self.adapter.scheme(x, grid).cut
+        x = self.own(x, grid)
+        if cut == FRAMES and modulation.shape[2] > 1:
+            modulation = self.adapter.part(modulation, 2)
+        return super().forward(x, y, y_mask, modulation, rotation, grid)
+
+    def own(self, x: Tensor, grid: Grid) -> Tensor:
+        """Returns this rank's tokens of those that the block is given."""
+        return self.adapter.part(x, self.adapter.scheme(x, grid).cut) if self.cuts else x
+
+    def attend(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        grid: Grid,
+        mix: Mix = nn.functional.scaled_dot_product_attention,
+    ) -> Tensor:
+        scheme = self.adapter.scheme(x, grid)
+        cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
+        if cut != (FRAMES if self.temporal else PLACES):
+            return super().attend(x, rotation, grid, mix)
+        sizes = {FRAMES: grid[0], PLACES: grid[1]}
+        if scheme.by == "swap":
+            x = self.adapter.swap(x.to(working_dtype(x)), cut, other, sizes[cut])
+            out = super().attend(x, rotation, grid, mix)
+            return self.adapter.swap(out, other, cut, sizes[other])
+        if rotation is not None:
+            cos, sin = rotation
+            rotation = self.adapter.part(cos, 0), self.adapter.part(sin, 0)
+        return super().attend(x, rotation, grid, self.adapter.attention(sizes[cut]))
+
+
+class ShardedFinalLayer(FinalLayer):
+    """The final layer on a part of the tokens; all ranks get the patches of all."""
+
+    adapter: ClipAdapter
+
+    def forward(
+        self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid
+    ) -> Tensor:
+        cut = self.adapter.scheme(x, grid).cut
+        if cut == FRAMES and x_mask is not None:
+            x_mask = self.adapter.part(x_mask, 1)
+        out = super().forward(x, t, t0, x_mask, grid)
+        groups = self.adapter.groups
+        length = grid[0] if cut == FRAMES else grid[1]
+        return unshard(out, groups, cut, length, gradient="alike")
+
+
+class _MeanGradient(torch.autograd.Function):
+    """The same; its gradient is averaged over the ranks of a rank group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable("sequence parallelism of an STDiT", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        whole = grad.contiguous().clone()
+        all_reduce(whole.view(-1), "mean", ctx.rank_group.process_group)
+        return whole, None
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What linears compute in: autocast's dtype, where it is on."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+@cache
+def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
+    """A class that is both, under the second's name: a pipeline may have given a block its own."""
+    return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
+
+
+def _first(rank_group: RankGroup) -> int:
+    """The number that a rank group's group gives its first rank."""
+    return rank_group.group_order().index(0)
+
+
+def _width(model: STDiT3, tensor: RankGroup) -> Width:
+    """Found from the configuration, so that every pipeline stage finds the same."""
+    return Width(
+        channels=model.hidden_size,
+        heads=max(1, model.num_heads // tensor.size),
+        head_dim=model.hidden_size // model.num_heads,
+        hidden=max(1, int(model.hidden_size * model.mlp_ratio) // tensor.size),
+        depth=model.depth,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+    )
+
+
+def _of_kind(root: nn.Module, kind: type[Found]) -> list[Found]:
+    """Modules of a kind at or below one, which may be wrapped or missing."""
+    return [module for module in root.modules() if isinstance(module, kind)]

@@ -1,0 +1,328 @@
+"""Compares the batches of ranks that share one model, and refuses unknown tokens and labels.
+
+All ranks compare first, so they find the same and none waits for one that stopped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.checkpoint import CUT
+from gulliver.booster.hybrid.checks import refuse_whole
+from gulliver.booster.hybrid.dropout import PositionDropout, drops_by_position
+from gulliver.booster.hybrid.mesh import HybridMesh, degree_of, make_mesh, readers
+from gulliver.booster.hybrid.stdit import wire_stdit
+from gulliver.booster.hybrid.transformers import wire_sequence
+from gulliver.comm.collectives import broadcast
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.world import current_world
+from gulliver.errors import GulliverError
+from gulliver.families.lookup import is_hugging_face
+from gulliver.families.loss import hugging_face_of, own_loss
+from gulliver.families.record import SHARED_BY_TENSOR
+from gulliver.parallel.optimizer import named_groups, take_new_state
+from gulliver.parallel.pipeline.batches import agree
+from gulliver.parallel.pipeline.pipeline import Pipeline
+from gulliver.parallel.pipeline.stage import Stage, checkpoint_blocks, make_stage
+from gulliver.parallel.tensor.apply import apply_tensor
+from gulliver.parallel.tensor.styles import TensorPlan
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.plan.plan import Plan
+from gulliver.planner.capability import family_of, sequence_plan, use_measured_links
+from gulliver.planner.model import recompute_blocks
+from gulliver.planner.ranks import order_of_use
+from gulliver.planner.resolve import Stages, recomputable
+from gulliver.precision.wire.formats import wire_format
+
+TOKENS = ("input_ids", "decoder_input_ids")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ranges of a model's tokens and labels."""
+
+    # Rows of its embedding; 0: not known.
+    tokens: int = 0
+    # Outputs of its head, where its loss compares them; 0: not known.
+    labels: int = 0
+    # The first label of a sample is not looked at.
+    shifted: bool = False
+
+    @classmethod
+    def of(cls, model: Any) -> Vocabulary:
+        """The vocabulary of a model that is whole yet."""
+        if not is_hugging_face(model):
+            return cls()
+        try:
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            return cls()
+        own = own_loss(model)
+        compared = own is not None and isinstance(head, nn.Linear)
+        tokens = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else 0
+        labels = head.out_features if compared else 0
+        return cls(tokens, labels, own is not None and own.shifted)
+
+    def check(self, batch: Any) -> None:
+        """Refuses tokens and labels out of the vocabulary, as one process does."""
+        if not isinstance(batch, Mapping):
+            return
+        for name in TOKENS:
+            ids = batch.get(name)
+            if self.tokens and isinstance(ids, Tensor):
+                self._check(name, "token", ids, (ids < 0) | (ids >= self.tokens), self.tokens)
+        labels, ignored = batch.get("labels"), batch.get("ignore_index", -100)
+        if not self.labels or not isinstance(labels, Tensor) or labels.is_floating_point():
+            return
+        labels = labels[..., 1:] if self.shifted else labels
+        wrong = ((labels < 0) | (labels >= self.labels)) & (labels != ignored)
+        self._check("labels", "label", labels, wrong, self.labels)
+
+    def _check(self, name: str, what: str, values: Tensor, wrong: Tensor, count: int) -> None:
+        if bool(wrong.any()):
+            raise GulliverError(
+                f"{name} has {what} {int(values[wrong][0])}, and the model's vocabulary has "
+                f"{count} (0 to {count - 1})"
+            )
+
+
+def watch_batches(
+    model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
+) -> None:
+    """Compares what a model is called with over the ranks that share it, at every call."""
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        device = given[0].device if given else torch.device("cpu")
+        agree({"args": args, **kwargs}, "", readers(), device, check=True)
+        names = inspect.signature(module.forward).parameters
+        vocabulary.check({**dict(zip(names, args, strict=False)), **kwargs})
+
+    # Before others change what is given.
+    model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+# The steps that cut a model over pipeline, tensor and sequence axes, in place.
+#
+# `apply_plan` calls them in order. Parameters stay plain parameters with the model's own names;
+# each knows the region of the whole that it holds (`gulliver.memory.region_of`), which is all that
+# norms and checkpoints need.
+
+
+# Names of the grid's axes in the arguments of plugins.
+SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
+
+
+def grid(plan: Plan) -> HybridMesh:
+    """The groups of all axes; every rank of the world calls it."""
+    sizes = {short: plan.mesh.of(name) for short, name in SHORT.items()}
+    wires = wire_format(plan.wire.tensor), wire_format(plan.wire.pipeline)
+    return make_mesh(sizes, sequence_plan(plan), plan.mesh.device, *wires)
+
+
+def cut_stages(model: nn.Module, stages: Stages | None, mesh: HybridMesh | None) -> Stage | None:
+    """Removes the blocks of other stages."""
+    if stages is None or mesh is None:
+        return None
+    stack, found, numbers = stages
+    return make_stage(model, stack, found, mesh.pipeline, numbers)
+
+
+def cut_tensors(
+    plan: Plan, model: nn.Module, tensor: TensorPlan | None, mesh: HybridMesh | None
+) -> None:
+    """Cuts what this stage has over the tensor axis."""
+    if tensor is None or mesh is None:
+        return
+    use_measured_links(current_world(), tensor.size)
+    shared = plan.sequence.mode if plan.sequence.mode in SHARED_BY_TENSOR else None
+    apply_tensor(model, _remaining(tensor, model), mesh.tensor, shared)  # type: ignore[arg-type]
+
+
+def wire_sequences(
+    plan: Plan, model: nn.Module, mesh: HybridMesh | None, verbose: bool = True
+) -> None:
+    """Wires attention, inputs and losses for shared sequences and vocabularies."""
+    if mesh is None or mesh.sequence.plan.degree * mesh.tensor.size == 1:
+        return
+    if family_of(model) == "STDiT3":
+        # Tensor ranks alone need it too: captions are dropped alike on all of them.
+        mode = plan.sequence.mode
+        known = mode if mode in ("all_to_all", "ring_attn") else "all_to_all"
+        wire_stdit(model, mesh.sequence, known, mesh.tensor, show=say() if verbose else None)
+    elif is_hugging_face(model):
+        wire_sequence(hugging_face_of(model), mesh.sequence, mesh.tensor)
+
+
+def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Sequence[str]) -> None:
+    """Recomputes blocks in backward instead of keeping their activations."""
+    if not plan.recompute:
+        return
+    if stage is not None:
+        checkpoint_blocks(stage, plan.recompute)
+        return
+    recompute_blocks(model, plan.recompute, offering)
+
+
+def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
+    """Restricts a plan of the whole model to what a stage has."""
+    paths = dict(model.named_modules(remove_duplicate=False))
+
+    def held(path: str) -> bool:
+        return any(True for _ in paths[path].parameters()) if path in paths else False
+
+    return replace(
+        plan,
+        modules={path: placed for path, placed in plan.modules.items() if held(path)},
+        attention={path: count for path, count in plan.attention.items() if held(path)},
+        sites=tuple(path for path in plan.sites if held(path)),
+        stacks=tuple(path for path in plan.stacks if held(path)),
+        sliced={path: names for path, names in plan.sliced.items() if held(path)},
+        replicated=tuple(path for path in plan.replicated if held(path)),
+    )
+
+
+class WholeModel:
+    """What a cut needs to know of the whole model."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stages: Stages | None,
+    ) -> None:
+        self.vocabulary = Vocabulary.of(model)
+        # Paths of the blocks that backward can compute again.
+        self.recomputable = recomputable(plan, model, stages)
+        # Whether its dropout is drawn by position.
+        self.drops = drops_by_position(plan, model)
+        # Names of its parameters in the order of use, where chunks are to lie so.
+        self.order = order_of_use(plan, model)
+        # Names of the trainable parameters of each group.
+        self.groups = named_groups(model, optimizer)
+        # Names of all parameters of each group.
+        self.given = named_groups(model, optimizer, frozen=True)
+        # First name of every parameter, by each of its names.
+        self.aliases = aliases_of(model)
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        named = dict(model.named_parameters())
+        # Trainable parameters with their names.
+        self.trained = {p: n for n, p in named.items() if p in stepped and p.requires_grad}
+        # Names of the parameters that the optimizer was given although they are frozen.
+        self.frozen = {n for n, p in named.items() if p in stepped and not p.requires_grad}
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter, by each of its names."""
+    first: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(parameter, name) for name, parameter in named}
+
+
+def rewrite_groups(
+    optimizer: torch.optim.Optimizer, model: nn.Module, whole: WholeModel
+) -> dict[nn.Parameter, str]:
+    """Replaces the parameters in the groups by those that this rank has."""
+    present: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        present.setdefault(whole.aliases[name], parameter)
+    for group, members in zip(optimizer.param_groups, whole.groups, strict=True):
+        group["params"] = [present[name] for name in members if name in present]
+    take_new_state(optimizer, {p: present.get(name) for p, name in whole.trained.items()})
+    trained = {name for group in whole.groups for name in group}
+    return {p: name for name, p in present.items() if name in trained}
+
+
+def finish(
+    plan: Plan,
+    model: nn.Module,
+    boosted: ZeroOptimizer,
+    mesh: HybridMesh | None,
+    tensor: TensorPlan | None,
+    stage: Stage | None,
+    whole: WholeModel,
+) -> None:
+    """Makes a cut model draw, read and save as one; a pipeline gets its schedule."""
+    if mesh is None:
+        return
+    drops = None
+    if plan.dropout == "alike":
+        draw_alike(model, (mesh.sequence.all, mesh.tensor))
+    elif whole.drops:
+        drops = PositionDropout(model, mesh, tensor)
+
+    # Not all of `whole`, which has the parameters of other stages.
+    vocabulary = whole.vocabulary
+
+    def look(batch: Any) -> None:
+        if plan.check_batches:
+            vocabulary.check(batch)
+        if drops is not None:
+            drops.begin()
+
+    if stage is not None:
+        boosted.pipeline = Pipeline(
+            stage,
+            plan.pipeline.schedule,
+            plan.pipeline.micro_batches,
+            readers=lambda: readers(model, mesh.model, mesh.tensor, mesh.pipeline),
+            check_batch=plan.check_batches,
+            look=look,
+            before=None if drops is None else drops.before,
+        )
+    elif plan.check_batches and mesh.model.size > 1:
+        watch_batches(model, lambda: readers(model, mesh.model, mesh.tensor), whole.vocabulary)
+    degree = degree_of(model)
+    if degree is not None:
+        degree.staged = stage is not None
+        degree.fixed = "" if drops is None else "dropout is drawn by position"
+    if mesh.shards.size > 1:
+        mark_cut(model)
+        refuse_whole(model)  # before all other hooks
+
+
+def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
+    """Gives ranks that compute the same one seed at each call."""
+    device = current_world().device
+    shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
+
+    def seed(module: nn.Module, *_: Any) -> None:
+        if not module.training:
+            return
+        drawn = torch.randint(2**62, (1,)).to(device)
+        for rank_group in shared:
+            # A group numbers its ranks in ascending order, a rank group need not.
+            broadcast(
+                drawn, sorted(rank_group.ranks).index(rank_group.ranks[0]), rank_group.process_group
+            )
+        torch.manual_seed(int(drawn))
+
+    if shared:
+        model.register_forward_pre_hook(seed)
+
+
+def mark_cut(model: nn.Module) -> None:
+    """Marks a model so that neither it nor a copy is written as if it were whole."""
+    vars(model)[CUT] = True
+    if hasattr(model, "save_pretrained"):
+        vars(model)["save_pretrained"] = _refuse_saving
+
+
+def _refuse_saving(*_: Any, **__: Any) -> None:
+    raise GulliverError(
+        "each rank has a share of this model: booster.save_huggingface and save_model "
+        "write it whole"
+    )
+
+
+def say() -> Callable[[str], None] | None:
+    """Returns a function that prints on rank 0; None on other ranks."""
+    return (lambda line: print(line, file=sys.stderr)) if current_world().is_main else None

@@ -1,0 +1,423 @@
+"""Hugging Face models whose sequences are shared by several ranks.
+
+    wire_sequence(model, make_groups(SequencePlan(inner=2, layout="zigzag")))
+    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss      # as ever
+
+Every rank calls the model with the whole batch and gets the loss of all tokens, or whole logits.
+Three hooks do it, around the model's own forward:
+
+1. `SequenceAdapter.enter` takes this rank's tokens, with the positions that they have;
+2. attention is `attend`, which transformers finds under a name in the configuration;
+3. `SequenceAdapter.leave` computes the loss of what each rank has, or brings logits and hidden
+   states together.
+
+The *region* of a model runs on cut sequences. Where a head works token by token (`TASKS`) it is the
+whole model with its loss, if that can be computed of pieces (`own_loss`); else it is the base
+model, and all ranks go on with whole hidden states. What differs from model to model is in the
+records of their families (`gulliver.families.Sequences`).
+
+Where ranks share tensors but no sequences, only the loss is wired: the head's columns stay apart
+and the cross-entropy reaches over them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gulliver.booster.hybrid.generate import generate
+from gulliver.booster.hybrid.inputs import (
+    ALONG_TOKENS,
+    KEY,
+    NAME,
+    WHOLE,
+    CallArguments,
+    NotGathered,
+    OpenedForward,
+    SequenceCall,
+    attend,
+    check_length,
+    cut_tokens,
+    leave,
+    leave_tail,
+    mean_over_ranks,
+    next_tokens,
+    take_targets,
+    token_losses,
+)
+from gulliver.booster.hybrid.mesh import Degree, put_degree
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.errors import GulliverError
+from gulliver.families.lookup import all_families, family_of, type_of
+from gulliver.families.loss import OwnLoss, asks_routers, has_known_forward, own_loss, router_loss
+from gulliver.families.record import Experts, Sequences
+from gulliver.parallel.sequence.layout import SequenceGroups, Tail
+from gulliver.parallel.sequence.sharding import shard
+
+# Ends of the names of classes whose head works token by token.
+TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+
+# Kinds of rotary embedding that look at the largest position of a call, which ranks differ in.
+LOCAL_ROPE = ("dynamic", "longrope")
+
+
+def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = ALONE) -> None:
+    """Makes a Hugging Face model share its sequences between ranks, in place."""
+    # Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
+    # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
+    # once they are averaged over the ranks of the sequence.
+    #
+    # In training with labels, logits are not brought together (`NotGathered`); without labels, and
+    # in evaluation, they are whole.
+    task = type(model).__name__.endswith(TASKS)
+    shared = groups.plan.degree > 1
+    if not shared and (tensor.size == 1 or not task):
+        return
+    if not shared and not has_known_forward(model):
+        # Whatever it does with its logits, it has whole ones.
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        if hasattr(head, "gather_output"):
+            head.gather_output = True
+        return
+    experts = family_of(model).experts if shared else None
+    task = task and (not shared or own_loss(model, experts is not None) is not None)
+    _check_unwired(model)
+    known = check_sequence(model) if shared else Sequences()
+    degree = Degree(groups)
+    put_degree(model, degree)
+    adapter = SequenceAdapter(degree, tensor, known, task, experts)
+    region = model if task else _base_of(model)
+    region.register_forward_pre_hook(adapter.enter, with_kwargs=True)
+    region.register_forward_hook(adapter.leave, with_kwargs=True, always_call=True)
+    # Not an attribute of the module's own kind: nothing of it is saved or copied.
+    object.__setattr__(model, "gulliver_adapter", adapter)
+    if groups.plan.degree > 1:
+        _use_attention(model)
+        _hook_inside(_base_of(model), adapter, whole_region=task)
+        if hasattr(model, "generate"):
+            made = partial(generate, model) if task else partial(_refuse_generating, model)
+            object.__setattr__(model, "generate", made)
+
+
+def check_sequence(model: nn.Module) -> Sequences:
+    """Returns what is known of a model that is to share its sequences, without changing it."""
+    _check_unwired(model)
+    known = _sequences_of(model)
+    _check_config(model, known)
+    return known
+
+
+def _check_unwired(model: nn.Module) -> None:
+    if getattr(model, "gulliver_adapter", None) is not None:
+        raise GulliverError("this model is wired for a sequence already: build it anew")
+
+
+def keep_logits(model: nn.Module, keep: bool = True) -> None:
+    """Sets whether a model that shares sequences gathers its logits in training with labels too.
+
+    For criteria that are given labels and logits both.
+
+    Args:
+        model: model that shares sequences, or another, which is left alone.
+        keep: whether it does so always; False only where a loss cannot be had otherwise.
+    """
+    adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
+    if adapter is not None:
+        adapter.keeps_logits = keep
+
+
+@contextmanager
+def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Lets a model that shares sequences gather its logits inside, if they are wanted."""
+    adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
+    if adapter is None or not wanted:
+        yield
+        return
+    before, adapter.keeps_logits = adapter.keeps_logits, True
+    try:
+        yield
+    finally:
+        adapter.keeps_logits = before
+
+
+class SequenceAdapter:
+    """State that the hooks of one model and of its copies share."""
+
+    def __init__(
+        self,
+        degree: Degree,
+        tensor: RankGroup,
+        known: Sequences,
+        task: bool,
+        experts: Experts | None,
+    ) -> None:
+        self.degree, self.tensor, self.known, self.task = degree, tensor, known, task
+        self.experts = experts
+        self.keeps_logits = False
+        # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
+        self.opened: OpenedForward | None = None
+
+    def __deepcopy__(self, memo: Any) -> SequenceAdapter:
+        return self
+
+    @property
+    def groups(self) -> SequenceGroups:
+        """Ranks that share the sequences of the next forward; one in flight has its own."""
+        return self.degree.now
+
+    @property
+    def shared(self) -> bool:
+        """Whether sequences are cut; with a degree of 1 the same code runs on one piece."""
+        return self.degree.planned.plan.degree > 1
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments that the model is called with on this rank."""
+        batch = CallArguments.of(module, args, dict(kwargs))
+        cache = batch.take("gulliver_cache")
+        if self.shared:
+            self._check_call(module, batch)
+        decoding = cache is not None and cache.length > 0
+        opened = OpenedForward(SequenceCall(self.groups), shared=self.shared and not decoding)
+        opened.as_tuple = not batch.take("return_dict", _returns_dict(module))
+        own = self._own_loss(module, batch)
+        if own is not None:
+            opened.targets = take_targets(batch, self.groups, own)
+        if decoding:
+            assert cache is not None
+            opened.call = next_tokens(batch, self.groups, cache)
+        elif self.shared and self.known.entry is None:
+            opened.call = cut_tokens(batch, self.groups, self.known)
+            opened.call.cache = cache
+            if cache is not None:
+                cache.begin(opened.call.length)
+        if self.shared:
+            known = (*ALONG_TOKENS, *WHOLE, "logits_to_keep")
+            batch.refuse_rest(known)
+            self._keep_tail(batch, opened)
+            batch.kwargs[KEY] = opened.call
+        opened.hold = opened.targets is not None and module.training and not self.keeps_logits
+        opened.balances = opened.shared and self.task and asks_routers(module, batch.kwargs)
+        self._switch_head(module, opened)
+        self.opened = opened
+        return (), {**batch.kwargs, "return_dict": True}
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Returns what the user gets; also called when a forward fails."""
+        opened, self.opened = self.opened, None
+        if opened is None or output is None:
+            return None
+        fields = dict(output)
+        if opened.targets is not None:
+            fields = {"loss": self._loss(module, fields["logits"], opened), **fields}
+        if opened.balances:
+            self._balance(module, fields, opened)
+        if opened.hold:
+            fields["logits"] = NotGathered()
+        if opened.shared:
+            self._gather(fields, opened)
+        found = type(output)(**fields)
+        return found.to_tuple() if opened.as_tuple else found
+
+    def cut_made_tokens(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """This rank's part of tokens that a module has made, with the gradient of that part."""
+        if self.opened is None:
+            return output
+        call = self.opened.call
+        check_length(call.groups, output.shape[1])
+        call.length = output.shape[1]
+        return shard(output, call.groups, gradient="own")
+
+    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The whole of what a module inside returns."""
+        if self.opened is None or not self.opened.shared:
+            return output
+        call = self.opened.call
+        if isinstance(output, Tensor):
+            return leave(output, call.groups, call.length)
+        output.last_hidden_state = leave(output.last_hidden_state, call.groups, call.length)
+        return output
+
+    def _own_loss(self, module: nn.Module, batch: CallArguments) -> OwnLoss | None:
+        """The loss computed from pieces; None where the model has its own, of whole logits."""
+        if not self.task:
+            return None
+        # It is asked at every call: a loss_function may be put in after boost.
+        added = self.experts is not None
+        asked = asks_routers(module, batch.kwargs) and not added
+        known = None if asked else own_loss(module, added)
+        if known is None and self.shared and batch.kwargs.get("labels") is not None:
+            raise GulliverError(
+                f"{type(module).__name__} has had a loss of its own since boost, which would see a "
+                "part of the logits: set it before boost, or leave labels out of the model's call "
+                "and compute the loss of its logits"
+            )
+        return known
+
+    def _loss(self, module: nn.Module, logits: Tensor, opened: OpenedForward) -> Tensor:
+        targets = opened.targets
+        assert targets is not None
+        head = self._head(module)
+        columns = head.columns if opened.hold and head is not None else None
+        ignored = targets.counting.ignore_index
+        losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
+        return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
+
+    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: OpenedForward) -> None:
+        """Adds the loss of the routers of all tokens, as one process has it."""
+        assert self.experts is not None, "the routers of others are refused"
+        count, call = len(fields["logits"]), opened.call
+        pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
+        whole = tuple(leave(piece, call.groups, call.length).flatten(0, 1) for piece in pieces)
+        fields["router_logits"] = whole
+        fields["aux_loss"] = added = router_loss(module, self.experts, whole, call.keys)
+        if opened.targets is not None:
+            fields["loss"] = fields["loss"] + getattr(module, self.experts.coefficient) * added
+
+    def _gather(self, fields: dict[str, Any], opened: OpenedForward) -> None:
+        groups, length = opened.call.groups, opened.call.length
+        last = fields.get("last_hidden_state")
+        if self.known.exit is None and isinstance(last, Tensor):
+            fields["last_hidden_state"] = leave(last, groups, length)
+        if fields.get("hidden_states") is not None:
+            # The last may be the very tensor that was brought together already.
+            fields["hidden_states"] = tuple(
+                fields["last_hidden_state"] if h is last else leave(h, groups, length)
+                for h in fields["hidden_states"]
+            )
+        if not self.task or opened.hold:
+            return
+        if opened.tail is None:
+            fields["logits"] = leave(fields["logits"], groups, length)
+        else:
+            fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
+
+    def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
+        """Logits of the last tokens only: this rank computes those that it has."""
+        keep = batch.kwargs.get("logits_to_keep", 0)
+        if not isinstance(keep, int):
+            raise GulliverError(
+                "logits_to_keep by places is not supported where a sequence is shared: give the "
+                "number of last tokens"
+            )
+        if not keep or not opened.shared:
+            return
+        if opened.targets is not None:
+            raise GulliverError("logits_to_keep with labels is not supported: leave one out")
+        call = opened.call
+        opened.tail = Tail(call.groups.plan.lay(call.length), min(keep, call.length))
+        batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
+
+    def _switch_head(self, module: nn.Module, opened: OpenedForward) -> None:
+        """Leaves the head's columns on their ranks where only the loss reads them."""
+        head = self._head(module)
+        if head is not None:
+            head.gather_output = not opened.hold
+
+    def _head(self, module: nn.Module) -> Any:
+        """The head where the tensor ranks share its columns."""
+        if not self.task or self.tensor.size == 1:
+            return None
+        head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        return head if hasattr(head, "gather_output") and hasattr(head, "columns") else None
+
+    def _check_call(self, module: nn.Module, batch: CallArguments) -> None:
+        if module.training:
+            check_dropout(module, self.known)
+        if batch.take("use_cache"):
+            raise GulliverError(
+                "use_cache=True: keys and values lie on several ranks; generate with "
+                "model.generate(input_ids, max_new_tokens=...)"
+            )
+        if _accepts(module, "use_cache"):
+            batch.kwargs["use_cache"] = False
+        if not self.known.masked and batch.kwargs.get("attention_mask") is not None:
+            raise GulliverError(f"{type(module).__name__} takes no attention_mask when shared")
+
+
+def check_dropout(model: nn.Module, known: Sequences) -> None:
+    """Refuses random drops for which ranks would have to draw alike."""
+    config: Any = model.config
+    for name in known.dropouts:
+        if getattr(config, name, 0):
+            raise GulliverError(
+                f"{name}={getattr(config, name)} is not supported where a sequence is shared by "
+                "several ranks: set it to 0"
+            )
+
+
+def _sequences_of(model: nn.Module) -> Sequences:
+    known = family_of(model).sequences
+    if known is not None and "ring_attn" in known.modes:
+        return known
+    why = known.why if known is not None else "its attention is not known"
+    others = [f.name for f in all_families() if f.sequences and "ring_attn" in f.sequences.modes]
+    raise GulliverError(
+        f"{type_of(model)} cannot share its sequences between ranks of their own: {why}; take "
+        f"sequence_parallelism_mode='split_gather', or one of {', '.join(others)}"
+    )
+
+
+def _check_config(model: nn.Module, known: Sequences) -> None:
+    config: Any = model.config
+    for name in known.refused:
+        if getattr(config, name, False):
+            raise GulliverError(f"{name}={getattr(config, name)} does not run on shared sequences")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in LOCAL_ROPE:
+        raise GulliverError(
+            f"rotary embeddings of type {rope!r} depend on the longest position that a rank sees: "
+            "take 'default', 'linear', 'yarn' or 'llama3', or sequence_parallelism_mode="
+            "'split_gather'"
+        )
+    if model.training:
+        check_dropout(model, known)
+
+
+def _refuse_generating(model: nn.Module, *_: Any, **__: Any) -> None:
+    raise GulliverError(
+        f"{type(model).__name__} has a forward or a loss of its own, and generates on shared "
+        "sequences only with those of transformers: generate in one process"
+    )
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    """The model without its head."""
+    return getattr(model, "base_model", model)
+
+
+def _use_attention(model: nn.Module) -> None:
+    """Sets our attention in a copy of the model's configuration."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    # Others may have been built from the same configuration.
+    old: Any = model.config
+    new = copy.deepcopy(old)
+    new._attn_implementation = NAME
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+
+
+def _hook_inside(base: nn.Module, adapter: SequenceAdapter, whole_region: bool) -> None:
+    """Hooks on the modules where a region begins or ends inside the base model."""
+    known = adapter.known
+    if known.entry is not None:
+        base.get_submodule(known.entry).register_forward_hook(adapter.cut_made_tokens)
+    if known.exit is not None and not whole_region:
+        base.get_submodule(known.exit).register_forward_hook(adapter.join)
+
+
+def _returns_dict(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "config", None), "return_dict", True))
+
+
+def _accepts(module: nn.Module, name: str) -> bool:
+    import inspect
+
+    return name in inspect.signature(module.forward).parameters

@@ -1,0 +1,205 @@
+"""Memory limits: the manager of a plan's state, and the budget that a process keeps to.
+
+The plan says how much state may take; the budget then follows what steps really need in addition.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.memory.budget import BudgetController, Footprint, FreedMemory
+from gulliver.memory.buffers import ACTIVATIONS
+from gulliver.memory.host import HostDiskStore, HostStore
+from gulliver.memory.manager import Manager
+from gulliver.memory.stores import DiskStore, ManagedTensor, Store
+from gulliver.memory.symbolic import ActivationPeak
+from gulliver.memory.traffic import BufferStillReferenced
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.plan.plan import Plan
+from gulliver.plan.tree import Work
+from gulliver.planner.residency import find_residency, other_bytes
+from gulliver.planner.state_bytes import Shares, StateBytes
+from gulliver.solve.replacement import Action, NoRoom
+
+# Part of the budget that is added between two times that freed memory is given back.
+TRIMMED = 16
+
+# Part of the state that host memory has more room for: its slabs are powers of two.
+SLACK = 4
+
+
+class LimitedManager(Manager):
+    """Keeps the shares of a plan on the device; its budget follows measurements."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        shares: Shares | None = None,
+        other: int = 0,
+        spare: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        # Objects that never leave; None where the manager chooses them.
+        self.shares = shares
+        # Bytes that a step is predicted to need in addition to state; 0 where that is not known.
+        self.other = other
+        # Bytes of the store that state leaves for activations.
+        self.spare = spare
+        # Sets the budget of the next step.
+        self.controller: BudgetController | None = None
+        self._kept = set[ManagedTensor]()
+        # What parameters leave must go back at once: it and the chunks would be more than either.
+        self._freed, self._added = FreedMemory(), 0
+        weakref.finalize(self, self._freed.close)
+        # Bytes that the last step has read and written.
+        self.step_moved: tuple[int, int] = (0, 0)
+        # The same between host memory and a disk behind it; None without one.
+        self.disk_moved: tuple[int, int] | None = None
+        self._before: dict[str, tuple[int, int]] = {}
+        self._clock = (0.0, 0.0)
+
+    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> ManagedTensor:
+        """Adds an object, and pins it if its share stays on the device."""
+        placed = super().add(name, kind, *arguments, **options)
+        if kind == ACTIVATIONS:
+            self.spare -= placed.size
+            if self.spare < 0:
+                self.remove(placed)
+                raise NoRoom(f"{name}: what is left of store is for state")
+            return placed
+        self._added += placed.nbytes
+        if self._added > self.budget // TRIMMED:
+            self._freed.trim()
+            self._added = 0
+        shares = None if placed.brief else self.shares
+        if shares is not None and shares.keeps(kind, placed.nbytes):
+            self.use(placed, write=True)
+            self._kept.add(placed)
+        return placed
+
+    def remove(self, placed: ManagedTensor) -> None:
+        """Forgets an object."""
+        if placed in self._kept:
+            self._kept.remove(placed)
+            self.done(placed)
+        self.spare += placed.size if placed.kind == ACTIVATIONS else 0
+        super().remove(placed)
+
+    def use(self, placed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object to the device; lowers the budget first where memory is scarce."""
+        if self.controller is not None:
+            self.controller.check(placed.name)
+        try:
+            return super().use(placed, write, fresh)
+        except BufferStillReferenced as error:  # views of recomputed blocks, in their graph
+            if self.controller is None:
+                raise
+            self._grow(self.controller, str(error), error.budget)
+        return super().use(placed, write, fresh)
+
+    def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
+        """Decides; raises the budget where more activations come back than planned."""
+        try:
+            return super()._decided(decide)
+        except NoRoom as error:
+            if self.controller is None:
+                raise
+            self._grow(self.controller, str(error), error.budget)
+        return super()._decided(decide)
+
+    @staticmethod
+    def _grow(controller: BudgetController, text: str, needed: int) -> None:
+        """Raises the budget to what is needed, or an error if that exceeds the limit."""
+        if not controller.grow(needed):
+            raise NoRoom(f"{text}; {controller.least_limit(needed)}", needed) from None
+
+    def end_step(self) -> None:
+        """Ends a step."""
+        super().end_step()
+        stats = self.stats()
+        self.step_moved = self._since("", stats)
+        if stats["behind"]:
+            self.disk_moved = self._since("behind", stats["behind"])
+        if self.controller is not None:
+            now, waited = time.perf_counter(), stats["seconds_waited"]
+            began, waited_before = self._clock
+            self._clock = now, waited
+            # The first step has built all state, so it says nothing of the next.
+            self.controller.end_step((waited - waited_before) / (now - began) if began else None)
+
+    def _since(self, tier: str, stats: dict[str, Any]) -> tuple[int, int]:
+        """Bytes that a tier has read and written since the last step."""
+        moved = stats["bytes_in"], stats["bytes_out"]
+        before = self._before.get(tier, (0, 0))
+        self._before[tier] = moved
+        return moved[0] - before[0], moved[1] - before[1]
+
+
+def manager_of(
+    plan: Plan, state: StateBytes, work: Work, device: torch.device
+) -> LimitedManager | None:
+    """Makes the manager of a plan's tiers with its store; None without tiers."""
+    tiers = None if plan.zero is None else plan.zero.tiers
+    if tiers is None:
+        return None
+    found = find_residency(state, tiers, work)
+    store = _store(plan, state, device)
+    spare = 0 if store is None else store.capacity - replace(state, activations=()).reserved
+    return LimitedManager(
+        found.budget,
+        device,
+        store,
+        ahead=tiers.ahead or None,
+        shares=Shares.of(tiers),
+        other=other_bytes(tiers, work),
+        spare=spare,
+    )
+
+
+def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
+    assert plan.zero is not None, "tiers are of ZeRO"
+    tiers = plan.zero.tiers
+    assert tiers is not None, "there are tiers"
+    # What is reserved is reserved at once: no more than can be needed, as far as that is known.
+    unknown = tiers.takes_activations and not plan.work.blocks
+    if tiers.disk is not None:
+        needed = tiers.disk_bytes if unknown else state.reserved
+        disk = DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
+        return HostDiskStore(tiers.host, disk, device) if tiers.host else disk
+    needed = tiers.host if unknown else state.reserved + state.reserved // SLACK
+    return HostStore(min(tiers.host, needed), device) if tiers.host else None
+
+
+def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:
+    """Adjusts a manager's budget to what steps need in addition to state."""
+    tiers = None if plan.zero is None else plan.zero.tiers
+    if manager is None or tiers is None:
+        return
+    moved, known = plan.predicted.moved, weakref.ref(manager)
+
+    def held() -> int:
+        there = known()
+        return 0 if there is None else there.held
+
+    try:
+        footprint = Footprint(held, manager.device)
+    except OSError:
+        footprint = None  # no /proc: what was predicted stays
+    manager.controller = BudgetController(
+        tiers.limit,
+        manager,
+        footprint,
+        ActivationPeak(manager.other or None, reason="no sample was planned with"),
+        0 if moved is None else moved.needed,
+        "" if moved is None else moved.decides,
+        tiers.keep_freed,
+    )
+    weakref.finalize(optimizer, manager.controller.close)

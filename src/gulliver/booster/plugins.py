@@ -1,0 +1,539 @@
+"""Plugins: short, hand-written ways to make a plan.
+
+Each states its choices (`Plugin.choices`); `make_plan` resolves them for a model, and `apply_plan`
+runs the result, for all plugins alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, DistributedSampler
+
+from gulliver.booster.apply import apply_plan, check_choices
+from gulliver.booster.plugin_options import (
+    CommunicationOptions,
+    Fp8Options,
+    LimitOptions,
+    LinkOptions,
+    PlacementOptions,
+    Stage,
+    StepOptions,
+    ZeroOptions,
+    take_options,
+)
+from gulliver.comm.collectives import broadcast_object, choose_axes, raise_on_any_rank
+from gulliver.comm.world import World, current_world
+from gulliver.data.loader import DataLoader
+from gulliver.errors import GulliverError
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.costs import zero_collectives
+from gulliver.hardware.probe import current_cluster
+from gulliver.options import checked
+from gulliver.parallel.optimizer import BoostedOptimizer, named_trainables
+from gulliver.plan.checks import check_plan
+from gulliver.plan.plan import Plan
+from gulliver.plan.tree import DDPPlan, Mesh, Precision, Work
+from gulliver.planner.model import unwrapped
+from gulliver.planner.predict import predict, with_mixed, with_work
+from gulliver.planner.resolve import cut_model, differences, resolve
+from gulliver.planner.tiers import TierOptions, plan_tiers
+from gulliver.planner.wires import WireOptions, decide
+
+
+class Plugin(ABC):
+    """A way to make plans."""
+
+    verbose: bool = True
+    wires = WireOptions()
+    takes: tuple[str, ...] = ()
+    """Kinds of devices that parameters may be on besides the rank's own."""
+
+    @abstractmethod
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """The choices of a plan, whatever the model is.
+
+        Args:
+            ranks: number of ranks of the world.
+            precision: dtype of autocast, or none.
+
+        Raises:
+            GulliverError: it cannot be run by so many ranks.
+        """
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """The choices that are made by looking at a model; a plugin may have some."""
+        return plan
+
+    def make_plan(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        cluster: Cluster | None = None,
+        sample: Any = None,
+        precision: str = "none",
+        work: Work | None = None,
+    ) -> Plan:
+        """Plans how a model would run; nothing is changed.
+
+        One process can plan for any number of ranks. Where the ranks that the plan is of are up,
+        each of them calls it.
+
+        Args:
+            model: whole model, perhaps on meta.
+            optimizer: optimizer of its parameters; None where it is not trained.
+            cluster: machines to plan for, one device of it for each rank; None for those at hand,
+                as they were measured by ``gulliver probe`` or are described.
+            sample: batch of one model, as keyword or positional arguments or a tensor, with which
+                compute is measured here, or of a model on meta estimated; without it seconds are
+                those of messages alone.
+            precision: dtype of autocast, or none.
+            work: what a batch costs, such as `estimate_work` says, instead of a sample.
+
+        Raises:
+            GulliverError: the model or its optimizer cannot be run so.
+        """
+        ranks = current_world().size if cluster is None else cluster.size
+        model, choices = unwrapped(model), self.choices(ranks, precision)
+        choices = self.wires.asked(choices)
+        choices = choices if work is None else replace(choices, work=work)
+        if sample is not None and choices.limited:
+            # What is chosen under a limit depends on what a batch takes.
+            check_plan(choices, ranks)
+            check_choices(choices, model, optimizer)
+            choices = with_work(cut_model(choices, model, optimizer), sample)
+        choices = self.for_model(choices, model, optimizer, cluster)
+        if sample is not None:
+            choices = with_mixed(choices, model, sample)
+        check_plan(choices, ranks)
+        check_choices(choices, model, optimizer)
+        resolved = resolve(choices, model, optimizer, cluster)
+        if sample is not None and not choices.limited:
+            resolved = resolved.with_plan(with_work(resolved, sample))
+        plan = predict(decide(resolved, self.wires, cluster), cluster).plan
+        # Ranks measure different times, and have one plan.
+        return broadcast_object(plan) if current_world().size == ranks > 1 else plan
+
+    def check(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
+    ) -> Plan:
+        """The choices for a model; refuses what this plugin cannot run, with nothing changed.
+
+        Raises:
+            GulliverError: the plugin cannot run it; what is wrong is named.
+        """
+        ranks = current_world().size
+        choices = self.wires.asked(self.choices(ranks, precision))
+        check_plan(choices, ranks)
+        check_choices(choices, model, optimizer)
+        return choices
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        choices: Plan,
+    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
+        """Plans and runs what `check` returned: the running model and optimizer, and the plan."""
+        plain = unwrapped(model)
+        # A plan differs where the formats do, and ranks with different plans wait for each other.
+        self.wires.agree()
+        choices = self.for_model(choices, plain, optimizer, None)
+        # It reads measurements of this machine, which one rank alone may lack.
+        resolved = raise_on_any_rank(lambda: resolve(choices, plain, optimizer))
+        resolved = decide(resolved, self.wires)
+        if choices.work.samples or choices.limited:
+            resolved = predict(resolved)
+        plan = resolved.plan
+        boosted, wrapped = apply_plan(resolved, model, world, self.verbose)
+        if self.verbose and world.is_main:
+            for told in (differences(choices, plan), _unknown_label(choices)):
+                if told is not None:
+                    print(told, file=sys.stderr)
+        return boosted, wrapped, plan
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A loader that gives this rank its share of a data set; see `gulliver.data.DataLoader`.
+
+        Args:
+            dataset: data set with a length.
+            batch_size: samples per rank and step.
+            shuffle: whether each epoch has another order.
+            seed: seed of the order, the same on all ranks, and of what workers draw, another on
+                each.
+            drop_last: drop what does not divide, rather than repeat samples.
+            kwargs: further arguments of the loader. On a GPU batches arrive there ahead of use,
+                unless ``device=None`` is given.
+
+        Raises:
+            GulliverError: an argument that the loader does not have; fewer samples than ranks.
+        """
+        world, (place, size) = current_world(), self.data_place()
+        if len(dataset) < size:  # type: ignore[arg-type]
+            raise GulliverError(
+                f"the data set has {len(dataset)} samples: {size} ranks need one each"  # type: ignore[arg-type]
+            )
+        sampler: DistributedSampler = DistributedSampler(
+            dataset, size, place, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        kwargs.setdefault("device", world.device if world.device.type != "cpu" else None)
+        return DataLoader(
+            dataset,
+            batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            seed=seed,
+            rank=place,
+            world_size=size,
+            **kwargs,
+        )
+
+    def data_place(self) -> tuple[int, int]:
+        """This rank's number among those that read different samples, and how many there are."""
+        world = current_world()
+        return world.rank, world.size
+
+
+def _unknown_label(plan: Plan) -> str | None:
+    """What to tell of a plan that no plugin here has made: the name chooses nothing."""
+    kinds = [Plugin]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    # "operators" is what `find_operators` writes, which is no plugin.
+    if plan.plugin in ("", "operators", *(kind.__name__ for kind in kinds)):
+        return None
+    label = plan.describe_field("plugin")
+    return f"plan: {label} is no plugin here: it is a label, the other values run"
+
+
+class TorchDDPPlugin(Plugin):
+    """torch's DistributedDataParallel: everything on every rank.
+
+    Args:
+        find_unused_parameters: allow parameters without gradients in a backward.
+        bucket_cap_mb: size of a gradient bucket in MiB.
+        static_graph: promise that the graph never changes.
+        verbose: print the plan when the model is boosted.
+        options: fields of `Fp8Options` and `CommunicationOptions`.
+
+    Raises:
+        GulliverError: an option that it does not have, or a value out of range.
+    """
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = False,
+        verbose: bool = True,
+        **options: Any,
+    ) -> None:
+        groups = take_options(type(self), (Fp8Options, CommunicationOptions), options)
+        self.fp8, self.wires = groups[0].plan(), groups[1].wires()
+        self.find_unused_parameters = find_unused_parameters
+        self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
+
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """Keeps everything whole on every rank."""
+        return Plan(
+            plugin=type(self).__name__,
+            mesh=Mesh(current_world().device.type, {"data": ranks}),
+            ddp=DDPPlan(self.find_unused_parameters, self.bucket_cap_mb, self.static_graph),
+            precision=Precision(precision, fp8=self.fp8),
+        )
+
+
+class LowLevelZeroPlugin(Plugin):
+    """ZeRO: higher stages shard more over the ranks.
+
+    Args:
+        stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
+        chunk_mb: size of a chunk in MiB, ``auto`` or ``again``; see `ZeroOptions`.
+        precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
+        max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
+        memory_limit: memory of each rank under stage 3; see `LimitOptions`.
+        disk: folder and bytes for what does not fit; see `LimitOptions`.
+        activations: what happens to activations under a limit; see `StepOptions`.
+        step_in_backward: step each chunk inside `Booster.backward`; see `StepOptions`.
+        weights: checkpoint that stage 3 fills the model from, as of `GeminiPlugin`.
+        verbose: print the plan when the model is boosted, and what tuning found.
+        options: fields of `ZeroOptions`, `LimitOptions`, `StepOptions`, `LinkOptions`,
+            `Fp8Options` and `CommunicationOptions`.
+
+    Raises:
+        GulliverError: an option that it does not have, a value out of range, or options that
+            exclude each other.
+    """
+
+    def __init__(
+        self,
+        stage: int = 1,
+        chunk_mb: float | str = "auto",
+        precision: str | None = None,
+        max_norm: float = 0.0,
+        *,
+        memory_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
+        activations: str = "keep",
+        step_in_backward: bool = False,
+        weights: Path | str | None = None,
+        verbose: bool = True,
+        **options: Any,
+    ) -> None:
+        self.stage: int = checked(stage, Stage, f"{type(self).__name__}.stage")
+        kinds = (ZeroOptions, LimitOptions, StepOptions, LinkOptions)
+        given = {
+            "chunk_mb": chunk_mb,
+            "precision": precision,
+            "max_norm": max_norm,
+            "memory_limit": memory_limit,
+            "disk": disk,
+            "activations": activations,
+            "step_in_backward": step_in_backward,
+        }
+        formats = (Fp8Options, CommunicationOptions)
+        groups = take_options(type(self), (*kinds, *formats), given | options)
+        self.zero, limits, self.steps, self.links = groups[:4]
+        self.fp8, self.wires = groups[4].plan(), groups[5].wires()
+        self.precision, self.max_norm = self.zero.precision, self.zero.max_norm
+        self.step_in_backward = self.steps.step_in_backward
+        self.broadcast_buffers = self.steps.broadcast_buffers
+        self.weights, self.verbose = weights, verbose
+        if weights is not None and stage != 3:
+            raise GulliverError(
+                f"weights= fills the shards of stage=3, not of stage={stage}: load the model "
+                "before it is boosted"
+            )
+        self.takes = ("meta",) if stage == 3 else ()
+        self.memory = limits.tiers(
+            stage,
+            "LowLevelZeroPlugin(stage=3)",
+            step_in_backward=self.step_in_backward,
+            activations=self.steps.activations,
+        )
+        if self.memory is None and self.steps.activations != "keep":
+            raise GulliverError(f"activations={activations!r} needs a memory_limit to keep to")
+        if self.memory is not None:
+            self.zero.refuse_tuning()
+
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """Shards over all ranks."""
+        links, memory, chunk_mb = self.links, self.memory, self.zero.chunk_mb
+        torus = {} if isinstance(links.axes, str) else dict(links.axes or {})
+        order = tuple(links.rank_order or ()) if torus else ()
+        device = current_world().device.type
+        tuned = isinstance(chunk_mb, str) and memory is None
+        return Plan(
+            plugin=type(self).__name__,
+            mesh=Mesh(device, {"data": ranks}, torus, order),
+            zero=self.zero.plan(
+                self.stage,
+                tuning=str(chunk_mb) if tuned else "off",
+                overlap=links.overlap,
+                broadcast_buffers=self.broadcast_buffers,
+                step_in_backward=self.step_in_backward and memory is None,
+                report=None if links.folder is None else str(links.folder),
+                tiers=None if memory is None else memory.tiers(device),
+            ),
+            precision=Precision(precision, self.precision or "none", fp8=self.fp8),
+            max_norm=self.max_norm,
+            weights=None if self.weights is None else str(self.weights),
+        )
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Chooses a torus with ``axes="auto"``, and chunks under a limit."""
+        links = cluster or self.links.cluster
+        if self.memory is not None:
+            chosen = isinstance(self.zero.chunk_mb, str)
+            plan = plan_tiers(plan, model, optimizer, links, chosen)
+        if self.links.axes != "auto":
+            return plan
+        names = {} if optimizer is None else named_trainables(model, optimizer)
+        whole, chunk = max(1, sum(p.nbytes for p in names)), self.zero.chunk_bytes
+        chunks = [min(chunk, whole - start) for start in range(0, whole, chunk)]
+        ranks = plan.mesh.size
+        sent = zero_collectives(self.stage, chunks)
+        found = choose_axes(links or current_cluster(ranks), sent, ranks)
+        order = tuple(self.links.rank_order or found.order or ()) if found.axes else ()
+        mesh = replace(plan.mesh, torus=dict(found.axes), rank_order=order)
+        return replace(plan, mesh=mesh, reasons={**plan.reasons, "mesh.torus": str(found)})
+
+
+# The plugin for models larger than memory: one number, the limit, and a plan that keeps to it.
+
+
+class GeminiPlugin(Plugin):
+    """ZeRO's stage 3 under a memory limit: what does not fit lies in the host or on a disk.
+
+    Values are those of a run without a limit. Parameters, gradients and optimizer state move chunk
+    by chunk, ahead of use; which of them stay is planned from the order in which a step uses them.
+    A limit that is too small is refused before the first step, and the error names the smallest
+    that is enough.
+
+    Args:
+        memory_limit: memory of each rank in bytes or as text, ``6GiB`` or ``70%``; see
+            `LimitOptions`. The interpreter and torch are not counted.
+        host_limit: page-locked host memory of a GPU that may be used; None for none.
+        disk: folder and the bytes that may lie there, ``/scratch:100GiB``; None for none. With
+            `host_limit` it takes what does not fit the host's memory.
+        precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
+        max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
+        step_in_backward: step each chunk inside `Booster.backward`, so that gradients take no
+            memory; see `StepOptions`.
+        activations: ``keep``, ``recompute``, ``offload`` or ``auto``; see `StepOptions`.
+        weights: folder of a Hugging Face checkpoint, or a safetensors file, that the model is
+            filled from when it is boosted. A model on meta is filled chunk by chunk, so it may be
+            larger than memory; without weights its modules initialise themselves, by
+            ``reset_parameters``.
+        verbose: print the plan when the model is boosted.
+        options: fields of `ZeroOptions`, `PlacementOptions`, `StepOptions`, `Fp8Options` and
+            `CommunicationOptions`.
+
+    Raises:
+        GulliverError: an option that it does not have, or a value out of range.
+    """
+
+    takes = ("meta",)
+
+    def __init__(
+        self,
+        memory_limit: int | float | str,
+        host_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
+        *,
+        precision: str | None = None,
+        max_norm: float = 0.0,
+        step_in_backward: bool = False,
+        activations: str = "keep",
+        weights: Path | str | None = None,
+        verbose: bool = True,
+        **options: Any,
+    ) -> None:
+        given = {
+            "memory_limit": memory_limit,
+            "host_limit": host_limit,
+            "disk": disk,
+            "precision": precision,
+            "max_norm": max_norm,
+            "step_in_backward": step_in_backward,
+            "activations": activations,
+        }
+        kinds = (ZeroOptions, LimitOptions, StepOptions, PlacementOptions)
+        formats = (Fp8Options, CommunicationOptions)
+        groups = take_options(type(self), (*kinds, *formats), given | options)
+        self.zero, limits, steps, placement = groups[:4]
+        self.fp8, self.wires = groups[4].plan(), groups[5].wires()
+        # Sizes of chunks are planned: a step of the tuner would not keep to the limit.
+        self.zero.refuse_tuning()
+        self.memory = TierOptions(
+            **asdict(limits),
+            step_in_backward=steps.step_in_backward,
+            activations=steps.activations,
+            **asdict(placement),
+        )
+        self.precision, self.max_norm = self.zero.precision, self.zero.max_norm
+        self.step_in_backward = steps.step_in_backward
+        self.broadcast_buffers = steps.broadcast_buffers
+        self.weights, self.verbose = weights, verbose
+
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """Shards over all ranks, under the limit."""
+        device = current_world().device.type
+        return Plan(
+            plugin=type(self).__name__,
+            mesh=Mesh(device, {"data": ranks}),
+            zero=self.zero.plan(
+                stage=3,
+                broadcast_buffers=self.broadcast_buffers,
+                tiers=self.memory.tiers(device),
+            ),
+            precision=Precision(precision, self.precision or "none", fp8=self.fp8),
+            max_norm=self.max_norm,
+            weights=None if self.weights is None else str(self.weights),
+        )
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Chooses the size of chunks, where it is not given, and the blocks that are recomputed."""
+        return plan_tiers(plan, model, optimizer, cluster, self.zero.chunk_mb == "auto")
+
+
+# The plugin that runs a given plan.
+
+
+class PlanPlugin(Plugin):
+    """Runs a given plan.
+
+    Args:
+        plan: loaded, perhaps edited, or made by a plugin.
+        verbose: print the plan when the model is boosted.
+    """
+
+    def __init__(self, plan: Plan, verbose: bool = True) -> None:
+        self.plan, self.verbose = plan, verbose
+        self.takes = ("meta",) if plan.stage == 3 or plan.weights is not None else ()
+
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """The plan."""
+        # It may have been edited, or made for other machines.
+        check_plan(self.plan, ranks)
+        device = current_world().device.type
+        if self.plan.mesh.device != device:
+            raise GulliverError(
+                f"{self.plan.describe_field('mesh.device')}, and ranks run on {device}"
+            )
+        if precision not in ("none", self.plan.precision.autocast):
+            raise GulliverError(
+                f"{self.plan.describe_field('precision.autocast')}, and Booster(mixed_precision="
+                f"{precision!r}): say it in the plan alone"
+            )
+        return self.plan
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Decides what happens to activations under a limit, where that is left open."""
+        return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
+
+    def data_place(self) -> tuple[int, int]:
+        """This rank's number among those that read different samples, and how many there are."""
+        mesh, rank = self.plan.mesh, current_world().rank
+        if self.plan.operators is not None:  # all ranks read one batch, and share what it takes
+            return 0, 1
+        return rank // (mesh.of("sequence") * mesh.of("tensor")) % mesh.of("data"), mesh.of("data")

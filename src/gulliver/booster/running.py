@@ -1,0 +1,212 @@
+"""A step of a loop written for pipelines, where each rank has the whole model."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.limited import LimitedManager
+from gulliver.errors import GulliverError
+from gulliver.parallel.optimizer import BoostedOptimizer
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.parallel.zero.tuner import TuningStage
+from gulliver.plan.plan import Plan
+from gulliver.plan.results import Comparison, ComparisonRow, MemoryPlan
+from gulliver.plan.tree import ChunkPlan
+
+Criterion = Callable[[Any, Any], Tensor]
+
+
+def own_loss(outputs: Any, batch: Any) -> Tensor:
+    """The loss that a model computes itself: its ``loss``, or an output of one number."""
+    if isinstance(outputs, Tensor) and not outputs.ndim:
+        return outputs
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise GulliverError(
+            "the model's outputs have no loss: pass a criterion(outputs, batch), or batches with "
+            "labels for a model that computes its loss from them"
+        )
+    return loss
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """A model's outputs for a batch: a dict of keyword arguments, a tuple, or one tensor."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def run_whole(
+    batch: Any,
+    model: nn.Module,
+    criterion: Criterion | None,
+    optimizer: BoostedOptimizer | None,
+    return_outputs: bool,
+) -> dict[str, Any]:
+    """Forward, and with an optimizer backward; as `Booster.execute_pipeline` returns them."""
+    with torch.set_grad_enabled(optimizer is not None):
+        outputs = call(model, batch)
+        wanted = optimizer is not None or criterion is not None
+        loss = (criterion or own_loss)(outputs, batch) if wanted else None
+        # As a pipeline returns it: the model's own loss, also where nobody asked for one.
+        if loss is None and isinstance(getattr(outputs, "loss", None), Tensor):
+            loss = outputs.loss
+    if optimizer is not None and loss is not None:
+        optimizer.backward(loss)
+    return {
+        "loss": None if loss is None else loss.detach(),
+        "outputs": outputs if return_outputs else None,
+    }
+
+
+# The plan as it runs now, tuning included, and what its steps take and hold.
+
+
+EXTRA = "the steps so far tuned chunks, or compared packed gradients: take more steps"
+KINDS = ("parameters", "gradients", "optimizer_state")
+
+
+class Running:
+    """A boosted model's plan and its optimizer."""
+
+    def __init__(self, planned: Plan, optimizer: BoostedOptimizer, model: nn.Module) -> None:
+        self.planned, self.optimizer, self.model = planned, optimizer, model
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it runs now, with chunks that were tuned since."""
+        plan, zero, optimizer = self.planned, self.planned.zero, self.optimizer
+        # Ranks of a pipeline have chunks of their own, which nothing cuts anew.
+        if zero is None or not isinstance(optimizer, ZeroOptimizer) or optimizer.pipeline:
+            return plan
+        chunks = tuple(
+            ChunkPlan(
+                tensors=tuple(slot.name for slot in c.chunk.layout.slots),
+                bytes=c.chunk.nbytes,
+                padding_bytes=c.chunk.layout.padding * c.chunk.dtype.itemsize,
+                dtype=str(c.chunk.dtype).removeprefix("torch."),
+            )
+            for c in optimizer.all_chunks
+        )
+        tuner = optimizer.tuner
+        found = tuner.result if tuner is not None and tuner.stage is TuningStage.DONE else None
+        # Sizes are those of the first rank: where tensors are cut, others' differ a little.
+        if found is None and [c.tensors for c in chunks] == [c.tensors for c in zero.chunks]:
+            return plan
+        tuned = replace(zero, chunks=chunks, chunk_bytes=optimizer.shards.chunk_bytes)
+        reasons = dict(plan.reasons)
+        if found is not None:
+            # What was found is a choice from here on: the plan runs as it is, untuned.
+            tuned = replace(tuned, tuning="off")
+            reasons["zero.chunk_bytes"] = found.summary()
+        memory = replace(plan.memory, **self._memory(plan.memory))
+        predicted = replace(plan.predicted, bytes=memory)
+        return replace(plan, zero=tuned, predicted=predicted, reasons=reasons)
+
+    def _memory(self, planned: MemoryPlan) -> dict[str, int]:
+        optimizer = self.optimizer
+        assert isinstance(optimizer, ZeroOptimizer)
+        assert self.planned.zero is not None
+        found = optimizer.memory()
+        if optimizer.stage < 3:
+            # Frozen parameters lie beside the chunks.
+            whole = sum(chunk.bytes for chunk in self.planned.zero.chunks)
+            found["parameters"] += planned.parameters - whole
+        # The first rank's, which all ranks' plans have: the others' shards may be smaller.
+        found["optimizer_state"] = max(planned.optimizer_state, found["optimizer_state"])
+        return found
+
+    @property
+    def moved(self) -> tuple[int, int] | None:
+        """Bytes that the last step read and wrote; None without a memory limit."""
+        return None if self._manager is None else self._manager.step_moved
+
+    @property
+    def disk_moved(self) -> tuple[int, int] | None:
+        """The same between host memory and a disk behind it; None without one."""
+        return None if self._manager is None else self._manager.disk_moved
+
+    @property
+    def _manager(self) -> LimitedManager | None:
+        manager = getattr(getattr(self.optimizer, "shards", None), "manager", None)
+        return manager if isinstance(manager, LimitedManager) else None
+
+    def compare(self) -> Comparison:
+        """Predicted and measured seconds of a step, and bytes that this rank sends and holds."""
+        predicted, rows = self.plan.predicted, list[ComparisonRow]()
+        between = [b - a for a, b in itertools.pairwise(self.optimizer.taken.stepped_at)]
+        if between:
+            rows += self._phases(statistics.median(between))
+        # torch's DDP sends by itself, and says nothing of it.
+        if between and self.planned.ddp is None:
+            rows.append(self._sent(predicted.sent))
+        held = self._held()
+        rows += [ComparisonRow(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
+        rows.append(ComparisonRow("total", "bytes", predicted.bytes.total, sum(held.values())))
+        if self.moved is not None and predicted.moved is not None:
+            read, written = self.moved
+            rows.append(ComparisonRow("read", "bytes", predicted.moved.read, read))
+            rows.append(ComparisonRow("written", "bytes", predicted.moved.written, written))
+            if self.disk_moved is not None:
+                read, written = self.disk_moved
+                rows.append(ComparisonRow("disk read", "bytes", predicted.moved.disk_read, read))
+                more = predicted.moved.disk_written
+                rows.append(ComparisonRow("disk written", "bytes", more, written))
+        return Comparison(tuple(rows))
+
+    def _sent(self, predicted: int) -> ComparisonRow:
+        """Bytes sent in a step, without those that tune chunks or compare gradients."""
+        steps, alone = self.optimizer.taken.sent()
+        # What is posted as a step ends counts for it or for the next one, as time goes, which a
+        # mean of few steps would show: so the usual number, where steps have one.
+        usual, times = Counter(steps).most_common(1)[0]
+        sent = usual if 2 * times >= len(steps) else statistics.fmean(steps)
+        return ComparisonRow("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
+
+    def _phases(self, step: float) -> list[ComparisonRow]:
+        """Seconds of a step, of what comes before the optimizer, and of the optimizer's step."""
+        # On a GPU the processor runs ahead: there the two phases are what it waits for in each.
+        predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
+        update = statistics.median(self.optimizer.taken.updated_in)
+        links = f"gulliver probe measures the links of {cluster or 'the cluster'}"
+        passes = f"make_plan(..., sample=batch) measures the operators, {links}"
+        if predicted.exposed > predicted.compute:
+            passes = f"most of it waits for messages: {links}"
+        wait = "the last gradients are waited for there too" if self.plan.mesh.replicas > 1 else ""
+        updates = "; ".join(filter(None, ("gulliver probe measures the memory's rate", wait)))
+        return [
+            ComparisonRow("step", "s", predicted.step, step),
+            ComparisonRow("passes", "s", predicted.step - predicted.update, step - update, passes),
+            ComparisonRow("update", "s", predicted.update, update, updates),
+        ]
+
+    def _held(self) -> dict[str, int]:
+        """Bytes of model state that this rank holds: of ZeRO at the fullest moment so far."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, ZeroOptimizer):
+            inside = optimizer.names | optimizer.shards.frozen_names
+            found = dict(optimizer.held_bytes.fullest)
+            found["parameters"] += sum(p.nbytes for p in self.model.parameters() if p not in inside)
+            return found
+        state = sum(
+            _own(value).nbytes
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, Tensor) and value.ndim
+        )
+        parameters = optimizer.parameter_bytes(self.model)
+        gradients = optimizer.taken.most_gradients
+        return {"parameters": parameters, "gradients": gradients, "optimizer_state": state}
+
+
+def _own(tensor: Any) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,0 +1,286 @@
+"""Hooks that make the steps of torch's optimizers wait for what a checkpoint is still copying."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gulliver.checkpoint.files import RESERVED, check_holdable, is_holdable
+from gulliver.checkpoint.tree import Leaf, as_leaf, is_dtensor, local_leaf, split_state
+from gulliver.errors import GulliverError
+from gulliver.memory.parts import Part, state_shape
+from gulliver.memory.pending import (
+    ASKS,
+    PendingParameter,
+    add_writer,
+    any_read_lock,
+    before_any_write,
+    before_write_at,
+    storage_of,
+    writers,
+)
+
+_hooked: list[Callable[[], None]] = []
+
+
+def install_hooks() -> None:
+    """Makes the step of every torch optimizer wait for what it changes; once per process."""
+    if _hooked:
+        return
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        add_writer(optimizer)
+        # An optimizer that updates part by part (ZeRO chunk by chunk) asks before each itself.
+        if any_read_lock() and not getattr(optimizer, ASKS, False):
+            before_write_at(_storages(optimizer))
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # What follows a step changes the rest: averages of weights, statistics, counters.
+        before_any_write()
+
+    _hooked.append(register_optimizer_step_pre_hook(before).remove)
+    _hooked.append(register_optimizer_step_post_hook(after).remove)
+
+
+def guarded_storages() -> set[int]:
+    """Storages that only optimizers change whose steps wait for a snapshot."""
+    return set().union(*(_storages(optimizer) for optimizer in writers()))
+
+
+def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Storages that a step changes."""
+    found = set[int]()
+    for tensor in _changed_by(optimizer):
+        with suppress(NotImplementedError, RuntimeError):  # sparse and fake tensors have none
+            found.add(storage_of(tensor))
+    return found - {0}
+
+
+def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yields what a step changes."""
+    if changed := getattr(optimizer, ASKS, None):
+        yield from changed()
+        return
+    for group in optimizer.param_groups:
+        # A pending parameter has no memory yet, and asking for it would gather its shards.
+        params = (p for p in group["params"] if type(p) is not PendingParameter)
+        yield from (_local(parameter) for parameter in params)
+    for state in optimizer.state.values():
+        yield from _tensors(state)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields all tensors in a state: some optimizers keep lists of them."""
+    if isinstance(value, torch.Tensor):
+        yield _local(value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Returns what this rank has of a DTensor, which has no memory itself; others as they are."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+# Takes a state apart: a rank's tensors by entry, and the rank that writes what all ranks have.
+
+
+WHOLE_FILE = ".safetensors"
+SMALL = 2**16
+"""Bytes: tensors up to this size are copied at once, which is cheaper than to look after them."""
+TINY = 2**12
+"""Bytes: the same limit for tensors that only optimizers change, whose steps wait anyway."""
+ALIKE = 2**20
+"""Bytes: smaller tensors that every rank has are written by rank 0, as it has them."""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Marks an entry of a state that every rank has a value of its own for.
+
+    The value is given back to the rank of that number, whatever the number of ranks is then.
+    """
+
+    value: Any
+
+
+@dataclass
+class Collected:
+    """Content that one rank writes."""
+
+    # Tensors and parts by entry and name.
+    tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    # Skeletons by entry, of what all ranks have.
+    skeletons: dict[str, Any] = field(default_factory=dict)
+    # Skeletons by entry, of what this rank alone has.
+    own: dict[str, Any] = field(default_factory=dict)
+    # Class names of optimizers and schedulers by entry, and the shapes of the parameters that an
+    # optimizer steps.
+    kinds: dict[str, Any] = field(default_factory=dict)
+    # Hash of the names, dtypes and shapes that all ranks have to have in common.
+    digest: str = ""
+    # Storages that are changed by optimizers whose steps wait for a snapshot; anything else may
+    # change as soon as `save` has returned.
+    guarded: set[int] = field(default_factory=set)
+
+
+def own_entry(entry: str, rank: int) -> str:
+    """Name under which a rank's own values of an entry stand among the files and tensors."""
+    return f"{entry}@{rank}"
+
+
+def file_name(entry: str, rank: int, world_size: int) -> str:
+    """Name of the file that holds a rank's tensors of an entry."""
+    if world_size == 1 or "@" in entry:
+        return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
+    return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
+
+
+def collect(
+    state: Mapping[str, Any],
+    rank: int = 0,
+    world_size: int = 1,
+) -> Collected:
+    """Takes a state apart."""
+    found = Collected()
+    common: dict[str, dict[str, Tensor]] = {}
+    for entry, value in state.items():
+        if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
+            raise GulliverError(f"{entry!r} is no name for an entry: use letters, digits and _")
+        alone = isinstance(value, PerRank)
+        held = value.value if alone else value
+        if isinstance(held, Optimizer):
+            add_writer(held)
+        leaves, skeleton = split_state(_content(held))
+        # What every rank has of its own may be of another kind on each.
+        kind = None if alone else kind_of(held)
+        if kind is not None:
+            found.kinds[entry] = kind
+        if RESERVED in leaves:
+            raise GulliverError(
+                f"{entry}: a tensor is called {RESERVED!r}, which files of the safetensors format "
+                "keep for text: call it something else"
+            )
+        leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
+        if alone:
+            found.tensors[own_entry(entry, rank)] = leaves
+            found.own[entry] = skeleton
+            continue
+        found.skeletons[entry] = skeleton
+        found.tensors[entry] = {n: v for n, v in leaves.items() if isinstance(v, Part)}
+        common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
+    _check_files(found.tensors, rank, world_size)
+    if world_size > 1:
+        found.digest = _digest(common)
+    _share_out(common, found, rank, world_size)
+    found.guarded = guarded_storages()
+    return found
+
+
+def _check_files(entries: Iterable[str], rank: int, world_size: int) -> None:
+    """Refuses entries that would overwrite each other."""
+    files: dict[str, str] = {}
+    for entry in entries:
+        other = files.setdefault(name := file_name(entry, rank, world_size), entry)
+        if other != entry:
+            names = [each.split("@")[0] for each in (other, entry)]
+            raise GulliverError(
+                f"entries {names[0]!r} and {names[1]!r} would both be written to {name}: call one "
+                "of them something else"
+            )
+
+
+def _content(value: Any) -> Any:
+    """Returns what there is to save of an object: its state, or the value itself."""
+    if isinstance(value, nn.Module):
+        refuse_boosted(value, "save")
+        return {
+            name: as_leaf(v) if isinstance(v, Tensor) else v
+            for name, v in value.state_dict(keep_vars=True).items()
+        }
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def kind_of(value: Any) -> dict[str, Any] | None:
+    """Describes an optimizer or scheduler, whose state does not say its class; None for others."""
+    if isinstance(value, LRScheduler):
+        return {"kind": type(value).__name__}
+    if not isinstance(value, torch.optim.Optimizer):
+        return None
+    # A boosted one is saved as the one that it wraps.
+    kind = type(getattr(value, "inner", value)).__name__
+    shapes = [[list(state_shape(p)) for p in group["params"]] for group in value.param_groups]
+    return {"kind": kind, "shapes": shapes}
+
+
+def refuse_boosted(model: nn.Module, action: str) -> None:
+    """Refuses a model whose parameters are in chunks: what this rank has may not be the whole."""
+    for name, parameter in model.named_parameters():
+        if "_boosted" in vars(parameter):
+            raise GulliverError(
+                f"parameter {name!r} lies in a chunk of ZeRO: call booster.{action}, of the "
+                "booster that boosted it, which knows what each rank has"
+            )
+
+
+def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
+    if type(leaf) in (Tensor, nn.Parameter) and leaf.is_cpu and is_holdable(leaf):  # type: ignore[union-attr]
+        value = leaf.detach()  # type: ignore[union-attr]
+        if not value.is_conj() and not value.is_neg():
+            return value  # the usual case, of which there may be many
+    where = f"{entry}: tensor {name!r}"
+    if isinstance(leaf, Part):
+        check_holdable(where, leaf.value)
+        return leaf
+    if is_dtensor(leaf):
+        return local_leaf(where, leaf, saving=True)
+    check_holdable(where, leaf)
+    value = leaf.detach()
+    if value.is_conj() or value.is_neg():
+        # Views that are so only by a flag would be written without it.
+        value = value.resolve_conj().resolve_neg()
+    # In host memory what lies apart is gathered as it is copied.
+    return value if value.is_cpu else value.contiguous()
+
+
+def _share_out(
+    common: Mapping[str, Mapping[str, Tensor]], found: Collected, rank: int, world_size: int
+) -> None:
+    """Gives every tensor that all ranks have to the rank that has least to write so far."""
+    if world_size == 1:
+        for entry, tensors in common.items():
+            found.tensors[entry].update(tensors)
+        return
+    # Each rank computes the same shares without a word, for all see the same tensors (`digest`).
+    loads = [0] * world_size
+    for entry, tensors in common.items():
+        for name, tensor in tensors.items():
+            writer = 0 if tensor.nbytes < ALIKE else loads.index(min(loads))
+            loads[writer] += tensor.nbytes
+            if writer == rank:
+                found.tensors[entry][name] = tensor
+
+
+def _digest(common: Mapping[str, Mapping[str, Tensor]]) -> str:
+    lines: Sequence[str] = [
+        f"{entry}/{name} {tensor.dtype} {tuple(tensor.shape)}"
+        for entry, tensors in common.items()
+        for name, tensor in tensors.items()
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,441 @@
+"""Order in which the steps of a run were saved, and the steps on branches that the run has left."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+from gulliver.checkpoint.files import read_json
+from gulliver.checkpoint.manifest import MANIFEST, STATE, is_complete, order_of
+from gulliver.comm.collectives import group_rank
+from gulliver.errors import GulliverError
+from gulliver.io.files import (
+    PARTIAL,
+    name_folder,
+    named_errors,
+    remove_all,
+    remove_folder,
+    sync,
+    write_text,
+)
+from gulliver.options import positive_number, whole_number
+
+Age = tuple[int, int]
+"""Sort key of a step: its order, and its number."""
+SHOWN = 6
+"""Most steps that a message names."""
+
+
+# [Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on
+# are the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is
+# one more than the highest in the folder was. The step of the highest order is the newest. A step
+# lies on a branch that was left if a lower one, or one of the same number, was saved after it: the
+# run that is now did not pass through it. Nothing else has to be written down, and no order changes
+# when steps are deleted, copied or linked.
+def age_of(folder: Path, step: int) -> Age | None:
+    """Returns when a step was saved; None where its manifest cannot be read."""
+    path = Path(folder) / MANIFEST
+    try:
+        found = os.stat(path)
+        order = _read_order(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+    except (OSError, GulliverError):
+        return None
+    return order, step
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_order(path: str, inode: int, mtime_ns: int, nbytes: int) -> int:
+    """Reads the order in a manifest, once while the file is the same: it may be large."""
+    return order_of(read_json(Path(path)))
+
+
+def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
+    """Steps that have a readable manifest, those saved first first."""
+    ages = (age_of(folder, step) for step, folder in folders)
+    return [step for _, step in sorted(age for age in ages if age is not None)]
+
+
+def left_behind(steps: Sequence[int]) -> list[int]:
+    """Returns the steps that lie on a branch that was left, ascending."""
+    # From the newest back: whatever is not below all that came later was left.
+    found, lowest = list[int](), float("inf")
+    for step in reversed(steps):
+        if step >= lowest:
+            found.append(step)
+        lowest = min(lowest, step)
+    return sorted(found)
+
+
+def higher(folder: Path, siblings: Iterable[tuple[int, Path]]) -> tuple[list[int], list[int]]:
+    """Returns the higher steps of a run: those saved before one of its steps, and those after it.
+
+    Args:
+        folder: folder of the step.
+        siblings: numbers and folders of the steps of its run.
+    """
+    ages = {path.name: age_of(path, number) for number, path in siblings}
+    mine = ages.get(folder.name)
+    if mine is None:
+        return [], []
+    beyond = sorted((age[1], age) for age in ages.values() if age is not None and age[1] > mine[1])
+    return [n for n, age in beyond if age < mine], [n for n, age in beyond if age > mine]
+
+
+def shown(steps: Sequence[int]) -> str:
+    """Names steps for a message, the last and at most `SHOWN` in all."""
+    some = [str(step) for step in steps[: SHOWN - 1]]
+    if len(steps) > SHOWN:
+        some.append("...")
+    some += [str(step) for step in steps[SHOWN - 1 :][-1:]]
+    return f"step{'s' * (len(steps) > 1)} {', '.join(some)}"
+
+
+# Folder of checkpoints, of which the newest complete one always loads.
+#
+# A step is written under a temporary name, forced to the disk, and renamed; `latest` is moved
+# after that. A process killed at any moment leaves complete steps and at most some temporary
+# folders, which the next save removes. Who writes what into a step is described in `saving.py`.
+
+
+LATEST, LOCK = "latest", ".lock"
+STEP = re.compile(r"step-([0-9]{8,})")
+OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOTALL)
+"""Names of files that steps have next to their manifest."""
+
+OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+"""Flags of a lock's file. A link planted under its name is not followed: its target is not ours."""
+
+_log = logging.getLogger("gulliver")
+
+
+def steps_of(root: Path) -> list[tuple[int, Path]]:
+    """Lists numbers and folders of all steps in a folder, complete or not, lowest first."""
+    if not root.is_dir():
+        return []
+    found = ((STEP.fullmatch(entry.name), entry) for entry in root.iterdir())
+    return sorted((int(match[1]), entry) for match, entry in found if match)
+
+
+def _was_step(path: Path) -> bool:
+    """Whether a folder is, or has been, a step: there is a manifest, or nothing but our files."""
+    # What somebody else has put under a step's name is theirs.
+    if not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return MANIFEST in names or all(OURS.fullmatch(name) for name in names)
+
+
+class CheckpointFolder:
+    """Checkpoints of one run, by step.
+
+    Args:
+        root: folder of the run; made when the first step is saved.
+        keep: number of the newest steps that stay; 0 keeps all. Where a run went back to an earlier
+            step, those of the branch that it left go first.
+        max_age_s: seconds after which a step goes, too; None keeps it however old it is. The newest
+            complete step stays in any case.
+
+    Raises:
+        GulliverError: `keep` is no whole number or negative, or `max_age_s` not positive.
+    """
+
+    def __init__(self, root: Path, keep: int = 3, max_age_s: float | None = None) -> None:
+        keep = whole_number("keep", keep)
+        if keep < 0:
+            raise GulliverError(f"{keep} checkpoints cannot be kept: give 1 or more, or 0 for all")
+        if max_age_s is not None:
+            try:
+                max_age_s = positive_number("max_age_s", max_age_s)
+            except GulliverError as error:
+                raise GulliverError(f"{error}: None keeps all ages") from None
+        self.root, self.keep, self.max_age_s = Path(root), keep, max_age_s
+
+    def path(self, step: int) -> Path:
+        """Returns the path of a step's folder."""
+        return self.root / f"step-{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        """Returns the path of a step's temporary folder, while it is written."""
+        return self.root / f"{self.path(step).name}{PARTIAL}"
+
+    def steps(self) -> list[int]:
+        """Lists the complete steps, lowest first.
+
+        Raises:
+            GulliverError: a step was written by a newer version.
+        """
+        return [step for step in self._numbers() if is_complete(self.path(step))]
+
+    def _numbers(self) -> list[int]:
+        return [step for step, _ in steps_of(self.root)]
+
+    def _ages(self) -> list[int]:
+        """Lists steps whose manifests can be read, complete or not, those saved first first."""
+        return by_age((step, self.path(step)) for step in self._numbers())
+
+    def next_order(self) -> int:
+        """Returns the order of the step that is saved next; see the note in `folder.py`."""
+        ages = (age_of(self.path(step), step) for step in self._numbers())
+        return 1 + max((age[0] for age in ages if age), default=0)
+
+    def left_behind(self) -> list[int]:
+        """Lists steps that lie on a branch that the run has left, lowest first."""
+        return left_behind(self._ages())
+
+    def latest(self) -> Path | None:
+        """Returns the folder of the complete step that was saved last, whatever its number.
+
+        None where there is none. Logs it on rank 0 where the file `latest` names a step that is not
+        complete.
+
+        Raises:
+            GulliverError: a step was written by a newer version.
+        """
+        newest = None
+        for step in reversed(self._ages()):
+            if is_complete(self.path(step)):
+                newest = self.path(step)
+                break
+        named = self._named()
+        if named and group_rank() == 0 and not self._is_step(named):
+            what = f"taking {newest.name}" if newest else "no other is there"
+            _log.warning("checkpoint %s is not complete: %s", self.root / named, what)
+        return newest
+
+    def _named(self) -> str | None:
+        """Returns what `latest` says, be it nonsense: the steps themselves say what is there."""
+        try:
+            return (self.root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"{LATEST} ({error.strerror})"
+
+    def _is_step(self, name: str) -> bool:
+        return STEP.fullmatch(name) is not None and is_complete(self.root / name)
+
+    def begin(self, step: int) -> Path:
+        """Removes what a killed process left half written, and makes the temporary folder.
+
+        Raises:
+            GulliverError: the folder cannot be written, or something that is no step has the name
+                of this one.
+        """
+        partial, final = self.partial(step), self.path(step)
+        if final.exists() and not final.is_symlink() and not _was_step(final):
+            raise GulliverError(
+                f"{final} is in the way, and is no step: move it, or save to another folder"
+            )
+        with named_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            for kind in ("step-*", f".{LATEST}.*"):
+                for entry in self.root.glob(f"{kind}{PARTIAL}"):
+                    remove_all(entry)
+            partial.mkdir()
+        return partial
+
+    def publish(self, step: int) -> None:
+        """Gives a step its final name, moves `latest` to it, and removes what is not kept.
+
+        From the moment that it has its name the step is saved, and is found without `latest`: what
+        fails after that is logged.
+
+        Raises:
+            GulliverError: the step could not be given its name.
+        """
+        left_before = self.left_behind()
+        # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
+        # step.
+        name_folder(self.partial(step), self.path(step))
+        for what, settle in (
+            ("its name may not outlive a loss of power", lambda: sync(self.root)),
+            (f"the file {LATEST} does not name it", lambda: self._point_to(step)),
+            ("old checkpoints stay", lambda: self._retire(step, left_before)),
+        ):
+            try:
+                settle()
+            except (GulliverError, OSError) as error:
+                _log.warning("step %d of %s is saved, but %s: %s", step, self.root, what, error)
+
+    def _point_to(self, step: int) -> None:
+        write_text(self.root / LATEST, self.path(step).name + "\n")
+
+    def _retire(self, step: int, left_before: list[int]) -> None:
+        """Removes what is not kept now that a step is there."""
+        left = [n for n in self.left_behind() if n not in left_before]
+        if left:
+            _log.warning(
+                "step %d was saved after %s of %s: on the branch that the run has left they go "
+                "before others; copy what is to stay",
+                step,
+                shown(left),
+                self.root,
+            )
+        for old in self._outlived():
+            if old != step:
+                remove_folder(self.path(old))
+        for old in self._spoiled():
+            _log.warning("%s is not complete, and older than those that stay: it goes", old)
+            remove_folder(old)
+
+    def discard(self, step: int) -> None:
+        """Removes what was written of a step that failed."""
+        remove_all(self.partial(step))
+
+    def _outlived(self) -> list[int]:
+        """Lists steps that go, as they are too many or too old; never the newest."""
+        if not self.keep and self.max_age_s is None:
+            return []  # without a look at the steps, which may be many
+        complete = set(self.steps())
+        steps = [step for step in self._ages() if step in complete]
+        left = left_behind(steps)
+        # What lies on a branch that was left goes first, however new: the run is elsewhere.
+        queue = [s for s in steps if s in left] + [s for s in steps if s not in left]
+        gone = set(queue[: -self.keep]) if self.keep else set()
+        if self.max_age_s is not None:
+            before = time.time() - self.max_age_s
+            gone |= {step for step in steps if self.path(step).stat().st_mtime < before}
+        return sorted(gone - set(steps[-1:]))
+
+    def _spoiled(self) -> list[Path]:
+        """Lists steps that lack files, and would have gone by now had they been complete."""
+        if not self.keep and self.max_age_s is None:
+            return []
+        complete = set(self.steps())
+        if not complete:
+            return []
+        oldest = min(self.path(step).stat().st_mtime for step in complete)
+        others = (self.path(step) for step in self._numbers() if step not in complete)
+        # Where a link leads may only be out of reach for now.
+        return [
+            p for p in others if not p.is_symlink() and _was_step(p) and p.stat().st_mtime < oldest
+        ]
+
+    def room_for_next(self, nbytes: int) -> str | None:
+        """Returns why the next step may find no room; None where it does.
+
+        Args:
+            nbytes: bytes of a step.
+        """
+        have = len(self._numbers())
+        wanted = max(0, self.keep + 1 - have) if self.keep else 1
+        free = shutil.disk_usage(self.root).free
+        if free >= wanted * nbytes:
+            return None
+        return (
+            f"{self.root} has room for {free // max(1, nbytes)} more steps of "
+            f"{nbytes / 2**20:.0f} MiB: {self.needs()}"
+        )
+
+    def needs(self) -> str:
+        """Says for how many steps there has to be room, for messages."""
+        if not self.keep:
+            return "keep=0 removes none"
+        return (
+            f"keep={self.keep} needs room for {self.keep + 1}, as the oldest goes when the new one "
+            "is complete"
+        )
+
+
+class FolderLock:
+    """Keeps a second job from writing the same folder, for as long as this process has it."""
+
+    # The system releases it when the process ends, however it ends. Processes that it forks do not
+    # have it.
+
+    def __init__(self, root: Path) -> None:
+        self.path = Path(root) / LOCK
+        self._handle: int | None = None
+
+    def take(self) -> None:
+        """Takes the lock; having it already is fine."""
+        if self._handle is not None:
+            if self._is_there(self._handle):
+                return
+            self.release()  # the folder was removed
+        with named_errors(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.is_symlink():
+                raise GulliverError(f"{self.path} is a link: remove it, what it leads to stays")
+            handle = os.open(self.path, OPEN_LOCK, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(handle, 200).decode("utf-8", "replace").strip() or "another process"
+                os.close(handle)
+                raise GulliverError(
+                    f"{self.path.parent} is being written by {owner}: choose another folder, or "
+                    "end that job first"
+                ) from None
+            except OSError:
+                os.close(handle)
+                raise
+            # Who holds the lock, for the message of the one that is refused.
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._handle = handle
+        _handles.add(handle)
+
+    def _is_there(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), self.path.stat())
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Gives the lock back; a second time does nothing."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            unlock(handle)
+
+    def __enter__(self) -> Self:
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def lock_file(path: Path) -> int | None:
+    """Opens and locks a file; None where another process, or another handle, has it locked."""
+    handle = os.open(path, OPEN_LOCK, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        os.close(handle)
+        raise
+    _handles.add(handle)
+    return handle
+
+
+def unlock(handle: int) -> None:
+    """Gives back what was locked; in a process that was forked since there is nothing to give."""
+    if handle in _handles:
+        _handles.discard(handle)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+_handles: set[int] = set()
+
+
+def _forget_all() -> None:
+    """Closes the handles in a process that was forked: the locks are the parent's."""
+    # Closed, not unlocked: the lock is shared, and unlocking would take it from the parent.
+    while _handles:
+        os.close(_handles.pop())
+
+
+os.register_at_fork(after_in_child=_forget_all)

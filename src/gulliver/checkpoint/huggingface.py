@@ -1,0 +1,567 @@
+"""Weights of a folder under the names of a transformers model.
+
+transformers writes many models under other names, or in other pieces, than their parameters have,
+and converts them as it loads. `model_weights` applies the same table of conversions, so that all
+readers see the tensors of the model; block-scaled FP8 tensors appear as what they stand for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from gulliver.checkpoint.files import read_json
+from gulliver.checkpoint.manifest import Mismatch, match
+from gulliver.checkpoint.reader import always_fits, refuse_misfit
+from gulliver.checkpoint.regions import PartPlace, copy_bytes, overlap, place_of
+from gulliver.checkpoint.tree import Leaf
+from gulliver.checkpoint.weights import (
+    BATCH,
+    FileWeights,
+    ReadBatch,
+    TensorInfo,
+    Weights,
+    identity,
+    open_weights,
+)
+from gulliver.errors import GulliverError
+from gulliver.memory.parts import Part, Region, region_of, whole_shape
+from gulliver.memory.pending import before_write
+
+SCALED = "_scale_inv"
+"""Ending of the name of an FP8 tensor's scales."""
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+UNUSED = (".input_scale", ".activation_scale")
+"""Endings of the scales of activations, which only arithmetic in FP8 has a use for."""
+
+_Compute = Callable[[], dict[str, Tensor]]
+_Slabs = list[tuple[int, int, str, _Compute]]
+
+
+# [Note: converted tensors] A renamed tensor is read straight from its file. Experts, which files
+# keep one by one, are joined slab by slab: no more than one matrix of one expert is in memory.
+# Other conversions compute the whole tensor once, and it is kept until another is asked for.
+def model_weights(
+    path: Path | str, model: nn.Module | None, names: Collection[str] | None = None
+) -> Weights:
+    """Opens weights under the names of a model."""
+    weights = open_weights(path)
+    try:
+        if isinstance(weights, FileWeights):
+            known = model.state_dict(keep_vars=True) if names is None and model else names or ()
+            config: Any = getattr(model, "config", None)
+            if hasattr(config, "model_type") or any(i.dtype in FP8 for i in weights.infos.values()):
+                return _converted(weights, model, set(known))
+        return weights
+    except BaseException:
+        weights.close()
+        raise
+
+
+def float_config(folder: Path | str) -> Any:
+    """Reads the configuration of a folder's model, without how its weights are stored."""
+    import transformers
+
+    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        stored = stored if isinstance(stored, Mapping) else stored.to_dict()
+        if stored.get("quant_method") != "fp8":
+            raise GulliverError(
+                f"{folder}: weights quantized by {stored.get('quant_method')!r} are not read: get "
+                "the model in bfloat16, float32 or block-scaled FP8"
+            )
+        del config.quantization_config
+    return config
+
+
+class ModelWeights(Weights):
+    """Tensors of files under other names, some of them computed."""
+
+    def __init__(
+        self,
+        base: Weights,
+        straight: dict[str, str],
+        computed: dict[str, _Slabs],
+        infos: dict[str, TensorInfo],
+        scaled: dict[str, str],
+    ) -> None:
+        self.path, self.files, self.infos = base.path, base.files, infos
+        self.straight, self._computed, self._base = straight, computed, base
+        self._scaled = scaled
+        self._last: tuple[_Compute, dict[str, Tensor]] | None = None
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return self.straight | self._scaled
+
+    def add_alias(self, name: str, kept: str) -> None:
+        super().add_alias(name, kept)
+        for found in (self.straight, self._computed):
+            if kept in found:
+                found[name] = found[kept]  # pyright: ignore[reportArgumentType]
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        rounds: list[dict[str, Part]] = []
+        for name, part in wanted.items():
+            if name not in self.straight:
+                self._read_computed(name, part)
+                continue
+            source = self.straight[name]
+            free = next((one for one in rounds if source not in one), None)
+            if free is None:
+                rounds.append(free := {})
+            free[source] = part
+        for one in rounds:
+            self._base.read(one)
+
+    def _read_computed(self, name: str, part: Part) -> None:
+        info, place = self.infos[name], place_of(part)
+        into = part.value.view(-1).view(torch.uint8)
+        for start, stop, key, compute in self._computed[name]:
+            copies = overlap(PartPlace(info.shape, start, stop), place)
+            if not len(copies):
+                continue
+            if self._last is None or self._last[0] is not compute:
+                self._last = None  # before the next is made: one at a time is in memory
+                self._last = compute, compute()
+            row = self._last[1][key].contiguous().view(-1).view(torch.uint8)
+            copy_bytes(into, row, copies.scaled(info.dtype.itemsize))
+
+    def close(self) -> None:
+        self._last = None
+        self._base.close()
+
+
+def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
+    """Applies transformers' conversions, in the order in which it does."""
+    every = weights.infos
+    scales = {w: n for n in every if (w := _scaled(n)) in every and every[w].dtype in FP8}
+    unused = UNUSED if scales else ()
+    spent = {*scales.values(), *(name for name in every if name.endswith(unused))}
+    kept = [name for name in every if name not in spent]
+    if not scales and set(kept) <= names:
+        return weights  # written under the model's own names
+    block = _block(weights.path)
+    straight: dict[str, str] = {}
+    computed: dict[str, _Slabs] = {}
+    infos: dict[str, TensorInfo] = {}
+    scaled: dict[str, str] = {}
+
+    def info_of(source: str) -> TensorInfo:
+        known = weights.infos[source]
+        return TensorInfo(torch.float32, known.shape) if source in scales else known
+
+    def tensor(source: str) -> Tensor:
+        value = _read_whole(weights, source)
+        return (
+            _dequantized(value, _read_whole(weights, scales[source]), block, source)
+            if (source in scales)
+            else value
+        )
+
+    def add(name: str, source: str) -> None:
+        infos[name] = info_of(source)
+        if source in scales:
+            scaled[name] = source
+            computed[name] = [(0, infos[name].numel, name, lambda: {name: tensor(source)})]
+        else:
+            straight[name] = source
+
+    converters: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for name, source, pattern, converter in _renamed(kept, model, names):
+        if converter is None:
+            add(name, source)
+        else:
+            _, sources = converters.setdefault(name, (converter, {}))
+            sources.setdefault(pattern, []).append(source)
+    for first, (converter, sources) in converters.items():
+        shapes = {
+            p: [torch.empty(info_of(s).shape, dtype=info_of(s).dtype, device="meta") for s in found]
+            for p, found in sources.items()
+        }
+        try:
+            made = _convert(converter, first, model, shapes)
+        except AttributeError:  # a parameter of another stage, whose shape is not known here
+            continue
+        slabs = _slabs(converter, sources, info_of, tensor) if len(made) == 1 else None
+
+        def compute(c: Any = converter, f: str = first, s: Any = sources) -> dict[str, Tensor]:
+            return _convert(c, f, model, {p: [tensor(n) for n in found] for p, found in s.items()})
+
+        for name, value in made.items():
+            infos[name] = TensorInfo(value.dtype, tuple(value.shape))
+            computed[name] = slabs or [(0, value.numel(), name, compute)]
+    return ModelWeights(weights, straight, computed, infos, scaled)
+
+
+def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, str, str, Any]]:
+    """Names in the model, names in the files, and the converter and its pattern that joins them."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # before its version 5 names were converted by nobody
+        return [(name, name, "", None) for name in kept]
+    if not isinstance(model, PreTrainedModel):
+        return [(name, name, "", None) for name in kept]
+    table = get_model_conversion_mapping(model)
+    renamings = [one for one in table if isinstance(one, WeightRenaming)]
+    converters = [one for one in table if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    base, known = model.base_model_prefix, dict.fromkeys(names, True)
+    found: list[tuple[str, str, str, Any]] = []
+    for source in sorted(kept, key=dot_natural_key):
+        name, pattern = rename_source_key(source, renamings, converters, base, known)
+        if name not in names and source in names:
+            name, pattern = rename_source_key(source, [], [], base, known)
+        if name not in names:
+            # Some names the model's class lets be; all others are left over, as they are written.
+            if not any(one.search(name) for one in ignored):
+                found.append((source, source, "", None))
+            continue
+        found.append((name, source, pattern or "", by_pattern[pattern] if pattern else None))
+    return found
+
+
+def _convert(
+    converter: Any, first: str, model: Any, tensors: dict[str, list[Tensor]]
+) -> dict[str, Tensor]:
+    one = deepcopy(converter)
+    one.collected_tensors.update(tensors)
+    made = one.convert(first, model=_WholeShapes(model), config=model.config)
+    return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+
+
+class _WholeShapes:
+    """Gives conversions the shapes of whole parameters, of which a model may have regions."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(whole_shape(self._model.get_parameter(name)), device="meta")
+
+
+def _slabs(
+    converter: Any,
+    sources: Mapping[str, list[str]],
+    info_of: Callable[[str], TensorInfo],
+    tensor: Callable[[str], Tensor],
+) -> _Slabs | None:
+    """Runs of a joined tensor that are one source each; None where it is computed otherwise."""
+    kinds = [(type(op).__name__, op.dim) for op in converter.operations if hasattr(op, "dim")]
+    stacked = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+    if not stacked or len(kinds) != len(converter.operations):
+        return None
+    columns = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
+    found: _Slabs = []
+    for row in zip(*columns, strict=True):
+        for source in row:
+            start = found[-1][1] if found else 0
+            stop = start + info_of(source).numel
+            found.append((start, stop, source, lambda source=source: {source: tensor(source)}))
+    return found
+
+
+def _scaled(name: str) -> str:
+    """The weight that a tensor of scales belongs to, in any spelling; empty where it is none."""
+    for ending in (".qscale_weight", ".scale"):
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending)}.weight"
+    return name.removesuffix(SCALED) if name.endswith(SCALED) else ""
+
+
+def _read_whole(weights: Weights, name: str) -> Tensor:
+    info = weights.infos[name]
+    value = torch.empty(info.shape, dtype=info.dtype)
+    if value.numel():
+        weights.read({name: Part(value.view(-1), info.shape)})
+    return value
+
+
+def _block(path: Path) -> tuple[int, int] | None:
+    """Rows and columns that have one scale; None where the configuration does not say."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    values = read_json(file) if file.is_file() else {}
+    size = (values.get("quantization_config") or {}).get("weight_block_size")
+    return (int(size[0]), int(size[1])) if size else None
+
+
+def _dequantized(value: Tensor, scales: Tensor, block: tuple[int, int] | None, name: str) -> Tensor:
+    """Multiplies values by the scales of their blocks; those at an edge may be smaller."""
+    if scales.dtype == torch.uint8:  # exponents
+        scales = (scales.float() - 127.0).exp2()
+    scales, (rows, columns) = scales.float(), value.shape[-2:]
+    if scales.numel() == 1:
+        return value.float() * scales
+    high, wide = block or (
+        math.ceil(rows / scales.shape[-2]),
+        math.ceil(columns / scales.shape[-1]),
+    )
+    if (-(-rows // high), -(-columns // wide)) != tuple(scales.shape[-2:]):
+        raise GulliverError(
+            f"{name}: {list(scales.shape)} scales do not fit {list(value.shape)} values in blocks "
+            f"of {high} x {wide}: the weight_block_size of config.json is of another model"
+        )
+    spread = scales.repeat_interleave(high, -2)[..., :rows, :]
+    return value.float() * spread.repeat_interleave(wide, -1)[..., :columns]
+
+
+# Fills a model from Hugging Face's files, whatever kind of memory its tensors have.
+#
+# Read `load_huggingface`, then `_fill`: a tensor is read straight into its memory where the bytes
+# of the file are those that it holds, else through a batch's, converted.
+
+
+@torch.no_grad()
+def load_huggingface(
+    model: nn.Module | Mapping[str, Leaf],
+    path: Path | str,
+    strict: bool = True,
+    prefix: str = "",
+    elsewhere: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    checked: bool = False,
+    like: nn.Module | None = None,
+) -> Mismatch:
+    """Fills a model in place from a Hugging Face folder or a safetensors file.
+
+    Every rank calls it, and reads what it needs: for a `Part`, and for a parameter that holds a
+    region of a whole (`gulliver.memory.parts.set_region`), only its elements. Values are
+    converted to the model's dtypes, where they fit. Names that share their memory with one that is
+    loaded (tied weights) need not be in the files. Boosted models can be loaded, too.
+
+    Args:
+        model: model to fill, or tensors and parts of tensors by name.
+        path: a folder with ``model.safetensors`` or an index, or a safetensors file; also a step's
+            or a run's, of which the entry ``model`` is taken.
+        strict: whether to refuse what does not match, before anything is changed; else it is
+            reported.
+        prefix: text before the model's names in the files: ``"model."`` loads the weights of a
+            causal language model into its backbone.
+        elsewhere: names that may be in the files and not in this model, as those of the other
+            stages of a pipeline are.
+        aliases: names of this model, and the names whose values they have where the files lack
+            them: tied weights of which one lies in another stage.
+        checked: whether `match_huggingface` has looked at the values already.
+        like: model of transformers whose names these are, where `model` is none.
+
+    Returns:
+        What did not match; empty if all did.
+
+    Raises:
+        GulliverError: the files are missing or broken; something does not match. Other shapes never
+            do, and something must match. A value does not fit the dtype that it is converted to:
+            nothing is changed then.
+    """
+    targets = _targets(model)
+    with _opened(path, model, like, targets, prefix, elsewhere) as weights:
+        odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
+        sources = _sources(weights, targets, prefix)
+        if not checked:
+            _check_fits(weights, sources, {})
+        # A checkpoint may still be copying these tensors.
+        before_write(_value(leaf) for leaf in sources.values() if _is_plain(leaf))
+        _fill(weights, sources)
+    return odd
+
+
+def match_huggingface(
+    model: nn.Module | Mapping[str, Leaf],
+    path: Path | str,
+    strict: bool = True,
+    prefix: str = "",
+    elsewhere: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    like: nn.Module | None = None,
+) -> Mismatch:
+    """Returns what `load_huggingface` would of these arguments; changes nothing."""
+    # The model may be on meta.
+    #
+    # Headers are read, and values that are to go to a narrower dtype: that of the tensor, or the
+    # one that `dtypes` has under its name, in which it will be computed with.
+    targets = _targets(model, filled=False)
+    with _opened(path, model, like, targets, prefix, elsewhere) as weights:
+        odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
+        narrow = {prefix + name: dtype for name, dtype in (dtypes or {}).items()}
+        _check_fits(weights, _sources(weights, targets, prefix), narrow)
+    return odd
+
+
+def read_weights(
+    path: Path | str, model: nn.Module, strict: bool = True
+) -> tuple[dict[str, Tensor], Mismatch]:
+    """Reads all tensors into new host memory, checked as `load_huggingface` checks them."""
+    wanted = model.state_dict()
+    with model_weights(path, model, wanted) as weights:
+        odd = _matched(weights, wanted, strict, "", (), None)
+        found = {name: torch.empty(i.shape, dtype=i.dtype) for name, i in weights.infos.items()}
+        weights.read({n: Part(v.view(-1), tuple(v.shape)) for n, v in found.items() if v.numel()})
+        for name in wanted.keys() & found.keys():
+            refuse_misfit(str(weights.path), name, found[name], wanted[name].dtype)
+    return found, odd
+
+
+def _opened(
+    path: Path | str,
+    model: nn.Module | Mapping[str, Leaf],
+    like: nn.Module | None,
+    targets: Mapping[str, Leaf],
+    prefix: str,
+    elsewhere: Collection[str],
+) -> Weights:
+    names = {prefix + name for name in targets} | set(elsewhere)
+    return model_weights(path, model if isinstance(model, nn.Module) else like, names)
+
+
+def _sources(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
+    """Returns what is filled, by the names in the files."""
+    return {prefix + n: leaf for n, leaf in targets.items() if prefix + n in weights.infos}
+
+
+def _check_fits(
+    weights: Weights, sources: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Refuses values that do not fit; they are read again to be kept, for they may be many."""
+    batch = ReadBatch()
+    for source, leaf in sources.items():
+        target = dtypes.get(source, _value(leaf).dtype)
+        if not always_fits(weights.infos[source].dtype, target):
+            for _, values in _pieces(weights, source, leaf, batch):
+                refuse_misfit(str(weights.path), source, values, target)
+
+
+def _matched(
+    weights: Weights,
+    targets: Mapping[str, Leaf],
+    strict: bool,
+    prefix: str,
+    elsewhere: Collection[str],
+    aliases: Mapping[str, str] | None,
+) -> Mismatch:
+    _add_aliases(weights, targets, prefix, aliases or {})
+    odd = match(weights.infos, targets, prefix, elsewhere)
+    # Of names that share their memory (tied weights) one is enough.
+    there = (leaf for name, leaf in targets.items() if prefix + name in weights.infos)
+    loaded = {_same_memory(leaf) for leaf in there} - {None}
+    odd.missing = [name for name in odd.missing if _same_memory(targets[name]) not in loaded]
+    odd.refuse(str(weights.path), len(targets), strict)
+    return odd
+
+
+def _add_aliases(
+    weights: Weights,
+    targets: Mapping[str, Leaf],
+    prefix: str,
+    aliases: Mapping[str, str],
+) -> None:
+    """Makes tensors known under the names that this model has for them, too."""
+    for name, kept in aliases.items():
+        there = prefix + kept in weights.infos and prefix + name not in weights.infos
+        if name in targets and there:
+            weights.add_alias(prefix + name, prefix + kept)
+
+
+def _targets(model: nn.Module | Mapping[str, Leaf], filled: bool = True) -> dict[str, Leaf]:
+    # The parameters themselves: what ZeRO shards is only written through these.
+    state: Mapping[str, Any] = (
+        model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    )
+    targets: dict[str, Leaf] = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
+    for name, leaf in targets.items():
+        if filled and _value(leaf).is_meta:
+            raise GulliverError(f"{name} is on the meta device: call to_empty() on the model first")
+        if hasattr(leaf, "device_mesh"):
+            raise GulliverError(f"{name} is a DTensor: load the model before it is distributed")
+    return targets
+
+
+def _value(leaf: Leaf) -> Tensor:
+    return leaf.value if isinstance(leaf, Part) else leaf
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Whether a leaf's memory is its own: other kinds only take what is copied to them."""
+    return type(_value(leaf)) in (Tensor, nn.Parameter)
+
+
+def _same_memory(leaf: Leaf) -> Any:
+    return identity(_value(leaf)) if _is_plain(leaf) and not _value(leaf).is_meta else id(leaf)
+
+
+def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
+    """Reads into tensors and parts: straight into their memory, or through a batch's."""
+    straight: dict[str, Part] = {}
+    staged: dict[str, Leaf] = {}
+    for source, leaf in targets.items():
+        if _fits(leaf, weights.infos[source]):
+            start, region = _origin(leaf)
+            flat = _value(leaf).detach().reshape(-1)
+            straight[source] = Part(flat, weights.infos[source].shape, start, region=region)
+        else:
+            staged[source] = leaf
+    weights.read({source: part for source, part in straight.items() if part.value.numel()})
+    # Whoever watches tensors by their versions (autograd, ZeRO's copies) saw nothing of that.
+    increment_version([_value(targets[source]) for source in straight])
+    batch = ReadBatch()
+    for source, leaf in staged.items():
+        info = weights.infos[source]
+        if _is_plain(leaf) and _value(leaf).is_contiguous():
+            _fill_staged(weights, source, leaf, batch)
+            continue
+        start, region = _origin(leaf)
+        held = torch.empty(_value(leaf).shape, dtype=info.dtype)
+        part = Part(held.reshape(-1), info.shape, start, region=region)
+        weights.read({source: part} if held.numel() else {})
+        _value(leaf).copy_(held)
+
+
+def _origin(leaf: Leaf) -> tuple[int, Region | None]:
+    """The first element of a leaf, and the region that it is counted in."""
+    return (leaf.start, leaf.region) if isinstance(leaf, Part) else (0, region_of(leaf))
+
+
+def _fits(leaf: Leaf, info: TensorInfo) -> bool:
+    """Whether the bytes of a file are those of a leaf."""
+    if not _is_plain(leaf):
+        return False
+    value = _value(leaf)
+    usual = value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    return usual and value.dtype == info.dtype
+
+
+def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: ReadBatch) -> None:
+    value = _value(leaf).view(-1)
+    for start, values in _pieces(weights, source, leaf, batch):
+        value[start : start + values.numel()].copy_(values)
+
+
+def _pieces(
+    weights: Weights, source: str, leaf: Leaf, batch: ReadBatch
+) -> Iterator[tuple[int, Tensor]]:
+    """Reads what a leaf is filled from, batch by batch; each is good until the next."""
+    count = _value(leaf).numel()
+    (first, region), step = _origin(leaf), BATCH // weights.infos[source].dtype.itemsize
+    for start in range(0, count, step):
+        runs = [(source, first + start, first + min(count, start + step))]
+        yield start, batch.read(weights, runs, {source: region})[source].value

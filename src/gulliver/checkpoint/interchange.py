@@ -1,0 +1,449 @@
+"""Folders of PEFT's adapters: what ``PeftModel.save_pretrained`` writes, from any `Weights`.
+
+A folder with the names of a PEFT model and no ``adapter_config.json`` would be loaded as a model
+with random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint.collect import file_name
+from gulliver.checkpoint.files import CODES, read_json, write_json
+from gulliver.checkpoint.folder import LATEST, CheckpointFolder, FolderLock
+from gulliver.checkpoint.huggingface import ModelWeights, model_weights
+from gulliver.checkpoint.manifest import (
+    FORMAT,
+    STATE,
+    FileEntry,
+    file_to_json,
+    read_manifest,
+    write_manifest,
+)
+from gulliver.checkpoint.publishing import checksummed, versions
+from gulliver.checkpoint.tree import Leaf
+from gulliver.checkpoint.weights import (
+    INDEX,
+    SUFFIX,
+    FileWeights,
+    MemoryWeights,
+    StepWeights,
+    TensorInfo,
+    Weights,
+    is_step_or_run,
+    open_weights,
+)
+from gulliver.checkpoint.writing import (
+    DTypes,
+    FilePlan,
+    GatheredWeights,
+    Progress,
+    dtype_of,
+    new_folder,
+    new_parents,
+    on_gathered,
+    plan_file,
+    refuse_existing,
+    write_files,
+    write_single,
+)
+from gulliver.errors import GulliverError, nearest
+from gulliver.io.files import finish_folder, require_space, write_text
+from gulliver.memory.parts import Part
+
+FILE = "adapter_model.safetensors"
+DEFAULT = "default"
+"""Adapter that lies in the folder itself; others lie in folders of their names."""
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT has put adapters into a model."""
+    return isinstance(model, nn.Module) and bool(getattr(model, "peft_config", None))
+
+
+def adapter_names(model: Any) -> dict[str, dict[str, str]]:
+    """Returns for each adapter of a model the names of its file, each with the model's own."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    # PEFT chooses and renames by names alone, so that nothing need be gathered to ask it.
+    own = {name: name for name in model.state_dict(keep_vars=True)}
+    prefix = "" if isinstance(model, PeftModel) else "base_model.model."
+    found = dict[str, dict[str, str]]()
+    for adapter, config in model.peft_config.items():
+        refusal = GulliverError(
+            f"adapter {adapter!r} is {config.peft_type}, which cannot be written as a folder of "
+            "its own: save a step, or the model with save_model"
+        )
+        try:
+            names: Any = get_peft_model_state_dict(model, own, adapter)
+        except (AttributeError, TypeError) as error:
+            raise refusal from error
+        if not names or not all(isinstance(source, str) for source in names.values()):
+            raise refusal
+        found[adapter] = {prefix + name: source for name, source in names.items()}
+    return found
+
+
+def write_adapters(
+    weights: Weights,
+    model: Any,
+    folder: Path,
+    dtype: DTypes = None,
+    progress: Progress | None = None,
+    names: Mapping[str, Mapping[str, str]] | None = None,
+) -> Path:
+    """Writes the adapters of a model, whole or not at all."""
+    refuse_existing(folder)
+    found = names or adapter_names(model)
+    plans = {n: plan_file(folder / FILE, weights, own, dtype) for n, own in found.items()}
+    with new_folder(folder, sum(plan.image.nbytes for plan in plans.values())) as partial:
+        for adapter, plan in plans.items():
+            plan.path = (partial if adapter == DEFAULT else partial / adapter) / FILE
+            plan.path.parent.mkdir(exist_ok=True)
+        write_files(weights, list(plans.values()), dtype, progress, str(folder))
+        for adapter, plan in plans.items():
+            config = model.peft_config[adapter]
+            was, config.inference_mode = config.inference_mode, True
+            try:
+                config.save_pretrained(str(plan.path.parent))
+            finally:
+                config.inference_mode = was
+    return folder
+
+
+# Conversion of models and steps to Hugging Face's folders, and of these to steps.
+#
+# `save_huggingface`, `export_huggingface` and `import_huggingface` are calls of `writing.py`,
+# which streams tensors into new files, and of `weights.py`, where they come from. Models are
+# filled from such folders in `huggingface.py`.
+#
+# A Hugging Face folder holds ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
+# ``model.safetensors.index.json``, whose ``weight_map`` tells which file has which tensor. Tensors
+# that a model shares between names are there once.
+
+
+CONFIG = "config.json"
+IMPORTED = -1
+"""Order of a step that was made of other files after the run had come further."""
+
+
+def save_huggingface(
+    model: nn.Module | Mapping[str, Tensor],
+    folder: Path | str,
+    max_shard_bytes: float = 5e9,
+    config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a model as a Hugging Face folder, whole or not at all; call it on one rank.
+
+    Of a model with PEFT's adapters these are written, as a folder that PEFT reads. Tensors that
+    share their memory are written once. Which other names they have is noted in the
+    file's text, as `safetensors.torch.save_model` does.
+
+    Args:
+        model: model to write, or tensors by name, on any device.
+        folder: folder to make; it must not exist.
+        max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+        config: content of ``config.json``; None writes none.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        progress: callback that is given the bytes done and the total.
+
+    Returns:
+        The folder.
+
+    Raises:
+        GulliverError: the folder exists or cannot be written, or a tensor cannot be saved: also one
+            that is spread over ranks (save a step, and make a folder of that).
+    """
+    if has_adapters(model):
+        names = adapter_names(model)
+        own = model.state_dict(keep_vars=True)  # type: ignore[union-attr]
+        chosen = {n: own[n] for sources in names.values() for n in sources.values()}
+        return write_adapters(MemoryWeights(chosen), model, Path(folder), dtype, progress, names)
+    last: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()
+    state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    tensors = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
+    weights = MemoryWeights(tensors, last)  # type: ignore[arg-type]
+    names = {name: name for name in weights.infos}
+    return _write_huggingface(
+        weights, names, Path(folder), max_shard_bytes, config, dtype, progress, weights.aliases
+    )
+
+
+def gather_huggingface(
+    leaves: Mapping[str, Leaf],
+    folder: Path | str,
+    max_shard_bytes: float = 5e9,
+    config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it."""
+    # Rank 0 writes, and has one tensor at a time: the others send it theirs.
+
+    def write(weights: GatheredWeights) -> None:
+        write_untied(weights, Path(folder), max_shard_bytes, config, dtype, progress, aliases)
+
+    on_gathered(leaves, write, dtypes)
+    return Path(folder)
+
+
+def write_untied(
+    weights: Weights,
+    folder: Path,
+    max_shard_bytes: float = 5e9,
+    config: Mapping[str, Any] | None = None,
+    dtype: DTypes = None,
+    progress: Progress | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes a folder with tied weights under one of their names; see `gather_huggingface`."""
+    infos, kept = weights.infos, aliases or {}
+    left = {name: of for name, of in kept.items() if name in infos and of in infos}
+    names = {name: name for name in infos if name not in left}
+    return _write_huggingface(
+        weights, names, folder, max_shard_bytes, config, dtype, progress, left
+    )
+
+
+def export_huggingface(
+    path: Path | str,
+    target: Path | str,
+    entry: str = "model",
+    max_shard_bytes: float = 5e9,
+    dtype: torch.dtype | None = None,
+    prefix: str = "",
+    config: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Turns a saved step into a Hugging Face folder, or a single safetensors file.
+
+    Tensors of which ranks saved parts are whole there. What is read is checked.
+
+    Args:
+        path: folder of a step, or of a run; also a Hugging Face folder, to be cut or converted
+            again.
+        target: folder, or file ``*.safetensors``, to make; it must not exist.
+        entry: entry of the step whose tensors are written.
+        max_shard_bytes: bytes of tensors in a file of a folder; a larger tensor has one of its own.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        prefix: text that names have to begin with to be written, without it.
+        config: content of ``config.json``; None for that which `import_huggingface` found, if any.
+        step: number of the step, of a run; None for the newest complete one.
+        progress: callback that is given the bytes done and the total.
+
+    Returns:
+        The target.
+
+    Raises:
+        GulliverError: there is no such step, it is broken, or the target exists or cannot be
+            written; nothing is left of it then.
+    """
+    target = Path(target)
+    folder = dtype is not None and step is None and not is_step_or_run(Path(path))
+    # Values of FP8 that are converted need their scales.
+    opened = model_weights(path, None) if folder else open_weights(path, entry, step)
+    with opened as weights:
+        names = _unprefixed(weights, prefix)
+        if target.suffix == SUFFIX:
+            refuse_existing(target)
+            write_single(weights, names, target, dtype, progress)
+            return target
+        if config is None:
+            config = _config_of(weights)
+        return _write_huggingface(weights, names, target, max_shard_bytes, config, dtype, progress)
+
+
+def _config_of(weights: Weights) -> Mapping[str, Any] | None:
+    if isinstance(weights, StepWeights):
+        found = weights.reader.manifest.about.get("config")
+    else:
+        file = weights.path / CONFIG
+        found = read_json(file) if file.is_file() else None
+        if isinstance(found, dict) and isinstance(weights, ModelWeights):
+            found.pop("quantization_config", None)
+    return found if isinstance(found, Mapping) else None
+
+
+def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
+    """Returns names as they are written, each with its name in the source."""
+    names = {n.removeprefix(prefix): n for n in weights.infos if n.startswith(prefix)}
+    if not names or "" in names:
+        raise GulliverError(
+            f"no tensor's name in {weights.path} begins with {prefix!r}: "
+            f"{nearest(prefix, [name.split('.')[0] + '.' for name in weights.infos])}"
+        )
+    return names
+
+
+def _write_huggingface(
+    weights: Weights,
+    names: Mapping[str, str],
+    folder: Path,
+    max_shard_bytes: float,
+    config: Mapping[str, Any] | None,
+    dtype: DTypes,
+    progress: Progress | None,
+    aliases: Mapping[str, str] | None = None,
+) -> Path:
+    refuse_existing(folder)
+    if not max_shard_bytes > 0:
+        raise GulliverError(f"files of {max_shard_bytes} bytes cannot be: give 1 or more")
+    infos = {
+        name: weights.infos[source].as_dtype(dtype_of(dtype, source))
+        for name, source in names.items()
+    }
+    shards = _shards(infos, max_shard_bytes)
+    plans = []
+    for number, shard in enumerate(shards):
+        count = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        text = {name: kept for name, kept in (aliases or {}).items() if kept in shard}
+        sources = {name: names[name] for name in shard}
+        plans.append(plan_file(folder / f"model{count}{SUFFIX}", weights, sources, dtype, text))
+    with new_folder(folder, sum(plan.image.nbytes for plan in plans)) as partial:
+        for plan in plans:
+            plan.path = partial / plan.path.name
+        write_files(weights, plans, dtype, progress, str(folder))
+        if len(plans) > 1:
+            write_json(partial / f"model{INDEX}", _index(plans, infos))
+        if config is not None:
+            write_json(partial / CONFIG, dict(config))
+    return folder
+
+
+def _index(plans: list[FilePlan], infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {
+        "metadata": {"total_size": sum(info.nbytes for info in infos.values())},
+        "weight_map": {name: plan.path.name for plan in plans for name in plan.sources},
+    }
+
+
+def _shards(infos: Mapping[str, TensorInfo], limit: float) -> list[list[str]]:
+    """Groups names, in order, so that each file holds as many tensors as fit it."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, info in infos.items():
+        if shards[-1] and filled + info.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += info.nbytes
+    return shards
+
+
+def import_huggingface(
+    path: Path | str,
+    run: Path | str,
+    step: int = 0,
+    entry: str = "model",
+    dtype: torch.dtype | None = None,
+    prefix: str = "",
+    progress: Progress | None = None,
+) -> Path:
+    """Turns a Hugging Face folder or a safetensors file into a step of a run.
+
+    Args:
+        path: Hugging Face folder or safetensors file.
+        run: folder of a run, made if there is none; its other steps stay as they are.
+        step: number of the step; the run must not have it.
+        entry: entry of the step that the tensors become.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        prefix: text that names have to begin with to be taken, without it.
+        progress: callback that is given the bytes done and the total.
+
+    Returns:
+        The step's folder.
+
+    Raises:
+        GulliverError: the files are missing or broken, the run has the step, another job writes
+            it, or it cannot be written; it is as before then.
+    """
+    run = Path(run)
+    folder = CheckpointFolder(run, keep=0)
+    final = folder.path(step)
+    if step < 0:
+        raise GulliverError(f"there is no step {step}: steps count from 0")
+    refuse_existing(final)
+    # Says so if the run is of a newer version, before anything is written.
+    folder.latest()
+    scaled = dtype is not None and not is_step_or_run(Path(path))
+    with model_weights(path, None) if scaled else FileWeights(Path(path)) as weights:
+        names = _unprefixed(weights, prefix)
+        name = file_name(entry, 0, 1)
+        plan = plan_file(folder.partial(step) / name, weights, names, dtype)
+        require_space(run, plan.image.nbytes)
+        with _unfinished(folder, step) as partial:
+            # Written before the order is known: steps that the run saves meanwhile are counted,
+            # too.
+            files = write_files(weights, [plan], dtype, progress, str(final))
+            newest = folder.latest()
+            # What comes from elsewhere is the newest only if the run had come less far.
+            ahead = newest is None or step > read_manifest(newest).step
+            order = folder.next_order() if ahead else IMPORTED
+            _describe(partial, step, order, entry, plan, files[name], _config_of(weights))
+    return final
+
+
+def _describe(
+    partial: Path,
+    step: int,
+    order: int,
+    entry: str,
+    plan: FilePlan,
+    file: FileEntry,
+    config: Mapping[str, Any] | None,
+) -> None:
+    """Writes the state and the manifest that make a file of tensors a step."""
+    tensors = dict(zip(plan.image.names, plan.image.sources, strict=True))
+    skeleton = {"dict": [[name, {"tensor": name}] for name in plan.sources]}
+    write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}], "kinds": {}})
+    parts = {
+        name: {
+            "dtype": CODES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "parts": [[plan.path.name, 0, tensors[name].numel()]],
+        }
+        for name in plan.sources
+    }
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "order": order,
+        "world_size": 1,
+        "about": {**versions(), **({} if config is None else {"config": dict(config)})},
+        "files": {plan.path.name: file_to_json(file), STATE: checksummed(partial / STATE)},
+        "tensors": {entry: parts},
+    }
+    write_manifest(partial, manifest)
+
+
+@contextmanager
+def _unfinished(folder: CheckpointFolder, step: int) -> Iterator[Path]:
+    """Opens the temporary folder of a step, which becomes the step when the block ends well."""
+    is_new = not folder.root.exists()
+    lock = FolderLock(folder.root)
+    with new_parents(lock.path):
+        try:
+            with lock:
+                partial = folder.begin(step)
+                try:
+                    yield partial
+                    finish_folder(partial, folder.path(step))
+                finally:
+                    folder.discard(step)
+                if folder.latest() == folder.path(step):
+                    write_text(folder.root / LATEST, folder.path(step).name + "\n")
+        except BaseException:
+            if is_new:
+                lock.path.unlink(missing_ok=True)
+            raise

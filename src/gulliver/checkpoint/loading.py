@@ -1,0 +1,679 @@
+"""Nested values of a step before its tensors are read: a `Ref` stands for each tensor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from gulliver.checkpoint.collect import PerRank, kind_of, refuse_boosted
+from gulliver.checkpoint.files import has_memory
+from gulliver.checkpoint.folder import CheckpointFolder, higher, shown, steps_of
+from gulliver.checkpoint.manifest import (
+    MANIFEST,
+    Mismatch,
+    TensorEntry,
+    is_complete,
+    match,
+    read_manifest,
+)
+from gulliver.checkpoint.reader import StepReader, Verifier, misfit
+from gulliver.checkpoint.tree import (
+    Leaf,
+    as_leaf,
+    is_dtensor,
+    join_state,
+    like_local,
+    local_leaf,
+    names_in,
+)
+from gulliver.comm.collectives import group_rank
+from gulliver.errors import GulliverError
+from gulliver.memory.parts import Part, state_shape
+from gulliver.memory.pending import before_write, storage_of
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a tensor that has not been read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def with_refs(skeleton: Any, saved: Mapping[str, TensorEntry]) -> Any:
+    """Joins a skeleton as `join_state` does, with a `Ref` in place of each tensor."""
+    names = [name for name in names_in(skeleton) if name in saved]
+    return join_state({n: Ref(n, saved[n].shape, saved[n].dtype) for n in names}, skeleton)
+
+
+def refs_in(value: Any) -> list[Ref]:
+    """Lists all `Ref`s in nested values."""
+    if isinstance(value, Ref):
+        return [value]
+    if isinstance(value, Mapping):
+        return [ref for item in value.values() for ref in refs_in(item)]
+    return [ref for item in value for ref in refs_in(item)] if _is_row(value) else []
+
+
+def replace_refs(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Replaces the `Ref`s in nested values by tensors of their names."""
+    if isinstance(value, Ref):
+        return tensors[value.name]
+    if isinstance(value, Mapping):
+        return {key: replace_refs(item, tensors) for key, item in value.items()}
+    return type(value)(replace_refs(v, tensors) for v in value) if _is_row(value) else value
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+# Reads the state of an optimizer, and checks that it belongs to the one that is to be filled.
+#
+# A torch optimizer numbers its parameters and takes whatever it is given; what does not fit shows
+# in a step much later, or never. So kind, groups and shapes are compared before anything is
+# loaded.
+
+
+def optimizer_state(
+    reader: StepReader,
+    entry: str,
+    skeleton: Any,
+    optimizer: torch.optim.Optimizer,
+    shapes: Sequence[Any] | None,
+) -> Callable[[], None]:
+    """Reads the state of an optimizer, of DTensors only what this rank has."""
+    where = f"{reader.folder}, entry {entry!r}"
+    content = with_refs(skeleton, reader.tensors(entry))
+    if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
+        if isinstance(content, dict) and {"optimizer", "groups", "state"} <= content.keys():
+            raise GulliverError(
+                f"{where}, was saved by a Booster, by the names of parameters: boost model and "
+                "optimizer (TorchDDPPlugin shards nothing) and use booster.load, or leave it out"
+            )
+        if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            raise GulliverError(f"{where}, is not the state of an optimizer: give what was saved")
+        whole = replace_refs(content, reader.whole(entry, names_in(skeleton)))
+        return lambda: optimizer.load_state_dict(whole)
+    groups = content["param_groups"]
+    _check_groups(where, groups, optimizer, shapes)
+    numbers = [number for group in groups for number in group["params"]]
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = dict(zip(numbers, stepped, strict=True))
+    made, leaves = dict[str, Tensor](), dict[str, Leaf]()
+    for number, state in content["state"].items():
+        for ref in refs_in(state):
+            made[ref.name], leaves[ref.name] = _new(where, ref, parameters.get(number))
+    for ref in refs_in(groups):
+        made[ref.name], leaves[ref.name] = _new(where, ref, None)
+    reader.read_into(entry, leaves)
+    for number, state in content["state"].items():
+        _check_values(where, number, state, made, parameters.get(number))
+    ready = replace_refs(content, made)
+    return lambda: optimizer.load_state_dict(ready)
+
+
+def _new(where: str, ref: Ref, parameter: Any) -> tuple[Tensor, Leaf]:
+    """Makes a tensor to be given to the optimizer; returns it and what of it is read."""
+    if parameter is None or not is_dtensor(parameter) or not ref.shape:
+        tensor = torch.empty(ref.shape, dtype=ref.dtype)
+        return tensor, tensor
+    if ref.shape != tuple(parameter.shape):
+        raise GulliverError(
+            f"{where}: tensor {ref.name!r} is {ref.shape}, its parameter a DTensor of "
+            f"{tuple(parameter.shape)}: only state of the parameter's shape is spread over ranks"
+        )
+    local = torch.empty_like(parameter.to_local(), dtype=ref.dtype, requires_grad=False)
+    tensor = like_local(parameter, local)
+    return tensor, local_leaf(f"{where}: tensor {ref.name!r}", tensor, saving=False)
+
+
+def _check_groups(
+    where: str,
+    saved: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    shapes: Sequence[Any] | None,
+) -> None:
+    ours = optimizer.param_groups
+    if len(saved) != len(ours):
+        raise GulliverError(f"{where}, has {len(saved)} parameter groups, not {len(ours)}")
+    for number, (theirs, group) in enumerate(zip(saved, ours, strict=True)):
+        count = len(group["params"])
+        if len(theirs["params"]) != count:
+            raise GulliverError(
+                f"{where}: group {number} has {len(theirs['params'])} parameters, not {count}"
+            )
+        # A newer torch may add options; only another optimizer lacks some and has others.
+        odd = sorted(theirs.keys() - group.keys())
+        lacking = sorted(optimizer.defaults.keys() - theirs.keys())
+        if odd and lacking and shapes is None:
+            raise GulliverError(
+                f"{where}, is of another optimizer: group {number} has {', '.join(odd)} where "
+                f"{type(optimizer).__name__} has {', '.join(lacking)}"
+            )
+        names = theirs.get("param_names"), group.get("param_names")
+        if None not in names and list(names[0]) != list(names[1]):  # type: ignore[arg-type]
+            first = next(pair for pair in zip(*names, strict=True) if pair[0] != pair[1])  # type: ignore[arg-type]
+            raise GulliverError(
+                f"{where}: group {number} has {first[0]!r} where the optimizer has {first[1]!r}"
+            )
+        for place, parameter in enumerate(group["params"] if shapes is not None else ()):
+            there, here = tuple(shapes[number][place]), state_shape(parameter)  # type: ignore[index]
+            if there != here:
+                raise GulliverError(
+                    f"{where}: parameter {place} of group {number} is {there} there, {here} here"
+                )
+
+
+def _check_values(
+    where: str, number: Any, state: Any, made: Mapping[str, Tensor], parameter: Any
+) -> None:
+    """Refuses values that do not fit the parameter's dtype, to which torch converts the state."""
+    if parameter is None or not parameter.is_floating_point() or not isinstance(state, Mapping):
+        return
+    for key, value in state.items():
+        if key == "step" or not isinstance(value, Ref) or not value.dtype.is_floating_point:
+            continue
+        tensor: Any = made[value.name]
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
+        problem = misfit(local.cpu(), parameter.dtype)
+        if problem is not None:
+            raise GulliverError(f"{where}: {key} of parameter {number}: {problem}")
+
+
+# Fills each kind of value with what a step has of it: checked first, filled afterwards.
+#
+# `plan` makes a `Filling` of a value: all that can be wrong is found there, while nothing of the
+# program has changed. Modules and tensors, also those in dicts and lists, are filled in place,
+# from the files; optimizers and other objects are given their whole state by `load_state_dict`,
+# for a new optimizer has no state yet that could be filled.
+
+
+EXTRA = "_extra_state"
+"""Name that torch gives the state of a module that has a `get_extra_state`."""
+
+
+@dataclass
+class Filling:
+    """Plan of what is filled from an entry."""
+
+    # Reader of the step.
+    reader: StepReader
+    # Name that the tensors are kept under.
+    entry: str
+    # Text that their names begin with there, and not here.
+    prefix: str = ""
+    # Tensors and parts to be filled in place, by name.
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    # Names and shapes that did not match.
+    odd: Mismatch = field(default_factory=Mismatch)
+    # Function that takes up the rest once the leaves are filled, and returns the value.
+    finish: Callable[[], Any] = lambda: None
+    # Whether the value has a state of its own, and is not given back.
+    is_object: bool = False
+
+    def check(self, strict: bool) -> None:
+        """Refuses what does not match, and values that do not fit; see `Mismatch.refuse`."""
+        where = f"{self.reader.folder}, entry {self.entry!r},"
+        self.odd.refuse(where, len(self.leaves) + len(self.odd.missing), strict)
+        for name, leaf in self.leaves.items():
+            _check_fillable(f"{self.entry}: tensor {name!r}", leaf)
+        self.reader.check_fits(self.entry, self.leaves, self.prefix)
+
+    @torch.no_grad()
+    def fill(self) -> Any:
+        """Fills everything and returns the value."""
+        before_write(v if isinstance(v, Tensor) else v.value for v in self.leaves.values())
+        self.reader.read_into(self.entry, self.leaves, self.prefix)
+        return self.finish()
+
+
+def plan(
+    reader: StepReader, entry: str, value: Any, rank: int | None, strict: bool, prefix: str
+) -> Filling:
+    """Finds out how a value is filled from an entry, while nothing is changed."""
+    stored, skeleton = reader.place(entry, rank)
+    filling = Filling(reader, stored, is_object=hasattr(value, "load_state_dict"))
+    if isinstance(value, nn.Module):
+        _plan_module(filling, value, skeleton, prefix)
+    elif isinstance(value, torch.optim.Optimizer):
+        _check_kind(reader, entry, value)
+        known = reader.kind(entry).get("shapes")
+        filling.finish = optimizer_state(reader, stored, skeleton, value, known)
+    elif hasattr(value, "load_state_dict"):
+        _check_kind(reader, entry, value)
+        content = join_state(reader.whole(stored, names_in(skeleton)), skeleton)
+        _check_scheduler(reader, entry, value, content)
+        filling.finish = lambda: _give(value, content)
+    elif prefix and _is_flat(value):
+        _match_names(filling, _leaves_of(entry, value), prefix)
+        filling.finish = lambda: value
+    else:
+        _plan_tree(filling, entry, value, skeleton)
+    filling.check(strict)
+    return filling
+
+
+def _give(value: Any, content: Any) -> None:
+    value.load_state_dict(content)
+
+
+def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
+    saved, ours = reader.kind(entry).get("kind"), (kind_of(value) or {}).get("kind")
+    if saved is not None and ours is not None and saved != ours:
+        raise GulliverError(f"{reader.folder}, entry {entry!r}, is of {saved}, not of {ours}")
+
+
+def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
+    """Refuses what is no scheduler's state: a scheduler would merge any dict into its own."""
+    if not isinstance(value, LRScheduler):
+        return
+    if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
+        raise GulliverError(
+            f"{reader.folder}, entry {entry!r}, is not the state of a scheduler: give what was "
+            "saved"
+        )
+
+
+def _check_fillable(where: str, leaf: Leaf) -> None:
+    target = leaf.value if isinstance(leaf, Part) else leaf
+    if target.is_meta:
+        raise GulliverError(
+            f"{where} is on meta: give the model memory first, by model.to_empty(device=...), and "
+            "recompute what is not saved"
+        )
+    if target.layout == torch.strided and not has_memory(target):
+        raise GulliverError(
+            f"{where} is a {type(target).__name__} without memory of its own, which cannot be "
+            "filled: load into the tensors in it"
+        )
+    folded = [n for n, s in zip(target.shape, target.stride(), strict=True) if n > 1 and not s]
+    if folded:
+        raise GulliverError(f"{where} is expanded: its elements share memory, clone it first")
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
+    """Returns what of a module's state is filled in place, and the names that it has to be given.
+
+    The latter is what is no tensor of its own: the state of `get_extra_state`, and what hooks and
+    overridden methods make of its tensors.
+
+    Raises:
+        GulliverError: it is boosted, or on meta.
+    """
+    refuse_boosted(module, "load")
+    own = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in own:
+        if tensor.is_meta:
+            _check_fillable(f"tensor {name!r} of the model", tensor)
+    known = {id(tensor) for _, tensor in own}
+    memory = {storage_of(tensor) for _, tensor in own if not is_dtensor(tensor) and tensor.numel()}
+    leaves, given = dict[str, Leaf](), list[str]()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] == EXTRA or not isinstance(value, Tensor):
+            given.append(name)
+        elif id(value) in known or is_dtensor(value) or storage_of(value) in memory:
+            leaves[name] = _target(f"tensor {name!r} of the model", value)
+        else:
+            given.append(name)
+    return leaves, given
+
+
+def _target(where: str, value: Leaf) -> Leaf:
+    return local_leaf(where, value, saving=False) if is_dtensor(value) else as_leaf(value)
+
+
+def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str) -> None:
+    leaves, given = module_leaves(module)
+    saved = dict(skeleton["dict"]) if _kind(skeleton) == "dict" else {}
+    extras = {name: saved[prefix + name] for name in given if prefix + name in saved}
+    held = {name for item in extras.values() for name in names_in(item)}
+    _match_names(filling, leaves, prefix)
+    first: dict[nn.Parameter, str] = {}
+    names = module.named_parameters(remove_duplicate=False)
+    tied = {name: first.setdefault(parameter, name) for name, parameter in names}
+    filling.reader.check_tied(filling.entry, tied, prefix)
+    odd = filling.odd
+    odd.missing += [name for name in given if name not in extras]
+    odd.unexpected = [name for name in odd.unexpected if prefix + name not in held]
+    if not prefix:
+        # What is no tensor, and would have been a module's own.
+        plain = (n for n in saved if not names_in(saved[n]) and n not in extras)
+        odd.unexpected += sorted(n for n in plain if isinstance(n, str) and n.endswith(EXTRA))
+    content = filling.reader.whole(filling.entry, sorted(held))
+    state = {name: join_state(content, item) for name, item in extras.items()}
+
+    def finish() -> None:
+        if state:
+            module.load_state_dict(state, strict=False)
+
+    filling.finish = finish
+
+
+def _match_names(filling: Filling, leaves: Mapping[str, Leaf], prefix: str) -> None:
+    """Notes what is filled by the names of tensors."""
+    reader, filling.prefix = filling.reader, prefix
+    odd = filling.odd = match(reader.tensors(filling.entry), leaves, prefix)
+    filling.leaves = {n: leaf for n, leaf in leaves.items() if n not in odd.missing}
+
+
+# --- tensors, also in dicts and lists ------------------------------------------------------------
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor | Part)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(k, str) and _is_leaf(v) for k, v in value.items()
+    )
+
+
+def _leaves_of(entry: str, value: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    return {name: _target(f"{entry}: tensor {name!r}", leaf) for name, leaf in value.items()}
+
+
+def _has_leaves(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_leaves, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_leaves, value))
+    return _is_leaf(value)
+
+
+def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
+    """Plans nested values: tensors in them are filled, all else is returned as it was saved."""
+    matched = _Tree(filling, entry)
+    result = matched.match(value, skeleton, "")
+    fresh = filling.reader.whole(filling.entry, matched.fresh)
+    filling.finish = lambda: result(fresh)
+
+
+class _Tree:
+    """Matches a nested value with where the tensors of an entry belong."""
+
+    # What has no tensor in it stands for anything: it is given back as it was saved.
+
+    def __init__(self, filling: Filling, entry: str) -> None:
+        self.filling, self.entry = filling, entry
+        self.saved = filling.reader.tensors(filling.entry)
+        self.fresh: list[str] = []
+        """Names of tensors that are read into new memory."""
+
+    def match(self, value: Any, skeleton: Any, path: str) -> Callable[[Mapping[str, Tensor]], Any]:
+        """Notes what is to be filled; returns what makes the value once new tensors are read."""
+        if _is_leaf(value):
+            self._match_leaf(value, skeleton, path or "value")
+            return lambda _: value
+        # A placeholder such as None or 0: there is nothing to fill, so new tensors are made.
+        if not _has_leaves(value):
+            self.fresh += names_in(skeleton)
+            return lambda fresh: join_state(fresh, skeleton)
+        ours = value if isinstance(value, Mapping) else dict(enumerate(value))
+        theirs = _items(skeleton, isinstance(value, Mapping))
+        if theirs is None:
+            self.filling.odd.missing += [_below(path, key) for key in ours]
+            return lambda _: value
+        found = {}
+        for key, item in ours.items():
+            if key in theirs:
+                found[key] = self.match(item, theirs[key], _below(path, key))
+            else:
+                self.filling.odd.missing.append(_below(path, key))
+                found[key] = lambda _, item=item: item
+        self.filling.odd.unexpected += [_below(path, key) for key in theirs if key not in ours]
+        if isinstance(value, Mapping):
+            return lambda fresh: {key: made(fresh) for key, made in found.items()}
+        kind = list if isinstance(value, list) else tuple
+        return lambda fresh: kind(made(fresh) for made in found.values())
+
+    def _match_leaf(self, leaf: Leaf, skeleton: Any, path: str) -> None:
+        odd = self.filling.odd
+        name = skeleton["tensor"] if _kind(skeleton) == "tensor" else ""
+        there = {path: self.saved[name]} if name in self.saved else {}
+        found = match(there, {path: leaf})
+        odd.missing += found.missing
+        odd.unlike.update(found.unlike)
+        if not found:
+            self.filling.leaves[name] = _target(f"{self.entry}: tensor {path!r}", leaf)
+
+
+def _kind(skeleton: Any) -> str | None:
+    return next(iter(skeleton)) if isinstance(skeleton, dict) and len(skeleton) == 1 else None
+
+
+def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
+    """Returns the items of a saved dict or list; None where the other is wanted."""
+    kind = _kind(skeleton)
+    if is_mapping:
+        if kind != "dict":
+            return None
+        return {join_state({}, key): item for key, item in skeleton["dict"]}
+    return dict(enumerate(skeleton[kind])) if kind in ("list", "tuple") else None
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+# Loads a step into a program's objects.
+
+
+_log = logging.getLogger("gulliver")
+
+ATTEMPTS = 100
+"""Number of attempts to read a step while a writer removes what is being read."""
+Result = TypeVar("Result")
+
+
+@dataclass
+class Loaded:
+    """Report on what was loaded.
+
+    Attributes:
+        step: number of the step.
+        values: values by entry, of what is no object with a state of its own.
+        mismatches: names and shapes by entry that did not match; empty if all did.
+        absent: entries that are wanted and not in the checkpoint.
+        branches: sentences about higher steps of the run, where there are some.
+    """
+
+    step: int
+    values: dict[str, Any] = field(default_factory=dict)
+    mismatches: dict[str, Mismatch] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    branches: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{entry}: {found}" for entry, found in self.mismatches.items()]
+        lines += [f"{entry}: not in the checkpoint" for entry in self.absent]
+        return "\n".join([*(lines or ["everything matched"]), *self.branches])
+
+    @classmethod
+    def of(cls, reader: StepReader) -> Self:
+        """Makes an empty report of a step; rank 0 logs it where the run has left a branch."""
+        step, run = reader.manifest.step, reader.folder.parent
+        before, after = higher(reader.folder, steps_of(run))
+        lines = []
+        if before:
+            lines.append(
+                f"step {step} was loaded; {shown(before)} had been saved before it, on a branch "
+                "that the run has left"
+            )
+            if group_rank() == 0:
+                _log.warning("%s: %s", run, lines[0])
+        if after:
+            lines.append(
+                f"step {step} was loaded; {shown(after)} had been saved after it: a run that goes "
+                "on here leaves them"
+            )
+        return cls(step, branches=lines)
+
+
+def step_folder(path: Path | str, step: int | None = None) -> Path:
+    """Finds a complete step's folder, given a run's folder or the step's own."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        check_number(path, step)
+        return path
+    if not path.is_dir():
+        raise GulliverError(f"{path} does not exist: give the folder of a run or of a step")
+    folder = CheckpointFolder(path)
+    if step is not None:
+        if not is_complete(folder.path(step)):
+            why = _why_broken(folder.path(step))
+            raise GulliverError(
+                f"{path} has no complete step {step}: it has {folder.steps()}{why and f'; {why}'}"
+            )
+        return folder.path(step)
+    newest = folder.latest()
+    if newest is None:
+        last = max(steps_of(path), default=None)
+        why = "" if last is None else _why_broken(last[1])
+        raise GulliverError(f"{path} holds no complete checkpoint{why and f': {why}'}")
+    return newest
+
+
+def _why_broken(step: Path) -> str:
+    """Tells what is missing or too short of a step, if it is there at all."""
+    try:
+        if step.is_dir():
+            Verifier(step, read_manifest(step)).check_sizes()
+    except GulliverError as error:
+        return str(error).removesuffix(": take another checkpoint")
+    return ""
+
+
+def check_number(folder: Path, step: int | None) -> None:
+    """Refuses a step's folder where another step is asked for."""
+    if step is not None and (number := read_manifest(folder).step) != step:
+        raise GulliverError(
+            f"{folder} is step {number}, not step {step}: give the folder of its run, or no step"
+        )
+
+
+def load(
+    path: Path | str,
+    state: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    prefix: str = "",
+) -> Loaded:
+    """Loads a step, at any number of ranks.
+
+    Modules, and tensors and parts, also those in dicts and lists, are filled in place, with only
+    their bytes read; values are converted to their dtype, where they fit it. Other objects are
+    given their whole state by `load_state_dict`. What else there is in dicts and lists is in
+    `Loaded.values`, together with the tensors that were filled; what has no tensor in it, such as
+    None, stands for whatever was saved. Everything is checked before anything is filled, but for
+    the checksums of what is read in place.
+
+    Args:
+        path: folder of a run, or of one of its steps.
+        state: objects and values by entry, as for `AsyncCheckpointer.save`; what is not in it is
+            not loaded. None loads everything into new tensors.
+        step: number of the step, of a run; None for the newest complete one.
+        strict: whether to refuse what does not match, before anything is changed; else it is
+            reported.
+        prefix: text before the state's names in the checkpoint: ``"encoder."`` loads a model's
+            encoder alone.
+
+    Raises:
+        GulliverError: there is no such step; names, shapes, an optimizer's kind or groups do not
+            match; a value does not fit; a tensor is on meta; a file is broken.
+    """
+    return beside_a_writer(path, step, lambda folder: _load(folder, state, strict, prefix))
+
+
+def beside_a_writer(path: Path | str, step: int | None, read: Callable[[Path], Result]) -> Result:
+    """Reads a step; again, and perhaps another, where its folder went while it was read."""
+    # Another process may be saving there and keep only few steps. There is no lock for readers: a
+    # folder that was replaced or removed meanwhile is noticed by its identity.
+    for left in reversed(range(ATTEMPTS)):
+        folder, before = None, _identity(Path(path))
+        try:
+            folder = step_folder(path, step)
+            before = _identity(folder)
+            return read(folder)
+        except GulliverError:
+            now = _identity(folder or Path(path))
+            went = folder is not None and now is None
+            if not left or (before == now and not went):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _identity(folder: Path) -> object:
+    """Returns a value that changes with a folder or its entries; None where the folder is gone."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _load(folder: Path, state: Mapping[str, Any] | None, strict: bool, prefix: str) -> Loaded:
+    with StepReader(folder) as reader:
+        loaded = Loaded.of(reader)
+        if state is None:
+            for entry in reader.entries:
+                rank = group_rank() if reader.is_per_rank(entry) else None
+                loaded.values[entry] = reader.value(entry, rank)
+        else:
+            fill_all(plan_all(reader, state, strict, prefix, loaded), loaded)
+        return loaded
+
+
+def plan_all(
+    reader: StepReader, state: Mapping[str, Any], strict: bool, prefix: str, loaded: Loaded
+) -> dict[str, Filling]:
+    """Finds out how a state takes up a step, while nothing is changed; see `fill_all`."""
+    found: dict[str, Filling] = {}
+    for entry, value in _present(reader, state, loaded, strict).items():
+        rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None
+        if rank is not None and rank >= reader.manifest.world_size:
+            # More ranks than saved it: a new one has no value of its own.
+            loaded.absent.append(entry)
+            continue
+        held = value.value if isinstance(value, PerRank) else value
+        found[entry] = plan(reader, entry, held, rank, strict, prefix)
+        if found[entry].odd:
+            loaded.mismatches[entry] = found[entry].odd
+    return found
+
+
+def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
+    """Fills what `plan_all` found."""
+    for entry, filling in fillings.items():
+        value = filling.fill()
+        if not filling.is_object:
+            loaded.values[entry] = value
+
+
+def _present(
+    reader: StepReader, state: Mapping[str, Any], loaded: Loaded, strict: bool
+) -> dict[str, Any]:
+    """Picks the entries of a state that are in the checkpoint; `strict` refuses others."""
+    found = {}
+    for entry, value in state.items():
+        if entry in reader.entries:
+            found[entry] = value
+        elif strict:
+            raise GulliverError(
+                f"{reader.folder} has no entry {entry!r}: it has {', '.join(reader.entries)}"
+            )
+        else:
+            loaded.absent.append(entry)
+    return found

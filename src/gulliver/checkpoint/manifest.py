@@ -1,0 +1,369 @@
+"""Manifest of a step: its files with sizes and checksums, and where every tensor's parts lie.
+
+manifest.json      all that is said here
+state.json         what is no tensor, and where the tensors belong in it
+ENTRY.safetensors  the tensors of an entry; with several ranks a file of each,
+                   ENTRY-00002-of-00004.safetensors
+
+A tensor of which a file holds a part lies there under its own name, as one row of elements. Where
+that part lies in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
+``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint.files import CODES, DTYPES, parse_json, read_bytes, shape_from_json
+from gulliver.checkpoint.regions import PartPlace, missing, region_from_json, region_to_json
+from gulliver.errors import GulliverError
+from gulliver.io.files import write_text
+from gulliver.memory.parts import Region, whole_shape
+
+FORMAT = 3
+"""Format of manifests that are written and read."""
+MANIFEST, STATE = "manifest.json", "state.json"
+SEAL = ',\n "crc32": '
+"""Text between a manifest's content and the checksum of that."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """File of a step."""
+
+    # Size of the file, in bytes.
+    nbytes: int
+    # Bytes of each page that has a checksum; the last may be shorter.
+    page_bytes: int
+    # Checksum of each page, as `zlib.crc32` computes it.
+    crc32: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PartEntry:
+    """Elements `start` to `stop` of a tensor or of a region of it, in a file."""
+
+    file: str
+    start: int
+    stop: int
+    region: Region | None = None
+
+    def place(self, shape: tuple[int, ...]) -> PartPlace:
+        """Returns where the part lies in a tensor of a shape."""
+        return PartPlace(shape, self.start, self.stop, self.region)
+
+    def to_json(self) -> list[Any]:
+        """Returns the JSON values that are written."""
+        region = [] if self.region is None else [region_to_json(self.region)]
+        return [self.file, self.start, self.stop, *region]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Tensor of a step."""
+
+    # Dtype as it is stored.
+    dtype: torch.dtype
+    # Shape of the whole.
+    shape: tuple[int, ...]
+    # Parts that together are the whole; see the note in `regions.py`. Equal ones are there once.
+    parts: tuple[PartEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All files and tensors of a step."""
+
+    # Number of the step.
+    step: int
+    # Number of ranks that wrote it.
+    world_size: int
+    # Versions, time, and what the writer wanted to say (the plan).
+    about: Mapping[str, Any]
+    # Files by name.
+    files: Mapping[str, FileEntry]
+    # Tensors by entry and name.
+    tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
+    # Position in the order of saving, see the note in `folder.py`.
+    order: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together, but for the manifest."""
+        return sum(entry.nbytes for entry in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON values that are written."""
+        tensors = {
+            entry: {
+                name: {
+                    "dtype": CODES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "parts": [part.to_json() for part in tensor.parts],
+                }
+                for name, tensor in tensors.items()
+            }
+            for entry, tensors in self.tensors.items()
+        }
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "order": self.order,
+            "world_size": self.world_size,
+            "about": dict(self.about),
+            "files": {name: file_to_json(entry) for name, entry in self.files.items()},
+            "tensors": tensors,
+        }
+
+
+def file_to_json(entry: FileEntry) -> dict[str, Any]:
+    """Returns the JSON values of a file's entry."""
+    return {
+        "bytes": entry.nbytes,
+        "page_bytes": entry.page_bytes,
+        "crc32": [f"{crc:08x}" for crc in entry.crc32],
+    }
+
+
+def file_from_json(value: Mapping[str, Any]) -> FileEntry:
+    """Inverts `file_to_json`."""
+    checksums = tuple(int(crc, 16) for crc in value["crc32"])
+    entry = FileEntry(int(value["bytes"]), int(value["page_bytes"]), checksums)
+    if entry.page_bytes < 1 or -(-entry.nbytes // entry.page_bytes) > len(checksums):
+        raise ValueError("a file lacks checksums")
+    return entry
+
+
+def _name_from_json(name: str) -> str:
+    """Checks a file's name, which must not lead out of the folder."""
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise ValueError(f"{name!r} is no name of a file in the folder")
+    return name
+
+
+def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Copies what a manifest is to say besides, and refuses now what could not be written later."""
+    try:
+        found = dict(about or {})
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GulliverError(f"about has to be a dict of JSON values: {error}") from None
+    return found
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes the manifest of a step; the checksum of its text is the last thing in that."""
+    lines = json.dumps(content, indent=1 if is_short(content["tensors"]) else None)
+    text = lines.rstrip().removesuffix("}").rstrip()
+    write_text(Path(folder) / MANIFEST, f'{text}{SEAL}"{zlib.crc32(text.encode()):08x}"\n}}\n')
+
+
+def is_short(tensors: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a manifest is short enough for people: indented it is written ten times as slowly."""
+    return sum(map(len, tensors.values())) < 1000
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks the manifest of a step."""
+    path = Path(folder) / MANIFEST
+    raw = read_bytes(path)
+    text, _, _ = raw.rpartition(SEAL.encode())
+    content = parse_json(path, raw)
+    written = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(written, int):
+        raise GulliverError(f"{path} is not the manifest of a checkpoint")
+    sealed = content.get("crc32")
+    is_intact = sealed == f"{zlib.crc32(text):08x}"
+    # A flipped bit may turn any format into any other: only what is intact, or has no seal at all,
+    # says what it is.
+    if written != FORMAT and (is_intact or sealed is None):
+        other, remedy = "another version", "load it with the version that wrote it"
+        if written > FORMAT:
+            other, remedy = "a newer version", "update gulliver"
+        raise GulliverError(
+            f"{folder} was written by {other} (format {written}, this one reads format {FORMAT}): "
+            f"{remedy}"
+        )
+    if not is_intact:
+        raise GulliverError(f"{path} is corrupted: take another checkpoint")
+    try:
+        return Manifest(
+            step=int(content["step"]),
+            world_size=int(content["world_size"]),
+            about=dict(content["about"]),
+            files={
+                _name_from_json(name): file_from_json(entry)
+                for name, entry in content["files"].items()
+            },
+            tensors={
+                entry: {name: tensor_from_json(value) for name, value in tensors.items()}
+                for entry, tensors in content["tensors"].items()
+            },
+            order=int(content["order"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise GulliverError(f"{path} is broken ({error!r}): take another checkpoint") from error
+
+
+def order_of(content: Any) -> int:
+    """Returns the order of a manifest, without a look at the rest."""
+    try:
+        return int(content["order"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GulliverError(f"{content!r:.40} is not the manifest of a checkpoint") from error
+
+
+def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
+    """Parses a tensor's entry as it was written, or merged from those of several ranks."""
+    shape = shape_from_json(value["shape"])
+    found, regions = list[PartEntry](), set[PartEntry]()
+    for file, start, stop, *rest in value["parts"]:
+        region = region_from_json(shape, rest[0]) if rest else None
+        part = PartEntry(file, int(start), int(stop), region)
+        # Of regions that several ranks hold one is read; nothing else may be there twice.
+        mark = replace(part, file="")
+        if region is None or mark not in regions:
+            found.append(part)
+        regions.add(mark)
+    parts = tuple(sorted(found, key=lambda part: part.start))
+    problem = missing(shape, [part.place(shape) for part in parts])
+    if problem is not None:
+        raise ValueError(problem)
+    return TensorEntry(DTYPES[value["dtype"]], shape, parts)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether all files of a step are there in their sizes; what they hold is not looked at."""
+    try:
+        manifest = read_manifest(folder)
+    except GulliverError as error:
+        if "newer version" in str(error):
+            raise
+        return False
+    try:
+        sizes = [(folder / name).stat().st_size for name in manifest.files]
+    except OSError:
+        return False  # also one that is being removed at this moment
+    return sizes == [entry.nbytes for entry in manifest.files.values()]
+
+
+# Compares what is there with what is asked for: names, shapes, and parts of tensors.
+#
+# Read `match`. Every road goes by it, before anything is changed: steps, Hugging Face's folders,
+# raw tensors, the command that compares two checkpoints. `Mismatch.refuse` says what `strict`
+# means, and `merge_parts` whether the parts that ranks have make up whole tensors. Whether values
+# fit a dtype is checked by `reader.py`. Nothing here reads a file.
+
+
+SHOWN = 4
+"""Number of names that a message shows of a list."""
+
+
+class Shaped(Protocol):
+    """Anything with the shape of a whole tensor: a tensor, a part, an entry of a manifest."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        ...
+
+
+@dataclass
+class Mismatch:
+    """Names and shapes that did not match."""
+
+    # Names that are wanted and not there.
+    missing: list[str] = field(default_factory=list)
+    # Names that are there and not wanted.
+    unexpected: list[str] = field(default_factory=list)
+    # Shapes there and here by name, where they differ.
+    unlike: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.unlike)
+
+    def __str__(self) -> str:
+        said = [listed("missing from it", self.missing), listed("left over", self.unexpected)]
+        for name, (theirs, ours) in list(self.unlike.items())[:1]:
+            said.append(
+                f"{len(self.unlike)} of other shapes ({name} is {theirs} there, {ours} here)"
+            )
+        return "; ".join(text for text in said if text)
+
+    def refuse(self, where: str, wanted: int, strict: bool = True) -> None:
+        """Raises unless this may be left as it is."""
+        # Without `strict` names may be left over or missing, but not all missing, and no shape may
+        # differ.
+        if self.unlike or (strict and self) or (wanted and len(self.missing) == wanted):
+            raise GulliverError(f"{where} does not fit: {self}")
+
+
+def listed(what: str, names: list[str]) -> str:
+    """Counts names and shows the first few, for messages; empty where there are none."""
+    shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    return f"{len(names)} {what} ({shown})" if names else ""
+
+
+def match(
+    saved: Mapping[str, Shaped],
+    wanted: Mapping[str, Shaped],
+    prefix: str = "",
+    elsewhere: Collection[str] = (),
+) -> Mismatch:
+    """Compares names and shapes."""
+    found = Mismatch()
+    for name, leaf in sorted(wanted.items()):
+        there, ours = saved.get(prefix + name), _shape(leaf)
+        if there is None:
+            found.missing.append(name)
+        elif tuple(there.shape) != ours:
+            found.unlike[name] = (tuple(there.shape), ours)
+    if not prefix:
+        found.unexpected = sorted(saved.keys() - wanted.keys() - set(elsewhere))
+    return found
+
+
+def _shape(leaf: Shaped) -> tuple[int, ...]:
+    return whole_shape(leaf) if isinstance(leaf, Tensor) else tuple(leaf.shape)
+
+
+def merge_parts(
+    every: Iterable[Mapping[str, Mapping[str, Any]]], where: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Merges what each rank has of tensors, and checks that the parts are the whole."""
+    merged: dict[str, dict[str, Any]] = {}
+    for tensors in every:
+        for name, found in tensors.items():
+            known = merged.setdefault(name, {**found, "parts": []})
+            if (known["dtype"], known["shape"]) != (found["dtype"], found["shape"]):
+                raise GulliverError(f"{where}{name} has another shape or dtype on each rank")
+            known["parts"] = known["parts"] + found["parts"]
+    for name, found in merged.items():
+        if found["dtype"] not in DTYPES:
+            raise GulliverError(f"{where}{name} is {found['dtype']}: safetensors cannot hold it")
+        try:
+            tensor_from_json(found)
+        except ValueError as error:
+            raise GulliverError(
+                f"{where}{name} {error}: do all ranks save the same state?"
+            ) from error
+    return merged

@@ -1,0 +1,249 @@
+"""Heartbeats of the ranks that write a step, in its temporary folder.
+
+A heartbeat is a file that its rank holds a lock on while it writes; rank 0 has none. The system
+takes the lock away when the process ends, however it ends: rank 0, which waits for the rank's
+report, then gets the lock itself, and finds in the file whether the rank had finished. Nothing
+beats in time: a rank that is only slow still holds its lock, and must not be taken for dead. On
+file systems without locks rank 0 only has its patience.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gulliver.checkpoint.files import DTYPES, read_json, write_json
+from gulliver.checkpoint.folder import CheckpointFolder, lock_file, unlock
+from gulliver.checkpoint.manifest import FORMAT, STATE, is_short, merge_parts, write_manifest
+from gulliver.checkpoint.tree import merge_skeletons
+from gulliver.errors import GulliverError
+
+DONE = b"done"
+TRIES, PAUSE_S = 200, 0.005
+"""Attempts of a rank to lock its file, and seconds between them."""
+
+
+def _heartbeat_file(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank:05d}.alive"
+
+
+def create_heartbeats(partial: Path, world_size: int) -> None:
+    """Makes the files; rank 0 does, so that no rank has to wait for another's to be seen."""
+    for rank in range(1, world_size):
+        _heartbeat_file(partial, rank).touch()
+
+
+def remove_heartbeats(partial: Path, world_size: int) -> None:
+    """Removes the files."""
+    for rank in range(1, world_size):
+        _heartbeat_file(partial, rank).unlink(missing_ok=True)
+
+
+class Heartbeat:
+    """Shows rank 0 that this rank is writing."""
+
+    def __init__(self, partial: Path, rank: int) -> None:
+        self._handle: int | None = None
+        path = _heartbeat_file(partial, rank)
+        try:
+            # Rank 0 looks by locking, for a moment: who gave way to that would seem never to begin.
+            for _ in range(TRIES if rank and path.exists() else 0):
+                self._handle = lock_file(path)
+                if self._handle is not None:
+                    break
+                time.sleep(PAUSE_S)
+        except OSError:
+            self._handle = None  # no locks here
+
+    def end(self, done: bool) -> None:
+        """Notes whether this rank has written its report, and gives the lock back."""
+        if self._handle is not None:
+            if done:
+                os.pwrite(self._handle, DONE, 0)
+            unlock(self._handle)
+            self._handle = None
+
+
+class HeartbeatWatch:
+    """Notices that a rank ended without a report."""
+
+    def __init__(self, partial: Path, rank: int, silence_s: float) -> None:
+        self._path, self.rank, self._silence_s = _heartbeat_file(partial, rank), rank, silence_s
+        self._begun = time.monotonic()
+        self._seen = False
+
+    def check(self) -> None:
+        """Checks that the rank still writes, or has reported."""
+        try:
+            handle = lock_file(self._path) if self.rank and self._path.exists() else None
+        except OSError:
+            return
+        if handle is None:
+            self._seen = True  # it has the lock, or needs none
+            return
+        done = os.pread(handle, len(DONE), 0) == DONE
+        unlock(handle)
+        if done:
+            self._seen = True
+        elif self._seen or time.monotonic() - self._begun > self._silence_s:
+            raise GulliverError(
+                f"rank {self.rank} ended, or failed, before it had written its files"
+            )
+
+
+# Completes a step, on rank 0, from the reports of its ranks.
+#
+# A rank report is a small file in the step's temporary folder: what the rank wrote and where it
+# belongs, or why it could not. Reports are files and not a collective, which would not say which
+# rank has ended when it fails (`publishing.py`).
+
+
+PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
+"""Seconds that rank 0 waits for the reports of the others, and once its program has ended."""
+POLL_S = 0.02
+
+
+def write_rank_report(partial: Path, rank: int, save_id: str, report: Mapping[str, Any]) -> None:
+    """Tells rank 0 what a rank has written, or why it could not."""
+    _check_there(partial)
+    # Rank 0 may complete the step, and rename its folder, as soon as the last report has its name:
+    # nothing looks at the folder after that, not even to force it to the disk.
+    content = {**report, "save_id": save_id}
+    write_json(_report_file(partial, rank), content, indent=None, durable=False)
+
+
+def publish(
+    folder: CheckpointFolder,
+    step: int,
+    save_id: str,
+    world_size: int,
+    about: Mapping[str, Any],
+    silence_s: float,
+) -> int:
+    """Waits for the reports of all ranks, and makes the step of them; returns its bytes."""
+    partial = folder.partial(step)
+    reports = [_awaited(partial, rank, save_id, silence_s) for rank in range(world_size)]
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            raise GulliverError(f"rank {rank}: {report['error']}")
+    _check_there(partial)
+    entries = dict.fromkeys(entry for report in reports for entry in report["parts"])
+    tensors = {
+        entry: merge_parts((report["parts"].get(entry, {}) for report in reports), f"{entry}: ")
+        for entry in entries
+    }
+    texts = {STATE: _state(reports), **_indices(tensors, world_size)}
+    files = {name: entry for report in reports for name, entry in report["files"].items()}
+    indent = 1 if is_short(tensors) else None
+    # The manifest comes last: it lists the sizes and checksums of all files, these two as well.
+    for name, text in texts.items():
+        write_json(partial / name, text, indent)
+        files[name] = checksummed(partial / name)
+    for rank in range(world_size):
+        _report_file(partial, rank).unlink()
+    # All ranks have reported, so nobody locks these files any more.
+    remove_heartbeats(partial, world_size)
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "order": folder.next_order(),
+        "world_size": world_size,
+        "about": {**versions(), **about},
+        "files": files,
+        "tensors": tensors,
+    }
+    write_manifest(partial, manifest)
+    folder.publish(step)
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def _report_file(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank:05d}.json"
+
+
+def _check_there(partial: Path) -> None:
+    """Refuses a folder that is gone, which writing a file into it would make again."""
+    if not partial.is_dir():
+        raise GulliverError(f"{partial} vanished while it was written")
+
+
+def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[str, Any]:
+    """Waits for the report of a rank on this save."""
+    path, patience, begun = _report_file(partial, rank), PATIENCE_S, time.monotonic()
+    watch = HeartbeatWatch(partial, rank, silence_s)
+    while True:
+        _check_there(partial)
+        lost: GulliverError | None = None
+        try:
+            # Before the look for its report, which it writes before it gives up its heartbeat.
+            watch.check()
+        except GulliverError as error:
+            lost = error
+        if path.exists():
+            report = read_json(path)
+            if report.get("save_id") == save_id:
+                return report
+        if lost is not None:
+            raise lost
+        if patience > AT_EXIT_S and not threading.main_thread().is_alive():
+            # A rank that was killed writes no report: that must not keep the others from ending.
+            patience, begun = AT_EXIT_S, time.monotonic()
+        if time.monotonic() - begun > patience:
+            raise GulliverError(f"rank {rank} has not written its files in {patience:.0f} s")
+        time.sleep(POLL_S)
+
+
+def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merges what is no tensor, of all ranks and of each."""
+    entries: dict[str, list[Any]] = {}
+    for report in reports:
+        for entry, skeleton in report["entries"].items():
+            entries.setdefault(entry, []).append(skeleton)
+    return {
+        "entries": {entry: merge_skeletons(found) for entry, found in entries.items()},
+        "ranks": [report["own"] for report in reports],
+        "kinds": reports[0]["kinds"],
+    }
+
+
+def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Makes Hugging Face's index of a model whose tensors lie whole in several files."""
+    named = tensors.get("model", {})
+    whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
+    if world_size == 1 or not whole:
+        return {}
+    total = sum(
+        math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize for tensor in named.values()
+    )
+    places = {name: tensor["parts"][0][0] for name, tensor in named.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return {"model.safetensors.index.json": index}
+
+
+def checksummed(path: Path) -> dict[str, Any]:
+    """Describes a small file for the manifest, as one page."""
+    content = path.read_bytes()
+    size = max(1, len(content))
+    return {"bytes": len(content), "page_bytes": size, "crc32": [f"{zlib.crc32(content):08x}"]}
+
+
+def versions() -> dict[str, Any]:
+    """Returns versions and time for a manifest, and an id of its own."""
+    import gulliver
+
+    return {
+        "gulliver": gulliver.__version__,
+        "torch": torch.__version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "id": uuid.uuid4().hex,
+    }

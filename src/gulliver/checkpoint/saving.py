@@ -1,0 +1,609 @@
+"""One save: the status of each rank before it, what they agree on, and how it went.
+
+`agree_on_save` is the whole agreement; it depends on nothing but the statuses of all ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+
+from gulliver.checkpoint.collect import Collected, collect, install_hooks
+from gulliver.checkpoint.folder import CheckpointFolder, FolderLock
+from gulliver.checkpoint.manifest import checked_about, file_to_json
+from gulliver.checkpoint.publishing import Heartbeat, create_heartbeats, publish, write_rank_report
+from gulliver.checkpoint.snapshot import CopyStream, CudaCopyStream, Snapshot
+from gulliver.comm.collectives import gather_objects
+from gulliver.comm.groups import host_rank_group, return_rank_group
+from gulliver.errors import GulliverError, nearest
+from gulliver.io.default import default_engine
+from gulliver.io.engine import Engine, IoError
+from gulliver.io.files import lacks_inodes
+from gulliver.memory.parts import Part
+from gulliver.memory.pending import add_read_lock, drop_read_lock
+from gulliver.options import positive_number, whole_number
+
+log = logging.getLogger("gulliver")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Report on a save that succeeded."""
+
+    # Number of the step that was saved.
+    step: int
+    # Bytes that this rank wrote.
+    nbytes: int
+    # Seconds for which training was held up: in `save`, and until it could change the state.
+    stall_s: float
+    # Seconds from the beginning until the state could change again.
+    copied_s: float
+    # Seconds from the beginning until the step was complete.
+    total_s: float
+
+
+@dataclass
+class RankStatus:
+    """Message of a rank to the others before they save together."""
+
+    skips: bool
+    failure: Exception | None
+    """Failure of the save before."""
+    problem: Exception | None = None
+    """Reason why this save cannot be begun."""
+    digest: str = ""
+    begun: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON values that the others get; exceptions as their text."""
+        return {
+            "skips": self.skips,
+            "failure": None if self.failure is None else text_of(self.failure),
+            "problem": None if self.problem is None else text_of(self.problem),
+            "digest": self.digest,
+            "save_id": uuid.uuid4().hex,
+        }
+
+
+@dataclass
+class Save:
+    """A step that is being saved."""
+
+    step: int
+    save_id: str
+    """The same on all ranks, and on no other save."""
+    begun: float
+    snapshot: Snapshot | None = None
+    engine: Engine | None = None
+    is_ring: bool = False
+    copy_stream: CopyStream | None = None
+    skeletons: dict[str, Any] = field(default_factory=dict)
+    problem: Exception | None = None
+    heartbeat: Heartbeat | None = None
+
+    def report(self) -> Saved:
+        """Returns the report, once the step is complete."""
+        assert self.snapshot is not None
+        return Saved(
+            self.step,
+            self.snapshot.nbytes,
+            self.snapshot.stall_s,
+            self.snapshot.copied_s or 0.0,
+            time.perf_counter() - self.begun,
+        )
+
+
+def agree_on_save(
+    step: int, own: RankStatus, every: list[dict[str, Any]], raises: bool
+) -> str | None:
+    """Returns the id of the save, or None where it is left out; the same on every rank."""
+    failures = [(rank, status["failure"]) for rank, status in enumerate(every) if status["failure"]]
+    problems = [(rank, status["problem"]) for rank, status in enumerate(every) if status["problem"]]
+    skips = any(status["skips"] for status in every)
+    if not failures and not problems and not skips:
+        if len({status["digest"] for status in every}) == 1:
+            return every[0]["save_id"]
+        problems = [(0, "ranks save different states; mark what differs with PerRank")]
+    if failures:
+        # Raised once; the next call saves again.
+        raise own.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
+    if not problems:
+        log.warning("step %d is not saved: the step before is still being written", step)
+        return None
+    problem = own.problem or GulliverError(f"step {step}: rank {problems[0][0]}: {problems[0][1]}")
+    if raises:
+        raise problem
+    log.warning("step %d is not saved: %s; training goes on without it", step, problem)
+    return None
+
+
+def text_of(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__
+
+
+# Saves while training goes on: `AsyncCheckpointer`.
+#
+# Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
+
+
+MODES = ("auto", "shadow", "ring")
+BUSY = ("wait", "skip")
+ON_ERROR = ("raise", "warn")
+PAGE = 4 * 2**20
+QUEUE = 2**18
+"""Number of pages that may be waiting: a TiB of state is handed over at once."""
+MIB = 2**20
+LIMIT = "memory_limit"
+GROWTH = 32
+"""Pages by which the shadow grows at a time: the first are used while others are made."""
+
+NO_INODES = "the disk has no inodes left, however many bytes are free: remove some files"
+
+
+# [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
+# happened so far. Between them every rank's thread works for itself: it reports what it wrote in
+# a small file of the unfinished step, and rank 0 finishes the step when all reports are there.
+class AsyncCheckpointer:
+    """Saves a program's state while the program goes on.
+
+    What torch's optimizers step, and their state, is copied by native threads while the next
+    forward and backward run; a step waits, by itself, for just what it is about to change. `save`
+    returns when everything else (averages, buffers, frozen weights) has been copied, as that may
+    change without asking. Code that changes what an optimizer steps calls `wait_copied` before.
+
+    Args:
+        folder: folder of the run; every step becomes a folder in it.
+        keep: number of the newest steps that stay; 0 keeps all.
+        max_age_s: seconds after which a step goes, too; None never. The newest stays in any case.
+        mode: way to hold the copy. ``shadow`` holds a copy of the whole state in host memory, which
+            is made with the first save and used again: training is free as soon as memory has been
+            copied. ``ring`` holds `ring_mb` only: training is held up where the disk is slower than
+            a step. ``auto`` is a ring where the copy does not fit `memory_limit`, or where some of
+            the state lies on disk, else a shadow.
+        ring_mb: MiB of the ring.
+        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
+        on_error: answer to a failure: ``raise`` lets the next call raise it, ``warn`` logs it and
+            goes on.
+        when_busy: behaviour of `save` while a step is still being written: ``wait`` or ``skip``.
+        group: ranks that save together; None for all.
+        engine: engine that moves the bytes; None for the best that this machine has. With one of
+            yours, the pool is as large as you made it.
+        about: JSON values that the manifest is to say besides.
+        silence_s: seconds within which each rank has to begin to write. A rank that ends in the
+            middle of a save is noticed at once, and named.
+
+    Raises:
+        GulliverError: an option is not known or no number, or `about` is not JSON.
+
+    Example:
+        >>> checkpointer = AsyncCheckpointer("checkpoints")
+        >>> checkpointer.save(step, {"model": model, "optimizer": optimizer})
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        keep: int = 3,
+        max_age_s: float | None = None,
+        mode: Literal["auto", "shadow", "ring"] = "auto",
+        ring_mb: int = 64,
+        on_error: Literal["raise", "warn"] = "raise",
+        when_busy: Literal["wait", "skip"] = "wait",
+        group: dist.ProcessGroup | None = None,
+        engine: Engine | None = None,
+        about: Mapping[str, Any] | None = None,
+        silence_s: float = 15.0,
+        memory_limit: int | None = None,
+    ) -> None:
+        for name, value, choices in (
+            ("mode", mode, MODES),
+            ("on_error", on_error, ON_ERROR),
+            ("when_busy", when_busy, BUSY),
+        ):
+            if value not in choices:
+                raise GulliverError(
+                    f"{name}={value!r} is not known: {nearest(str(value), choices)}"
+                )
+        ring_mb = whole_number("ring_mb", ring_mb)
+        if ring_mb * 2**20 < 2 * PAGE:
+            raise GulliverError(f"ring_mb={ring_mb} is too small: at least {2 * PAGE // 2**20}")
+        self.memory_limit = None if memory_limit is None else whole_number(LIMIT, memory_limit)
+        if memory_limit is not None and memory_limit < 2 * PAGE:
+            raise GulliverError(f"{LIMIT}={memory_limit} is too small: at least {2 * PAGE}")
+        self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
+        self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
+        self.about, self.silence_s = checked_about(about), positive_number("silence_s", silence_s)
+        self._process = os.getpid()
+        self.last: Saved | None = None
+        # What is agreed on is in host memory: a group of the device would wait for its work.
+        self._ranks = host_rank_group(group, "checkpoint")
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        self._ring_pages = min(ring_mb * 2**20, self.memory_limit or 2**63) // PAGE
+        self.held = ""
+        """How the last copy was held, and why."""
+        self._given = engine
+        self._engine = engine
+        self._copy_stream: CopyStream | None = None
+        self._lock = FolderLock(self.folder.root)
+        # One thread, made with the first save; the interpreter does not end before it has finished.
+        self._worker: ThreadPoolExecutor | None = None
+        self._job: Future[None] | None = None
+        self._snapshot: Snapshot | None = None
+        self._failure: Exception | None = None
+        self._caught: set[str] = set()
+        self._warned = False
+        self.saves = 0
+        self._stalled = 0.0
+        self._finalize = weakref.finalize(self, self._lock.release)
+        install_hooks()
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which saves have held up training so far."""
+        return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> bool:
+        """Begins to save a step; all ranks call it.
+
+        Args:
+            step: number of the step; one of that number is replaced when the new one is complete.
+            state: values by entry, such as ``{"model": model, "optimizer": adam, "epoch": 3}``:
+                objects that have a ``state_dict``, or tensors, numbers, text and dicts, lists and
+                tuples of them. Tensors are taken to be the same on all ranks, and are shared out
+                among them, but for `Part`s, DTensors and `PerRank` values.
+
+        Returns:
+            Whether it was begun: False where a save was in progress and ``when_busy`` is ``skip``,
+            or where it could not be and ``on_error`` is ``warn``.
+
+        Raises:
+            GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
+                cannot be written or another job has it, or something in the state cannot be saved.
+        """
+        self._check_process()
+        with _without_collection():
+            return self._save(step, state)
+
+    def _save(self, step: int, state: Mapping[str, Any]) -> bool:
+        begun = time.perf_counter()
+        step = whole_number("step", step)
+        if step < 0:
+            raise GulliverError(f"step {step} cannot be saved: steps count from 0")
+        busy = self._job is not None and not self._job.done()
+        if busy and self.when_busy == "wait":
+            self._join()
+            waited = time.perf_counter() - begun
+            log.warning(
+                "step %d waited %.1f s: the step before was still being written", step, waited
+            )
+        skips = busy and self.when_busy == "skip"
+        # A rank that skips keeps its failure: it is raised by the call that saves again, on all
+        # ranks.
+        status = RankStatus(skips, None if skips else self._take_failure())
+        collected = None if skips or status.failure else self._prepare(step, state, status)
+        save_id = self._agree(step, status)
+        if save_id is None:
+            return False
+        assert collected is not None
+        self._start(Save(step, save_id, begun), collected)
+        return True
+
+    def _check_process(self) -> None:
+        """Refuses what would wait for ever: threads do not come along when a process forks."""
+        if os.getpid() != self._process:
+            raise GulliverError(
+                f"this checkpointer belongs to process {self._process}, which forked this one: "
+                "call it there, or make one of another folder here"
+            )
+
+    def _gather(self, mine: Any, failure: Exception | None) -> list[Any]:
+        """Returns what all ranks say; where one is gone, raises what is known of it."""
+        if self.world_size == 1:
+            return [mine]
+        try:
+            return gather_objects(mine, self._ranks.process_group)
+        except RuntimeError as error:
+            raise failure or GulliverError(
+                f"the ranks that save {self.folder.root} cannot agree, has one of them ended? "
+                f"({error})"
+            ) from error
+
+    def _prepare(self, step: int, state: Mapping[str, Any], status: RankStatus) -> Collected | None:
+        """Does what this rank can before all agree; notes in `status` whether it could."""
+        try:
+            collected = collect(state, self.rank, self.world_size)
+            self._check_limit(collected)
+            if self.rank == 0:
+                self._lock.take()
+                partial = self.folder.begin(step)
+                status.begun = True
+                create_heartbeats(partial, self.world_size)
+            status.digest = collected.digest
+            return collected
+        except Exception as error:
+            # Whatever it is, the others must not wait for this rank.
+            status.problem = error
+            return None
+
+    def _check_limit(self, collected: Collected) -> None:
+        """Refuses a shadow that does not fit."""
+        if self.mode == "shadow" and self.memory_limit is not None:
+            leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
+            values = (leaf.value if isinstance(leaf, Part) else leaf for leaf in leaves)
+            needed = sum(value.nbytes for value in values)
+            if needed > self.memory_limit:
+                raise GulliverError(
+                    f"mode='shadow' needs {needed} bytes of host memory on rank {self.rank}, "
+                    f"{LIMIT} allows {self.memory_limit}: give mode='ring'"
+                )
+
+    def _agree(self, step: int, status: RankStatus) -> str | None:
+        """Agrees on what all ranks do: the save's id, None to go on without it, or an error."""
+        every = self._gather(status.to_json(), status.failure)
+        save_id = None
+        try:
+            save_id = agree_on_save(step, status, every, self.on_error == "raise")
+        finally:
+            if save_id is None and status.begun:
+                self.folder.discard(step)
+        return save_id
+
+    def _start(self, save: Save, collected: Collected) -> None:
+        """Hands everything over; other ranks learn afterwards what fails from here on."""
+        self._stalled, self.saves = self.stall_s, self.saves + 1
+        self._snapshot = None
+        # Before anything that can fail: rank 0 has to see that this rank lives until it reports.
+        save.heartbeat = Heartbeat(self.folder.partial(save.step), self.rank)
+        try:
+            snapshot = Snapshot(collected, self.rank, self.world_size, self._caught)
+            self._snapshot = save.snapshot = snapshot
+            save.is_ring = self._choose(snapshot)
+            save.engine = self._ready_engine()
+            save.copy_stream = self._ready_copy_stream(snapshot)
+            add_read_lock(snapshot)
+        except Exception as error:
+            save.problem, self._snapshot = error, None
+        save.skeletons = {
+            "entries": collected.skeletons,
+            "own": collected.own,
+            "kinds": collected.kinds,
+        }
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "gulliver-save")
+        self._job = self._worker.submit(self._finish, save)
+        if save.snapshot is not None:
+            save.snapshot.stall_s += time.perf_counter() - save.begun
+        # Last, when the pages of all tensors are queued: what changes without asking has to be
+        # copied before `save` returns, and is copied first.
+        if self._snapshot is not None and self._snapshot.unguarded:
+            self._snapshot.release(self._snapshot.unguarded)
+
+    def _choose(self, snapshot: Snapshot) -> bool:
+        """Whether this save goes through a ring; notes why, see `held`."""
+        needed, limit, on_disk = snapshot.source_bytes, self.memory_limit, snapshot.disk_bytes
+        is_ring, reason = self.mode == "ring", f"as {self.mode!r} was asked for"
+        if self.mode == "auto" and limit is not None and needed > limit:
+            is_ring = True
+            reason = f"a copy of {needed / MIB:.0f} MiB is more than {LIMIT} of {limit / MIB:.0f}"
+        elif self.mode == "auto":
+            is_ring = on_disk > 0
+            reason = f"{on_disk / MIB:.0f} MiB of the state lie on disk" if on_disk else "it fits"
+        size = self._ring_pages * PAGE if is_ring else needed
+        kind = "ring" if is_ring else "shadow"
+        self.held = f"a {kind} of {size / MIB:.0f} MiB of host memory per rank: {reason}"
+        return is_ring
+
+    def _ready_engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE)
+            if self.rank == 0:
+                log.info("checkpoints: %s, %s", self._engine.kind, self.held)
+        return self._engine
+
+    def _ready_copy_stream(self, snapshot: Snapshot) -> CopyStream | None:
+        devices = snapshot.devices
+        if not devices:
+            return None
+        if len(devices) > 1 or next(iter(devices)).type != "cuda":
+            raise GulliverError(
+                f"tensors on {', '.join(sorted(map(str, devices)))} cannot be saved together: one "
+                "CUDA device and host memory can"
+            )
+        if self._copy_stream is None:
+            self._copy_stream = CudaCopyStream(next(iter(devices)))
+        self._copy_stream.begin()
+        return self._copy_stream
+
+    def _finish(self, save: Save) -> None:
+        """Writes and completes a step in the background, or notes why it failed."""
+        partial = self.folder.partial(save.step)
+        try:
+            self._write_and_report(save, partial)
+            if self.rank == 0:
+                nbytes = publish(
+                    self.folder,
+                    save.step,
+                    save.save_id,
+                    self.world_size,
+                    self.about,
+                    self.silence_s,
+                )
+                with suppress(OSError):  # the step is saved, whatever the disk says of its room
+                    self._warn_of_space(nbytes)
+        except Exception as error:
+            # The first cause counts: what follows from it (no report, a closed file) would hide it.
+            save.problem = save.problem or error
+        if save.problem is None:
+            self.last = save.report()
+            return
+        if save.snapshot is not None:
+            drop_read_lock(save.snapshot)
+            self._caught.update(save.snapshot.violations)
+        self._failure = self._named(save.step, save.problem)
+        if self.rank == 0:
+            self.folder.discard(save.step)
+
+    def _write_and_report(self, save: Save, partial: Path) -> None:
+        """Writes the files, and reports how that went."""
+        reported = False
+        try:
+            if save.problem is None:
+                self._write(save, partial)
+            if save.problem is not None:
+                # Rank 0 stops waiting for this rank.
+                write_rank_report(partial, self.rank, save.save_id, {"error": str(save.problem)})
+            reported = True
+        finally:
+            if save.heartbeat is not None:
+                save.heartbeat.end(reported)
+
+    def _warn_of_space(self, nbytes: int) -> None:
+        """Logs it, once, where the next steps will find no room."""
+        short = None if self._warned else self.folder.room_for_next(nbytes)
+        if short is not None:
+            self._warned = True
+            log.warning("%s", short)
+
+    def _named(self, step: int, problem: Exception) -> GulliverError:
+        text = text_of(problem)
+        if isinstance(problem, IoError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            root = self.folder.root
+            text += f"; {NO_INODES if lacks_inodes(root) else self.folder.needs()}"
+        error = GulliverError(f"step {step} was not saved: {text}")
+        error.__cause__ = problem
+        return error
+
+    def _write(self, save: Save, partial: Path) -> None:
+        """Writes the files and reports them; or notes what went wrong."""
+        snapshot, engine = save.snapshot, save.engine
+        assert snapshot is not None
+        assert engine is not None
+        try:
+            snapshot.submit(engine, partial, save.copy_stream)
+            # After `submit`: the first pages are being copied while the rest of the shadow is
+            # allocated.
+            if not save.is_ring and self._given is None:
+                self._grow(engine, snapshot)
+            if save.copy_stream is not None:
+                # Page-locking is slow, so the pool keeps its locks between saves.
+                save.copy_stream.prepare(engine.regions)
+                snapshot.pump(engine)
+            snapshot.wait_copied()
+            files = snapshot.finish(engine)
+            drop_read_lock(snapshot)
+            report = {
+                **save.skeletons,
+                "files": {name: file_to_json(entry) for name, entry in files.items()},
+                "parts": snapshot.parts,
+            }
+            write_rank_report(partial, self.rank, save.save_id, report)
+        except Exception as error:
+            save.problem = error
+            snapshot.abandon(engine, error)
+
+    def _grow(self, engine: Engine, snapshot: Snapshot) -> None:
+        """Makes the shadow as large as the state; its first pages are in use meanwhile."""
+        wanted = snapshot.pages(engine.page_bytes)
+        while engine.pages < wanted:
+            engine.grow(min(GROWTH, wanted - engine.pages))
+
+    def wait_copied(self) -> None:
+        """Waits until the state may be changed by anybody, in any way."""
+        self._check_process()
+        if self._snapshot is not None:
+            self._snapshot.release(None)
+
+    def wait(self) -> None:
+        """Waits until the step that is being saved is complete; all ranks call it.
+
+        Raises:
+            GulliverError: it could not be saved (``on_error="raise"``).
+        """
+        self._check_process()
+        self._join()
+        failure = self._take_failure()
+        mine = None if failure is None else str(failure)
+        every = self._gather(mine, failure)
+        for rank, reason in enumerate(every):
+            if reason is not None:
+                raise failure or GulliverError(f"rank {rank} failed: {reason}")
+
+    def _join(self) -> None:
+        if self._job is not None:
+            if self._snapshot is not None:
+                self._snapshot.release(None)  # compares versions, without which it does not end
+            self._job.result()
+            self._stalled, self._job, self._snapshot = self.stall_s, None, None
+
+    def _take_failure(self) -> Exception | None:
+        """Returns what went wrong before, once; None, and a warning, where that was wanted."""
+        failure, self._failure = self._failure, None
+        if failure is not None and self.on_error == "warn":
+            log.warning("%s; training goes on without it", failure)
+            return None
+        return failure
+
+    def close(self) -> None:
+        """Waits for the save in progress, and frees memory and folder; all ranks call it.
+
+        Raises:
+            GulliverError: the last save failed (``on_error="raise"``).
+        """
+        self._check_process()
+        try:
+            self.wait()
+            return_rank_group(self._ranks)
+        finally:
+            if self._worker is not None:
+                self._worker.shutdown()
+                self._worker = None
+            if self._engine is not None and self._given is None:
+                self._engine.close()
+                self._engine = None
+            self._finalize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Finishes what this rank saves, and frees the folder, when other ranks may be gone."""
+        if os.getpid() == self._process:
+            self._join()
+            self._finalize()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Switches garbage collection off: looking at every object there is takes 0.1 s and more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

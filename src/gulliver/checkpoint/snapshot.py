@@ -1,0 +1,572 @@
+"""Copies from a device into the engine's pages, on a copy stream.
+
+The copy stream begins after what had been queued when the snapshot was taken. Whoever is about to
+change a source makes its own stream wait for the copy; no thread waits for the device, but the one
+that calls `pump`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint.collect import SMALL, TINY, Collected, file_name
+from gulliver.checkpoint.files import CODES, Image
+from gulliver.checkpoint.manifest import FileEntry, PartEntry
+from gulliver.checkpoint.tree import Leaf
+from gulliver.errors import GulliverError
+from gulliver.io.engine import Engine, File, Page, StridedView, Ticket
+from gulliver.io.files import FileMappings
+from gulliver.io.native import gather
+from gulliver.memory.parts import Part
+from gulliver.memory.pending import storage_of
+
+
+# [Note: page-locked memory] CUDA copies into pageable memory while the caller waits. So the pool is
+# page-locked, once: every save uses it again.
+class CopyStream:
+    """Copy stream between a device and the host; copies run in the order of the calls."""
+
+    # This base class serves host memory, where every copy has ended when the call returns.
+
+    def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
+        """Makes the pool's memory fit for copies that do not wait."""
+
+    def begin(self) -> None:
+        """Orders the copies to come after the work that the caller has queued so far."""
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Returns the context in which copies are asked for."""
+        return nullcontext()
+
+    def mark(self) -> Any:
+        """Returns an event after the copies asked for so far."""
+        return None
+
+    def order(self, event: Any) -> None:
+        """Makes the work that the caller queues next wait for an event."""
+
+    def wait(self, event: Any) -> None:
+        """Blocks the calling thread until an event has happened."""
+
+
+class CudaCopyStream(CopyStream):
+    """Copy stream of CUDA, into host memory that is page-locked for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._locked: set[int] = set()
+
+    def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
+        """Page-locks the pool, each region once."""
+        for address, nbytes in regions:
+            if address in self._locked:
+                continue
+            runtime: Any = torch.cuda.cudart()
+            code = runtime.cudaHostRegister(address, nbytes, 0)
+            if int(code) != 0:
+                raise GulliverError(
+                    f"{nbytes} bytes of host memory could not be page-locked (CUDA error "
+                    f"{int(code)}): free some, or save with mode='ring'"
+                )
+            self._locked.add(address)
+
+    def begin(self) -> None:
+        """Orders the copies to come after what is queued on the caller's current stream."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Returns the context that makes the copy stream the current one."""
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> Any:
+        """Records an event on the copy stream."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def order(self, event: Any) -> None:
+        """Makes the caller's current stream wait; the calling thread does not."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def wait(self, event: Any) -> None:
+        """Blocks the calling thread until the event has happened, without the GIL."""
+        event.synchronize()
+
+
+class CopyTicket:
+    """Page that a copy stream fills and the engine writes; waits as an engine's ticket does."""
+
+    def __init__(
+        self,
+        copy_stream: CopyStream,
+        file: File,
+        offset: int,
+        sources: Sequence[tuple[Tensor, int, int]],
+    ) -> None:
+        self.copy_stream, self.file, self.offset, self.sources = copy_stream, file, offset, sources
+        # Bytes of the page.
+        self.nbytes = sum(count for _, _, count in sources)
+        self._issued, self._written = threading.Event(), threading.Event()
+        self._event: Any = None
+        self._ticket: Ticket | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def checksum(self) -> int | None:
+        """Checksum of what was written; None until the page is with the engine."""
+        return None if self._ticket is None else self._ticket.checksum
+
+    def copy(self, page: Page) -> None:
+        """Queues the copies into a page on the copy stream; does not wait for them."""
+        target, position = torch.from_numpy(page.array), 0
+        with self.copy_stream.queue():
+            for source, begin, count in self.sources:
+                # `reshape` copies what is not contiguous, into memory of the copy stream: it may be
+                # freed at once, as whatever takes it next on this stream runs after the copy.
+                run = source.detach().reshape(-1).view(torch.uint8)[begin : begin + count]
+                target[position : position + count].copy_(run, non_blocking=True)
+                position += count
+            # `self.sources` keeps the sources alive until `write` has waited for this event: memory
+            # freed earlier could be given out again on the compute stream while it is being read.
+            self._event = self.copy_stream.mark()
+        self._issued.set()
+
+    def write(self, engine: Engine, page: Page) -> None:
+        """Waits for the copies, and hands the page to the engine to be written."""
+        self.copy_stream.wait(self._event)
+        self.sources = ()  # their memory may go
+        self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
+        self._written.set()
+
+    def settle(self) -> None:
+        """Waits until no copy writes the page any more; a device that is lost writes no more."""
+        with suppress(Exception):
+            self.copy_stream.wait(self._event)
+
+    def fail(self, error: BaseException) -> None:
+        """Wakes all waiting threads, with the error that keeps the page from being written."""
+        if not self._written.is_set():
+            self._error = error
+        self._issued.set()
+        self._written.set()
+
+    def wait_copied(self) -> None:
+        """Makes the caller's next work on the device come after the copies."""
+        self._issued.wait()
+        if self._event is not None:
+            self.copy_stream.order(self._event)
+
+    def wait(self) -> None:
+        """Waits until the page is written."""
+        self._written.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._ticket is not None
+        self._ticket.wait()
+
+
+def pump(engine: Engine, tickets: Sequence[CopyTicket]) -> None:
+    """Copies page after page, as many ahead as the pool has, and has them written in order."""
+    copying: deque[tuple[CopyTicket, Page]] = deque()
+    left = deque(tickets)
+    try:
+        while left or copying:
+            page = _page(engine, wait=not copying) if left else None
+            if page is not None:
+                copying.append((left.popleft(), page))
+                copying[-1][0].copy(page)
+                continue
+            copying[0][0].write(engine, copying[0][1])
+            copying.popleft()
+    except BaseException as error:
+        for ticket, page in copying:
+            ticket.settle()
+            ticket.fail(error)
+            engine.release(page)
+        for ticket in left:
+            ticket.fail(error)
+        raise
+
+
+def _page(engine: Engine, wait: bool) -> Page | None:
+    try:
+        return engine.acquire(None if wait else 0.0)
+    except TimeoutError:
+        return None
+
+
+# Snapshot of what a rank saves of a step; it goes through the engine's pages to the disk.
+
+
+SETTLE_S = 2.0
+"""Seconds, at least, for which the end of a save waits for the thread that began it."""
+
+
+# [Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
+# page after page and write them. Until its pages are gathered a tensor must not change: `release`
+# waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of
+# every torch optimizer's step. Only what these change is copied after `save` has returned
+# (`guarded`): it waits for the rest (`unguarded`), whose writers ask nobody and may not raise a
+# version (``.data``, numpy, fused kernels).
+#
+# [Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
+# making a checkpoint of two steps. An operation raises the version when it has ended, so a thread
+# that compares while the operation runs sees nothing. Versions are therefore compared by the thread
+# that called `save`, the next time that it asks or waits; the step is complete only after that. If
+# that thread does neither for long (an evaluation), they are compared in the background, after
+# longer than one operation on the state can take.
+#
+# [Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted,
+# which asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for
+# it, or all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by
+# storage.
+class Snapshot:
+    """Content that a rank saves of one step: its files, and a read lock on their sources."""
+
+    def __init__(
+        self,
+        collected: Collected,
+        rank: int = 0,
+        world_size: int = 1,
+        caught: Collection[str] = (),
+    ) -> None:
+        self.stall_s = 0.0
+        self.copied_s: float | None = None
+        """Seconds from the beginning until no source was needed any more."""
+        self._begun = time.perf_counter()
+        self._lock, self._submitted = threading.Lock(), threading.Event()
+        self._caller, self._settled = threading.get_ident(), threading.Event()
+        self.violations: list[str] = []
+        """Names of tensors that were changed before they had been copied."""
+        self._guarded, self._caught = collected.guarded, caught
+        self.unguarded: set[int] = set()
+        """Storages that may change without asking: release them before `save` returns."""
+        self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
+        self._waiting: dict[int, list[Ticket | CopyTicket]] = {}
+        self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
+        self._copy_tickets: list[CopyTicket] = []
+        self._files: dict[str, File] = {}
+        self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
+        self.devices: set[torch.device] = set()
+        """Devices of the sources, other than the host."""
+        self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
+        self._sources: dict[str, dict[str, Tensor]] = {}
+        self._small, self._addresses = _Small(), set[int]()
+        self._alive: dict[int, list[Tensor]] = defaultdict(list)
+        for entry, leaves in collected.tensors.items():
+            if not leaves and "@" not in entry:
+                continue
+            file = file_name(entry, rank, world_size)
+            self._leaves[file] = entry, leaves
+            sources = {key: self._source(entry, key, leaf) for key, leaf in leaves.items()}
+            # What is waited for is copied first.
+            order = sorted(sources.items(), key=lambda item: not self._is_awaited(item[1]))
+            self._sources[file] = dict(order)
+        order = self._sources.items()
+        self._sources = dict(
+            sorted(order, key=lambda item: not any(map(self._is_awaited, item[1].values())))
+        )
+        self._small.copy()
+
+    def _is_awaited(self, source: Tensor) -> bool:
+        return not self._small.has(source) and storage_of(source) in self.unguarded
+
+    @cached_property
+    def images(self) -> dict[str, Image]:
+        """Plans of the files by name, made when first asked for: many tensors take time."""
+        return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
+
+    @cached_property
+    def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """JSON values of what the files hold, by entry and name, as the manifest has them."""
+        return {
+            entry: {key: _part(file, leaf) for key, leaf in leaves.items()}
+            for file, (entry, leaves) in self._leaves.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(image.nbytes for image in self.images.values())
+
+    @cached_property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors; the files have headers besides."""
+        return sum(s.nbytes for found in self._sources.values() for s in found.values())
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Bytes of tensors that lie on disk, in files that are mapped."""
+        sources = (s for found in self._sources.values() for s in found.values())
+        return sum(s.nbytes for s in sources if self._is_mapped(s))
+
+    @property
+    def addresses(self) -> set[int]:
+        """Addresses at which the memory begins that is copied from."""
+        self._submitted.wait()
+        return self._addresses
+
+    def _source(self, entry: str, key: str, leaf: Leaf) -> Tensor:
+        """Returns the memory to copy from; small tensors are noted, to be copied at once."""
+        value = leaf.value.detach() if isinstance(leaf, Part) else leaf
+        name, storage = f"{entry}: {key}", storage_of(value)
+        guarded = storage in self._guarded and name not in self._caught
+        if not value.is_cpu:
+            self.devices.add(value.device)
+        elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= (TINY if guarded else SMALL):
+            return self._small.add(value, nbytes)
+        owner = leaf.owner if isinstance(leaf, Part) else value
+        # A part lies in the file as one row of elements.
+        if isinstance(leaf, Part):
+            value = value.reshape(leaf.shape if leaf.is_whole else -1)
+        if owner is not None:
+            self._versions.setdefault(storage, []).append((name, owner, owner._version))
+            if name in self._caught or not (guarded or self._is_mapped(value)):
+                self.unguarded.add(storage)
+        return value
+
+    def _is_mapped(self, value: Tensor) -> bool:
+        """Whether a tensor lies on disk, in a file that is mapped."""
+        return value.is_cpu and self._mapped.hold(value.data_ptr(), value.nbytes)
+
+    def pages(self, page_bytes: int) -> int:
+        """Returns the number of pages that all files have together."""
+        return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
+
+    def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
+        """Makes the files and hands their pages to the engine; `release` waits for that."""
+        try:
+            for name, image in self.images.items():
+                self._files[name] = engine.create(folder / name, image.nbytes)
+            for name, image in self.images.items():
+                self._tickets[name] = self._submit_file(
+                    engine, self._files[name], image, copy_stream
+                )
+                # Only addresses are needed from here on; `_alive` holds what is not copied yet.
+                image.sources = []
+            self._forget_leaves()
+        except GulliverError:
+            self.close_files(engine)
+            raise
+        finally:
+            self._submitted.set()
+
+    def _forget_leaves(self) -> None:
+        """Forgets the tensors, but for what has to stay alive, once their addresses are known."""
+        assert self.parts is not None
+        assert self.source_bytes >= 0
+        self._leaves.clear()
+        self._sources.clear()
+        self._small.forget()
+
+    def _submit_file(
+        self, engine: Engine, file: File, image: Image, copy_stream: CopyStream | None
+    ) -> list[Ticket | CopyTicket]:
+        addresses = [self._small.address_of(source) for source in image.sources]
+        self._addresses.update(addresses)
+        views = {
+            number: StridedView(address, source.itemsize, tuple(source.shape), source.stride())
+            for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
+            if not source.is_contiguous()
+        }
+        # Nobody waits for what has been copied already.
+        storages = [
+            None if address != source.data_ptr() else storage_of(source)
+            for source, address in zip(image.sources, addresses, strict=True)
+        ]
+        for storage, source in zip(storages, image.sources, strict=True):
+            if storage is not None:
+                self._alive[storage].append(source)
+        tickets: list[Ticket | CopyTicket] = []
+        for offset, runs in image.pages(engine.page_bytes):
+            if copy_stream is None:
+                apart = {k: views[n] for k, (n, _, _) in enumerate(runs) if n in views}
+                table = np.array(
+                    [(begin if n in views else addresses[n] + begin, c) for n, begin, c in runs]
+                )
+                ticket = engine.stage(file, offset, table, views=apart)
+            else:
+                sources = [
+                    (self._small.held(image.sources[n]), begin, count) for n, begin, count in runs
+                ]
+                ticket = CopyTicket(copy_stream, file, offset, sources)
+                self._copy_tickets.append(ticket)
+            tickets.append(ticket)
+            if self.disk_bytes and copy_stream is None:
+                self._gone[id(ticket)] += [
+                    (addresses[n] + begin, count) for n, begin, count in runs if n not in views
+                ]
+            for storage in {storages[n] for n, _, _ in runs} - {None}:
+                assert storage is not None
+                self._waiting.setdefault(storage, []).append(ticket)
+        return tickets
+
+    def pump(self, engine: Engine) -> None:
+        """Copies from the device into pages, and has them written, until all are in flight."""
+        pump(engine, self._copy_tickets)
+
+    def release(self, storages: set[int] | None) -> None:
+        """Waits until the memory of these storages, or of all, has been copied."""
+        begun = time.perf_counter()
+        self._submitted.wait()
+        with self._lock:
+            # Tickets are taken under the lock and waited for outside of it: the background thread
+            # needs the lock, too.
+            wanted = self._waiting.keys() & storages if storages is not None else self._waiting
+            # They stay listed until they are copied: another thread that asks waits for them, too.
+            waited = {key: self._waiting[key] for key in wanted}
+        for tickets in waited.values():
+            for ticket in tickets:
+                _wait_copied(ticket)
+        if storages is not None:
+            self._compare(storages)
+        elif threading.get_ident() == self._caller:
+            self._compare(None)
+            self._settled.set()
+        self._let_go(waited)
+        if waited:
+            self.stall_s += time.perf_counter() - begun
+
+    def wait_copied(self) -> None:
+        """Waits in the background until everything has been copied; nobody is held up by that."""
+        for tickets in self._tickets.values():
+            for ticket in tickets:
+                _wait_copied(ticket)
+                # What lies on disk was read for this: memory is for what training uses.
+                for span in self._gone.pop(id(ticket), ()):
+                    self._mapped.let_go(*span)
+        self._let_go(None)
+        self.copied_s = time.perf_counter() - self._begun
+
+    def _compare(self, storages: Iterable[int] | None) -> None:
+        """Notes what was changed of storages that were copied, None for all, before they are free.
+
+        One that is free may be written to at once, so this is done while nobody else can find it.
+        """
+        dropped = []
+        with self._lock:
+            for key in tuple(self._versions if storages is None else storages):
+                noted = self._versions.pop(key, [])
+                self.violations += [name for name, t, version in noted if t._version != version]
+                # Tensors go when the lock is free: what their ends call may ask for it.
+                dropped.append(noted)
+
+    def _let_go(self, storages: Iterable[int] | None) -> None:
+        """Ends the read lock on storages that were copied, None for all."""
+        dropped = []
+        with self._lock:
+            for key in {*self._waiting, *self._alive} if storages is None else storages:
+                dropped.append((self._waiting.pop(key, None), self._alive.pop(key, None)))
+
+    def finish(self, engine: Engine) -> dict[str, FileEntry]:
+        """Waits until all is on the disk; returns the entries of the files by name."""
+        entries = {}
+        try:
+            for name, image in self.images.items():
+                for ticket in self._tickets[name]:
+                    ticket.wait()
+                # The checksums are those of the bytes as they were staged, so what the disk returns
+                # later is compared with memory, not with itself.
+                engine.sync(self._files[name]).wait()
+                checksums = tuple(int(ticket.checksum or 0) for ticket in self._tickets[name])
+                entries[name] = FileEntry(image.nbytes, engine.page_bytes, checksums)
+        finally:
+            self.close_files(engine)
+        if self._versions:
+            self._settled.wait(max(SETTLE_S, 2 * (self.copied_s or 0.0)))
+            self._compare(None)
+        if self.violations:
+            raise GulliverError(
+                f"{self.violations[0]} was changed while it was being saved, and not by the step "
+                "of its optimizer: the next saves copy it before they return; or call "
+                "wait_copied(), of the checkpointer or the booster, before changing it"
+            )
+        return entries
+
+    def abandon(self, engine: Engine, error: Exception) -> None:
+        """Wakes all waiting threads, and closes the files, after a failure."""
+        self._submitted.set()
+        for ticket in self._copy_tickets:
+            ticket.fail(error)
+        self.release(None)
+        self.close_files(engine)
+
+    def close_files(self, engine: Engine) -> None:
+        """Closes what is open."""
+        for name in tuple(self._files):
+            engine.close_file(self._files.pop(name))
+
+
+class _Small:
+    """Small tensors, which are copied together, and need no looking after from then on."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[int, int] = {}
+        self._tensors: list[Tensor] = []
+        self._segments: list[tuple[int, int]] = []
+        self._filled = 0
+
+    def add(self, tensor: Tensor, nbytes: int) -> Tensor:
+        """Notes a tensor to be copied; the tensor returned stands for the copy."""
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        self._places[id(tensor)] = self._filled
+        self._tensors.append(tensor)
+        self._segments.append((tensor.data_ptr(), nbytes))
+        self._filled += nbytes
+        return tensor
+
+    def copy(self) -> None:
+        """Copies all that were added, by native threads."""
+        if self._segments:
+            self._memory = torch.empty(self._filled, dtype=torch.uint8)
+            gather(self._memory.data_ptr(), np.array(self._segments, dtype=np.int64))
+            self._segments = []
+
+    def forget(self) -> None:
+        """Forgets the tensors; what was copied stays."""
+        self._tensors, self._places = [], {}
+
+    def has(self, source: Tensor) -> bool:
+        """Returns whether a tensor is copied."""
+        return id(source) in self._places
+
+    def address_of(self, source: Tensor) -> int:
+        """Returns the address of a tensor's copy, or of the tensor where it has none."""
+        place = self._places.get(id(source))
+        return source.data_ptr() if place is None else self._memory.data_ptr() + place
+
+    def held(self, source: Tensor) -> Tensor:
+        """Returns the bytes of a tensor's copy, or the tensor where it has none."""
+        place = self._places.get(id(source))
+        return source if place is None else self._memory[place : place + source.nbytes]
+
+
+def _wait_copied(ticket: Ticket | CopyTicket) -> None:
+    try:
+        ticket.wait_copied()
+    except GulliverError:
+        # The error surfaces when the save ends; the source is free in any case.
+        return
+
+
+def _part(file: str, leaf: Leaf) -> dict[str, Any]:
+    if isinstance(leaf, Part):
+        place = PartEntry(file, leaf.start, leaf.stop, leaf.region)
+        dtype = leaf.value.dtype
+    else:
+        place, dtype = PartEntry(file, 0, leaf.numel()), leaf.dtype
+    return {"dtype": CODES[dtype], "shape": list(leaf.shape), "parts": [place.to_json()]}

@@ -1,0 +1,449 @@
+"""Steps, Hugging Face folders, single safetensors files and tensors in memory as one thing.
+
+Each is a `Weights`: tensors by name, read run by run of elements. `batches` cuts them into runs
+that fit `BATCH`, and a `ReadBatch` is the memory that they are read into, again and again.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint.files import Slot, check_holdable, read_json, read_slots
+from gulliver.checkpoint.folder import LATEST, STEP
+from gulliver.checkpoint.loading import beside_a_writer
+from gulliver.checkpoint.manifest import MANIFEST
+from gulliver.checkpoint.reader import StepReader
+from gulliver.checkpoint.regions import Copies, PartPlace, clusters, copy_bytes, overlap, place_of
+from gulliver.checkpoint.tree import Leaf
+from gulliver.errors import GulliverError
+from gulliver.io.default import default_engine
+from gulliver.io.engine import Engine, File, Ticket
+from gulliver.io.files import FileMappings
+from gulliver.memory.parts import Part, Region
+
+BATCH = 32 * 2**20
+"""Bytes that are read at once."""
+ALIGNMENT = 64
+"""Bytes that tensors in a batch's memory are aligned to: no dtype has larger elements."""
+READ = 8 * 2**20
+"""Bytes that are read at once where a slice is wanted of them."""
+GAP = 64 * 2**10
+"""Bytes of the longest gap that is read along: that costs less than a further read."""
+SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
+STEMS = {"model": (SUFFIX, INDEX), "diffusion_pytorch_model": (INDEX, SUFFIX)}
+"""Names of files of weights, in order of preference, where a folder holds several kinds."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Dtype and shape of a tensor, known before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
+        """Returns the description after a conversion, which only floating-point tensors undergo."""
+        if dtype is None or not self.dtype.is_floating_point:
+            return self
+        return TensorInfo(dtype, self.shape)
+
+
+class Weights(ABC):
+    """Tensors by name, read piece by piece."""
+
+    # Path of the file or folder; without meaning for those in memory.
+    path: Path
+    # Files that they are in; none for those in memory.
+    files: list[Path]
+    # Dtypes and shapes by name, in the order in which they are stored or were made.
+    infos: dict[str, TensorInfo]
+
+    @abstractmethod
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        """Fills parts of tensors, in host memory and of the stored dtype."""
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Names in the files of tensors that are one tensor there, too."""
+        return {name: name for name in self.infos}
+
+    def add_alias(self, name: str, kept: str) -> None:
+        """Makes the tensor `kept` known under another name, too."""
+        self.infos[name] = self.infos[kept]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes files and ends threads."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StepWeights(Weights):
+    """An entry of a saved step, or all of its entries; every page that is read is checked."""
+
+    def __init__(self, path: Path, entry: str | None = "model", step: int | None = None) -> None:
+        self.reader = beside_a_writer(path, step, StepReader)
+        self.path = self.reader.folder
+        saved = self.reader.manifest.tensors
+        self.files = [self.path / name for name in self.reader.manifest.files]
+        if entry is not None and not saved.get(entry):
+            having = [name for name, tensors in saved.items() if tensors]
+            if self.reader.entries == ["optimizer"]:
+                raise GulliverError(f"{self.path} is an optimizer's state: use load_optimizer")
+            raise GulliverError(f"{self.path}, entry {entry!r}, has no tensors: {_of(having)}")
+        self._places = {
+            f"{which}: {name}" if entry is None else name: (which, name)
+            for which, tensors in saved.items()
+            if entry is None or which == entry
+            for name in tensors
+        }
+        self.infos = {
+            public: TensorInfo(saved[which][name].dtype, saved[which][name].shape)
+            for public, (which, name) in self._places.items()
+        }
+
+    def add_alias(self, name: str, kept: str) -> None:
+        super().add_alias(name, kept)
+        self._places[name] = self._places[kept]
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        # A tensor is read once for each of its names.
+        for names in self._rounds(wanted):
+            self._read({public: wanted[public] for public in names})
+
+    def _rounds(self, wanted: Iterable[str]) -> list[list[str]]:
+        rounds: list[dict[tuple[str, str], str]] = [{}]
+        for public in wanted:
+            place = self._places[public]
+            free = next((r for r in rounds if place not in r), None)
+            if free is None:
+                rounds.append(free := {})
+            free[place] = public
+        return [list(names.values()) for names in rounds]
+
+    def _read(self, wanted: Mapping[str, Part]) -> None:
+        by_entry: dict[str, dict[str, Leaf]] = {}
+        for public, part in wanted.items():
+            entry, name = self._places[public]
+            by_entry.setdefault(entry, {})[name] = part
+        for entry, leaves in by_entry.items():
+            self.reader.read_into(entry, leaves)
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class FileWeights(Weights):
+    """Safetensors files: a single one, or those of a Hugging Face folder."""
+
+    # Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
+    # `safetensors.torch.save_model` write), it is there under both.
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._engine: Engine | None = None
+        self._files: dict[Path, File] = {}
+        self._slots: dict[str, tuple[Path, Slot]] = {}
+        single, index = _locate(self.path)
+        if index is None:
+            assert single is not None
+            self.files = [single]
+            self._add(single)
+        else:
+            self._add_indexed(index)
+        self.infos = {
+            name: TensorInfo(slot.dtype, slot.shape) for name, (_, slot) in self._slots.items()
+        }
+
+    def _add_indexed(self, index: Path) -> None:
+        content = read_json(index)
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+            raise GulliverError(f"{index} has no weight_map: it is no index of Hugging Face's")
+        for name in places.values():
+            if Path(name).name != name or name == "..":
+                raise GulliverError(f"{index} names {name!r}: its files have to lie in its folder")
+        names = sorted(set(places.values()))
+        self.files = [index.parent / name for name in names]
+        absent = [name for name, file in zip(names, self.files, strict=True) if not file.is_file()]
+        if absent:
+            raise GulliverError(
+                f"{index.parent} lacks {len(absent)} of the {len(names)} files that {index.name} "
+                f"names: {', '.join(absent[:4])}{', ...' if len(absent) > 4 else ''}"
+            )
+        for file in self.files:
+            self._add(file, places)
+        lost = [name for name in places if name not in self._slots]
+        if lost:
+            raise GulliverError(
+                f"{index.parent / places[lost[0]]} has no tensor {lost[0]!r}, though {index.name} "
+                f"says so{f', as of {len(lost) - 1} more' if lost[1:] else ''}: get the files again"
+            )
+
+    def _add(self, file: Path, places: Mapping[str, str] | None = None) -> None:
+        slots, metadata = read_slots(file)
+        aliases = {
+            name: slots[kept]
+            for name, kept in metadata.items()
+            if name != "format" and kept in slots and name not in slots
+        }
+        for name, slot in (*slots.items(), *aliases.items()):
+            if places is None or places.get(name, file.name) == file.name:
+                self._slots.setdefault(name, (file, slot))
+
+    def add_alias(self, name: str, kept: str) -> None:
+        super().add_alias(name, kept)
+        self._slots[name] = self._slots[kept]
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        if self._engine is None:
+            # Reads go straight into memory: its pages are never used.
+            self._engine = default_engine(page_bytes=4096, pages=1)
+        tickets, scattered = [], list[tuple[str, Part, Copies]]()
+        for name, part in wanted.items():
+            _, slot = self._slots[name]
+            whole = PartPlace(slot.shape, 0, math.prod(slot.shape))
+            copies = overlap(whole, place_of(part)).scaled(slot.dtype.itemsize)
+            if len(copies) == 1:
+                count = int(copies.count[0])
+                tickets.append(self._started(name, int(copies.source[0]), part.value, count))
+            elif len(copies):
+                scattered.append((name, part, copies))
+        _await(tickets)
+        for name, part, copies in scattered:
+            self._read_scattered(name, part.value, copies)
+
+    def _started(self, name: str, begin: int, into: Tensor, count: int) -> Ticket:
+        """Starts to read bytes of a tensor from `begin` on into memory."""
+        assert self._engine is not None
+        file, slot = self._slots[name]
+        if file not in self._files:
+            self._files[file] = self._engine.open(file)
+        return self._engine.read(self._files[file], slot.offset + begin, into.data_ptr(), count)
+
+    def _read_scattered(self, name: str, into: Tensor, copies: Copies) -> None:
+        """Reads what lies close together at once, gaps too, and copies what is wanted of it."""
+        target = into.reshape(-1).view(torch.uint8)
+        reads = deque(clusters(copies, GAP, READ))
+        # While one is copied the next is read.
+        memory = [torch.empty(READ, dtype=torch.uint8) for _ in range(min(2, len(reads)))]
+        waiting: deque[tuple[int, int, Tensor, Ticket]] = deque()
+        try:
+            while reads or waiting:
+                while reads and memory:
+                    low, high = reads.popleft()
+                    page = memory.pop()
+                    waiting.append((low, high, page, self._started(name, low, page, high - low)))
+                low, high, page, ticket = waiting.popleft()
+                memory.append(page)
+                ticket.wait()
+                copy_bytes(target, page[: high - low], copies.within(low, high))
+        finally:
+            _await(ticket for *_, ticket in waiting)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            self._files.clear()
+
+
+class MemoryWeights(Weights):
+    """Tensors of this process, on any device; what shares its memory with another is there once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], last: Iterable[str] = ()) -> None:
+        self.path, self.files = Path(), []
+        self._tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        """Names left out, each with the name that has its values."""
+        yielding, kept = set(last), dict[Any, str]()
+        for name in sorted(tensors, key=lambda name: name in yielding):
+            tensor = _whole(name, tensors[name])
+            same = identity(tensor)
+            if same in kept:
+                self.aliases[name] = kept[same]
+            else:
+                self._tensors[name] = tensor
+                if same is not None:
+                    kept[same] = name
+        self.infos = {
+            name: TensorInfo(self._tensors[name].dtype, tuple(self._tensors[name].shape))
+            for name in tensors
+            if name in self._tensors
+        }
+        self._flat: tuple[str, Tensor] | None = None
+        self._mapped = FileMappings()
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        for name, part in wanted.items():
+            assert part.region is None, "what is in memory is read whole"
+            # Kept for the next part: flattening what is not contiguous copies it.
+            if self._flat is None or self._flat[0] != name:
+                self._flat = name, self._tensors[name].reshape(-1)
+            piece = self._flat[1][part.start : part.stop]
+            part.value.copy_(piece)
+            self._mapped.let_go(piece.data_ptr(), piece.nbytes if piece.is_cpu else 0)
+
+    def close(self) -> None:
+        self._flat = None
+
+
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    # Parameters that ZeRO shards are of a class of their own, and would be waited for here.
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise GulliverError(
+            f"tensor {name!r} is a {type(tensor).__name__}, spread over ranks: save a "
+            "step with AsyncCheckpointer, and make a Hugging Face folder of it with "
+            "export_huggingface or `gulliver checkpoint convert`"
+        )
+    check_holdable(f"tensor {name!r}", tensor)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def identity(tensor: Tensor) -> Any:
+    """Returns a key that tensors of equal memory and shape share; None for empty or meta ones."""
+    if tensor.nbytes == 0 or tensor.is_meta:
+        return None
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype)
+    return *place, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def open_weights(path: Path | str, entry: str | None = "model", step: int | None = None) -> Weights:
+    """Opens a run, a step, a safetensors file or a Hugging Face folder, whichever a path is."""
+    path = Path(path)
+    if is_step_or_run(path):
+        return StepWeights(path, entry, step)
+    if step is not None:
+        raise GulliverError(f"{path} is no run: only a run has a step {step}")
+    return FileWeights(path)
+
+
+def is_step_or_run(path: Path) -> bool:
+    """Whether a path is a step's folder, or a run's folder with a step in it."""
+    if not path.exists():
+        raise GulliverError(f"{path} does not exist")
+    if path.is_file():
+        return False
+    found = {entry.name for entry in path.iterdir()}
+    if any(STEP.fullmatch(name) for name in found):
+        return True
+    # Other programs write files of these names next to a model, whose configuration is there, too.
+    return bool({MANIFEST, LATEST} & found) and "config.json" not in found
+
+
+def _named(folder: Path) -> Path | None:
+    """The file of weights, or their index, that libraries look for in a folder."""
+    # Where a folder has both, each library reads one: transformers the file, diffusers the index.
+    names = [f"{stem}{ending}" for stem, endings in STEMS.items() for ending in endings]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _locate(path: Path) -> tuple[Path | None, Path | None]:
+    """Finds the single file, or the index, that holds the weights of a file or folder."""
+    if path.is_file():
+        return (None, path) if path.name.endswith(INDEX) else (path, None)
+    if not path.is_dir():
+        raise GulliverError(f"{path} does not exist")
+    if (found := _named(path)) is not None:
+        return (None, found) if found.name.endswith(INDEX) else (found, None)
+    indices = sorted(path.glob(f"*{INDEX}"))
+    singles = sorted(path.glob(f"*{SUFFIX}"))
+    if len(indices) == 1 or (not indices and len(singles) == 1):
+        return (None, indices[0]) if indices else (singles[0], None)
+    if indices or singles:
+        found = ", ".join(file.name for file in (*indices, *singles)[:4])
+        raise GulliverError(f"{path} holds several safetensors files and no index of them: {found}")
+    if any(path.glob("*.bin")):
+        raise GulliverError(
+            f"{path} holds its weights as pickles (*.bin), which are not read: they may run code. "
+            "Get its safetensors files"
+        )
+    raise GulliverError(f"{path} holds no checkpoint and no safetensors file")
+
+
+def batches(
+    infos: Mapping[str, TensorInfo], limit: int | None = None
+) -> Iterator[list[tuple[str, int, int]]]:
+    """Cuts tensors into runs of elements to be read together."""
+    limit = limit or BATCH
+    found: list[tuple[str, int, int]] = []
+    filled = 0
+    for name, info in infos.items():
+        size, start = info.dtype.itemsize, 0
+        while start < info.numel:
+            if limit - filled < max(size, ALIGNMENT):
+                yield found
+                found, filled = [], 0
+            stop = min(info.numel, start + (limit - filled) // size)
+            found.append((name, start, stop))
+            filled += -(-(stop - start) * size // ALIGNMENT) * ALIGNMENT
+            start = stop
+    if found:
+        yield found
+
+
+class ReadBatch:
+    """Memory that batch after batch is read into."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read(
+        self,
+        weights: Weights,
+        runs: list[tuple[str, int, int]],
+        regions: Mapping[str, Region | None] | None = None,
+    ) -> dict[str, Part]:
+        """Reads runs of elements; they are good until the next call."""
+        regions = regions or {}
+        infos = [weights.infos[name] for name, _, _ in runs]
+        sizes = [(b - a) * i.dtype.itemsize for (_, a, b), i in zip(runs, infos, strict=True)]
+        needed = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        if self._memory.numel() < needed:
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        parts, at = dict[str, Part](), 0
+        for (name, start, _), size, info in zip(runs, sizes, infos, strict=True):
+            value = self._memory[at : at + size].view(info.dtype)
+            parts[name] = Part(value, info.shape, start, region=regions.get(name))
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        weights.read(parts)
+        return parts
+
+
+def _await(tickets: Iterable[Ticket]) -> None:
+    """Waits for all, even if one has failed: until then their memory is in use."""
+    failure = None
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except GulliverError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _of(names: Iterable[str]) -> str:
+    return "choose from " + ", ".join(repr(name) for name in names)

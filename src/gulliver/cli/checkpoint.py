@@ -1,0 +1,361 @@
+"""``gulliver checkpoint``: lists, verifies, compares and converts checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TransferSpeedColumn as SpeedColumn
+from rich.table import Table
+
+from gulliver.checkpoint.comparison import Comparison, any_step, compare, run_steps, verify
+from gulliver.checkpoint.files import read_json
+from gulliver.checkpoint.folder import CheckpointFolder
+from gulliver.checkpoint.interchange import export_huggingface, import_huggingface
+from gulliver.checkpoint.loading import step_folder
+from gulliver.checkpoint.manifest import read_manifest
+from gulliver.checkpoint.reader import StepReader
+from gulliver.checkpoint.weights import Weights, is_step_or_run, open_weights
+from gulliver.cli.options import CheckpointConfig, Convert, Diff, Ls, Verify
+from gulliver.errors import GulliverError
+from gulliver.options import size_text
+
+PATIENCE_S = 2.0
+"""Seconds after which a bar is shown."""
+ALL = "all"
+"""Value of ``--entry`` for all entries."""
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def checkpoint_command(config: CheckpointConfig, arguments: list[str]) -> int:
+    """Runs one of the four actions."""
+    return _COMMANDS[type(config.action)](config.action)
+
+
+def _out() -> Console:
+    # Names are names: [v2] is no markup, and :x: no picture.
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar on the terminal for what takes longer than `PATIENCE_S`."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        SpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    begun, task = time.monotonic(), None
+
+    def report(done: int, total: int) -> None:
+        nonlocal task
+        if task is None:
+            if time.monotonic() - begun < PATIENCE_S:
+                return
+            bar.start()
+            task = bar.add_task(what, total=total)
+        bar.update(task, completed=done)
+
+    try:
+        yield report
+    finally:
+        if task is not None:
+            bar.stop()
+
+
+# --- ls ------------------------------------------------------------------------------------------
+
+
+def ls(options: Ls) -> int:
+    """Prints a table of steps, or of what a step or file holds."""
+    path = options.folder
+    if is_step_or_run(path):
+        if options.step is None and not (path / "manifest.json").is_file():
+            _list_run(path)
+        else:
+            _list_step(step_folder(path, options.step), options.tensors)
+        return 0
+    with open_weights(path) as weights:
+        nbytes = sum(info.nbytes for info in weights.infos.values())
+        _out().print(
+            f"{path}: {len(weights.infos)} tensors, {size_text(nbytes)}, {_dtypes(weights)}, in "
+            + ", ".join(file.name for file in weights.files)
+        )
+        if options.tensors:
+            _list_tensors(weights)
+    return 0
+
+
+def _list_run(path: Path) -> None:
+    steps = run_steps(path)
+    try:
+        newest = step_folder(path)
+    except GulliverError:
+        newest = None
+    table = Table(title=str(path), title_justify="left")
+    for name in ("step", "state", "size", "written", "ranks", "entries"):
+        right = name in ("step", "size", "ranks")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    left = CheckpointFolder(path).left_behind()
+    for number, folder in steps:
+        state, *rest = _row(folder, folder == newest)
+        table.add_row(str(number), state + (", branch left" if number in left else ""), *rest)
+    _out().print(table)
+    if left:
+        _out().print(
+            "branch left: saved before a step that does not come after them; they go first"
+        )
+    for partial in sorted(path.glob("step-*.partial")):
+        _out().print(f"{partial.name}: being written, or left behind by a save that was killed")
+
+
+def _row(folder: Path, is_newest: bool) -> tuple[str, ...]:
+    try:
+        manifest = read_manifest(folder)
+    except GulliverError as error:
+        text = str(error)
+        for kind in ("newer", "older"):
+            if f"{kind} version" in text:
+                return f"of a {kind} version", "", "", "", ""
+        return "broken: no manifest" if "not exist" in text else "broken manifest", "", "", "", ""
+    state = "complete, latest" if is_newest else "complete"
+    if not all(
+        (folder / name).is_file() and (folder / name).stat().st_size == entry.nbytes
+        for name, entry in manifest.files.items()
+    ):
+        state = "INCOMPLETE"
+    written = str(manifest.about.get("time", "")).replace("T", " ").replace("+00:00", " UTC")
+    entries = ", ".join(entry for entry in manifest.tensors if "@" not in entry)
+    return state, size_text(manifest.nbytes), written, str(manifest.world_size), entries
+
+
+def _list_step(folder: Path, tensors: bool) -> None:
+    manifest = read_manifest(folder)
+    out = _out()
+    out.print(
+        f"{folder}: step {manifest.step}, saved by {manifest.world_size} "
+        f"rank{'s' * (manifest.world_size > 1)}, {size_text(manifest.nbytes)}"
+    )
+    for name, value in manifest.about.items():
+        if name == "plan" or not isinstance(value, dict | list):
+            out.print(f"{name}: {value}")
+    table = Table()
+    for name in ("entry", "tensors", "size", "dtypes", "files"):
+        right = name in ("tensors", "size")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for entry, saved in manifest.tensors.items():
+        files = {part.file for tensor in saved.values() for part in tensor.parts}
+        table.add_row(
+            entry,
+            f"{len(saved):,}",
+            size_text(sum(tensor.nbytes for tensor in saved.values())),
+            ", ".join(sorted({_name(tensor.dtype) for tensor in saved.values()})),
+            _files(sorted(files)),
+        )
+    out.print(table)
+    plain = [entry for entry in _entries(folder) if entry not in manifest.tensors]
+    if plain:
+        out.print(f"without tensors: {', '.join(plain)}")
+    if tensors:
+        with open_weights(folder, None) as weights:
+            _list_tensors(weights)
+
+
+def _entries(folder: Path) -> list[str]:
+    with StepReader(folder) as reader:
+        return reader.entries
+
+
+def _files(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _list_tensors(weights: Weights) -> None:
+    for name, info in weights.infos.items():
+        _out().print(f"{name}  {list(info.shape)}  {_name(info.dtype)}  {size_text(info.nbytes)}")
+
+
+def _dtypes(weights: Weights) -> str:
+    return ", ".join(sorted({_name(info.dtype) for info in weights.infos.values()}))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+def verify_all(options: Verify) -> int:
+    """Prints what is broken, and how fast it was read; the exit code is 1 where something is."""
+    path = options.folder
+    if options.all and options.step is not None:
+        raise GulliverError("--step and --all exclude each other: one step, or every step")
+    if not is_step_or_run(path):
+        with open_weights(path, step=options.step) as weights:
+            print(
+                f"{path}: {len(weights.infos)} tensors; the headers and sizes of its files are "
+                "right. It has no checksums: only steps do"
+            )
+        return 0
+    steps: list[Path | None] = [folder for _, folder in run_steps(path)] if options.all else [None]
+    code = 0
+    for folder in steps or [None]:
+        try:
+            code = max(code, _verify_one(folder or path, options.step if folder is None else None))
+        except GulliverError as error:
+            if not options.all:
+                raise
+            print(f"{error}: BROKEN", flush=True)
+            code = 1
+    return code
+
+
+def _verify_one(path: Path, step: int | None) -> int:
+    begun, read, folder = time.monotonic(), 0, path
+    with _bar(path.name) as report:
+
+        def count(done: int, total: int) -> None:
+            nonlocal read
+            read = done
+            report(done, total)
+
+        folder = any_step(path, step)
+        problems = verify(folder, progress=count)
+    rate = read / max(time.monotonic() - begun, 1e-9)
+    for problem in problems:
+        print(f"{folder / problem.file}: {_after_file(problem)}")
+    verdict = "BROKEN" if problems else "every byte as it was written"
+    print(f"{folder}: {verdict}; {size_text(read)} read, {size_text(rate)}/s", flush=True)
+    return 1 if problems else 0
+
+
+def _after_file(problem: Any) -> str:
+    return str(problem).removeprefix(f"{problem.file}, ")
+
+
+# --- diff ----------------------------------------------------------------------------------------
+
+
+def diff(options: Diff) -> int:
+    """Prints what differs; the exit code is 1 where something does."""
+    with _bar("comparing") as report:
+        found = compare(
+            options.a,
+            options.b,
+            None if options.entry == ALL else options.entry,
+            options.tolerance,
+            options.relative,
+            options.any_dtype,
+            options.step_a,
+            options.step_b,
+            report,
+        )
+    _print_names(found, options.show)
+    if found.differences:
+        _print_values(found, options.show)
+    verdict = "no difference" if found.equal else "DIFFERENT"
+    print(f"{found.compared} tensors compared, {len(found.differences)} differ: {verdict}")
+    return 0 if found.equal else 1
+
+
+def _print_names(found: Comparison, show: int) -> None:
+    lines = {
+        "only in the first": found.missing,
+        "only in the second": found.unexpected,
+        "other shapes": [f"{n}: {list(a)} and {list(b)}" for n, (a, b) in found.shapes.items()],
+        "other dtypes": [f"{n}: {_name(a)} and {_name(b)}" for n, (a, b) in found.dtypes.items()],
+        "other values that are no tensors, in": found.values,
+    }
+    for what, names in lines.items():
+        if names:
+            print(f"{what} ({len(names)}):")
+        for name in _first(names, show):
+            print(f"  {name}")
+
+
+def _print_values(found: Comparison, show: int) -> None:
+    table = Table()
+    table.add_column("tensor", overflow="fold")
+    for name in ("absolute", "relative", "elements", "of"):
+        table.add_column(name, justify="right")
+    shown = found.differences[: show or None]
+    for d in shown:
+        table.add_row(
+            d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", f"{d.unequal:,}", f"{d.numel:,}"
+        )
+    _out().print(table)
+    if len(shown) < len(found.differences):
+        print(f"and {len(found.differences) - len(shown)} more (--show 0 lists all)")
+
+
+def _first(names: list[str], show: int) -> list[str]:
+    if not show or len(names) <= show:
+        return names
+    return [*names[:show], f"and {len(names) - show} more (--show 0 lists all)"]
+
+
+# --- convert -------------------------------------------------------------------------------------
+
+
+def convert(options: Convert) -> int:
+    """Writes the other format."""
+    ours = is_step_or_run(options.source)
+    to = options.to if options.to != "auto" else ("huggingface" if ours else "step")
+    if options.target.suffix == ".safetensors":
+        to = "huggingface"
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    if to == "step" and ours:
+        raise GulliverError(
+            f"{options.source} is a step already: --to huggingface makes a folder of whole tensors"
+        )
+    with _bar("converting") as report:
+        if to == "step":
+            if options.model_config is not None:
+                raise GulliverError("--model-config is for Hugging Face folders: leave it out")
+            made = import_huggingface(
+                options.source,
+                options.target,
+                options.step or 0,
+                options.entry,
+                dtype,
+                options.prefix,
+                report,
+            )
+        else:
+            made = export_huggingface(
+                options.source,
+                options.target,
+                options.entry,
+                options.max_shard_gb * 1e9,
+                dtype,
+                options.prefix,
+                None if options.model_config is None else read_json(options.model_config),
+                options.step,
+                report,
+            )
+    print(f"{made}: written")
+    return 0
+
+
+_COMMANDS: dict[type, Callable[[Any], int]] = {
+    Ls: ls,
+    Verify: verify_all,
+    Diff: diff,
+    Convert: convert,
+}

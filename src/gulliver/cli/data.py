@@ -1,0 +1,363 @@
+"""Says what a newcomer would do next, where a command has done what it was asked for."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from gulliver.options import Options, Range
+from gulliver.video.config import CutSettings, EncodeConfig
+
+if TYPE_CHECKING:
+    from gulliver.video.config import TrainConfig
+
+
+ANY = "17x64x64"
+"""Shape that is named where none is known."""
+
+
+def hint(*words: object) -> None:
+    """Prints a command, as it would be typed; standard output stays free for results."""
+    print("next: gulliver " + shlex.join(map(str, words)), file=sys.stderr)
+
+
+def after_scan(table: Path) -> None:
+    """Names the two ways on from a table of a folder."""
+    hint("data", "cut", table, "--out", "clips/clips.parquet")
+    hint("data", "score", table)
+
+
+def after_show(table: Path) -> None:
+    """Names the training on a table."""
+    hint("train", "--data.table", table, "--data.shapes", ANY, "--out", "runs/mine")
+
+
+def after_train(config: TrainConfig) -> None:
+    """Names the ways to see what a run has learnt."""
+    from gulliver.video.config import parse_shapes
+
+    shape = next(iter(parse_shapes(config.data.shapes)))
+    words = ["generate", "--run", config.out, "--prompt", "the digit 3 moving left"]
+    if not config.data.made:
+        words = [*words[:-1], "YOUR SENTENCE", "--frames", shape.frames]
+        side = round((shape.height * shape.width) ** 0.5)
+        words += ["--resolution", side, "--aspect-ratio", shape.aspect_ratio]
+    hint(*words)
+    hint("app", config.out)
+
+
+# ``gulliver data``: from a folder of clips to a table to train on. Options, then the actions.
+#
+# Nothing here imports torch at its top: ``--help`` reads this module, and `filter` needs none.
+
+
+WORKERS = Range(0, 1024)
+SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
+"""Scorers in the box."""
+SHOWN = 10
+"""Most files that are named on the terminal; all of them are in the list."""
+
+
+@dataclass(frozen=True)
+class Scan(Options):
+    """Makes a table of a folder's clips: what each file holds, and which cannot be used."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of clips and pictures; folders in it count."""
+    out: Path | None = None
+    """Table to write, .parquet or .csv; by default clips.parquet in the folder."""
+    decode: bool = False
+    """Decode every frame, and not only where the header is in doubt."""
+    again: bool = False
+    """Look at all files again, also those that the table has."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class OfTable(Options):
+    """Options of what reads a table of clips."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads, processes or commands at once; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Cut(CutSettings, OfTable):
+    """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
+
+    out: Path = Path("cut.parquet")
+    """Table to write; its clips lie in a folder next to it, and what is in no clip is listed."""
+
+
+@dataclass(frozen=True)
+class Score(OfTable):
+    """Adds a column for each scorer; rows that have their scores are left alone."""
+
+    scorers: tuple[str, ...] = SCORERS
+    """Scorers, of those in the box or of plug-ins (entry points of the group gulliver.scorers)."""
+    out: Path | None = None
+    """Table to write; by default the one that is read."""
+    again: bool = False
+    """Score all rows again."""
+
+
+@dataclass(frozen=True)
+class Dedup(OfTable):
+    """Leaves out copies of clips, however coded or scaled: the best of each stays."""
+
+    out: Path = Path("unique.parquet")
+    """Table to write; copies are listed in a file next to it."""
+    alike: Annotated[float, Range(0.5, 1)] = 0.95
+    """Least correlation of the pictures of two copies."""
+
+
+@dataclass(frozen=True)
+class Caption(OfTable):
+    """Writes captions: by a command that prints a sentence, or by a model that sees pictures."""
+
+    command: str | None = None
+    """Program and arguments; {path} in it stands for the clip, or the path comes last."""
+    model: Path | None = None
+    """Folder of a transformers model that says what is in a picture."""
+    prompt: str = ""
+    """What the model is asked, or the words that captions begin with."""
+    tokens: Annotated[int, Range(1, 4096)] = 64
+    """Most tokens of a caption of the model."""
+    seconds: Annotated[float, Range(0, 86400, open_below=True)] = 300
+    """How long the command may take for a clip."""
+    out: Path | None = None
+    """Table to write; by default the one that is read."""
+    again: bool = False
+    """Replace the captions that are there."""
+
+
+@dataclass(frozen=True)
+class Show(OfTable):
+    """Makes a web page of a table: histograms and pictures, in one file."""
+
+    out: Path = Path("clips.html")
+    """Page to write."""
+    most: Annotated[int, Range(1, 100_000)] = 200
+    """Most clips that are shown, evenly out of all."""
+
+
+@dataclass(frozen=True)
+class Filter(Options):
+    """Writes the rows of a table for which a condition holds."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    condition: tyro.conf.Positional[str]
+    """SQL over columns, such as 'fps >= 12 and motion > 2'."""
+    out: Path = Path("filtered.parquet")
+    """Table to write."""
+
+
+Action = (
+    Annotated[Scan, tyro.conf.subcommand("scan", prefix_name=False)]
+    | Annotated[Cut, tyro.conf.subcommand("cut", prefix_name=False)]
+    | Annotated[Score, tyro.conf.subcommand("score", prefix_name=False)]
+    | Annotated[Dedup, tyro.conf.subcommand("dedup", prefix_name=False)]
+    | Annotated[Filter, tyro.conf.subcommand("filter", prefix_name=False)]
+    | Annotated[Caption, tyro.conf.subcommand("caption", prefix_name=False)]
+    | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
+    | Annotated[EncodeConfig, tyro.conf.subcommand("encode", prefix_name=False)]
+)
+
+
+@dataclass(frozen=True)
+class PrepareConfig(Options):
+    """Prepares clips for training: tables of what is in a folder, of what is good in it."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING
+
+
+def data_command(config: PrepareConfig, arguments: list[str]) -> int:
+    """Runs one of the actions."""
+    if isinstance(config.action, EncodeConfig):
+        return encode_clips(config.action, arguments)
+    return _COMMANDS[type(config.action)](config.action)
+
+
+def scan_folder(options: Scan) -> int:
+    """Scans; the exit code is 1 where no file can be used."""
+    from gulliver.video.preparation.scanning import scan
+
+    out = options.out or options.folder / "clips.parquet"
+    found = scan(options.folder, out, options.decode, options.again, options.workers)
+    seconds = sum(value or 0 for value in found.table.column("duration"))
+    print(f"{out}: {_many(len(found.table), 'clip')}, {seconds / 60:.1f} minutes")
+    notes = [
+        (name, note)
+        for name, note in zip(found.table.column("path"), found.table.column("note"), strict=True)
+        if note
+    ]
+    _list(f"{_many(len(notes), 'clip')} with a note (column note)", notes)
+    list_broken(out, "scan", found.broken)
+    if found.ignored:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
+        print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
+    if len(found.table):
+        after_scan(out)
+    return 0 if len(found.table) else 1
+
+
+def cut_scenes(options: Cut) -> int:
+    """Cuts; the exit code is 1 where there is no clip."""
+    from gulliver.video.preparation.cutting import cut
+    from gulliver.video.preparation.table import Table
+
+    settings = CutSettings(
+        **{each.name: getattr(options, each.name) for each in fields(CutSettings)}
+    )
+    found = cut(Table.read(options.table), options.out, settings, options.workers)
+    sources = _many(found.sources, "video")
+    print(f"{options.out}: {_many(len(found.table), 'clip')} of {sources}")
+    _list(
+        f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}",
+        [(one.span, one.reason) for one in found.left_out],
+    )
+    if len(found.table):
+        hint("data", "score", options.out)
+    return 0 if len(found.table) else 1
+
+
+def filter_rows(options: Filter) -> int:
+    """Filters, and says how many rows are kept, dropped, and not known."""
+    from gulliver.video.preparation.filtering import filter_file
+
+    found = filter_file(options.table, options.condition, options.out)
+    unknown = f", {found.unknown:,} unknown (a cell is empty)" if found.unknown else ""
+    print(f"{options.out}: {_many(len(found.table), 'row')}; {found.dropped:,} dropped{unknown}")
+    hint("data", "show", options.out)
+    return 0
+
+
+def score_clips(options: Score) -> int:
+    """Scores, and says how many rows were."""
+    from gulliver.video.preparation.scoring import score
+    from gulliver.video.preparation.table import Table
+
+    table, out = Table.read(options.table), options.out or options.table
+    found = score(table, options.scorers, out, options.again, options.workers)
+    _told_fresh(out, found.fresh, found.whole, len(found.table), "scored")
+    list_broken(out, "score", found.broken)
+    hint("data", "dedup", out, "--out", out.with_stem("unique"))
+    return 0
+
+
+def drop_copies(options: Dedup) -> int:
+    """Leaves copies out, and names the first of them."""
+    from gulliver.video.preparation.deduplication import deduplicate
+    from gulliver.video.preparation.table import Table
+
+    table = Table.read(options.table)
+    found = deduplicate(table, options.out, options.alike, options.workers)
+    print(f"{options.out}: {_many(len(found.table), 'clip')}")
+    _list(
+        f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}",
+        [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs],
+    )
+    list_broken(options.out, "dedup", found.broken)
+    hint("data", "filter", options.out, "fps >= 12 and motion > 2")
+    return 0
+
+
+def caption_clips(options: Caption) -> int:
+    """Captions, and says how many rows were."""
+    from gulliver.video.preparation.captions import caption
+    from gulliver.video.preparation.table import Table
+
+    table, out = Table.read(options.table), options.out or options.table
+    found = caption(
+        table,
+        out,
+        options.command,
+        options.model,
+        options.prompt,
+        options.tokens,
+        options.seconds,
+        options.again,
+        options.workers,
+    )
+    done = found.fresh - len(found.broken)
+    _told_fresh(out, found.fresh, done, len(found.table), "captioned")
+    list_broken(out, "caption", found.broken)
+    hint("data", "show", out)
+    return 0
+
+
+def show_clips(options: Show) -> int:
+    """Makes the page."""
+    from gulliver.video.preparation.pages import show
+    from gulliver.video.preparation.table import Table
+
+    table = Table.read(options.table)
+    shown = show(table, options.out, options.most, options.workers)
+    print(f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser")
+    after_show(options.table)
+    return 0
+
+
+def _told_fresh(out: Path, fresh: int, whole: int, rows: int, done: str) -> None:
+    before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
+    print(f"{out}: {whole:,} of {_many(rows, 'clip')} {done}{before}")
+
+
+def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
+    """Encodes, on ranks of this machine that are started where a launcher has not."""
+    from gulliver.comm.launcher import default_ranks, launch, under_launcher
+    from gulliver.video.preparation.encoding import check_encode, encode
+
+    check_encode(options)
+    ranks = options.ranks or default_ranks()
+    if not under_launcher() and ranks > 1:
+        code = launch("gulliver.cli", ["data", *arguments], ranks)
+    else:
+        # Stopped by a signal: what was asked for is not there yet.
+        code = 0 if encode(options).finished else 143
+    if code == 0 and not under_launcher():
+        hint("train", "--data.encoded", options.out, "--out", "runs/mine")
+    return code
+
+
+def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:
+    """Names the first of the files that a step could not use, and where all are listed."""
+    from gulliver.video.preparation.table import broken_path
+
+    listed = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
+    _list(listed, broken)
+
+
+def _list(what: str, found: Sequence[tuple[str, str]]) -> None:
+    if not found:
+        return
+    print(f"{what}:")
+    for name, reason in found[:SHOWN]:
+        print(f"  {name}: {reason}")
+    if len(found) > SHOWN:
+        print(f"  and {len(found) - SHOWN:,} more")
+
+
+def _many(count: int, name: str, several: str | None = None) -> str:
+    return f"{count:,} {name if count == 1 else several or name + 's'}"
+
+
+_COMMANDS: dict[type, Callable[[Any], int]] = {
+    Scan: scan_folder,
+    Cut: cut_scenes,
+    Score: score_clips,
+    Dedup: drop_copies,
+    Filter: filter_rows,
+    Caption: caption_clips,
+    Show: show_clips,
+}

@@ -1,0 +1,158 @@
+"""``gulliver doctor``: what runs here, and how fast the disk is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gulliver import __version__
+from gulliver.errors import GulliverError
+from gulliver.io.default import default_engine
+from gulliver.io.engine import Engine, File, Page, Ticket
+from gulliver.io.files import PARTIAL, named_errors, require_space
+from gulliver.io.native import NativeEngine, native_problem
+
+MIB = 2**20
+GIB = 2**30
+ENOUGH_S = 1.5
+"""Seconds after which writing, and reading, ends."""
+
+
+def doctor(folder: Path, mib: int) -> int:
+    """Runs the command."""
+    check_folder(folder, mib)
+    table = Table(title=f"Gulliver {__version__} on {platform.node()}", title_justify="left")
+    table.add_column("what")
+    table.add_column("found")
+    for what, found in machine():
+        table.add_row(what, found)
+    with default_engine() as engine:
+        for what, found in engine_rows(engine):
+            table.add_row(what, found)
+        table.add_row("free space", f"{shutil.disk_usage(folder).free / GIB:,.1f} GiB in {folder}")
+        for what, found in disk_rows(engine, folder, mib):
+            table.add_row(what, found)
+    Console(markup=False, emoji=False).print(table)
+    return 0
+
+
+def check_folder(folder: Path, mib: int) -> None:
+    """Refuses, before anything is measured, a folder that cannot be written."""
+    if mib < 1:
+        raise GulliverError(f"--mib {mib}: at least 1")
+    if not folder.exists():
+        raise GulliverError(f"{folder} does not exist: --folder names a folder on the disk to test")
+    if not folder.is_dir():
+        raise GulliverError(f"{folder} is not a folder: --folder names one on the disk to test")
+    with named_errors(folder):
+        require_space(folder, mib * MIB)
+
+
+def machine() -> Iterator[tuple[str, str]]:
+    """Yields versions, devices, cores and memory, each as a row of the table."""
+    devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    yield "torch", f"{torch.__version__}, Python {platform.python_version()}"
+    yield "GPUs", ", ".join(devices) or "none"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield (
+        "cores",
+        f"{usable} usable of {os.cpu_count()}, {torch.get_num_threads()} threads in torch",
+    )
+    yield "memory", _memory()
+
+
+def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
+    """Yields the engine that runs, and why not a better one."""
+    forced = os.environ.get("GULLIVER_IO")
+    if forced:
+        why = f"GULLIVER_IO={forced}"
+    elif isinstance(engine, NativeEngine):
+        why = "as built" if not engine.ring_problem else f"no io_uring: {engine.ring_problem}"
+    else:
+        why = native_problem() or "as asked for"
+    yield "I/O engine", f"{engine.kind} ({why})"
+    yield "io_uring", _ring()
+
+
+def disk_rows(engine: Engine, folder: Path, mib: int) -> Iterator[tuple[str, str]]:
+    """Yields how fast a file is written and read; it is removed whatever happens."""
+    pages = [engine.acquire() for _ in range(8)]
+    noise = np.random.default_rng(0)
+    for page in pages:
+        page.array[:] = noise.integers(0, 256, page.nbytes, dtype=np.uint8)
+    with _scratch(folder) as path:
+        file = engine.create(path, mib * MIB)
+        started = time.perf_counter()
+        tickets = _paced(engine, file, pages, mib, reading=False)
+        engine.sync(file).wait()
+        written, seconds = len(tickets) * MIB, time.perf_counter() - started
+        way = "past the page cache" if engine.counters.direct else "through the page cache"
+        yield "disk, writing", f"{_rate(written, seconds)} {way}, forced to the disk"
+        started = time.perf_counter()
+        reads = _paced(engine, file, pages, len(tickets), reading=True)
+        nbytes, seconds = len(reads) * MIB, time.perf_counter() - started
+        yield "disk, reading", f"{_rate(nbytes, seconds)} {way}"
+        engine.close_file(file)
+    for page in pages:
+        engine.release(page)
+
+
+def _paced(engine: Engine, file: File, pages: list[Page], mib: int, reading: bool) -> list[Ticket]:
+    """Moves MiB after MiB of the file, a few at once, until all is moved or it has been enough."""
+    tickets: list[Ticket] = []
+    started = time.perf_counter()
+    for number in range(mib):
+        if time.perf_counter() - started > ENOUGH_S:
+            break
+        if number >= len(pages):
+            tickets[number - len(pages)].wait()
+        call = engine.read if reading else engine.write
+        page = pages[number % len(pages)]
+        tickets.append(call(file, number * MIB, page.address, MIB))
+    for ticket in tickets:
+        ticket.wait()
+    return tickets
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    path = folder / f".gulliver-doctor.{os.getpid()}{PARTIAL}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / 1e9 / seconds:,.2f} GB/s"
+
+
+def _ring() -> str:
+    problem = native_problem()
+    if problem:
+        return f"not known: {problem}"
+    try:
+        NativeEngine(pages=1, page_bytes=4096, io_uring=True).close()
+    except GulliverError as error:
+        return str(error)
+    return "allowed"
+
+
+def _memory() -> str:
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return "not known"
+    lines = (line.split() for line in info.read_text().splitlines())
+    sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if len(line) > 1}
+    free = sizes.get("MemAvailable", sizes["MemFree"])
+    return f"{free / GIB:,.1f} GiB available of {sizes['MemTotal'] / GIB:,.1f}"

@@ -1,0 +1,155 @@
+"""``gulliver embedding plan``: what tables take on the ranks of a cluster, before they are made.
+
+Nothing here imports torch at its top: ``--help`` reads this module.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_1, SHARE, Options, Range, byte_size, size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gulliver.embedding.planning import TablesPlan
+
+WIDTH = 130
+"""Characters of a line where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig(Options):
+    """Says how tables lie over ranks, and what that takes in bytes and seconds."""
+
+    what: tyro.conf.Positional[Literal["plan"]] = "plan"
+    """What to do: plan."""
+    tables: tyro.conf.Positional[tuple[str, ...]] = ("criteo-1tb",)
+    """Data set, criteo-1tb or criteo-kaggle, or tables as NAME=ROWS."""
+    dim: Annotated[int, AT_LEAST_1] = 128
+    """Width of a row."""
+    cluster: str = "h100x1"
+    """Machines: h100x8, a described name, or a file of gulliver probe's form."""
+    batch: Annotated[int, AT_LEAST_1] = 16384
+    """Samples of a step, on all ranks together."""
+    ids: Annotated[float, Range(0, open_below=True)] = 1.0
+    """Ids of a sample in each table."""
+    cache: Annotated[float, Range(0, 1, open_below=True)] = 0.01
+    """Share of the rows that is on the device."""
+    hit_rate: Annotated[float, SHARE] = 0.9
+    """Share of the uses that find their row there; benchmarks.embedding measures it."""
+    optimizer: Literal["sgd", "adagrad", "row-wise adagrad", "sparse adam"] = "sgd"
+    """Optimizer of the rows; its state lies next to them."""
+    host: str | None = None
+    """Host memory, or disk, for the rows of each rank, such as 900GiB; by default any."""
+    json: bool = False
+    """Print JSON, in seconds and bytes."""
+
+
+def embedding_command(config: EmbeddingConfig, arguments: list[str]) -> int:
+    """Plans, and prints the plan table by table and rank by rank."""
+    del arguments
+    from gulliver.embedding.planning import TablesJob, plan_tables
+    from gulliver.hardware.probe import named_cluster
+
+    cluster = named_cluster(config.cluster)
+    host = None if config.host is None else byte_size("--host", config.host)
+    job = TablesJob(
+        _tables(config.tables),
+        config.dim,
+        cluster.size,
+        config.batch,
+        config.ids,
+        config.cache,
+        1.0 if config.cache == 1 else config.hit_rate,
+        config.optimizer,
+        host,
+    )
+    plan = plan_tables(job, cluster)
+    if config.json:
+        made = {**asdict(plan), "device_bytes": plan.device_bytes, "host_bytes": plan.host_bytes}
+        print(json.dumps({**made, "placement": plan.placement}))
+    else:
+        _show(plan, cluster.name)
+    return 0
+
+
+def _tables(given: tuple[str, ...]) -> dict[str, int]:
+    """Reads tables as a user has named them."""
+    from gulliver.embedding.planning import DATA_SETS
+
+    found: dict[str, int] = {}
+    for text in given:
+        name, equals, rows = text.partition("=")
+        if text in DATA_SETS:
+            found |= {f"{text}-{n + 1}": count for n, count in enumerate(DATA_SETS[text])}
+        elif name in found:
+            raise GulliverError(f"table {name!r} is given twice: give each a name of its own")
+        elif equals and name and rows.replace("_", "").isdigit():
+            found[name] = int(rows)
+        else:
+            known = ", ".join(DATA_SETS)
+            raise GulliverError(f"table {text!r}: give NAME=ROWS, or a data set: {known}")
+    return found
+
+
+def _show(plan: TablesPlan, cluster: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(
+        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH
+    )
+    job, rows = plan.job, sum(plan.job.tables.values())
+    console.print(
+        f"{len(plan.tables)} tables, {rows:,} rows of {job.dim}, "
+        f"{size_text(4 * rows * job.dim)} of weights, {job.optimizer}; {job.batch} samples a step "
+        f"on {job.ranks} ranks of {cluster}; {job.cache:.3g} of the rows on the device, "
+        f"{job.hit_rate:.0%} of the uses found there"
+    )
+    columns = ("table", "rows", "placement", "host", "device", "us", "why")
+    shown = Table(*columns, title="tables (bytes of all ranks, seconds of its slowest)")
+    for table in plan.tables:
+        why = ", ".join(f"{name} {1e6 * s:.0f}" for name, s in table.instead.items())
+        sizes = (size_text(sum(table.host_bytes)), size_text(sum(table.device_bytes)))
+        slowest = f"{1e6 * max(table.seconds):.0f}"
+        shown.add_row(table.name, f"{table.rows:,}", table.placement, *sizes, slowest, why)
+    console.print(shown)
+    ranks = Table("rank", "host", "index on host", "device", "sent", "ms", title="ranks")
+    for rank in range(job.ranks):
+        sent = sum(table.sent[rank] for table in plan.tables)
+        ranks.add_row(
+            str(rank),
+            size_text(plan.host_bytes[rank]),
+            size_text(plan.index_bytes[rank]),
+            size_text(plan.device_bytes[rank]),
+            size_text(2 * sent),
+            f"{1e3 * plan.seconds[rank]:.2f}",
+        )
+    console.print(ranks)
+    _warn_of_small_caches(plan, console)
+    slowest = max(plan.seconds)
+    parts = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in plan.parts.items())
+    console.print(
+        f"slowest rank {1e3 * slowest:.2f} ms a step ({parts}); no placement is below "
+        f"{1e3 * plan.bound:.2f} ms. What is fetched can travel behind compute (LookAhead)."
+    )
+
+
+def _warn_of_small_caches(plan: TablesPlan, console: Console) -> None:
+    """Names the caches that hold fewer rows than one batch may need."""
+    small = [cache for cache in plan.caches if cache.slots < cache.most]
+    if small:
+        worst = max(small, key=lambda cache: cache.most / cache.rows)
+        console.print(
+            f"{len(small)} caches hold fewer rows than a batch may need: rank {worst.rank} has "
+            f"{worst.slots:,} slots, and a batch of {plan.job.batch:,} samples needs up to "
+            f"{worst.most:,} different rows of it. One that needs more than there are is refused; "
+            f"a cache of {worst.most / worst.rows:.3g} of the rows takes any."
+        )

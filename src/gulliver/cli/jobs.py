@@ -1,0 +1,463 @@
+"""``gulliver jobs submit, list, logs, why, stop, scheduler``: real jobs on slots that they share.
+
+Nothing here imports torch at its top: ``--help`` reads this module.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, SEED, Options, Range, part_of
+from gulliver.schedule.live.options import JobsFolder, SchedulerOptions, Submission, quotas_of
+
+if TYPE_CHECKING:
+    from gulliver.schedule.jobs import Job, JobCluster
+    from gulliver.schedule.live.history import ScheduleHistory
+    from gulliver.schedule.live.tracking import Spool
+    from gulliver.schedule.simulator import Result
+
+
+NO_SCHEDULER = "no scheduler runs: the next submission, or gulliver jobs scheduler, starts one"
+
+
+@dataclass(frozen=True)
+class Submit(SchedulerOptions, Submission):
+    """Submits a training script; starts a scheduler where the folder has none."""
+
+    script: tyro.conf.Positional[str] = tyro.MISSING
+    arguments: tyro.conf.Positional[tuple[str, ...]] = ()
+    batch: Annotated[int, AT_LEAST_1] = tyro.MISSING
+    idle: Annotated[float, AT_LEAST_1] = 60.0
+    submitted: tyro.conf.Suppress[float] = 0.0
+
+
+@dataclass(frozen=True)
+class Listing(JobsFolder):
+    """Lists jobs: what they hold, how far they are, and when they should end."""
+
+    json: bool = False
+    """Print JSON."""
+    html: Path | None = None
+    """File to draw the schedule as it happened into."""
+
+
+@dataclass(frozen=True)
+class Logs(JobsFolder):
+    """Prints what a job has printed."""
+
+    job: tyro.conf.Positional[str] = tyro.MISSING
+    """Name of the job."""
+    rank: Annotated[int, AT_LEAST_0] = 0
+    """Rank."""
+    attempt: Annotated[int | None, AT_LEAST_1] = None
+    """Number of the attempt; the last by default."""
+    curve: bool = False
+    """Print the steps that count, a JSON line each: samples, loss, batch, attempt."""
+
+
+@dataclass(frozen=True)
+class Why(JobsFolder):
+    """Says why a job waits, runs or shrank, and when it should end."""
+
+    job: tyro.conf.Positional[str] = tyro.MISSING
+    """Name of the job."""
+
+
+@dataclass(frozen=True)
+class Stop(JobsFolder):
+    """Asks a job to save and end; without a job, the scheduler: its jobs wait for the next one."""
+
+    job: tyro.conf.Positional[str | None] = None
+    """Name of the job."""
+
+
+@dataclass(frozen=True)
+class Scheduler(SchedulerOptions):
+    """Schedules in the foreground, until Ctrl+C or SIGTERM: for a service or a batch system."""
+
+    idle: Annotated[float, AT_LEAST_1] = 60.0
+
+
+def live_jobs(action: JobsFolder) -> int:
+    """Runs an action."""
+    doers = {Submit: submit, Listing: show, Logs: logs, Why: explain, Stop: stop, Scheduler: run}
+    return doers[type(action)](action)
+
+
+def _spool(config: JobsFolder) -> Spool:
+    from gulliver.schedule.live.tracking import Spool
+
+    return Spool(config.path)
+
+
+def submit(config: Submit) -> int:
+    """Submits a job."""
+    from gulliver.schedule.live.daemon import ensure_scheduler
+
+    spool = _spool(config)
+    options = part_of(config, SchedulerOptions)
+    submission = part_of(config, Submission)
+    submission = replace(submission, directory=str(Path(config.directory).absolute()))
+    spool.check(submission)
+    begun = ensure_scheduler(
+        options, lambda what: print(f"the scheduler {what}", file=sys.stderr, flush=True)
+    )
+    about = spool.scheduler() or {}
+    if not begun:
+        _check_same(config, about)
+    if submission.slots > about.get("slots", submission.slots):
+        raise GulliverError(
+            f"job {submission.name!r} asks for {submission.slots} slots and the cluster has "
+            f"{about['slots']}: lower its slots, or take a larger cluster"
+        )
+    spool.submit(submission)
+    # The one that was there may have ended just before, with nothing to do.
+    ensure_scheduler(options)
+    if begun:
+        print(
+            f"scheduler started: {about.get('slots')} slots, policy {about.get('policy')}, Ray "
+            f"cluster {about.get('address')}"
+            + (f", dashboard http://{about['dashboard']}" if about.get("dashboard") else "")
+        )
+    print(f"submitted {submission.name}: gulliver jobs why {submission.name} says what it does")
+    return 0
+
+
+def _check_same(config: SchedulerOptions, about: Mapping[str, Any]) -> None:
+    """Refuses options that only a scheduler that starts could take."""
+    # Of a cluster elsewhere slots are said by node.
+    slots = config.cluster_slots if config.address in ("local", "here") else None
+    for name, wanted, default in (
+        ("policy", config.policy, SchedulerOptions.policy),
+        ("slots", slots, None),
+    ):
+        if wanted != default and wanted != about.get(name, wanted):
+            raise GulliverError(
+                f"the scheduler that runs has {name} {about[name]}, not {wanted}: leave that out, "
+                "or stop it first with gulliver jobs stop"
+            )
+
+
+def _history(spool: Spool) -> ScheduleHistory:
+    from gulliver.schedule.live.history import read_history
+
+    found = read_history(spool)
+    if found is None:
+        raise GulliverError(f"nothing was scheduled in {spool.path}: submit a job first")
+    return found
+
+
+def show(config: Listing) -> int:
+    """Lists jobs."""
+    from gulliver.schedule.live.daemon import has_scheduler
+    from gulliver.schedule.live.history import expected_ends, live_page
+
+    spool = _spool(config)
+    history = _history(spool)
+    ends = expected_ends(history)
+    if config.json:
+        print(json.dumps([_plain(history, name, ends) for name in history.jobs]))
+    else:
+        _table(history, ends)
+        for name, why in history.refused.items():
+            print(f"{name} was refused: {why}")
+        if not has_scheduler(spool):
+            print(NO_SCHEDULER)
+    if config.html is not None:
+        from gulliver.io.files import named_errors, write_text
+
+        with named_errors(config.html):
+            write_text(config.html, live_page(history))
+        print(f"report: {config.html}", file=sys.stderr)
+    return 0
+
+
+def _plain(history: ScheduleHistory, name: str, ends: dict[str, float]) -> dict[str, object]:
+    job = history.jobs[name]
+    return {
+        "name": name,
+        "phase": job.phase.value,
+        "slots": len(job.held),
+        "batch": job.batch,
+        "done": job.progress.get("done", 0.0),
+        "samples": job.submission.samples,
+        "attempts": job.attempt,
+        "resizes": job.resizes,
+        "noise": job.progress.get("noise"),
+        "ended": job.ended,
+        "expected": ends.get(name),
+        "note": job.note,
+    }
+
+
+def _table(history: ScheduleHistory, ends: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    width = None if sys.stdout.isatty() else 130
+    console = Console(markup=False, emoji=False, highlight=False, width=width)
+    table = Table("job", "phase", "slots", "done", "attempts", "resizes s", "ends in", "what")
+    for job in history.jobs.values():
+        samples, done = job.submission.samples, job.progress.get("done", 0.0)
+        table.add_row(
+            job.name,
+            job.phase.value,
+            str(len(job.held)),
+            f"{min(done / samples, 1):.0%}" if samples else f"{done:.0f}",
+            str(job.attempt),
+            " ".join(f"{seconds:.1f}" for seconds in job.resizes[-3:]),
+            f"{ends[job.name] - history.now:.0f} s" if job.name in ends else "",
+            job.note,
+        )
+    console.print(table)
+
+
+def logs(config: Logs) -> int:
+    """Prints a log."""
+    folder = _spool(config).known(config.job)
+    if config.curve:
+        from gulliver.schedule.live.training import read_curve
+
+        for line in read_curve(folder):
+            print(json.dumps(line))
+        return 0
+    attempt = "*" if config.attempt is None else f"{config.attempt:03d}"
+    found = sorted((folder / "logs").glob(f"attempt-{attempt}-rank-{config.rank}.log"))
+    if not found:
+        raise GulliverError(
+            f"job {config.job!r} has no log of rank {config.rank}"
+            + (f" in attempt {config.attempt}" if config.attempt else ": it was not started yet")
+        )
+    print(found[-1].read_text(encoding="utf-8", errors="replace"), end="")
+    return 0
+
+
+def explain(config: Why) -> int:
+    """Explains a job."""
+    from gulliver.schedule.live.daemon import has_scheduler
+    from gulliver.schedule.live.history import live_why
+
+    spool = _spool(config)
+    spool.known(config.job)
+    print("\n".join(live_why(_history(spool), config.job)))
+    if not has_scheduler(spool):
+        print(NO_SCHEDULER)
+    return 0
+
+
+def stop(config: Stop) -> int:
+    """Stops a job, or the scheduler."""
+    from gulliver.schedule.live.daemon import has_scheduler, stop_scheduler
+    from gulliver.schedule.live.history import read_history
+
+    spool = _spool(config)
+    if config.job is None:
+        stop_scheduler(spool.path)
+        print("the scheduler ends once its jobs have saved; they wait for the next one")
+        return 0
+    folder = spool.known(config.job)
+    history = read_history(spool)
+    job = history.jobs.get(config.job) if history else None
+    if job is not None and job.phase.over:
+        raise GulliverError(f"job {config.job!r} is over: {job.phase.value}, {job.note}")
+    (folder / "stop").write_text(f"{time.time()}\n")
+    waits = "" if has_scheduler(spool) else "; no scheduler runs, the next one will see it"
+    print(f"{config.job} saves and ends{waits}")
+    return 0
+
+
+def run(config: Scheduler) -> int:
+    """Schedules in the foreground."""
+    from gulliver.schedule.live.daemon import serve
+
+    serve(part_of(config, SchedulerOptions))
+    return 0
+
+
+# ``gulliver jobs``: jobs that share a cluster, simulated here, real ones in `jobs.py`.
+#
+# Nothing here imports torch at its top: ``--help`` reads this module.
+
+
+WIDTH = 130
+"""Characters of a line where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class Simulate(Options):
+    """Simulates jobs that share a cluster: when each ends, why it waits, and how good that is."""
+
+    trace: tyro.conf.Positional[str] = "steady"
+    """CSV or JSON file of jobs, or a drawn trace: steady, heavy-tail, bursts, fixed-batch,
+    artifact."""
+    policy: str = "rollout"
+    """Policy: fifo, srpt, tiresias, optimus, pollux, ones or rollout."""
+    compare: bool = False
+    """Simulate all other policies too."""
+    slots: Annotated[int | None, Range(1, 4096)] = None
+    """Slots of the cluster; by default those that a drawn trace is meant for."""
+    node_slots: Annotated[int | None, Range(1, 4096)] = None
+    """Slots of a node; by default all are of one."""
+    across: Annotated[float, Range(1, 1e6)] = 1.0
+    """Times that a byte takes longer between two nodes than within one."""
+    hardware: str | None = None
+    """Described cluster, or its file, that slots, nodes and across are taken from."""
+    quota: tuple[str, ...] = ()
+    """Slots that tenants have a right to, as TENANT=SLOTS."""
+    why: str | None = None
+    """Job to explain: why it waits or shrank, and when it should end."""
+    at: Annotated[float | None, AT_LEAST_0] = None
+    """Second at which it is explained; by default that of its arrival."""
+    seed: Annotated[int, SEED] = 0
+    """Seed of a drawn trace, and of policies that draw."""
+    html: Path | None = None
+    """File to draw the schedules into."""
+    save: Path | None = None
+    """CSV file to write the trace into."""
+    json: bool = False
+    """Print JSON."""
+
+
+JobsAction = (
+    Annotated[Simulate, tyro.conf.subcommand("simulate", prefix_name=False)]
+    | Annotated[Submit, tyro.conf.subcommand("submit", prefix_name=False)]
+    | Annotated[Listing, tyro.conf.subcommand("list", prefix_name=False)]
+    | Annotated[Logs, tyro.conf.subcommand("logs", prefix_name=False)]
+    | Annotated[Why, tyro.conf.subcommand("why", prefix_name=False)]
+    | Annotated[Stop, tyro.conf.subcommand("stop", prefix_name=False)]
+    | Annotated[Scheduler, tyro.conf.subcommand("scheduler", prefix_name=False)]
+)
+
+
+@dataclass(frozen=True)
+class JobsConfig(Options):
+    """Runs jobs that share a cluster, or simulates them."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[JobsAction]] = tyro.MISSING
+
+
+def jobs_command(config: JobsConfig, arguments: list[str]) -> int:
+    """Simulates, or deals with real jobs."""
+    del arguments
+    action = config.action
+    return simulate_jobs(action) if isinstance(action, Simulate) else live_jobs(action)
+
+
+def simulate_jobs(config: Simulate) -> int:
+    """Simulates, and prints a table, an explanation or JSON."""
+    from gulliver.schedule.policies import POLICIES, make_policy
+    from gulliver.schedule.report import why
+    from gulliver.schedule.simulator import simulate
+    from gulliver.schedule.traces import write_trace
+
+    if config.at is not None and config.why is None:
+        raise GulliverError("--at says when a job is explained: name it with --why JOB")
+    if config.why is not None and (config.compare or config.json or config.html):
+        raise GulliverError("--why explains one job: leave --compare, --json and --html away")
+    jobs, cluster = _trace(config)
+    policy = make_policy(config.policy, config.seed)
+    if config.save is not None:
+        write_trace(config.save, jobs)
+    if config.why is not None:
+        print("\n".join(why(jobs, cluster, policy, config.why, config.at)))
+        return 0
+    names = [config.policy]
+    left_out = []
+    if config.compare:
+        for name in POLICIES:
+            if cluster.quotas and not make_policy(name).knows_quotas:
+                left_out.append(f"{name} is left out: it knows no quotas")
+            elif name != config.policy:
+                names.append(name)
+    results = []
+    for name in names:
+        result = policy if name == config.policy else make_policy(name, config.seed)
+        results.append(simulate(jobs, cluster, result))
+    if config.json:
+        print(json.dumps({result.policy: _result_values(result) for result in results}))
+    else:
+        _show(results, left_out)
+    if config.html is not None:
+        _draw(config.html, config.trace, results, [_about(results[0]), *left_out])
+    return 0
+
+
+def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
+    from gulliver.schedule.traces import SHAPES, generate, read_trace
+
+    quotas = quotas_of(config.quota)
+    # A name that has no suffix is a drawn trace, or a mistake in one.
+    if config.trace in SHAPES or not Path(config.trace).suffix:
+        jobs, cluster = generate(config.trace, config.seed)
+        slots = config.slots or cluster.slots
+    else:
+        jobs = read_trace(config.trace)
+        if config.slots is None and config.hardware is None:
+            raise GulliverError(
+                "--slots is missing: a file of jobs does not say how many there are"
+            )
+        slots = config.slots or 1
+    return jobs, _cluster(config, slots, quotas)
+
+
+def _cluster(config: Simulate, slots: int, quotas: dict[str, int]) -> JobCluster:
+    from gulliver.schedule.jobs import JobCluster
+
+    if config.hardware is None:
+        if config.across != 1.0 and config.node_slots is None:
+            raise GulliverError("--across is of nodes: say how many slots a node has, --node-slots")
+        return JobCluster(slots, quotas, config.node_slots, config.across)
+    if config.node_slots is not None or config.across != 1.0 or config.slots is not None:
+        raise GulliverError("--hardware says slots and nodes: leave --slots and the like away")
+    from gulliver.hardware.cluster import Cluster, described
+
+    path = Path(config.hardware)
+    return JobCluster.of(Cluster.load(path) if path.suffix else described(config.hardware), quotas)
+
+
+def _about(result: Result) -> str:
+    return (
+        f"{len(result.jobs)} jobs on {result.cluster.slots} slots; no schedule has a mean "
+        f"completion time below {result.bound:.1f} s (resizing free, arrivals known)"
+    )
+
+
+def _show(results: list[Result], lines: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gulliver.schedule.report import HEADS, summary_row
+
+    console = Console(
+        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH
+    )
+    console.print(_about(results[0]))
+    table = Table(*HEADS, title="seconds from arrival to end; gap: plans over their bound, mean")
+    for result in results:
+        table.add_row(*summary_row(result))
+    console.print(table)
+    for line in lines:
+        console.print(line)
+
+
+def _result_values(result: Result) -> dict[str, object]:
+    found = result.summary()._asdict()
+    return {**found, "bound": result.bound, "ends": result.ends}
+
+
+def _draw(path: Path, trace: str, results: list[Result], lines: list[str]) -> None:
+    from gulliver.io.files import named_errors, write_text
+    from gulliver.schedule.report import schedule_page
+
+    with named_errors(path):
+        write_text(path, schedule_page(f"Jobs of {trace}", lines, results))
+    print(f"report: {path}")

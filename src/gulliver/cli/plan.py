@@ -1,0 +1,300 @@
+"""``gulliver plan MODEL``: the fastest grids of a model on a cluster, explained.
+
+What is searched is in `gulliver.booster.search`; models by their names are in `plan_models.py`,
+what is printed in `plan_text.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.booster.plugins import GeminiPlugin, Plugin
+from gulliver.cli.options import Memory, PlanConfig, PlanData, Search, Show
+from gulliver.cli.plan_data import plan_data
+from gulliver.cli.plan_models import OPTIMIZERS, Subject, model_of, subject_of, trained_part
+from gulliver.cli.plan_text import Answer, lines_of, not_counted, show_answer, why_module
+from gulliver.errors import GulliverError
+from gulliver.hardware.cluster import Cluster, changed_cluster
+from gulliver.hardware.offload import seconds_text
+from gulliver.hardware.probe import current_cluster, named_cluster
+from gulliver.io.files import write_text
+from gulliver.options import byte_size, size_at_least, size_text
+from gulliver.plan.plan import Plan
+from gulliver.plan.results import MemoryPlan
+from gulliver.planner.measure import estimate_work
+from gulliver.planner.search.facts import facts_of
+from gulliver.planner.search.grids import (
+    Found,
+    enough,
+    prices_of_memory,
+    search_grids,
+    searched_again,
+)
+from gulliver.planner.search.report import report
+from gulliver.planner.search.score import Scored
+from gulliver.planner.tiers import OffloadTiers
+
+RANK = 16
+"""Rank of the adapters of an estimate where none is asked for."""
+
+
+def search_command(options: Search) -> int:
+    """Searches, and prints what was found; the exit code is 1 where nothing fits."""
+    answer = answer_of(options)
+    if options.html is not None:
+        title = f"{answer.subject.name} on {options.cluster}"
+        page = report(title, lines_of(answer, options), answer.found, answer.prices)
+        write_text(options.html, page)
+    if options.json:
+        print(json.dumps(plain(answer), indent=1))
+    else:
+        show_answer(answer, options)
+        if options.html is not None:
+            print(f"report: {options.html}")
+    if not answer.found.best and not options.json:
+        raise GulliverError(answer.found.why_none())
+    return 0 if answer.found.best else 1
+
+
+def answer_of(options: Search) -> Answer:
+    """Searches for what the options ask."""
+    cluster = named_cluster(options.cluster)
+    if options.inference and (options.host or options.disk):
+        raise GulliverError("--host and --disk are for training: leave them out of --inference")
+    other = changed_cluster(cluster, options.what_if) if options.what_if else None
+    subject, found = _searched(options, cluster)
+    samples = options.batch
+    changed = None
+    if other is not None:
+        limit = byte_size("--memory", options.memory) if options.memory else None
+        changed = searched_again(found, samples, other, memory=limit)
+    estimates = None
+    if options.estimates:
+        uses = {
+            "training": replace(options, lora=None, inference=False),
+            f"LoRA of rank {options.lora or RANK}": replace(
+                options, lora=options.lora or RANK, inference=False
+            ),
+            "inference": replace(options, lora=None, inference=True),
+        }
+        estimates = {
+            use: found if asked == options else _searched(asked, cluster, 1)[1]
+            for use, asked in uses.items()
+        }
+    why = why_module(found, options.why, samples) if options.why else None
+    prices = prices_of_memory(found, samples)
+    return Answer(subject, found, prices, enough(found, samples), changed, estimates, why)
+
+
+def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subject, Found]:
+    subject = subject_of(options)
+    optimizer = trained_part(subject, options)
+    limit = None if options.memory is None else byte_size("--memory", options.memory)
+    facts = None
+    if subject.cached:
+        on_cpu = cluster.device.to_device_rate is None
+        known = subject.model, optimizer, subject.batch, cluster.device, options.precision, on_cpu
+        facts = facts_of(*known)
+        heads = getattr(subject.model.config, "num_key_value_heads", None) or 1
+        facts = replace(facts, cached=facts.item * subject.cached, cached_heads=heads)
+    found = search_grids(
+        subject.model,
+        optimizer,
+        subject.batch,
+        cluster,
+        options.batch,
+        limit,
+        options.precision,
+        best,
+        facts,
+        OffloadTiers() if options.inference else OffloadTiers.of(options.host, options.disk),
+    )
+    return subject, found
+
+
+def plain(answer: Answer) -> dict[str, Any]:
+    """An answer in plain values, seconds and bytes."""
+    found = answer.found
+    analysis = found.facts.analysis
+    return {
+        "model": answer.subject.name,
+        "parameters": found.facts.parameters,
+        "trained": found.facts.trained,
+        "flops_of_a_sample": analysis.flops // found.facts.samples,
+        "kept_by_a_sample": found.facts.saved,
+        "cached_of_a_sample": found.facts.cached,
+        "cluster": {
+            "name": found.cluster.name,
+            "ranks": found.cluster.size,
+            "measured": found.cluster.measured,
+            "source": found.cluster.source,
+        },
+        "limit": found.limit,
+        "best": [_plain(scored) for scored in found.best],
+        "why_none": "" if found.best else found.why_none(),
+        "refused": found.refused,
+        "prices": [
+            {"limit": p.limit, "step": p.scored and p.scored.seconds.step} for p in answer.prices
+        ],
+        "enough": {
+            "bytes": answer.enough.bytes,
+            "grid": str(answer.enough.grid),
+            "ranks": answer.enough.ranks,
+            "ranks_unlooked": answer.enough.unlooked,
+            "offloaded": answer.enough.offloaded and asdict(answer.enough.offloaded),
+        },
+        "what_if": answer.changed and [_plain(scored) for scored in answer.changed.best],
+        "estimates": answer.estimates
+        and {
+            use: _plain(one.best[0]) if one.best else None for use, one in answer.estimates.items()
+        },
+        "why": answer.why and asdict(answer.why),
+        "not_counted": not_counted(found),
+        "notes": [*answer.subject.notes, *analysis.notes, *map(str, analysis.opaque)],
+    }
+
+
+def _plain(scored: Scored) -> dict[str, Any]:
+    return {
+        "text": str(scored.grid),
+        "grid": asdict(scored.grid),
+        "seconds": asdict(scored.seconds),
+        "bytes": {**vars(scored.memory), "working": scored.working, "all": scored.bytes},
+        "moved": scored.moved and asdict(scored.moved),
+        "samples_per_second": scored.samples / scored.seconds.step,
+    }
+
+
+# ``gulliver plan memory``: where a model's state would lie, before anything is loaded.
+#
+# The search, ``gulliver plan MODEL``, is in `plan.py`, and ``gulliver plan data`` in
+# `plan_data.py`.
+
+
+KINDS = ("parameters", "gradients", "optimizer_state", "activations")
+COLORS = ("cyan", "yellow", "green", "magenta")
+WIDTH = 60
+"""Characters of a bar."""
+
+
+def plan_command(config: PlanConfig, arguments: list[str]) -> int:
+    """Prints the plan of a model under a memory limit, or that of a file."""
+    options = config.action
+    if isinstance(options, Show):
+        print(Plan.load(options.file).summary())
+        return 0
+    if isinstance(options, Search):
+        return search_command(options)
+    if isinstance(options, PlanData):
+        return plan_data(options)
+    model = model_of(options.model)
+    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+    cluster = current_cluster(max(options.ranks, options.tp * options.sp * options.pp))
+    size = options.batch, options.length
+    work = estimate_work(
+        model, optimizer, cluster.device, *size, options.precision, options.activations
+    )
+    plan = plugin_of(options).make_plan(model, optimizer, cluster, work=work)
+    show(plan, options)
+    return 0
+
+
+def plugin_of(options: Memory) -> Plugin:
+    """The plugin that runs what the options say."""
+    precision = None if options.precision == "fp32" else options.precision
+    limits = options.memory, options.host, options.disk
+    if options.tp * options.sp * options.pp == 1:
+        return GeminiPlugin(
+            *limits,
+            precision=precision,
+            step_in_backward=options.step_in_backward,
+            activations=options.activations,
+            verbose=False,
+        )
+    if options.step_in_backward:
+        raise GulliverError(
+            "--step-in-backward is of whole models: leave it out with --tp, --sp or --pp"
+        )
+    if options.activations not in ("keep", "recompute"):
+        raise GulliverError(
+            f"--activations {options.activations} is of whole models: with --tp, --sp or --pp take "
+            "keep, or recompute"
+        )
+    return HybridParallelPlugin(
+        options.tp,
+        options.pp,
+        options.sp,
+        "all_to_all" if options.sp > 1 else None,
+        precision=precision,
+        checkpoint_activations=options.activations == "recompute",
+        memory_limit=limits[0],
+        host_limit=limits[1],
+        disk=limits[2],
+        verbose=False,
+    )
+
+
+def show(plan: Plan, options: Memory) -> None:
+    """Prints what lies where, as a table and, on a terminal, as bars; then time and limit."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    moved, memory, zero = plan.predicted.moved, plan.memory, plan.zero
+    assert moved is not None, "the plan has tiers"
+    assert zero is not None, "the plan is of ZeRO"
+    assert zero.tiers is not None, "the plan has tiers"
+    tokens = options.batch * options.length
+    console.print(
+        f"{plan.model.kind}: {plan.model.parameters:,} parameters, {plan.model.optimizer}, "
+        f"{options.precision}, {tokens:,} tokens a step on each of {plan.mesh.size} ranks"
+    )
+    if plan.mesh.cuts_model:
+        axes = ", ".join(f"{name} {size}" for name, size in plan.mesh.axes.items())
+        console.print(f"{axes}: what follows is of the rank that needs most at once")
+    three = bool(zero.tiers.host and zero.tiers.disk)
+    behind = "the host" if zero.tiers.host else zero.tiers.disk or "no other memory"
+    table = Table()
+    columns = ["", "stays in memory", "comes and goes", f"lies in {behind}"]
+    for name in [*columns, f"and at times in {zero.tiers.disk}"] if three else columns:
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    for kind in KINDS:
+        most, stays = getattr(memory, kind), getattr(moved.stays, kind)
+        sizes = [stays, max(0, most - stays), getattr(moved.leaves, kind)]
+        sizes += [getattr(moved.on_disk, kind)] if three else []
+        table.add_row(kind.replace("_", " "), *map(size_text, sizes))
+    console.print(table)
+    if console.is_terminal:
+        console.print(_bar("memory", memory, zero.tiers.limit))
+        if zero.tiers.host or zero.tiers.disk:
+            whole = zero.tiers.disk_bytes + zero.tiers.host
+            console.print(_bar("behind", moved.leaves, whole))
+    seconds = plan.predicted.seconds
+    console.print(f"least limit: {size_at_least(moved.minimum)}, which {moved.decides} needs")
+    console.print(
+        f"a step: {seconds_text(seconds.step)} predicted on {plan.predicted.cluster} "
+        f"({moved.bottleneck}); reads {size_text(moved.read)}, writes {size_text(moved.written)}"
+    )
+    if three:
+        console.print(
+            f"of the disk a step reads {size_text(moved.disk_read)}, and writes there "
+            f"{size_text(moved.disk_written)}"
+        )
+    for line in (moved.price, *plan.reasons.values()):
+        if line:
+            console.print(line)
+
+
+def _bar(name: str, parts: MemoryPlan, whole: int) -> Text:
+    """A line of blocks, a colour for each kind, as long as its share of `whole`."""
+    text, used = Text(f"{name:<8}"), 0
+    for kind, color in zip(KINDS, COLORS, strict=True):
+        count = round(WIDTH * getattr(parts, kind) / max(1, whole))
+        text.append("\u2588" * count, color)
+        used += count
+    text.append("\u2591" * max(0, WIDTH - used))
+    return text.append(f" {size_text(whole)}")

@@ -1,0 +1,256 @@
+"""Costs that ``gulliver plan data`` plans with: a table of seconds, or what a run has kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gulliver.cli.options import PlanData
+from gulliver.data_centric.costs import (
+    Budget,
+    Samples,
+    Seconds,
+    Tokens,
+    draw_samples,
+    draw_shapes,
+    least_time,
+)
+from gulliver.data_centric.pictures import shares_of, step_lines, steps_page
+from gulliver.data_centric.planner import DataCentricPlanner
+from gulliver.data_centric.steps import StepPlan
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.batch_costs import HostRoom
+from gulliver.hardware.offload import TierRates, host_rates
+from gulliver.hardware.probe import named_cluster, planned_memory
+from gulliver.hardware.sample_tables import TableCosts
+from gulliver.hardware.samples import SampleCosts, SampleShape, holds_samples, read_samples
+from gulliver.io.files import named_errors, write_text
+from gulliver.options import size_text
+
+
+@dataclass(frozen=True)
+class LoadedCosts:
+    """Costs of a file, and lines that describe them."""
+
+    costs: Any
+    # Where they come from, and what they are planned with.
+    lines: list[str]
+    # Shapes that the file knows; none where it does not say.
+    shapes: tuple[Any, ...]
+    # Whether the file says what a kept block holds.
+    keeps: bool
+    # Link to the host's memory; None where it is not known.
+    rates: TierRates | None = None
+
+    def drawn(self, options: PlanData) -> list[Any]:
+        """Shapes of samples that nobody has given: drawn from those that the file knows."""
+        if isinstance(self.costs, TableCosts):
+            return draw_shapes(self.costs, options.distribution, options.count, options.seed)
+        if not self.shapes:
+            raise GulliverError(
+                f"{options.costs} does not say which shapes there are: give --shapes"
+            )
+        return draw_samples(
+            self.costs, self.shapes, options.distribution, options.count, options.seed
+        )
+
+    def named(self, text: str) -> Any:
+        """The shape of a line of --shapes."""
+        if isinstance(self.costs, TableCosts):
+            return text
+        named = {str(shape): shape for shape in self.shapes}
+        if text in named:
+            return named[text]
+        if re.fullmatch(r"[1-9]\d*", text):
+            return SampleShape.document(int(text))
+        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
+            frames, rows, columns = map(int, text.split("x"))
+            return SampleShape.clip(frames, rows, columns)
+        hint = f": {nearest(text, named)}" if named else ""
+        raise GulliverError(
+            f"--shapes: {text!r} is no shape: write one that the costs know, a number of tokens, "
+            f"or latent frames x rows x columns such as 16x30x40{hint}"
+        )
+
+
+def load_costs(options: PlanData) -> LoadedCosts:
+    """Reads the costs of a command."""
+    found = _samples(options) if holds_samples(options.costs) else _table(options)
+    if options.offload is None:
+        return found
+    if options.stages > 1:
+        raise GulliverError(
+            f"--offload {options.offload:g} and --stages {options.stages}: activations of stages "
+            "do not move to the host: leave one of both out"
+        )
+    missing = "nothing says how fast bytes move to the host: name a --cluster of GPUs"
+    if not found.keeps:
+        missing = f"{options.costs} does not say what blocks hold that are kept"
+    if found.rates is None or not found.keeps:
+        raise GulliverError(f"--offload {options.offload:g}: {missing}")
+    host = HostRoom.within(options.offload * 2**30, found.rates)
+    hint = (
+        f"activations may move to {size_text(host.bytes)} of a rank's host memory, at "
+        f"{host.rates.write_rate / 1e9:.3g} GB/s there and {host.rates.read_rate / 1e9:.3g} back"
+    )
+    return replace(found, costs=replace(found.costs, host=host), lines=[*found.lines, hint])
+
+
+def _table(options: PlanData) -> LoadedCosts:
+    if options.memory is not None:
+        raise GulliverError(
+            f"--memory {options.memory:g} is for costs that a run has kept: the table "
+            f"{options.costs} says itself how many tokens fit"
+        )
+    costs = TableCosts.load(options.costs)
+    if options.cluster != "here" and (costs.host or not costs.kinds):
+        why = "how fast bytes move to the host" if costs.host else "what takes how long"
+        raise GulliverError(
+            f"--cluster {options.cluster} is for costs that a run has kept: the table "
+            f"{options.costs} says itself {why}"
+        )
+    rates = costs.host.rates if costs.host else None
+    if rates is None and costs.kinds and options.cluster != "here":
+        rates = host_rates(named_cluster(options.cluster, options.ranks).device)
+    return LoadedCosts(costs, [], tuple(costs.seconds), bool(costs.kinds), rates)
+
+
+def _samples(options: PlanData) -> LoadedCosts:
+    saved = read_samples(options.costs)
+    cluster = named_cluster(options.cluster, options.ranks)
+    kind = "cpu" if cluster.device.to_device_rate is None else "cuda"
+    # A cluster at hand tells what it leaves to each of its ranks, and a run asks the machine.
+    size = None if options.cluster == "here" else cluster.device.memory_bytes
+    memory, why = planned_memory(kind, size)
+    if options.memory is not None:
+        memory, why = options.memory * 2**30, "as --memory says"
+    lines = [
+        f"costs of {saved.model.name}, {saved.model.dtype}, measured on {saved.machine}: error "
+        f"{saved.fit.error:.1%}, {saved.fit.worst:.1%} at most; links of {options.cluster}",
+        f"memory of a rank: {size_text(memory)}, {why}",
+    ]
+    room = saved.fit.host_room(1.0)
+    rates = room.rates if room else host_rates(cluster.device)
+    costs = SampleCosts(saved.model, saved.fit, memory, cluster, encoded_alike=True)
+    return LoadedCosts(costs, lines, saved.shapes, True, rates)
+
+
+# ``gulliver plan data``: steps of data-centric training over a table of costs, drawn.
+
+
+MORE = "a quarter more memory"
+HOST = "--offload, as much host memory as a rank has of its own"
+
+
+def plan_data(options: PlanData) -> int:
+    """Plans an epoch, prints its first steps, its shares, and what other settings would gain."""
+    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
+        raise GulliverError(f"--html {options.html}: name a file in a folder that exists")
+    loaded = load_costs(options)
+    shapes = _shapes(options, loaded)
+    settings, known = _settings(options), loaded.costs.known
+    planner = DataCentricPlanner(loaded.costs, shapes, options.ranks, _budget(options), **settings)
+    plans = list(planner)
+    lines = [planner.describe(), *loaded.lines, *_whole(plans, loaded, shapes, options)]
+    for shape, count in planner.skipped.items():
+        lines.append(f"skipped: {count:,} samples of {shape}, which fit at no degree")
+    now = shares_of(plans)
+    lines += gains(options, loaded, shapes, now.samples / now.seconds)
+    for plan in plans[: options.steps]:
+        print("\n".join(step_lines(plan, known=known)))
+    print("\n".join(lines))
+    if options.html is not None:
+        title = f"Steps of {options.ranks} ranks"
+        with named_errors(options.html):
+            write_text(options.html, steps_page(title, lines, plans, known=known))
+        print(f"report: {options.html}")
+    return 0
+
+
+def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: float) -> list[str]:
+    """Says what each change of a setting would gain in samples a second, the most first."""
+    settings, budget, costs = _settings(options), _budget(options), loaded.costs
+    tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
+    for name in ("intra", "inter", "together"):
+        if not settings[name]:
+            changed = {**settings, name: True} | ({"degree": None} if name == "intra" else {})
+            tried[f"out --no-{name}"] = costs, budget, changed
+    if options.tokens is not None and options.arrange is None and options.intra and options.inter:
+        tried[f"--arrange {options.ranks}"] = costs, budget, {**settings, "arrange": options.ranks}
+    tried["twice the budget of a step"] = costs, _budget(options, 2), dict(settings)
+    if options.window is not None:
+        tried["twice the window"] = costs, budget, {**settings, "window": 2 * options.window}
+    tried[MORE] = costs, budget, {**settings, "memory": int(1.25 * costs.memory)}
+    if loaded.keeps and loaded.rates is not None and options.stages == 1 and costs.host is None:
+        host = HostRoom.within(costs.memory, loaded.rates)
+        tried[HOST] = replace(costs, host=host), budget, dict(settings)
+    found = []
+    for name, (costs, other, changed) in tried.items():
+        try:
+            plans = list(DataCentricPlanner(costs, shapes, options.ranks, other, **changed))
+        except GulliverError:
+            continue  # such as a step longer than the data
+        summary = shares_of(plans)
+        gain = summary.samples / summary.seconds / speed - 1
+        # The plan of now fits into more memory, too.
+        found.append((max(gain, 0.0) if name in (MORE, HOST) else gain, name))
+    found.sort(key=lambda pair: (-pair[0], pair[1]))
+    return [f"with {name}: {100 * gain:+.1f} % samples/s" for gain, name in found]
+
+
+def _whole(
+    plans: Sequence[StepPlan], loaded: LoadedCosts, shapes: Sequence[Any], options: PlanData
+) -> list[str]:
+    costs = loaded.costs
+    summary = shares_of(plans, costs.known)
+    used = len({index for plan in plans for _, batch in plan for index in batch.samples})
+    fits = [shape for shape in shapes if _fits(costs, shape, options)]
+    least = least_time(costs, fits, options.ranks)
+    least /= options.stages
+    return [
+        f"{len(plans):,} steps: {summary}",
+        f"{used:,} of {len(shapes):,} samples once each, {len(shapes) - used:,} left out; "
+        f"{100 * (summary.seconds / least - 1):.1f} % over every sample in its best micro-batch",
+    ]
+
+
+def _fits(costs: Any, shape: Any, options: PlanData) -> bool:
+    return any(len(costs.batches(shape, d, most=1)) for d in costs.degrees(options.ranks))
+
+
+def _settings(options: PlanData) -> dict[str, Any]:
+    names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed", "stages")
+    return {name: getattr(options, name) for name in names}
+
+
+def _budget(options: PlanData, times: int = 1) -> Budget:
+    given: list[Budget] = []
+    if options.samples is not None:
+        given.append(Samples(times * options.samples))
+    if options.tokens is not None:
+        given.append(Tokens(times * options.tokens))
+    if options.seconds is not None:
+        given.append(Seconds(times * options.seconds))
+    if len(given) != 1:
+        raise GulliverError("give one budget of a step: --samples, --tokens or --seconds")
+    return given[0]
+
+
+def _shapes(options: PlanData, loaded: LoadedCosts) -> list[Any]:
+    if options.shapes is None:
+        return loaded.drawn(options)
+    with named_errors(options.shapes, "read"):
+        data = options.shapes.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")  # editors on Windows begin with a byte order mark
+    except UnicodeDecodeError as error:
+        raise GulliverError(
+            f"--shapes {options.shapes} is no text in UTF-8 ({error.reason} at byte {error.start}):"
+            " write a shape on each line"
+        ) from None
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    if not found:
+        raise GulliverError(f"{options.shapes} names no shapes: write one on each line")
+    return [loaded.named(line) for line in found]

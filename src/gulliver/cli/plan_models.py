@@ -1,0 +1,408 @@
+"""Models by what people call them: a folder, a file, a public name, or a function of a module.
+
+All are made on meta: nothing of a model's size is allocated, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gulliver.checkpoint.files import read_json
+from gulliver.checkpoint.weights import open_weights
+from gulliver.cli.models import inputs_of, tokens_of
+from gulliver.cli.options import Search
+from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.memory.symbolic import StorageCounter
+from gulliver.models.configurations import CONFIGURATIONS, build
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""Fields of a configuration of transformers that count something."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PUBLIC: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("plan_models.json").read_text(encoding="utf-8")
+)
+"""Public models by name, as their config.json has them."""
+TEXT_LENGTH = 77
+"""Tokens of a caption of Stable Diffusion."""
+TOKENS = 2048
+"""Tokens of a sample of a model of language, unless others are asked for."""
+LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Subject of a search."""
+
+    model: nn.Module
+    # One sample or a few, as the model takes them.
+    batch: Any
+    name: str
+    # What a sample is, in a few words.
+    sample: str
+    # Tokens of a sample; 0 where it has none.
+    tokens: int = 0
+    # What is worth knowing of it.
+    notes: tuple[str, ...] = ()
+    # Elements of the keys and values that it keeps of a sample when it generates.
+    cached: int = 0
+
+
+def subject_of(options: Search) -> Subject:
+    """Makes the model that is asked for, and a sample of it."""
+    name = options.model
+    if name in CONFIGURATIONS:
+        _refuse(options, "is a model of video", "seq")
+        return _video(options)
+    if name.lower() in PUBLIC:
+        return _configured(PUBLIC[name.lower()], name.lower(), options)
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise GulliverError(f"there is no {file}: name a folder with a config.json")
+        values = read_json(file)
+        if not isinstance(values, Mapping):
+            raise GulliverError(f"{file} is no configuration: it has fields such as model_type")
+        return _configured(values, path.name, options)
+    if re.fullmatch(r"[\w.]+:\w*", name):
+        return _made(name, options)
+    raise GulliverError(
+        f"there is no model {name!r}: {nearest(name, [*PUBLIC, *CONFIGURATIONS])}; or name a "
+        "Hugging Face folder, a config.json, or module:function"
+    )
+
+
+def _refuse(options: Search, why: str, *names: str) -> None:
+    """Refuses options that would change nothing of such a model."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise GulliverError(
+                f"--{name} changes nothing here: {options.model} {why}; leave it out"
+            )
+
+
+def _video(options: Search) -> Subject:
+    """A public video model of ours, and a clip of it."""
+    name = options.model
+    frames, height, width = CONFIGURATIONS[name].clip
+    clip = (options.frames or frames, *(_size(options.size) or (height, width)))
+    fixed = CONFIGURATIONS[name].fields.get("input_size")
+    if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
+        raise GulliverError(f"{name} takes clips of {frames} x {height} x {width} alone")
+    with torch.device("meta"):
+        model = build(name)
+    batch = inputs_of(name, clip, 1, DTYPES[options.precision])
+    return Subject(
+        model, batch, name, f"a clip of {' x '.join(map(str, clip))}", tokens_of(name, clip)
+    )
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None or not all(8 <= int(side) < 65536 for side in found.groups()):
+        raise GulliverError(f"--size {text} is no size: give rows x columns, such as 720x1280")
+    rows, columns = found.groups()
+    return int(rows), int(columns)
+
+
+def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subject:
+    """A model of a configuration of transformers or diffusers, and a sample of it."""
+    if "_class_name" in values:
+        return _unet(values, name, options)
+    _check_sizes(values, name)
+    model = built(values)
+    if model is None and find_spec("transformers") is None:
+        raise missing_extra(f"{name} is a model of transformers", "transformers")
+    if model is None:
+        kind = values.get("model_type", "no model_type")
+        raise GulliverError(
+            f"transformers makes no model of {name} ({kind}): are the "
+            "model_type, the architecture and the fields such as it knows?"
+        )
+    config: Any = model.config
+    for module in model.modules():  # encoder and decoder have copies of their own
+        own: Any = getattr(module, "config", None)
+        if hasattr(own, "use_cache"):
+            own.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # any token does, where none is read
+    made = _sample_of(model, name, options)
+    if made is None:
+        kind, takes = type(model).__name__, getattr(model, "main_input_name", "unknown inputs")
+        raise GulliverError(
+            f"{name}: no batch is known for a {kind}, which takes {takes}: give module:function, "
+            "which returns the model and an example batch"
+        )
+    batch, sample, tokens, notes = made
+    cached = cached_elements(model, batch) if options.inference else 0
+    return Subject(model, batch, name, sample, tokens, notes, cached)
+
+
+def _sample_of(
+    model: Any, name: str, options: Search
+) -> tuple[dict[str, Any], str, int, tuple[str, ...]] | None:
+    """A sample of a model of transformers, what it is, its tokens, and what is worth knowing."""
+    config = model.config
+    _refuse(options, "takes no clips", "frames")
+    seq = options.seq or TOKENS
+    ids = torch.zeros(1, seq, dtype=torch.long, device="meta")
+    takes, main = signature(model.forward).parameters, getattr(model, "main_input_name", "")
+    text, vision = (getattr(config, f"{part}_config", None) for part in ("text", "vision"))
+    if "return_loss" in takes and text is not None and vision is not None:
+        most = getattr(text, "max_position_embeddings", seq)
+        _refuse(options, "takes pictures of the size that it is made for", "size")
+        pixels, sample = _pixels(vision, options)
+        ids = ids[:, :most]
+        batch: dict[str, Any] = {"input_ids": ids, "pixel_values": pixels}
+        if not options.inference:
+            batch["return_loss"] = True
+        return batch, f"{sample} and {ids.shape[1]} tokens", 0, ()
+    if main == "input_features" and hasattr(config, "max_source_positions"):
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+        sound = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+        ids = ids[:, : config.max_target_positions]
+        last = "decoder_input_ids" if options.inference else "labels"
+        batch = {main: sound, last: ids}
+        return batch, f"{shape[2]} frames of sound and {ids.shape[1]} tokens", 0, ()
+    if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
+        _refuse(options, "takes pictures alone, of the size that it is made for", "seq", "size")
+        pixels, sample = _pixels(config, options)
+        return {"pixel_values": pixels}, sample, 0, ()
+    if main != "input_ids" or "input_ids" not in takes:
+        return None
+    _refuse(options, "is planned for text alone", "size")
+    batch = {"input_ids": ids}
+    if type(model).__name__.endswith(LANGUAGE) and not options.inference:
+        batch["labels"] = ids
+    elif config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids
+    most = getattr(config, "max_position_embeddings", None) or seq
+    notes = [f"the model is made for {most} tokens, not {seq}"] * (seq > most)
+    notes += [f"{name} is planned for text alone: give module:function for pictures"] * bool(vision)
+    return batch, f"{seq} tokens", seq, tuple(notes)
+
+
+def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
+    """A picture of the size that a model is made for."""
+    side = config.image_size
+    rows, columns = (side, side) if isinstance(side, int) else side
+    shape = (1, config.num_channels, rows, columns)
+    pixels = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+    return pixels, f"a picture of {rows} x {columns}"
+
+
+def _check_sizes(values: Mapping[str, Any], name: str) -> None:
+    """Refuses sizes that no model has, which transformers would take or only quote."""
+    sizes = {key: values[key] for key in SIZES if isinstance(values.get(key), int)}
+    for key, value in sizes.items():
+        if value < 1:
+            raise GulliverError(f"{name}: {key} is {value}: a model has at least one")
+    heads, grouped = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if heads is None:
+        return
+    if grouped is not None and heads % grouped:
+        raise GulliverError(
+            f"{name}: num_attention_heads {heads} is no multiple of num_key_value_heads {grouped}: "
+            "every key and value head serves as many query heads"
+        )
+    hidden = sizes.get("hidden_size")
+    if hidden is not None and hidden % heads and not values.get("head_dim"):
+        raise GulliverError(
+            f"{name}: hidden_size {hidden} does not divide by num_attention_heads {heads}: "
+            "give sizes that do, or head_dim"
+        )
+
+
+def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Elements of the keys and values that a model of transformers on meta keeps of a batch."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return 0
+    try:
+        with torch.no_grad(), StorageCounter():  # which knows shapes that meta does not
+            found = model(**batch, use_cache=True)
+    except Exception:  # a model that looks at data: its cache is reported as not counted
+        return 0
+    return sum(t.numel() for t in _cached(getattr(found, "past_key_values", None)))
+
+
+def _cached(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a cache, of whatever layers it has."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _cached(inner)
+    elif hasattr(value, "__dict__"):
+        for name in ("self_attention_cache", "cross_attention_cache", "layers", "keys", "values"):
+            held = vars(value).get(name)
+            if held is not None:
+                yield from _cached(held)
+
+
+def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
+    """A UNet of diffusers, and a latent picture with its caption."""
+    if values["_class_name"] != "UNet2DConditionModel":
+        raise GulliverError(f"{name} is a {values['_class_name']}: of diffusers, UNets are planned")
+    try:
+        from diffusers import UNet2DConditionModel
+    except ImportError:
+        raise missing_extra(f"{name} needs diffusers", "dreambooth") from None
+    with torch.device("meta"):
+        model: Any = UNet2DConditionModel.from_config(dict(values))
+    config: Any = model.config
+    _refuse(options, "is a model of pictures", "seq", "frames")
+    side = config.sample_size
+    rows, columns = (n // 8 for n in _size(options.size) or (8 * side, 8 * side))
+    dtype = DTYPES[options.precision]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(1, *shape, dtype=dtype, device="meta")
+
+    batch: dict[str, Any] = {
+        "sample": empty(config.in_channels, rows, columns),
+        "timestep": torch.empty(1, dtype=torch.long, device="meta"),
+        "encoder_hidden_states": empty(TEXT_LENGTH, config.cross_attention_dim),
+    }
+    if config.addition_embed_type == "text_time":
+        numbers = 6 * config.addition_time_embed_dim
+        pooled = config.projection_class_embeddings_input_dim - numbers
+        batch["added_cond_kwargs"] = {"text_embeds": empty(pooled), "time_ids": empty(6)}
+    return Subject(model, batch, name, f"a picture of {8 * rows} x {8 * columns}")
+
+
+def _made(place: str, options: Search) -> Subject:
+    """Model and example batch that a function of a module returns."""
+    module, function = place.split(":")
+    if not function:
+        raise GulliverError(
+            f"{place} names no function: give {place}FUNCTION, which returns a model and an "
+            "example batch"
+        )
+    _refuse(options, "gives its own example batch", "seq", "frames", "size")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise GulliverError(f"{place} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove("")
+    try:
+        with torch.device("meta"):
+            found = make()
+    except Exception as error:
+        raise GulliverError(f"{place} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
+        raise GulliverError(f"{place} must return a model and an example batch")
+    model, batch = found
+    dtype, notes = DTYPES[options.precision], ()
+    floats = {t.dtype for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)}
+    floats = {str(d).removeprefix("torch.") for d in floats if d.is_floating_point and d != dtype}
+    if floats and options.precision != "fp32":
+        notes = (
+            f"{' and '.join(sorted(floats))} of the batch are taken as {options.precision}, as a "
+            "run turns them: --precision fp32 plans without",
+        )
+    return Subject(model, batch, place, "a sample of its batch", notes=notes)
+
+
+def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | None:
+    """Readies the model for its use, and makes the optimizer of what is trained."""
+    model = subject.model
+    if options.inference:
+        if options.lora:
+            raise GulliverError("--lora trains, and --inference does not: leave one out")
+        model.eval().requires_grad_(False)
+        return None
+    if options.lora:
+        adapt(model, options.lora)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise GulliverError(f"{subject.name} has no parameter that learns: give --inference")
+    return OPTIMIZERS[options.optimizer](trained)
+
+
+def adapt(model: nn.Module, rank: int) -> None:
+    """Adds adapters of a rank to all linear layers but the head; only they are trained."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise missing_extra("--lora needs PEFT", "finetune") from None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    if not names:
+        raise GulliverError("--lora: the model has no linear layers")
+    model.requires_grad_(False)
+    with next(model.parameters()).device:
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules=names), model)
+
+
+def model_of(folder: Path) -> nn.Module:
+    """A model of a folder, on meta: as transformers builds it, or as its files name its tensors."""
+    if not folder.is_dir():
+        raise GulliverError(f"--model {folder} is no folder: name one with a config.json")
+    file = folder / "config.json"
+    model = built(read_json(file)) if file.is_file() else None
+    if model is None:
+        model = _named(folder)
+    return model.float()
+
+
+def built(values: Mapping[str, Any]) -> nn.Module | None:
+    """The model that a configuration describes; None where transformers cannot build it."""
+    try:
+        import transformers
+
+        config: Any = transformers.AutoConfig.for_model(**values)
+        (name,) = values.get("architectures") or ["AutoModelForCausalLM"]
+        kind = getattr(transformers, name)
+        with torch.device("meta"):
+            return kind.from_config(config) if name.startswith("Auto") else kind(config)
+    except Exception:  # any error about fields that it does not take
+        return None
+
+
+def _named(folder: Path) -> nn.Module:
+    """Modules with a parameter on meta for each tensor of the folder's files."""
+    model = nn.Module()
+    with open_weights(folder) as weights:
+        for name, info in weights.infos.items():
+            module, *_ = path = [model]
+            *parents, own = name.split(".")
+            for part in parents:
+                module = path[-1]
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                path.append(module.get_submodule(part))
+            value = torch.empty(info.shape, dtype=info.dtype, device="meta")
+            path[-1].register_parameter(own, nn.Parameter(value, info.dtype.is_floating_point))
+    return model

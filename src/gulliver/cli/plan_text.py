@@ -1,0 +1,492 @@
+"""``gulliver plan --why MODULE``: what is done with a module, what else could be, at what price."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from gulliver.cli.options import Search
+from gulliver.cli.plan_models import Subject
+from gulliver.errors import GulliverError
+from gulliver.hardware.costs import all_reduce_seconds
+from gulliver.hardware.offload import flops_text, rate_text, seconds_text
+from gulliver.options import size_at_least, size_text
+from gulliver.parallel.tensor.plan import plan_tensor
+from gulliver.plan.analysis.records import BACKWARD, FORWARD
+from gulliver.planner.search.grids import (
+    Found,
+    MinimumResources,
+    Price,
+    least_bytes,
+    saved_by_a_gib,
+)
+from gulliver.planner.search.report import kinds_of_bytes, kinds_of_time
+from gulliver.planner.search.score import Scored, Scorer
+
+SIZES = (1, 2, 4, 8, 16)
+ADDED_UP = ("row", "vocabulary")
+"""Kinds of modules whose outputs tensor ranks add up."""
+
+
+NONE_FITS = "none fits"
+NOT_SHARED = "no such grid"
+"""Refusal where heads, samples or ranks do not divide into a grid of the best one's kind."""
+
+
+@dataclass(frozen=True)
+class TensorChoice:
+    """A way to lay a module over ranks."""
+
+    tensor: int
+    # What they do with it.
+    how: str
+    # Seconds of it in a rank, forward and backward, for one sample.
+    compute_s: float = 0.0
+    # Seconds of the sum of its outputs over them, for one sample.
+    message_s: float = 0.0
+    # Seconds of the step of the whole model with as many tensor ranks; 0 where none fits.
+    step_s: float = 0.0
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Why:
+    """Decision about a module."""
+
+    path: str
+    kind: str
+    parameters: int
+    # FLOPs of it, forward and backward, for one sample.
+    flops: int
+    # Bytes that it keeps of a sample for the backward.
+    saved: int
+    # Number of tensor ranks of the fastest grid; 0 where none fits.
+    chosen: int
+    # Whether blocks are computed again in the backward, of how many how many.
+    recomputed: tuple[int, int]
+    # What could be done with it.
+    choices: tuple[TensorChoice, ...]
+    # Where the constants come from.
+    source: str
+
+
+def why_module(found: Found, path: str, samples: int) -> Why:
+    """Explains what the fastest grid does with a module."""
+    facts = found.facts
+    costs = facts.analysis.module(path)
+    module = facts.model.get_submodule(path)
+    best = found.best[0].grid if found.best else None
+    sizes = [size for size in SIZES if found.cluster.size % size == 0]
+    return Why(
+        path,
+        type(module).__name__,
+        sum(p.numel() for p in module.parameters()),
+        costs.flops // facts.samples,
+        costs.saved // facts.samples,
+        best.axes.tensor if best else 0,
+        (best.recomputed if best else 0, len(facts.blocks)),
+        tuple(_choice(found, path, size, samples) for size in sizes),
+        source_of(found),
+    )
+
+
+def source_of(found: Found) -> str:
+    """Names the sources of the constants of a search."""
+    how = "measured" if found.cluster.measured else "described, not measured"
+    rates = ", ".join(
+        f"{dtype} {rate / 1e12:g}" for dtype, rate in found.facts.device.matmul.items()
+    )
+    device = found.facts.device
+    return (
+        f"{how}: {device.name}, TFLOP/s {rates}, {device.memory_rate / 1e9:,.0f} GB/s of memory; "
+        f"{found.cluster.source}"
+    )
+
+
+def _choice(found: Found, path: str, size: int, samples: int) -> TensorChoice:
+    """Says what `size` tensor ranks do with a module, and what it takes."""
+    facts = found.facts
+    try:
+        tensor = plan_tensor(facts.model, size, None, True, True)
+    except GulliverError as error:
+        return TensorChoice(size, "", refused=str(error))
+    placed = tensor.modules.get(path) if size > 1 else None
+    inside = [p for p in tensor.modules if p.startswith(f"{path}.")] if size > 1 else []
+    how = placed.style if placed else f"{len(inside)} modules in it are cut" if inside else "whole"
+    analysis, n = facts.analysis, facts.samples
+    seconds = analysis.seconds(facts.device, None, path) / n
+    cut = bool(inside or (placed and placed.dims))
+    message = 0.0
+    if placed is not None and placed.how.kind in ADDED_UP:
+        links = found.cluster.crossed(1, size)
+        message = all_reduce_seconds(links, analysis.module(path).output // n)
+    step, reason = _step(found, size, samples)
+    return TensorChoice(
+        size,
+        how,
+        seconds / size if cut else seconds,
+        message,
+        step.seconds.step if step else 0.0,
+        reason,
+    )
+
+
+def _step(found: Found, size: int, samples: int) -> tuple[Scored | None, str]:
+    """The fastest of the grids that were found, or of the best one turned to `size` ranks."""
+    same = [scored for scored in found.best if scored.grid.axes.tensor == size]
+    if same:
+        return same[0], ""
+    if not found.best:
+        return None, NONE_FITS
+    return _turned(found, found.best[0], size, samples)
+
+
+def _turned(found: Found, best: Scored, size: int, samples: int) -> tuple[Scored | None, str]:
+    """The best grid with other tensor ranks, of sequence or data ranks, or why there is none."""
+    on_cpu = found.cluster.device.to_device_rate is None
+    scorer = Scorer(
+        found.facts, found.cluster, samples, "cpu" if on_cpu else "cuda", 0.0 if on_cpu else 1.0
+    )
+    axes = best.grid.axes
+    tried, reason = list[Scored](), NOT_SHARED
+    for name in ("data", "sequence", "pipeline"):
+        whole = getattr(axes, name) * axes.tensor
+        if whole % size:
+            continue
+        changed = replace(axes, tensor=size, **{name: whole // size})
+        if changed.sequence == 1 and changed.mode != "split_gather":
+            changed = replace(changed, mode="")
+        if changed.sequence > 1 and not changed.mode:
+            continue
+        grid = replace(best.grid, axes=changed, recomputed=0)
+        if samples % changed.data or (samples // changed.data) % grid.micro_batches:
+            continue
+        if changed.pipeline != axes.pipeline or scorer.refuses(changed):
+            continue
+        reason = NONE_FITS
+        scored = scorer.least(grid, found.limit)
+        tried += [scored] if scored else []
+    if not tried:
+        return None, reason
+    return min(tried, key=lambda scored: scored.seconds.step), ""
+
+
+# Everything that ``gulliver plan MODEL`` answers, as values; `plan_text.py` says it in words.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All results of a search."""
+
+    subject: Subject
+    found: Found
+    # Fastest grids under other limits of memory.
+    prices: tuple[Price, ...]
+    enough: MinimumResources
+    # What was found on the changed cluster; None where nothing was changed.
+    changed: Found | None = None
+    # What was found for training, LoRA and inference, by name.
+    estimates: dict[str, Found] | None = None
+    # What is done with a module; None where none was asked for.
+    why: Why | None = None
+
+
+# Text that `gulliver plan MODEL` prints.
+
+
+WIDTH = 50
+"""Characters of a step's timeline."""
+COLUMNS = 120
+NOT_COUNTED = (
+    "input",
+    "what kernels work with inside",
+    "fragments of the allocator",
+    "text encoders and autoencoders",
+)
+GENERATED = "the tokens that are generated: seconds are those of one forward, the prompt's"
+CACHE = "keys and values, which are not known"
+SAMPLES = (1, 8, 64)
+"""Numbers of samples that the memory of inference is printed for."""
+HOUR, TRILLION = 3600.0, 1e12
+
+
+def show_answer(answer: Answer, options: Search) -> None:
+    """Prints an answer."""
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = COLUMNS
+    found = answer.found
+    for line in lines_of(answer, options):
+        console.print(line)
+    if found.best:
+        console.print(_grids(found.best))
+        best = found.best[0]
+        console.print(_memory(best))
+        for line in _moved(best):
+            console.print(line)
+        for line in timeline(best):
+            console.print(line)
+    for line in _refusals(found):
+        console.print(line)
+    for line in [*_prices(answer.prices, found), *_after(answer, options)]:
+        console.print(line)
+    if answer.why is not None:
+        _show_why(console, answer.why)
+
+
+def _refusals(found: Found) -> list[str]:
+    """Why meshes were left out, each reason once, with the first of its meshes."""
+    first: dict[str, str] = {}
+    for mesh, why in found.refused.items():
+        first.setdefault(why, mesh)
+    return [f"refused: {mesh}: {why}" for why, mesh in first.items()]
+
+
+def lines_of(answer: Answer, options: Search) -> list[str]:
+    """Says what the model is, what a step takes, and what the figures are."""
+    found, subject = answer.found, answer.subject
+    facts, cluster = found.facts, found.cluster
+    flops = facts.analysis.flops / facts.samples
+    seconds = [facts.analysis.seconds(facts.device, p) / facts.samples for p in (FORWARD, BACKWARD)]
+    trained = "" if facts.trained == facts.parameters else f", {facts.trained:,} trained"
+    lines = [
+        f"{subject.name}: {type(facts.model).__name__}, {facts.parameters:,} parameters{trained}, "
+        f"{len(facts.blocks)} blocks, {options.precision}",
+        f"a sample ({subject.sample}): {flops_text(flops)}, forward "
+        f"{seconds_text(seconds[0])} and backward {seconds_text(seconds[1])} on one "
+        f"{facts.device.name}; keeps {size_text(facts.saved)} for the backward",
+        f"{options.batch} samples a step on {cluster.size} ranks, {cluster.name}",
+        _honest(found),
+        "not counted: " + ", ".join(not_counted(found)),
+    ]
+    if facts.cached:
+        lines.append(_inference(found, subject.sample))
+    lines += [*subject.notes, *facts.analysis.notes, *map(str, facts.analysis.opaque)]
+    meshes, left = found.meshes
+    lines.append(
+        f"{found.looked:,} grids of {meshes - left} of {meshes} meshes in "
+        f"{seconds_text(sum(found.seconds))}, at most {size_text(found.limit)} on a rank"
+        + _beyond(found)
+    )
+    if found.best:
+        best = found.best[0]
+        step = best.seconds.step
+        rate = max(facts.device.matmul.values())
+        name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[options.precision]
+        rate = facts.device.matmul.get(name, rate)
+        share = flops * options.batch / (step * cluster.size * rate)
+        samples = best.samples / step
+        lines.append(
+            f"best: {best.grid}: {seconds_text(step)} a step, {rate_text(samples)} samples/s"
+            + (f", {rate_text(samples * subject.tokens)} tokens/s" if subject.tokens else "")
+            + f", {100 * share:.0f} % of the rate of {name}"
+        )
+    return lines
+
+
+def _beyond(found: Found) -> str:
+    """Says of a limit that the device has less."""
+    has = found.cluster.device.memory_bytes
+    return f": {found.cluster.device.name} has {size_text(has)}" if found.limit > has > 0 else ""
+
+
+def not_counted(found: Found) -> list[str]:
+    """What the seconds and bytes of a search are without."""
+    if found.facts.trained:
+        return list(NOT_COUNTED)
+    return [*NOT_COUNTED, GENERATED, *([] if found.facts.cached else [CACHE])]
+
+
+def _honest(found: Found) -> str:
+    if found.cluster.measured:
+        return f"seconds at measured rates ({found.cluster.date or 'no date'})"
+    return f"seconds at data-sheet rates: a floor ({found.cluster.source})"
+
+
+def _grids(best: Sequence[Scored]) -> Table:
+    table = Table()
+    behind = any(scored.moved is not None for scored in best)
+    for name in ("", "step", "samples/s", "memory", *["behind it"] * behind, "grid"):
+        table.add_column(name, justify="left" if name == "grid" else "right", overflow="fold")
+    for number, scored in enumerate(best, 1):
+        step, moved = scored.seconds.step, scored.moved
+        leaves = "" if moved is None else size_text(moved.leaves.total)
+        table.add_row(
+            str(number),
+            seconds_text(step),
+            rate_text(scored.samples / step),
+            size_text(scored.bytes),
+            *[leaves] * behind,
+            str(scored.grid),
+        )
+    return table
+
+
+def _moved(best: Scored) -> list[str]:
+    """Bytes of a rank by memory, and what a step moves between them."""
+    moved = best.moved
+    if moved is None:
+        return []
+    lines = [
+        f"off-load: {size_text(moved.stays.total)} of state stay, {size_text(moved.leaves.total)} "
+        f"come and go; a step reads {size_text(moved.read)} and writes {size_text(moved.written)}, "
+        f"{moved.bottleneck}; least limit {size_at_least(moved.minimum)}, which {moved.decides} "
+        "needs"
+    ]
+    if moved.on_disk.total:
+        lines.append(
+            f"  {size_text(moved.on_disk.total)} of it lie on the disk at times; a step reads "
+            f"{size_text(moved.disk_read)} from there and writes {size_text(moved.disk_written)}"
+        )
+    return lines
+
+
+def _memory(best: Scored) -> str:
+    return f"memory of the fullest rank: {size_text(best.bytes)} = {_kinds(best)}"
+
+
+def _kinds(best: Scored) -> str:
+    """Bytes of a rank by kind, in words."""
+    return ", ".join(
+        f"{kind.replace('_', ' ')} {size_text(count)}"
+        for kind, count in kinds_of_bytes(best).items()
+        if count
+    )
+
+
+def timeline(best: Scored) -> list[str]:
+    """A step of the best grid, a bar for each kind of seconds, one after the other."""
+    lines, begun, step = [], 0.0, best.seconds.step or 1.0
+    for kind, seconds in kinds_of_time(best).items():
+        start, end = round(WIDTH * begun / step), round(WIDTH * (begun + seconds) / step)
+        begun += seconds
+        bar = (" " * start + "\u2588" * (end - start)).ljust(WIDTH)
+        named = "messages" if kind == "exposed" else kind
+        lines.append(f"{named:>10} |{bar}| {seconds_text(seconds)}, {100 * seconds / step:.1f} %")
+    hidden = sum(
+        getattr(best.seconds, kind)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
+    )
+    text = seconds_text(max(0.0, hidden - best.seconds.exposed))
+    return [*lines, f"{'':>10}  of messages {text} more are hidden behind compute"]
+
+
+def _prices(prices: Sequence[Price], found: Found) -> list[str]:
+    if not prices:
+        return []
+    best = found.best[0]
+    saved = saved_by_a_gib(prices, found.limit)
+    text = f"saves {seconds_text(saved)}" if saved > 0 else "saves nothing"
+    lines = [f"price of memory: 1 GiB more {text}; the best holds {size_text(best.bytes)}"]
+    for price in prices:
+        text = "nothing fits"
+        if price.scored is not None:
+            text = f"{seconds_text(price.scored.seconds.step)}, {price.scored.grid}"
+        lines.append(f"  {size_text(price.limit):>10}: {text}")
+    return lines
+
+
+def _after(answer: Answer, options: Search) -> list[str]:
+    found, need = answer.found, answer.enough
+    lines = [
+        f"least memory on these ranks: {size_at_least(need.bytes)} ({need.grid})",
+        f"fewest of such ranks that fit it: {need.ranks or 'more than were looked at'}"
+        + (
+            f", or fewer: {need.unlooked[0]} to {need.unlooked[1]} were not looked at"
+            if need.unlooked
+            else ""
+        ),
+    ]
+    if need.offloaded is not None:
+        text = f"{size_at_least(need.offloaded.bytes)} ({need.offloaded})"
+        lines.insert(1, f"least memory where what does not fit leaves: {text}")
+    if found.unlooked:
+        lines.append(
+            f"off-load: {found.unlooked:,} more grids, of a higher bound, were not replayed"
+        )
+    if answer.changed is not None:
+        lines += _changes(found, answer.changed)
+    if found.best:
+        lines += _costs(found.best[0], found.cluster.size, answer.subject.tokens, options)
+    for use, one in (answer.estimates or {}).items():
+        if not one.best:
+            lines.append(f"{use}: {one.why_none()}")
+            continue
+        best = one.best[0]
+        if one is found:
+            least, grid = need.bytes, need.grid
+        else:  # a search looks at no mesh that a bound leaves out
+            least, grid = least_bytes(one.facts, one.cluster, options.batch)
+        lines.append(
+            f"{use}: {size_text(best.bytes)} of a rank ({_kinds(best)}), "
+            f"{seconds_text(best.seconds.step)} a step, {best.grid}; the least of a rank is "
+            f"{size_at_least(least)}, {grid}"
+        )
+        if one.facts.cached:
+            lines.append(_inference(one, answer.subject.sample))
+    return lines
+
+
+def _inference(found: Found, sample: str) -> str:
+    """The model and its keys and values, for several numbers of samples at once."""
+    facts = found.facts
+    model = facts.item * facts.parameters
+    sizes = ", ".join(f"{n}: {size_text(model + n * facts.cached)}" for n in SAMPLES)
+    return (
+        f"keys and values: {size_text(facts.cached)} of a sample ({sample}); with the parameters, "
+        f"of all ranks that share a model, by samples at once: {sizes}"
+    )
+
+
+def _changes(found: Found, changed: Found) -> list[str]:
+    text = changed.cluster.source.rpartition("changed: ")[2]
+    if not changed.best:
+        return [f"with {text}: {changed.why_none()}"]
+    after = changed.best[0]
+    line = f"with {text}: {seconds_text(after.seconds.step)} a step, {after.grid}"
+    if found.best:
+        ratio = found.best[0].seconds.step / after.seconds.step
+        line += f": {ratio:.2f} x as fast"
+    return [line]
+
+
+def _costs(best: Scored, ranks: int, tokens: int, options: Search) -> list[str]:
+    """Cost and energy of a trillion tokens, or of a million samples of what has none."""
+    each, unit = (tokens, "trillion tokens") if tokens else (1, "million samples")
+    number = TRILLION / each if tokens else 1e6
+    hours = best.seconds.step * number / best.samples * ranks / HOUR
+    lines = []
+    if options.price_per_hour is not None:
+        lines.append(
+            f"a {unit}: {hours:,.0f} device hours, {hours * options.price_per_hour:,.0f} at "
+            f"{options.price_per_hour:g} an hour"
+        )
+    if options.watts is not None:
+        lines.append(f"a {unit}: {hours * options.watts / 1e6:,.2f} MWh at {options.watts:g} W")
+    return lines
+
+
+def _show_why(console: Console, why: Why) -> None:
+    again, blocks = why.recomputed
+    console.print(
+        f"why {why.path}: {why.kind}, {why.parameters:,} parameters, {flops_text(why.flops)} "
+        f"and {size_text(why.saved)} kept for a sample; {again} of {blocks} blocks are recomputed"
+    )
+    table = Table()
+    for name in ("tp", "what is done with it", "compute", "its sums", "whole step"):
+        table.add_column(name, justify="left" if name[0] == "w" else "right", overflow="fold")
+    for choice in why.choices:
+        mark = " *" if choice.tensor == why.chosen else ""
+        table.add_row(
+            f"{choice.tensor}{mark}",
+            choice.how or choice.refused,
+            seconds_text(choice.compute_s) if choice.how else "",
+            seconds_text(choice.message_s) if choice.how else "",
+            seconds_text(choice.step_s) if choice.step_s else (choice.how and choice.refused),
+        )
+    console.print(table)
+    console.print(f"  constants: {why.source}")

@@ -1,0 +1,283 @@
+"""``gulliver probe``: measures, shows, and keeps what it found until something changes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as ProgressBars
+from rich.table import Table
+
+from gulliver.comm.collectives import (
+    all_gather,
+    all_reduce,
+    backend_all_reduce,
+    broadcast_object,
+    gather_objects,
+    reduce_scatter,
+)
+from gulliver.comm.torus import Torus, make_axes
+from gulliver.comm.world import World, init_world
+from gulliver.errors import GulliverError
+from gulliver.hardware.cluster import Along, Axis, Cluster, Curve, Device, Disk
+from gulliver.hardware.links import probe_collectives, probe_links, proposed_axes
+from gulliver.hardware.probe import forget_seconds, kept_path, probe_device, probe_disk
+from gulliver.precision.wire.formats import NAMES, wire_format
+from gulliver.precision.wire.packing import PackRates, pack_rates
+
+BUSY = 0.5
+"""Relative spread above which the machine was busy."""
+ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver.cli probe"
+
+
+class Progress(Protocol):
+    """Receives what is measured, and the share of it that is done, where that is known."""
+
+    def __call__(self, what: str, share: float | None = None) -> None: ...
+
+
+def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) -> int:
+    """Runs the command; every rank calls it."""
+    world = init_world()
+    path = out or kept_path(world.size)
+    console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
+    # Rank 0 looks for all: the ranks may see different file systems.
+    kept, refusal = broadcast_object(_looked_up(path, again, folder) if world.is_main else None)
+    if refusal is not None:
+        raise GulliverError(refusal)
+    cluster, anew = kept or (None, True)
+    if anew:
+        with _bars(console) as progress:
+            disk = measured_disk(world, folder or Path(), mib, progress)
+            cluster = measured_cluster(world, disk, progress) if cluster is None else cluster
+        cluster = replace(cluster, disk=disk)
+        if world.is_main:
+            cluster.save(path)
+            forget_seconds()
+    broadcast_object(None)  # nobody measures before it is forgotten, all at once do afterwards
+    packing = measured_packing(world)
+    assert cluster is not None
+    if world.is_main:
+        show(cluster, packing)
+        done = f"measured {cluster.date}, kept in {path}; --again measures again"
+        console.print(done if anew else f"kept in {path}")
+        if world.size == 1:
+            console.print(ONE_RANK)
+    return 0
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Progress]:
+    """Shows what is measured, as a bar where it is known how much of it is done."""
+    text = TextColumn("probing {task.description}")
+    with ProgressBars(text, BarColumn(), console=console, transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def progress(what: str, share: float | None = None) -> None:
+            bars.update(task, description=what, total=share and 1.0, completed=share or 0.0)
+
+        yield progress
+
+
+def measured_disk(
+    world: World, folder: Path, mib: int = 256, progress: Progress = lambda what, share=None: None
+) -> Disk:
+    """Measures the disk of a folder on rank 0; every rank calls it and gets the same."""
+    disk, refusal = broadcast_object(_disk(folder, mib, progress) if world.is_main else None)
+    if refusal is not None:
+        raise GulliverError(refusal)
+    return disk
+
+
+def measured_cluster(
+    world: World, disk: Disk | None = None, progress: Progress = lambda what, share=None: None
+) -> Cluster:
+    """Measures device and links; every rank calls it and gets the same."""
+    # All ranks at once: as in a step, they share the machine.
+    devices: list[Device] = gather_objects(probe_device(world.device, progress))
+    axes, order = (), None
+    if world.size > 1:
+        axes, order = proposed_axes(world.size, probe_links(progress))
+        axes = _with_collectives(axes, order, world.device, progress)
+    # The slowest rank's device stands for all: a step waits for it.
+    device = min(devices, key=lambda d: d.matmul["float32"])
+    return Cluster(
+        name=f"{world.size} x {device.name}",
+        device=device,
+        axes=axes,
+        disk=disk,
+        measured=True,
+        source="gulliver probe",
+        date=date.today().isoformat(),
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        rank_order=order,
+    )
+
+
+def measured_packing(world: World) -> dict[str, PackRates]:
+    """Measures how fast wire formats are packed, or finds what was kept; every rank calls it."""
+    names = [name for name in NAMES if name != "identity"]
+    texts = [name + rounding for name in names for rounding in ("", ":stochastic")]
+    return {text: pack_rates(wire_format(text), world.device.type) for text in texts}
+
+
+def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> None:
+    """Prints a cluster as a table; a spread is between quartiles, or the largest error of a fit."""
+    table = Table(title=cluster.name, title_justify="left")
+    table.add_column("what")
+    table.add_column("rate", justify="right")
+    table.add_column("spread", justify="right")
+    device, disk = cluster.device, cluster.disk
+    for dtype, rate in device.matmul.items():
+        curve = device.matmul_curves.get(dtype)
+        spread = _percent(curve and curve.spread)
+        table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:,.1f} GFLOP/s", spread)
+    spread = _percent(device.memory_curve and device.memory_curve.spread)
+    table.add_row("memory", f"{device.memory_rate / 1e9:,.1f} GB/s", spread)
+    table.add_row("start of an operation", f"{1e6 * device.launch_s:,.1f} us")
+    for name, rate in (
+        ("copy to the device", device.to_device_rate),
+        ("copy to the host", device.to_host_rate),
+        ("disk, writing", disk and disk.write_rate),
+        ("disk, reading", disk and disk.read_rate),
+        ("disk, both at once", disk and disk.both_rate),
+    ):
+        if rate:
+            table.add_row(name, f"{rate / 1e9:,.2f} GB/s")
+    for name, rates in (packing or {}).items():
+        pack, unpack = (4e-9 / seconds for seconds in (rates.pack_s, rates.unpack_s))
+        table.add_row(f"packing float32 as {name}, unpacking", f"{pack:,.1f}, {unpack:,.1f} GB/s")
+    for axis in cluster.axes:
+        link = axis.link
+        table.add_row(
+            f"{axis.name} x {axis.size}, messages",
+            f"{1e6 * link.alpha_s:,.0f} us, {link.bandwidth / 1e9:,.3f} GB/s",
+            _percent(link.error),
+        )
+        for measured in link.along:
+            for name, curve in measured.collectives.items():
+                rate = curve.sizes[-1] / curve.seconds[-1] / 1e9
+                which = axis.name if measured.ranks == axis.size else "all"
+                table.add_row(
+                    f"{which} x {measured.ranks}, {name.replace('_', '-')}",
+                    f"{1e6 * curve.seconds[0]:,.0f} us, {rate:,.3f} GB/s",
+                    _percent(curve.spread),
+                )
+    Console(markup=False, emoji=False).print(table)
+    if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
+        Console(markup=False, emoji=False).print(
+            f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy, so probe it "
+            "--again when it is quiet"
+        )
+    if cluster.rank_order is not None:
+        Console(markup=False, emoji=False).print(
+            f"order of ranks along the axes: {list(cluster.rank_order)}"
+        )
+
+
+def _curves(cluster: Cluster) -> list[Curve]:
+    memory = cluster.device.memory_curve
+    along = [measured for axis in cluster.axes for measured in axis.link.along]
+    return [
+        *cluster.device.matmul_curves.values(),
+        *([memory] if memory else []),
+        *(curve for measured in along for curve in measured.collectives.values()),
+    ]
+
+
+def _with_collectives(
+    axes: tuple[Axis, ...], order: tuple[int, ...] | None, device: torch.device, progress: Progress
+) -> tuple[Axis, ...]:
+    """Measures the collectives along each axis, and along all axes at once."""
+    named = make_axes({axis.name: axis.size for axis in axes}, order)
+
+    def measured(torus: Torus) -> Along:
+        made = _operations(torus, device)
+        alone = probe_collectives(made, torus.size, progress)
+        # A GPU's copy engines and NCCL's own blocks carry messages while its kernels go on.
+        busy = device.type == "cpu" and probe_collectives(made, torus.size, progress, busy=True)
+        return Along(torus.size, alone, busy or {})
+
+    found = [[measured(named.torus(axis.name))] for axis in axes]
+    if len(axes) > 1:
+        found[0].append(measured(named.torus(flat=True)))
+    return tuple(
+        replace(axis, link=replace(axis.link, along=tuple(along)))
+        for axis, along in zip(axes, found, strict=True)
+    )
+
+
+def _operations(
+    torus: Torus, device: torch.device
+) -> dict[str, Callable[[int], Callable[[], object]]]:
+    """Makes, for each collective, a function of bytes that prepares one run along a torus."""
+
+    def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.ones(count // 4, device=device)
+        return whole, torch.ones(whole.numel() // torus.size, device=device)
+
+    def reduce(count: int) -> Callable[[], object]:
+        # Zeros stay what they are, however often they are added up.
+        whole = tensors(count)[0].zero_()
+        return lambda: all_reduce(whole, group=torus)
+
+    def scatter(count: int) -> Callable[[], object]:
+        whole, part = tensors(count)
+        return lambda: reduce_scatter(part, whole, group=torus)
+
+    def gather(count: int) -> Callable[[], object]:
+        whole, part = tensors(count)
+        return lambda: all_gather(whole, part, group=torus)
+
+    def ring(count: int) -> Callable[[], object]:
+        whole = tensors(count)[0].zero_()
+        return lambda: backend_all_reduce(whole, group=torus.flat.process_group)
+
+    found = {"all_reduce": reduce, "reduce_scatter": scatter, "all_gather": gather}
+    # Over gloo tensor parallelism takes the faster of the two; elsewhere they are one.
+    return found | ({"ring_all_reduce": ring} if device.type == "cpu" and torus.size > 2 else {})
+
+
+def _looked_up(
+    path: Path, again: bool, folder: Path | None
+) -> tuple[tuple[Cluster, bool] | None, str | None]:
+    """Returns what is kept and whether its disk is another one, or why nothing could be kept."""
+    try:
+        if path.exists() and not again:
+            kept = Cluster.load(path)
+            known = folder is None or (kept.disk is not None and kept.disk.has(folder))
+            return (kept, not known), None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent):
+            pass
+    except GulliverError as error:
+        return None, f"{error}; --again measures again"
+    except OSError as error:
+        return None, (
+            f"cannot write {path}: {error.strerror}; choose another file with --out, or another "
+            "folder with GULLIVER_CACHE"
+        )
+    return None, None
+
+
+def _disk(folder: Path, mib: int, progress: Progress) -> tuple[Disk | None, str | None]:
+    def said(what: str, share: float) -> None:
+        progress(f"disk of {folder}, {what}", share)
+
+    try:
+        return probe_disk(folder, mib << 20, progress=said), None
+    except GulliverError as error:
+        return None, str(error)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"

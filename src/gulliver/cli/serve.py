@@ -1,0 +1,319 @@
+"""``gulliver serve``: a server of OpenAI's interface, and a generator of load for any such server.
+
+Nothing here imports torch at its top: ``--help`` reads this module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from gulliver.errors import GulliverError
+from gulliver.options import SEED, Options, Range, part_of, size_text
+from gulliver.serve.http.options import Load, ServerOptions
+from gulliver.serve.options import EngineOptions, ModelOptions
+
+if TYPE_CHECKING:
+    from gulliver.serve.http.load import RequestTiming
+    from gulliver.serve.http.server import Server
+    from gulliver.serve.llm import LLM
+
+
+@dataclass(frozen=True)
+class Start(ModelOptions, EngineOptions, ServerOptions):
+    """Serves a language model to clients of OpenAI's interface, until Ctrl+C or SIGTERM.
+
+    `gulliver serve bench --help`: a generator of load for any such server.
+    """
+
+    model: Path = tyro.MISSING
+    """Hugging Face folder of the model, with its tokenizer."""
+    cache_bytes: Annotated[int | str | None, tyro.conf.arg(aliases=("--cache",))] = None
+    body_bytes: Annotated[int | str | None, Range(1024), tyro.conf.arg(aliases=("--max-body",))] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class Bench(Load):
+    """Sends requests to any server of OpenAI's interface, and says how long answers take."""
+
+    url: str = tyro.MISSING
+    prompts: Annotated[tuple[str, ...], tyro.conf.arg(name="prompt")] = ()
+    prompt_file: Annotated[Path | None, tyro.conf.arg(name="prompts")] = None
+    """File of prompts, one a line, instead of random words."""
+    json: bool = False
+    """Print JSON, in seconds."""
+    out: Path | None = None
+    """File to write the JSON to."""
+
+
+ServeAction = (
+    Annotated[Start, tyro.conf.subcommand("start", prefix_name=False)]
+    | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
+)
+SERVE_ACTIONS = ("start", "bench")
+
+
+@dataclass(frozen=True)
+class ServeConfig(Options):
+    """Serves a language model; ``gulliver serve --model FOLDER`` means start."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[ServeAction]] = tyro.MISSING
+
+
+def serve_command(config: ServeConfig, arguments: list[str]) -> int:
+    """Serves, or sends a load."""
+    del arguments
+    if isinstance(config.action, Bench):
+        return _bench(config.action)
+    return _start(config.action)
+
+
+def _start(config: Start) -> int:
+    from gulliver.serve.http.server import Server
+    from gulliver.serve.llm import LLM
+
+    options = part_of(config, ServerOptions)
+    # Before a model is loaded in vain.
+    listener = options.listen()
+    try:
+        with loading(config.model):
+            engine, given = part_of(config, EngineOptions), part_of(config, ModelOptions)
+            model = LLM(config.model, options=engine, model_options=given)
+        with model:
+            name = config.model.resolve().name
+            server = Server(model, options, name=name, listener=listener)
+            _say(config, model, server, options)
+            code = server.run()
+            if server.dead is not None:
+                raise GulliverError(server.dead)
+            print("gulliver: the server has ended", file=sys.stderr, flush=True)
+            return code
+    finally:
+        listener.close()
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Says errors of loading a model in the words of the command line."""
+    try:
+        yield
+    except GulliverError as error:
+        raise GulliverError(as_options(str(error))) from None
+    except (MemoryError, RuntimeError) as error:
+        # Memory that was free when it was looked for and is not now, or a limit of the process.
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and "memory" not in text and "alloc" not in text:
+            raise
+        raise GulliverError(
+            f"{folder}: memory ran out while it was loaded: try --quantize int8_dynamic (a "
+            "quarter of float32), a smaller --context, --memory with less than is free (the rest "
+            "of the weights on a disk), or, where each rank has a limit of its own, more ranks "
+            "(--tensor, --pipeline)"
+        ) from None
+
+
+def as_options(message: str) -> str:
+    """Writes the library's arguments as options: ``dtype="bfloat16"`` as ``--dtype bfloat16``."""
+    names = "|".join(field.name for field in fields(ModelOptions))
+
+    def option(found: re.Match[str]) -> str:
+        return "--" + found[1].replace("_", "-") + (" " if found[2] else "")
+
+    text = re.sub(rf'\b({names})="(\w+)"', r"\1=\2", message)
+    text = re.sub(r"\b(cache_tokens)\b(?!=)()", option, text)
+    text = re.sub(r"(?<!-)\b(tensor|pipeline)()(?= from \d)", option, text)
+    # As in "needs memory=:", the name without a value.
+    text = re.sub(rf"(?<!-)\b({names})=(?=[\w'\"(\[])()", lambda m: option(m) + " ", text)
+    text = re.sub(rf"(?<!-)\b({names})=()", option, text)
+    return text.replace("give a context of", "give a --context of")
+
+
+def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> None:
+    """Says where the server is, and what was chosen for it."""
+    facts = model.engine.runner.facts
+    tokens = facts.blocks * facts.block_size
+    size = "for all of them, in at most half of the free memory"
+    if config.cache_bytes is not None or config.cache_tokens is not None:
+        size = "as given"
+    body = options.body_limit(facts.longest)
+    chosen = "as given" if config.body_bytes else "by the context"
+    lines = [
+        f"gulliver: {server.limits.name} at {server.url}",
+        f"  at most {facts.longest:,} tokens of prompt and answer ({facts.what}), "
+        f"{config.sequences} answers at a time, {config.queue} waiting",
+        f"  cache of {tokens:,} tokens ({size}); bodies of at most {size_text(body)} ({chosen})",
+    ]
+    lines += _placed(config, model)
+    if getattr(model.tokenizer, "chat_template", None) is None:
+        lines.append("  no chat template: /v1/chat/completions refuses, /v1/completions answers")
+    if options.host not in ("127.0.0.1", "localhost", "::1") and options.key is None:
+        lines.append("  whoever reaches this address may ask: --api-key lets in who knows it")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _placed(given: ModelOptions, model: LLM) -> list[str]:
+    """Lines about ranks and drafts."""
+    lines = []
+    if given.ranks > 1:
+        stages = f"{given.pipeline} stage{'s' * (given.pipeline > 1)}"
+        lines.append(
+            f"  {given.ranks} ranks of this machine: {stages} of {given.tensor}; one that is lost "
+            "is started again"
+        )
+    if model.engine.drafter is not None:
+        lines.append(
+            f"  drafts by {given.speculation}, verified where that is predicted to pay; "
+            "/metrics counts drafted_tokens and accepted_tokens"
+        )
+    return lines
+
+
+def _bench(config: Bench) -> int:
+    from gulliver.serve.http.load import generate_load
+
+    load = part_of(config, Load)
+    if config.prompt_file is not None:
+        load = replace(load, prompts=_prompts(config.prompt_file))
+    with _Progress(config.requests) as progress:
+        measured = generate_load(load, progress.count)
+    known = measured.json
+    if config.out is not None:
+        config.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(known) if config.json else "\n".join(measured.lines()))
+    return 0 if known["answered"] else 1
+
+
+def _prompts(file: Path) -> tuple[str, ...]:
+    try:
+        found = tuple(
+            line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise GulliverError(f"--prompts {file}: {error}") from None
+    if not found:
+        raise GulliverError(f"--prompts {file} has no prompt: write one a line")
+    return found
+
+
+class _Progress:
+    """A bar on standard error, where that is a terminal."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        columns: list[Any] = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        columns.append(TextColumn("{task.fields[errors]} errors"))
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("requests", total=total, errors=0)
+        self._errors = 0
+
+    def count(self, sample: RequestTiming) -> None:
+        """Counts a request that has ended."""
+        self._errors += sample.error is not None
+        self._bar.update(self._task, advance=1, errors=self._errors)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+# ``gulliver chat``: a conversation in the terminal, or answers to messages given as options.
+#
+# Nothing here imports torch at its top: ``--help`` reads this module.
+
+
+@dataclass(frozen=True)
+class ChatConfig(ModelOptions):
+    """Talks with a language model, by its chat template; answers come as they are made."""
+
+    folder: tyro.conf.Positional[Path] = Path()
+    """Hugging Face folder of the model, with its tokenizer."""
+    prompt: tuple[str, ...] = ()
+    """Message to answer; several are answered in turn, without a terminal."""
+    system: str = ""
+    """What the model is told before the first message."""
+    plain: bool = False
+    """Continue each text as it is: no chat template, no history."""
+    max_tokens: Annotated[int, Range(1, 2**20)] = 256
+    """Most tokens of an answer."""
+    temperature: Annotated[float, Range(0, 100)] = 0.7
+    """0 takes the likeliest token, 1 the model's own distribution."""
+    top_p: Annotated[float, Range(0.001, 1)] = 1.0
+    """Draw among the fewest tokens that have this probability together."""
+    seed: Annotated[int | None, SEED] = None
+    """Seed of what is drawn; a new one each time by default."""
+
+
+def chat_command(config: ChatConfig, arguments: list[str]) -> int:
+    """Answers messages until there are no more."""
+    del arguments
+    from gulliver.serve.llm import LLM
+    from gulliver.serve.requests import chat_tokens
+
+    with loading(config.folder):
+        options = EngineOptions(sequences=1)
+        model = LLM(config.folder, options=options, model_options=part_of(config, ModelOptions))
+    messages: list[dict[str, str]] = []
+    if config.system:
+        messages.append({"role": "system", "content": config.system})
+    with model:
+        for text in config.prompt or _typed():
+            if config.plain:
+                _answer(model, model.engine.tokens_of(text), config)
+                continue
+            messages.append({"role": "user", "content": text})
+            answer = _answer(model, chat_tokens(model.tokenizer, messages), config)
+            messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _typed() -> Iterator[str]:
+    """Lines that the user types, until the input ends."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _answer(model: LLM, tokens: list[int], config: ChatConfig) -> str:
+    """Prints an answer as it is made, and returns it."""
+    from gulliver.serve.sampling import SamplingParameters
+
+    room = model.engine.runner.facts.longest - len(tokens)
+    sampling = SamplingParameters(
+        # At least 1, so that a conversation that is too long is refused with its length.
+        max_tokens=max(1, min(config.max_tokens, room)),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
+    text = ""
+    for event in model.stream(tokens, sampling):
+        print(event.text, end="", flush=True)
+        text += event.text
+    print(flush=True)
+    return text

@@ -1,0 +1,380 @@
+"""The commands. Each is a call into the library; their options are in `options.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gulliver.checkpoint.files import write_json
+from gulliver.cli.data import after_train, hint
+from gulliver.cli.options import (
+    CapabilitiesConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    ProbeConfig,
+)
+from gulliver.comm.launcher import default_ranks, launch, under_launcher
+from gulliver.comm.world import guard, init_world
+from gulliver.data.clips import Bucket
+from gulliver.errors import GulliverError
+from gulliver.jobs.display import console
+from gulliver.video.autoencoder_config import TrainAutoencoderConfig, check_autoencoder_config
+from gulliver.video.autoencoders.job import run_autoencoder
+from gulliver.video.caches import Counts, psnr, read_strategy
+from gulliver.video.config import DemoConfig, SamplingConfig, TrainConfig, check_clip, check_config
+from gulliver.video.demo import demonstrate, evaluate
+from gulliver.video.generation import VideoModel, extend, split_ranks
+from gulliver.video.media import check_output, read_frames, write_clip
+from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.planned_training import train
+from gulliver.video.requests import (
+    Request,
+    check_request,
+    loop_prompts,
+    loop_seed,
+    read_prompt,
+    read_prompts,
+)
+from gulliver.video.sources import check_start, with_encoded
+from gulliver.video.training import check_ranks
+
+CONDITION_FRAMES = 5
+"""Default number of conditioning frames, from the end of a clip."""
+
+
+def train_command(config: TrainConfig, arguments: list[str]) -> int:
+    """Trains, on ranks of this machine that are started where a launcher has not."""
+    config = with_encoded(config)
+    check_config(config)
+    check_start(config)
+    ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
+    if not under_launcher():
+        check_ranks(config, ranks)
+    if not under_launcher() and ranks > 1:
+        code = launch("gulliver.cli", ["train", *arguments], ranks)
+    else:
+        # Stopped by a signal: what was asked for is not there yet.
+        code = 0 if train(config).finished else 143
+    if code == 0 and not under_launcher():
+        after_train(config)
+    return code
+
+
+def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
+    """Trains a video autoencoder, on ranks of this machine where a launcher has started none."""
+    check_autoencoder_config(config)
+    ranks = config.ranks or max(default_ranks(), config.share_ranks)
+    if not under_launcher() and ranks % config.share_ranks:
+        raise GulliverError(
+            f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
+        )
+    if not under_launcher() and ranks > 1:
+        code = launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
+    else:
+        code = 0 if run_autoencoder(config).finished else 143
+    if code == 0 and not under_launcher() and config.data.table is not None:
+        shapes = ("--shapes", *config.data.shapes) if config.data.buckets is None else ()
+        made = config.out / "autoencoder.safetensors"
+        hint(
+            "data", "encode", config.data.table, "--autoencoder", made, "--out", "latents", *shapes
+        )
+    return code
+
+
+def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
+    """Makes clips from sentences, on ranks of this machine that are started where asked for."""
+    if config.model is not None and _asked(config, arguments, "run"):
+        raise GulliverError(
+            f"--run {config.run} and --model {config.model} exclude each other: name one of them"
+        )
+    prompts = _prompts(config)
+    # The autoencoders and patches of all public models divide 16.
+    step = 8 if config.model is None else 16
+    bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution, step))
+    check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
+    check_output(config.out, config.frames, config.fps)
+    if read_strategy(config.cache) is None and config.cache_check:
+        raise GulliverError("--cache-check compares with --cache: name one, such as first-block")
+    guided, image_guided = config.guidance != 1, config.guidance_image != 1
+    ranks = 1
+    if not under_launcher():
+        ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
+        split_ranks(ranks, config.sequence, config.guidance_ranks, guided, image_guided)
+    clip = None if config.extend is None else read_frames(config.extend)
+    requests = _requests(config, prompts, bucket, clip)
+    if ranks > 1:
+        return launch("gulliver.cli", ["generate", *arguments], ranks)
+    world = init_world()
+    with guard():
+        config, model = _loaded(config, arguments, world.device)
+        sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
+        model.share(*sharing, autoencoder=config.share_autoencoder)
+        clips, counts = _made(config, model, requests, clip, world.is_main)
+        for line in _cached(config, model, requests, clip, clips, counts):
+            if world.is_main:
+                console().print(line)
+    if world.is_main:
+        paths = _numbered(config.out, len(prompts))
+        for path, clip, prompt in zip(paths, clips, prompts, strict=True):
+            print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
+    return 0
+
+
+def _loaded(
+    config: GenerateConfig, arguments: list[str], device: Any
+) -> tuple[GenerateConfig, VideoModel | VideoPipeline]:
+    """Loads a run, or the parts of a public model with its own settings where none are asked."""
+    if config.model is None:
+        config.refuse_parts("texts")
+        model = open_run(config.run, device)
+        if config.adapter is not None:
+            from gulliver.dreambooth.video_base import load_adapter
+
+            load_adapter(model, config.adapter)
+        if isinstance(model, VideoModel):
+            fps = config.fps if _asked(config, arguments, "fps") else model.fps
+            check_output(config.out, config.frames, fps)
+            return replace(config, fps=fps), model
+        return _with_own(config, arguments, model), model
+    if config.adapter is not None:
+        raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
+    if config.autoencoder is None or config.text_encoder is None:
+        parts = {"--autoencoder": config.autoencoder, "--text-encoder": config.text_encoder}
+        missing = " and ".join(name for name, path in parts.items() if path is None)
+        raise GulliverError(
+            f"--model {config.model} needs {missing}: name what it was trained with"
+        )
+    paths = config.model, config.autoencoder, config.text_encoder, config.clip
+    fps = config.fps if _asked(config, arguments, "fps") else None
+    pipeline = VideoPipeline.load(*paths, device=device, fps=fps, texts=config.texts)
+    console().print(pipeline.described())
+    return _with_own(config, arguments, pipeline), pipeline
+
+
+def _with_own(
+    config: GenerateConfig, arguments: list[str], pipeline: VideoPipeline
+) -> GenerateConfig:
+    """Takes the settings of a pipeline's release where none are asked."""
+    names = [n for n in ("steps", "guidance", "batch_size") if not _asked(config, arguments, n)]
+    own = {name: getattr(pipeline.sampling, name) for name in names}
+    return replace(config, fps=pipeline.fps, **own)
+
+
+def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:
+    """Whether a user has said an option, be it in a file or be it its default."""
+    option = f"--{name.replace('_', '-')}"
+    said = any(a == option or a.startswith(f"{option}=") for a in arguments)
+    return said or getattr(config, name) != getattr(GenerateConfig(), name)
+
+
+def _requests(
+    config: GenerateConfig, prompts: list[str], bucket: Bucket, clip: Any
+) -> list[Request]:
+    """Reads what is given and says what is asked for; refuses what no model could make."""
+    if config.condition_frames is not None and config.extend is None and config.loops == 1:
+        raise GulliverError(
+            "--condition-frames is for --extend, the clip whose last they are, and for --loops"
+        )
+    if clip is not None and config.image is not None:
+        raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
+    condition, given = config.condition_frames, None
+    if clip is not None:
+        condition = condition or CONDITION_FRAMES
+        given = clip[:, -condition:]
+    elif config.image is not None:
+        given = read_frames(config.image, 2)
+        if given.shape[1] > 1:
+            raise GulliverError(
+                f"--image {config.image} is a clip: name a picture, or go on from the clip with "
+                "--extend, or place its frames with --reference and --mask-strategy"
+            )
+    request = Request(
+        prompt="",
+        bucket=bucket,
+        given=given,
+        negative_prompt=config.negative_prompt,
+        align=config.align,
+        loops=config.loops,
+        condition_frames=condition if config.loops > 1 else None,
+        condition_edit=config.condition_edit,
+    )
+    read = cache(read_frames)
+    return [
+        _request(config, replace(request, prompt=prompt, seed=config.seed + number), read)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _request(config: GenerateConfig, request: Request, read: Callable[..., Any]) -> Request:
+    """Adds references and what the prompt's own JSON says, and checks the request."""
+    prompt = read_prompt(request.prompt)
+    paths = prompt.references or config.reference
+    strategy = prompt.mask_strategy or config.mask_strategy
+    if config.extend is not None and (paths or strategy or config.condition_edit):
+        raise GulliverError(
+            "--extend excludes --reference, --mask-strategy and --condition-edit: a clip begins or "
+            "goes on"
+        )
+    references = tuple(map(read, paths))
+    request = replace(request, prompt=prompt.text, references=references, mask_strategy=strategy)
+    check_request(request, config)
+    return request
+
+
+def _made(
+    config: GenerateConfig,
+    model: VideoModel | VideoPipeline,
+    requests: list[Request],
+    clip: Any,
+    show: bool,
+) -> tuple[list[Any], Counts]:
+    """Makes the clips, in the order of the requests; counts what a cache has saved."""
+    for request in requests:
+        model.check(request, config)
+        for remark in model.remarks(request) if show else ():
+            console().print(f"note: {remark}")
+    if clip is None:
+        return model.generate(requests, config, show=show), model.counts
+    counts = Counts()
+    return [_extended(config, model, clip, request, counts) for request in requests], counts
+
+
+def _cached(
+    config: GenerateConfig,
+    model: VideoModel | VideoPipeline,
+    requests: list[Request],
+    clip: Any,
+    clips: list[Any],
+    counts: Counts,
+) -> list[str]:
+    """Says what a cache has saved and, where asked for, how far off its clips are."""
+    if read_strategy(config.cache) is None:
+        return []
+    lines = [f"cache {config.cache}: {counts}"]
+    if config.cache_check:
+        plain, _ = _made(replace(config, cache="none"), model, requests, clip, False)
+        lines += [
+            f"PSNR to the clip without cache: {psnr(made, other):.1f} dB  {request.prompt}"
+            for made, other, request in zip(clips, plain, requests, strict=True)
+        ]
+    return lines
+
+
+def _extended(
+    config: GenerateConfig,
+    model: VideoModel | VideoPipeline,
+    clip: Any,
+    request: Request,
+    counts: Counts,
+) -> Any:
+    """Continues a clip by the loops of a request, each a call whose counts are added."""
+    overlap = config.condition_frames or CONDITION_FRAMES
+    for loop, sentence in enumerate(loop_prompts(request.prompt, request.loops)):
+        seed, negative = loop_seed(request.seed, loop), request.negative_prompt
+        clip = extend(model, clip, sentence, request.bucket, overlap, seed, config, negative)
+        counts.add(model.counts)
+    return clip
+
+
+def _prompts(config: GenerateConfig) -> list[str]:
+    prompts = list(config.prompt)
+    if config.prompts is not None:
+        prompts += read_prompts(config.prompts)
+    if not prompts:
+        raise GulliverError(
+            "nothing to show: give --prompt 'the digit 3 moving left', or --prompts FILE"
+        )
+    return prompts
+
+
+def _sides(aspect_ratio: str, resolution: int, step: int = 8) -> tuple[int, int]:
+    """Chooses height and width, multiples of a step, for about resolution**2 pixels at a ratio."""
+    try:
+        width, height = (int(part) for part in aspect_ratio.split(":"))
+        if not 1 <= min(width, height) <= max(width, height) <= 1000:
+            raise ValueError
+    except ValueError:
+        raise GulliverError(
+            f"--aspect-ratio {aspect_ratio!r} is not width:height, such as 1:1, 5:3 or 3:5"
+        ) from None
+    side = math.sqrt(resolution * resolution / (width * height))
+    rows, columns = (max(step, round(side * n / step) * step) for n in (height, width))
+    return rows, columns
+
+
+def _numbered(path: Path, count: int) -> list[Path]:
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{number:03d}{path.suffix}") for number in range(count)]
+
+
+def evaluate_command(config: EvaluateConfig, arguments: list[str]) -> int:
+    """Judges generated clips and prints the shares as JSON."""
+    model = VideoModel.load(config.run)
+    sampling = SamplingConfig(config.steps, config.guidance)
+    figures = evaluate(model, config.samples, sampling).figures()
+    ceiling = figures["ceiling"]
+    console().print(
+        f"judges on real held-out clips: digit {ceiling['digit']:.1%}, "
+        f"direction {ceiling['direction']:.1%}, both {ceiling['both']:.1%}"
+    )
+    if config.out is not None:
+        write_json(config.out, figures)
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+def demo_command(config: DemoConfig, arguments: list[str]) -> int:
+    """Runs the demonstration; a missed bar is said, and is no failure."""
+    figures = demonstrate(config)
+    for bar in figures["bars"]:
+        sign = "reached" if bar["holds"] else "MISSED"
+        print(f"{bar['name']:>14}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
+    print(f"look at {config.out}/sheet.gif and {config.out}/report.md")
+    return 0
+
+
+def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
+    """Probes, or shows what was measured before."""
+    from gulliver.cli.probe import probe
+
+    return probe(config.out, config.folder, config.again, config.mib)
+
+
+def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
+    """Prints versions, the I/O engine and measured speeds of the disk."""
+    from gulliver.cli.doctor import doctor
+
+    return doctor(config.folder, config.mib)
+
+
+def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> int:
+    """Prints what may be combined: the tables that the plugins consult."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from gulliver.parallel.zero.elementwise import OPTIMIZERS, optimizer_table
+    from gulliver.planner.capability import DTYPES, HEADER, table
+
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    console = Console(markup=False, emoji=False)
+    for header, rows, caption in (
+        (HEADER, table(), f"with any tp_size, pp_size and zero_stage; {dtypes}"),
+        (OPTIMIZERS, optimizer_table(), "zero_stage=0 gives all of them whole parameters"),
+    ):
+        shown = Table(*header, caption=caption)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+    console.print(
+        "under a memory limit, with a disk behind it: whole models of any kind on the data axis "
+        "(GeminiPlugin, LowLevelZeroPlugin(stage=3, memory_limit=...)), and all of the above "
+        "(HybridParallelPlugin(memory_limit=...)), but for step_in_backward"
+    )
+    return 0

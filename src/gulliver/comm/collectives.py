@@ -1,0 +1,604 @@
+"""Direct exchange or ring for an all-reduce over gloo: the faster one, measured or by rule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver._compat import all_gather_flat, reduce_scatter_flat
+from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
+from gulliver.comm.messages import check_wire, count_sent, next_tag
+from gulliver.comm.packed import (
+    Packer,
+    check_packed,
+    packed_all_gather,
+    packed_all_reduce,
+    packed_reduce_scatter,
+    run_packed,
+)
+from gulliver.comm.steps import (
+    DIRECT_BYTES,
+    Steps,
+    drive,
+    segmented_all_gather,
+    segmented_all_reduce,
+    segmented_reduce_scatter,
+    start,
+)
+from gulliver.comm.torus import (
+    Torus,
+    chained_all_gather,
+    chained_all_reduce,
+    chained_reduce_scatter,
+    exchange_and_add,
+    run_chained,
+)
+from gulliver.comm.watchdog import ANY, Purpose
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.cluster import Cluster, Link
+from gulliver.hardware.costs import RING_BYTES, all_reduce_ways, torus_seconds
+from gulliver.precision.wire.formats import IDENTITY, WireFormat
+from gulliver.precision.wire.packing import pack, unpack
+
+
+@dataclass(frozen=True)
+class ReduceChoice:
+    """The algorithm chosen for an all-reduce over gloo, and why."""
+
+    nbytes: int
+    ranks: tuple[int, ...]  # Ranks of the world that take part
+    # "ring", gloo's own, or "direct", an exchange from each rank to all others.
+    kind: Literal["direct", "ring"]
+    measured: Mapping[str, float]  # Seconds of each kind, where they were measured
+
+    def __str__(self) -> str:
+        what = f"all_reduce of {self.nbytes} bytes among {len(self.ranks)} ranks: {self.kind}"
+        if not self.measured:
+            return f"{what} (not measured: ring from {RING_BYTES} bytes on)"
+        shown = ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in self.measured.items())
+        return f"{what} (measured: {shown})"
+
+
+_cluster: Cluster | None = None
+_reduce_choices: dict[tuple[int, tuple[int, ...]], ReduceChoice] = {}
+
+
+def use_links(cluster: Cluster | None) -> None:
+    """Sets the cluster whose links decide how all-reduces run."""
+    global _cluster
+    _cluster = cluster
+    _reduce_choices.clear()
+
+
+def choose_all_reduce(nbytes: int, ranks: tuple[int, ...]) -> ReduceChoice:
+    """The faster all-reduce over gloo, chosen once for each size."""
+    key = nbytes, ranks
+    if key not in _reduce_choices:
+        known = _cluster is not None and max(ranks) < _cluster.size
+        link = _cluster.link_between(ranks) if _cluster is not None and known else Link(0.0, 1.0)
+        ways = all_reduce_ways(link, len(ranks), nbytes)
+        if ways:
+            kind = "ring" if ways["ring"] < ways["direct"] else "direct"
+        else:
+            kind = "ring" if nbytes >= RING_BYTES else "direct"
+        _reduce_choices[key] = ReduceChoice(nbytes, ranks, kind, ways)
+    return _reduce_choices[key]
+
+
+def reduce_choices() -> list[ReduceChoice]:
+    """The choices made for all-reduces so far."""
+    return list(_reduce_choices.values())
+
+
+# Collectives on flat tensors that are right in a world of one too.
+#
+# Gloo reads the storage of a view from its start, outside the view, without a word; so every
+# tensor is checked to be contiguous before it is sent.
+
+
+Op = Literal["sum", "mean", "max"]
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+Group = dist.ProcessGroup | Torus | None
+"""Ranks that take part; None is the whole world."""
+
+
+class Handle:
+    """A collective in flight: `wait` returns when its result may be read."""
+
+    def __init__(self, work: Any = None, finish: Callable[[], Any] | None = None) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        """Waits for the result."""
+        work, finish = self._work, self._finish
+        self._work = self._finish = None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return soon; it still has to be called."""
+        return self._work is None or self._work.is_completed()
+
+
+def group_size(group: Group = None) -> int:
+    """Ranks of a group; None is the whole world."""
+    if isinstance(group, Torus):
+        return group.size
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def group_rank(group: Group = None) -> int:
+    """This process's place in a group."""
+    if isinstance(group, Torus):
+        return group.rank
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Op = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    any_order: bool = False,
+    wire: WireFormat = IDENTITY,
+    purpose: Purpose = ANY,
+    error: Tensor | None = None,
+    finish: Callable[[], None] | None = None,
+) -> Handle:
+    """Replaces `tensor` on every rank by the reduction over all ranks.
+
+    Args:
+        tensor: contiguous, of any shape.
+        op: sum, mean or max.
+        group: None for the whole world.
+        async_op: return at once; the result may be read after `Handle.wait`.
+        any_order: gloo's own ring may be used among more than two ranks too, where
+            `choose_all_reduce` finds it faster. It takes less of the processor, and adds each
+            element's terms in an order that depends on its place in the tensor: all ranks, and all
+            runs that choose alike, get the same bits, but not the same as when the elements travel
+            in other pieces.
+        wire: format that the elements travel in.
+        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
+        error: what the last packing has lost, of the tensor's size: it is made up for, and what
+            this one loses stands there afterwards. Nothing of it is used where nothing is packed.
+        finish: called by a thread of its own as soon as the result is there, where it is packed.
+    """
+    _check(tensor, op)
+    check_wire(wire)
+    _check_sum(tensor.dtype)
+    size = group_size(group)
+    wire = wire.of(tensor, tensor.numel() // size)
+    if size == 1:
+        return Handle()
+    if wire is not IDENTITY:
+        packer = _packer(wire, op, group, tensor, purpose)
+        tensor = tensor.detach()
+        steps = packed_all_reduce(tensor, op == "mean", packer, error)
+        return _finished(Handle(run_packed(steps, packer, [tensor], finish)), async_op)
+    rank_groups = _rank_groups(group)
+    if not sends_directly(rank_groups[0].process_group, tensor):
+        if isinstance(group, Torus):
+            steps = partial(chained_all_reduce, tensor, op, rank_groups)
+            return _finished(_chained_handle([tensor], steps), async_op)
+        return backend_all_reduce(tensor, op, group, async_op)
+    # Small ones take one exchange in this thread, where gloo's ring would take n - 1.
+    small = tensor.nbytes <= DIRECT_BYTES
+    plain = not isinstance(group, Torus) and not (small and not async_op)
+    if plain and _backend_is_cheaper(tensor, op, rank_groups[0].ranks, any_order):
+        next_tag(rank_groups[0].process_group, 1, purpose)  # only noted: the backend has its own
+        return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
+    steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
+    return _sent(steps, rank_groups, async_op, here=small)
+
+
+def backend_all_reduce(
+    tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Handle:
+    """Runs the all-reduce of the backend: over gloo a ring, which adds in an order of its own."""
+    count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
+    work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
+    return _finished(Handle(work, _mean(tensor, op, group_size(group))), async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: Op = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    purpose: Purpose = ANY,
+    wire: WireFormat = IDENTITY,
+    error: Tensor | None = None,
+) -> Handle:
+    """Writes this rank's part of the reduction of `input` to `output`.
+
+    Over gloo the terms are added in the order of the ranks, of packed ones the own one first.
+
+    Args:
+        output: flat, 1 / size of the input; it may be this rank's part of the input itself.
+        input: flat; part r of it goes to rank r.
+        op: sum, mean or max.
+        group: None for the whole world.
+        async_op: return at once; the result may be read after `Handle.wait`.
+        accumulate_dtype: dtype of the sum and of `output`, where it is wider than what travels.
+        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
+        wire: format that the elements travel in.
+        error: the same as in `all_reduce`, of the size of the input, to which it is added.
+    """
+    check_wire(wire)
+    _check(output, op)
+    _check(input, op)
+    _check_sum(output.dtype)
+    size = group_size(group)
+    wire = wire.of(input, output.numel())
+    _check_parts(output, input, size, accumulate_dtype or input.dtype)
+    if size == 1:
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return Handle()
+    if wire is not IDENTITY:
+        packer = _packer(wire, op, group, input, purpose)
+        output, input = output.detach(), input.detach()
+        steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
+        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
+    rank_groups = _rank_groups(group)
+    if sends_directly(rank_groups[0].process_group, input):
+        steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
+        return _sent(steps, rank_groups, async_op)
+    if isinstance(group, Torus):
+        chained = partial(chained_reduce_scatter, output, input, op, rank_groups)
+        return _finished(_chained_handle([output, input], chained), async_op)
+    count_sent(input.nbytes * (1 - 1 / size))
+    if output.dtype != input.dtype:
+        started = _exchanged(output, input, op, group)
+        return _finished(Handle(*started), async_op)
+    work = reduce_scatter_flat(output, input, REDUCTIONS[op], group=group, async_op=True)
+    return _finished(Handle(work, _mean(output, op, size)), async_op)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    purpose: Purpose = ANY,
+    wire: WireFormat = IDENTITY,
+    add: bool = False,
+) -> Handle:
+    """Writes the inputs of all ranks, one after the other, to `output`.
+
+    Args:
+        output: flat, as large as all inputs together; it may contain this rank's input in its
+            place.
+        input: flat, of one size on all ranks.
+        group: None for the whole world.
+        async_op: return at once; the result may be read after `Handle.wait`.
+        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
+        wire: format that the elements travel in. All ranks then have the same bits, those of the
+            packed elements, also of the own part: its exact values stay in `input` alone.
+        add: whether packed elements are added to what `output` holds, which may be narrower.
+
+    Raises:
+        GulliverError: sizes or dtypes do not fit; elements that are not packed are to be added.
+    """
+    check_wire(wire)
+    _check(output, "sum")
+    _check(input, "sum")
+    size = group_size(group)
+    wire = wire.of(input)
+    _check_parts(input, output, size, input.dtype if add else None)
+    if add and (wire is IDENTITY or size == 1):
+        raise GulliverError("what is gathered is added to what there is where it travels packed")
+    if size == 1:
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return Handle()
+    if wire is not IDENTITY:
+        packer = _packer(wire, "sum", group, output, purpose)
+        output, input = output.detach(), input.detach()
+        steps = packed_all_gather(output, input, packer, add)
+        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
+    rank_groups = _rank_groups(group)
+    if sends_directly(rank_groups[0].process_group, input):
+        steps = segmented_all_gather(output, input, rank_groups, purpose)
+        return _sent(steps, rank_groups, async_op)
+    if isinstance(group, Torus):
+        chained = partial(chained_all_gather, output, input, rank_groups)
+        return _finished(_chained_handle([output, input], chained), async_op)
+    count_sent(output.nbytes * (1 - 1 / size))
+    return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
+
+
+def barrier(group: Group = None) -> None:
+    """Returns when all ranks have called it."""
+    if group_size(group) > 1:
+        dist.barrier(_plain(group)[0])
+
+
+def broadcast_object(value: Any, src: int = 0, group: Group = None) -> Any:
+    """The value that rank `src` of the group passed."""
+    if group_size(group) == 1:
+        return value
+    box = [value]
+    plain, place = _plain(group, src)
+    dist.broadcast_object_list(box, group=plain, group_src=place)
+    return box[0]
+
+
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
+    """The values that all ranks passed, in the order of the ranks."""
+    if group_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(values, value, group=_plain(group)[0])
+    # A group numbers its ranks as the world does, a torus as they fill its axes.
+    return [values[_plain(group, r)[1]] for r in range(len(values))]
+
+
+def broadcast(
+    tensor: Tensor, src: int = 0, group: Group = None, wire: WireFormat = IDENTITY
+) -> None:
+    """Replaces `tensor` on every rank by that of rank `src` of the group."""
+    # Packed in a wire format all ranks get the same bits, rank `src` too.
+    _check(tensor, "sum")
+    check_wire(wire)
+    wire = wire.of(tensor)
+    if group_size(group) == 1:
+        return
+    plain, place = _plain(group, src)
+    if wire is IDENTITY:
+        dist.broadcast(tensor, group=plain, group_src=place)
+        return
+    packed = pack(tensor, wire)  # of the others for its size
+    dist.broadcast(packed, group=plain, group_src=place)
+    unpack(packed, wire, tensor.numel(), out=tensor.detach().view(-1))
+
+
+def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Purpose) -> Packer:
+    """Returns what packs and exchanges tensors, along the axes of a torus or directly."""
+    check_packed(op, wire)
+    rank_groups = _rank_groups(group)
+    gloo = sends_directly(rank_groups[0].process_group, whole)
+    return Packer(wire, rank_groups, purpose, gloo)
+
+
+def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
+    """The rank groups of a collective: one for each axis of a torus, else one."""
+    return group.rank_groups if isinstance(group, Torus) else (rank_group_of(group),)
+
+
+def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
+    """Torch's group for this one, and its number for a rank."""
+    if not isinstance(group, Torus):
+        return group, rank
+    rank_group = group.flat
+    return rank_group.process_group, rank_group.group_order().index(rank)
+
+
+def _sent(
+    collectives: list[Steps], rank_groups: tuple[RankGroup, ...], async_op: bool, here: bool = False
+) -> Handle:
+    """Starts collectives made of point-to-point steps."""
+    axes = len(rank_groups)
+    if not async_op and len(collectives) == 1 and (here or axes > 1):
+        # There is nothing else to do meanwhile, and a thread would cost tens of microseconds.
+        drive(collectives[0])
+        return Handle()
+    # Along one axis there are at most two exchanges, which can share a lane: see [Note: two lanes].
+    works = [start(steps, apart=axes > 1) for steps in collectives]
+    return _finished(Handle(works[0] if len(works) == 1 else _Several(works)), async_op)
+
+
+def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
+    """Starts the backend's collectives, axis after axis."""
+    return Handle(_Several(run_chained(tensors, steps)))
+
+
+def _finished(handle: Handle, async_op: bool) -> Handle:
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _mean(tensor: Tensor, op: Op, size: int) -> Callable[[], Any] | None:
+    return (lambda: tensor.div_(size)) if op == "mean" else None
+
+
+def _check(tensor: Tensor, op: str) -> None:
+    if op not in REDUCTIONS:
+        raise GulliverError(f"unknown reduction {op!r}: {nearest(op, REDUCTIONS)}")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise GulliverError(f"the mean of {tensor.dtype} is not defined: reduce with 'sum'")
+    if not tensor.is_contiguous():
+        raise GulliverError(
+            f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pass tensor.contiguous()"
+        )
+
+
+def _check_sum(dtype: torch.dtype) -> None:
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        raise GulliverError(
+            f"{dtype} travels but is not added up: "
+            "reduce_scatter with accumulate_dtype=torch.float32, or reduce a wider dtype"
+        )
+
+
+def _backend_is_cheaper(tensor: Tensor, op: Op, ranks: tuple[int, ...], any_order: bool) -> bool:
+    """Whether gloo's own all-reduce is cheaper and its order of addition is acceptable."""
+    # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
+    # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's
+    # time, which counts where the core that communicates computes too. Two terms have one sum in
+    # either order; of more than two, gloo's order depends on the place in the tensor. Its ring
+    # takes 2 (n-1) messages after one another where ours takes 2: which is faster depends on the
+    # size and the links.
+    if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
+        return False
+    if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
+        return False
+    return len(ranks) == 2 or (any_order and choose_all_reduce(tensor.nbytes, ranks).kind == "ring")
+
+
+class _Several:
+    """Several works that are waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _exchanged(
+    output: Tensor, input: Tensor, op: Op, group: dist.ProcessGroup | None
+) -> tuple[Any, Callable[[], Any]]:
+    parts = input.view(group_size(group), -1)
+    work, add_up = exchange_and_add(output, parts, op, group)
+
+    def finish() -> None:
+        add_up()
+        if op == "mean":
+            output.div_(len(parts))
+
+    return work, finish
+
+
+def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | None = None) -> None:
+    if part.numel() * size != whole.numel() or part.dtype != (dtype or whole.dtype):
+        raise GulliverError(
+            f"{size} parts of {part.numel()} {part.dtype} do not make {whole.numel()} {whole.dtype}"
+        )
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether any rank of the world passed True."""
+    votes = torch.tensor([float(flag)], device=device)
+    all_reduce(votes, op="max")
+    return bool(votes.item())
+
+
+# Errors that every rank raises together.
+
+
+T = TypeVar("T")
+
+
+def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Calls a function on every rank and returns its value, unless it failed on any of them.
+
+    Args:
+        function: function to call; it must not communicate.
+        group: ranks that call it; None for the world.
+
+    Raises:
+        Exception: the error of this rank.
+        GulliverError: the error of another rank.
+    """
+    failure: Exception | None = None
+    value: T | None = None
+    try:
+        value = function()
+    except Exception as error:
+        failure = error
+    # Ranks must not go on to a collective operation that a failed rank never enters.
+    reasons = gather_objects(
+        None if failure is None else str(failure) or type(failure).__name__, group
+    )
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise GulliverError(f"rank {rank} failed: {reason}")
+    return value  # type: ignore[return-value]
+
+
+# Choice of the torus that the collectives of a step follow, if any, by predicted seconds.
+#
+# Every way to factorise the ranks into up to three axes is considered, on the links that a cluster
+# has; what they cost is computed by `gulliver.hardware`. All ranks at once win where a torus is
+# not predicted to be faster by a margin: predictions are not better than that.
+
+
+MOST_AXES = 3
+MARGIN = 0.05
+"""Share of the seconds by which a torus must be faster to be taken."""
+NAMES = {2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
+"""Names of axes that are not the cluster's own."""
+
+
+@dataclass(frozen=True)
+class ChosenAxes:
+    """The chosen torus, if any, and the predictions behind the choice."""
+
+    axes: dict[str, int]  # Name and size of each axis, outer to inner; empty for all ranks at once
+    # Ranks in the order of their places on the axes; None for 0, 1, 2 ...
+    order: tuple[int, ...] | None
+    seconds: float  # Predicted seconds of the collectives along `best`, the fastest torus
+    flat_s: float  # Predicted seconds with all ranks at once
+    best: dict[str, int]  # The fastest torus, chosen or not; empty where the ranks make none
+
+    def __str__(self) -> str:
+        torus, flat = f"{1e3 * self.seconds:.3g} ms", f"{1e3 * self.flat_s:.3g} ms"
+        if self.axes:
+            return f"torus {self.axes}: {torus} against {flat} flat"
+        return f"flat: {flat}" + (f" against {torus} as torus {self.best}" if self.best else "")
+
+
+def choose_axes(
+    cluster: Cluster, collectives: Sequence[tuple[str, int]], size: int | None = None
+) -> ChosenAxes:
+    """Chooses the axes of collectives; every rank calls it and gets rank 0's result.
+
+    Args:
+        cluster: links of the ranks, measured or described.
+        collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of the whole
+            tensor of each, such as `gulliver.hardware.costs.zero_collectives` lists for a step.
+        size: ranks of the world, to be checked; None for what the cluster has.
+
+    Raises:
+        GulliverError: the cluster has another number of ranks.
+    """
+    if size is not None and cluster.size != size:
+        raise GulliverError(
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, and there are {size}: pass "
+            f"cluster.resized({size}), or measure it with gulliver probe"
+        )
+    found = {sizes: torus_seconds(cluster, sizes, collectives) for sizes in tori(cluster.size)}
+    flat_s = torus_seconds(cluster, [cluster.size], collectives)
+    sizes = min(found, key=lambda sizes: (found[sizes], len(sizes)), default=())
+    best = dict(zip(_names(cluster, sizes), sizes, strict=True))
+    seconds = found.get(sizes, flat_s)
+    taken = best if seconds < (1 - MARGIN) * flat_s else {}
+    # The ranks may have been given different clusters, and must go one way.
+    return broadcast_object(
+        ChosenAxes(taken, cluster.rank_order if taken else None, seconds, flat_s, best)
+    )
+
+
+def tori(ranks: int, axes: int = MOST_AXES) -> Iterator[tuple[int, ...]]:
+    """Ordered factorisations of a number into two factors or more, each above 1."""
+    for first in range(2, ranks // 2 + 1):
+        if ranks % first == 0:
+            yield first, ranks // first
+            if axes > 2:
+                yield from ((first, *rest) for rest in tori(ranks // first, axes - 1))
+
+
+def _names(cluster: Cluster, sizes: tuple[int, ...]) -> Sequence[str]:
+    own = [axis for axis in cluster.axes if axis.size > 1]
+    if sizes == tuple(axis.size for axis in own):
+        return [axis.name for axis in own]
+    return NAMES.get(len(sizes), ())

@@ -1,0 +1,224 @@
+"""Ranks in a row, with the group that they alone belong to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver._compat import is_gloo
+from gulliver.precision.wire.formats import IDENTITY, WireFormat
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks in a ring order, with the process group that they belong to."""
+
+    ranks: tuple[int, ...] = (0,)  # Ranks of the world, in the order of the group
+    rank: int = 0
+    # Process group that they all belong to; None for a group of one rank, and for the whole world.
+    process_group: dist.ProcessGroup | None = None
+    # Format in which activations are shared among them, and their gradients; who shares what must
+    # be exact, such as a sum of losses, does not look at it.
+    wire: WireFormat = IDENTITY
+    # Groups live as long as the rank groups that they were made for: see `groups.py`.
+    _origin: RankGroup | None = field(default=None, compare=False, repr=False)
+
+    def packed(self, wire: WireFormat) -> RankGroup:
+        """The same ranks with another wire format for activations."""
+        return self if wire == self.wire else replace(self, wire=wire, _origin=self)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def group_order(self) -> list[int]:
+        """Ranks of this group, in the order in which the process group numbers them."""
+        members = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
+        return [self.ranks.index(member) for member in members]
+
+
+class _Place(NamedTuple):
+    """This process's place in a group."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    gloo: bool
+
+
+# Asked once for each group: torch takes dozens of calls to tell it, in every collective.
+_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+
+
+def _place(group: dist.ProcessGroup | None) -> _Place:
+    key = group or dist.group.WORLD
+    found = _places.get(key)
+    if found is None:
+        gloo = is_gloo(group, torch.device("cpu"))
+        ranks = tuple(dist.get_process_group_ranks(key))
+        found = _places[key] = _Place(dist.get_rank(group), ranks, gloo)
+    return found
+
+
+def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
+    """The ranks of a group, as it numbers them."""
+    place = _place(group)
+    return RankGroup(place.ranks, place.rank, group)
+
+
+def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
+    """Whether tensors like this one use our point-to-point collectives (gloo on the CPU)."""
+    return tensor.device.type == "cpu" and _place(group).gloo
+
+
+ALONE = RankGroup()
+"""A rank group of one rank."""
+
+
+# Process groups that are made once and shared by all who want the same ranks for the same use.
+#
+# A gloo group costs three threads, one of which wakes a hundred times in a second whether or not
+# anything arrives, and sockets to every member. So models that are boosted one after another must
+# not bring groups of their own.
+
+
+Key = tuple[str, tuple[int, ...]]
+
+
+# [Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree
+# when: a rank on which the last user of a group was collected does not know whether the others
+# still send. So a group without users is kept for its next user. Where the ranks meet
+# anyway, at the end of a boost, they agree on those that nobody has asked for or uses on any rank,
+# and destroy them. All others go with the world.
+#
+# Callers name the use of a group. Two uses at a time do not share a group, so that messages of one
+# are never in the way of those of the other.
+@dataclass
+class _Shared:
+    """A process group with its users, or what torch gives to ranks that are not in it."""
+
+    group: Any
+    # Rank groups of this process that were given it; those that are gone are empty.
+    users: list[weakref.ref[RankGroup]] = field(default_factory=list)
+    wanted: bool = True  # Since the ranks agreed the last time
+    # Made by its members alone, and given back by them; other ranks do not know it.
+    of_members: bool = False
+    # The group was given out without a rank group, so nobody knows its users.
+    for_ever: bool = False
+
+    @property
+    def used(self) -> bool:
+        self.users = [user for user in self.users if user() is not None]
+        return self.for_ever or bool(self.users)
+
+
+# By the world that they belong to, and go with; ranks that are threads have one each.
+_made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
+
+
+def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
+    """Returns this rank's row with its group; every rank calls it with the same rows.
+
+    Args:
+        rows: ranks of the world in the order of their places; one of the rows has this rank.
+        use: rows of the same ranks have one group for each use.
+    """
+    me = dist.get_rank()
+    # Every rank makes the groups of all ranks: that is what torch asks for.
+    made = [(row, _shared(row, use)) for row in rows if len(row) > 1]
+    row = next(row for row in rows if me in row)
+    shared = next((shared for other, shared in made if other is row), None)
+    rank_group = RankGroup(tuple(row), row.index(me), shared.group if shared else None)
+    if shared is not None:
+        shared.users.append(weakref.ref(rank_group))
+    return rank_group
+
+
+def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
+    """The process group of a rank group, also of one rank; it lives as long as the world."""
+    groups = _made.setdefault(dist.group.WORLD, {})
+    for shared in groups.values():
+        if rank_group.process_group is not None and shared.group is rank_group.process_group:
+            shared.for_ever = True
+    if rank_group.size > 1:
+        return rank_group.process_group or dist.group.WORLD  # pyright: ignore[reportReturnType]
+    key = "alone", (dist.get_rank(),)
+    if key not in groups:
+        # No other rank has a part in it, so none is asked; nor does it count when ranks agree.
+        alone = dist.new_group(list(key[1]), use_local_synchronization=True)
+        groups[key] = _Shared(alone, of_members=True, for_ever=True)
+    return groups[key].group
+
+
+def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
+    """A rank group for messages from host memory, with a gloo group where the group is NCCL's.
+
+    NCCL moves nothing that lies in host memory. The group's ranks call this together, and
+    `return_rank_group` in the end.
+
+    Args:
+        group: process group; None for the whole world.
+        use: name of the use, as of `shared_rank_group`.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return ALONE
+    found = rank_group_of(group)
+    if is_gloo(group, torch.device("cpu")):
+        return found
+    groups, key = _made.setdefault(dist.group.WORLD, {}), (f"host: {use}", found.ranks)
+    if key not in groups:
+        made = dist.new_group(list(found.ranks), backend="gloo", use_local_synchronization=True)
+        groups[key] = _Shared(made, of_members=True)
+    rank_group = replace(found, process_group=groups[key].group)
+    groups[key].users.append(weakref.ref(rank_group))
+    return rank_group
+
+
+def return_rank_group(rank_group: RankGroup) -> None:
+    """Gives back a rank group of `host_rank_group`; its ranks call this together."""
+    # What was made for it goes once none of them uses it any more.
+    groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    mine = rank_group.process_group
+    for key, shared in tuple(groups.items()):
+        if shared.of_members and shared.group is mine:
+            shared.users = [user for user in shared.users if user() is not rank_group]
+            free: list[Any] = [None] * rank_group.size
+            dist.all_gather_object(free, not shared.used, mine)
+            if all(free):
+                del groups[key]
+                dist.destroy_process_group(mine)
+
+
+def release_groups() -> None:
+    """Destroys groups that no rank uses or has asked for since the last call; all ranks call it."""
+    if not dist.is_initialized():
+        return
+    groups = _made.get(dist.group.WORLD, {})
+    idle = [key for key, shared in groups.items() if not (shared.of_members or shared.wanted)]
+    for shared in groups.values():
+        shared.wanted = False
+    if not idle:
+        return
+    free: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(free, [key for key in idle if not groups[key].used])
+    for key in idle:
+        if all(key in answer for answer in free):
+            group = groups.pop(key).group
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+def _shared(row: Sequence[int], use: str) -> _Shared:
+    # torch sorts a group's ranks; messages name ranks of the world, so nothing minds.
+    groups, key = _made.setdefault(dist.group.WORLD, {}), (use, tuple(sorted(row)))
+    if key not in groups:
+        groups[key] = _Shared(dist.new_group(list(key[1])))
+    groups[key].wanted = True
+    return groups[key]

@@ -1,0 +1,166 @@
+"""How ranks of one machine meet: over a store that listens on localhost only.
+
+torch's own ways to meet make a store that listens on all interfaces, where any host on the network
+may read and write it. Gloo's and NCCL's listeners follow the interface that the environment names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from gulliver.errors import GulliverError
+
+BACKEND = "gulliver-localhost"
+LOCALHOST = "127.0.0.1"
+
+
+class LocalRendezvous(RendezvousHandler):
+    """A rendezvous of the ranks that one agent starts."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id, self._closed = run_id, False
+        with socket.socket() as listener:
+            listener.bind((LOCALHOST, 0))
+            listener.listen(socket.SOMAXCONN)
+            self._port = listener.getsockname()[1]
+            self._store: TCPStore | None = TCPStore(
+                LOCALHOST,
+                self._port,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=os.dup(listener.fileno()),
+            )
+
+    def get_backend(self) -> str:
+        """The name of the backend."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use this store and make none of their own."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """One agent, on this machine."""
+        assert self._store is not None
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOCALHOST, self._port))
+
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def set_closed(self) -> None:
+        """Closes it."""
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        """Always 0."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The name of the job."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Releases the store."""
+        self._store = None
+        return True
+
+
+def make_rendezvous(parameters: RendezvousParameters) -> LocalRendezvous:
+    """Factory for the agent; see `register`."""
+    return LocalRendezvous(parameters.run_id)
+
+
+def register() -> str:
+    """Registers the rendezvous with torch's agents and returns its name."""
+    rendezvous_handler_registry.register(BACKEND, make_rendezvous)
+    return BACKEND
+
+
+def listen_on_localhost() -> None:
+    """Restricts the backends of ranks started from here to the loopback interface."""
+    # ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set already are left alone.
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
+# Starting ranks on this machine through torch's elastic agent, the engine of torchrun.
+
+
+def default_ranks() -> int:
+    """One rank per GPU, or one."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+"""What ends a rank that neither ended by itself nor was ended because of another."""
+
+
+def under_launcher() -> bool:
+    """Whether this process is a rank that a launcher started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(module: str, arguments: list[str], ranks: int) -> int:
+    """Runs ``python -m module arguments`` on `ranks` ranks and waits for them."""
+    # SIGTERM and SIGINT reach the ranks, which have time to save. Nothing listens on an interface
+    # but localhost, unless the environment names another one (see `listen_on_localhost`).
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # One line of our own says what failed; the agent's tracebacks would bury it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    listen_on_localhost()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=register(),
+        rdzv_endpoint=LOCALHOST,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        # A rank that was killed makes others fail, which may be seen first.
+        killed = {r: f for r, f in failed.failures.items() if -f.exitcode in _FROM_OUTSIDE}
+        if killed:
+            rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        raise GulliverError(
+            f"rank {rank} was killed by {name}: the other ranks were ended"
+        ) from None
+    return 0

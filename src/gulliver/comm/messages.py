@@ -1,0 +1,363 @@
+"""Wire formats: how the elements of a tensor travel between ranks.
+
+Every collective, exchange and message takes one. What they are, and how elements are packed, is
+in `gulliver.precision.wire`; how packed elements are reduced and gathered is in `packed.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.watchdog import ANY, Purpose, flight_recorder
+from gulliver.errors import GulliverError
+from gulliver.precision.wire.formats import IDENTITY, WireFormat, packed_bytes, wire_format
+from gulliver.precision.wire.packing import pack, unpack
+
+
+def check_wire(wire: WireFormat) -> None:
+    """Refuses unknown wire formats."""
+    if wire is not IDENTITY:
+        wire_format(wire)
+
+
+def with_wire(purpose: Purpose, wire: WireFormat) -> Purpose:
+    """Adds the format to a purpose: messages of ranks that disagree about it never match."""
+    if wire.name == "identity":
+        return purpose
+    text = f"{purpose.text or 'shares a tensor'}, packed as {wire.name} in {wire.block}s"
+    return replace(purpose, text=text, wire=wire.code)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Views a contiguous tensor as bytes, since backends do not support every dtype."""
+    assert tensor.is_contiguous(), "gloo would read the storage from its start"
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+# Point-to-point messages: how they are posted and matched, and the buffers they arrive in.
+
+
+TAGS = 1 << 20
+"""Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
+_NUMBERS = 1 << 15
+"""Those of one purpose in one wire format; many more than can be under way."""
+_counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_exchanges: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+_lock = threading.Lock()
+_kept_bytes = _sent_bytes = 0
+KEPT_BYTES = 128 << 20
+"""Receive buffers that are kept for the next operation: fresh memory is slow to touch."""
+
+
+# [Note: tags] Messages are matched by tags that every operation takes from a counter of its
+# group when it is handed in, and by what the operation is for, where that is known (see
+# `watchdog.py`). All ranks must hand in the operations of a group in one order; after that,
+# nothing depends on the order in which they are posted.
+class Messages:
+    """Point-to-point messages in flight."""
+
+    def __init__(
+        self, works: list[Any], keep: Any = None, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._keep, self._finish = works, keep, finish
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for work in self._works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._works, self._keep = [], None
+
+
+def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Starts a receive from a rank of the world."""
+    return dist.irecv(_content(tensor), peer, group=group, tag=tag)
+
+
+def count_sent(count: float) -> None:
+    """Counts bytes sent to other ranks; called from any thread."""
+    global _sent_bytes
+    with _lock:
+        _sent_bytes += int(count)
+
+
+def sent_bytes() -> int:
+    """Bytes of tensors that this process has sent to other ranks so far."""
+    # Those of our own messages are counted as they are posted. What a backend does by itself counts
+    # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
+    # messages of torch's DDP are not counted.
+    return _sent_bytes
+
+
+def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Starts a send to a rank of the world."""
+    count_sent(tensor.nbytes)
+    return dist.isend(_content(tensor), peer, group=group, tag=tag)
+
+
+def exchange_parts(
+    incoming: Iterable[tuple[int, Tensor]],
+    outgoing: Iterable[tuple[int, Tensor]],
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> Messages:
+    """Posts one message from and one to each of some ranks of the world."""
+    incoming, outgoing = list(incoming), list(outgoing)
+    # Receives first: a send that meets no receive fills buffers, and the pair takes turns.
+    works = [receive(tensor, peer, group, tag) for peer, tensor in incoming]
+    works += [send(tensor, peer, group, tag) for peer, tensor in outgoing]
+    return Messages(works, (incoming, outgoing))
+
+
+def others(rank: int, size: int) -> list[int]:
+    """The other ranks, beginning with the next one, so that not all ranks send to the same."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose = ANY) -> int:
+    """The first of `count` tags that follow each other and belong to the caller."""
+    key = group or dist.group.WORLD
+    with _lock:
+        number = _counters.get(key, 0)
+        if number + count > _NUMBERS:
+            number = 0
+        _counters[key] = number + count
+    flight_recorder.note(key, number, purpose)
+    return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
+
+
+def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
+    """Records an exchange that all ranks of a group make with tags of their own."""
+    # Numbered by themselves, below those of collectives, whose tags stay what they are.
+    key = group or dist.group.WORLD
+    with _lock:
+        _exchanges[key] = (_exchanges.get(key, 0) + 1) % TAGS
+        number = _exchanges[key] - TAGS
+    flight_recorder.note(key, number, purpose)
+
+
+def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat, uninitialized buffer."""
+    global _kept_bytes
+    with _lock:
+        free = _buffers.get((numel, dtype))
+        if free:
+            buffer = free.pop()
+            _kept_bytes -= buffer.nbytes
+            return buffer
+    return torch.empty(numel, dtype=dtype)
+
+
+def give_buffer(buffer: Tensor) -> None:
+    """Gives a buffer of `take_buffer` back; the least recently used are freed above a limit."""
+    global _kept_bytes
+    key = (buffer.numel(), buffer.dtype)
+    with _lock:
+        # The size that was used last stands last.
+        free = _buffers.pop(key, [])
+        free.append(buffer)
+        _buffers[key] = free
+        _kept_bytes += buffer.nbytes
+        while _kept_bytes > KEPT_BYTES:
+            oldest = next(iter(_buffers))
+            if not _buffers[oldest]:
+                del _buffers[oldest]
+                continue
+            _kept_bytes -= _buffers[oldest].pop().nbytes
+
+
+def _content(tensor: Tensor) -> Tensor:
+    """The bytes to send for a tensor; an empty one is sent as one element."""
+    return as_bytes(tensor if tensor.numel() else tensor.new_zeros(1))
+
+
+# Messages between ranks that know each other's sizes: to the next of a group, and to each.
+
+
+EXCHANGE_TAG = 300
+PACKED_CODE = 1900
+"""Codes of messages in wire formats begin here; collectives have those below."""
+Addressed = Iterable[tuple[int, Tensor]]
+"""Ranks of the world, and the tensor that comes from or goes to each; contiguous, of any dtype."""
+
+
+# [Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
+# messages are posted one after the other, so the receives stand first: a message that finds its
+# receive posted needs no further round trip. Over NCCL a batch is one grouped call, so that no
+# rank's send waits for another's. All ranks post in the same order, which is what NCCL goes by;
+# gloo goes by the tags too. What arrives is waited for before it is read or sent on: NCCL would
+# keep that order by itself, gloo does not.
+#
+# Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
+class Flight:
+    """A message in flight each way; `wait` returns what arrived once both are done."""
+
+    def __init__(self, messages: Messages | None, arriving: Tensor) -> None:
+        self._messages, self._arriving = messages, arriving
+
+    def wait(self) -> Tensor:
+        """Waits and returns what arrived; the sent tensor may be reused."""
+        if self._messages is not None:
+            self._messages.wait()
+        self._messages = None
+        return self._arriving
+
+
+def operations(
+    incoming: Addressed,
+    outgoing: Addressed,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    wire: WireFormat = IDENTITY,
+) -> list[dist.P2POp]:
+    """Returns torch's operations, receives first, for schedules that post them themselves."""
+    check_wire(wire)
+    if wire.name != "identity":
+        raise GulliverError(f"operations are not packed as {wire}: post the bytes of PackedTensors")
+    outgoing = list(outgoing)
+    count_sent(sum(tensor.nbytes for _, tensor in outgoing))
+    # Both sides know the sizes, so a message without content is sent by neither.
+    return [
+        dist.P2POp(call, as_bytes(tensor), peer, group, tag)
+        for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for peer, tensor in messages
+        if tensor.numel()
+    ]
+
+
+def post(
+    incoming: Addressed,
+    outgoing: Addressed,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    wire: WireFormat = IDENTITY,
+) -> Messages:
+    """Posts receives and sends; arguments as for `operations`."""
+    check_wire(wire)
+    kept = list(incoming), list(outgoing)
+    if wire.name == "identity":
+        calls = operations(*kept, group, tag)
+        return Messages(dist.batch_isend_irecv(calls) if calls else [], kept)
+    packed = PackedTensors(wire, tag)
+    coming = [(peer, packed.receiving(tensor)) for peer, tensor in kept[0]]
+    going = [(peer, packed.sending(tensor)) for peer, tensor in kept[1]]
+    calls = operations(coming, going, group, packed.tag(tag))
+    works = dist.batch_isend_irecv(calls) if calls else []
+    return Messages(works, (kept, going), packed.unpack)
+
+
+class PackedTensors:
+    """Bytes of tensors that are sent or received in a wire format."""
+
+    # Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers,
+    # and what would not become smaller, travel as they are.
+
+    def __init__(self, wire: WireFormat, number: int = 0) -> None:
+        self.wire, self._number = wire, number
+        self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
+
+    def tag(self, tag: int) -> int:
+        """The tag of a message; those of other formats never match."""
+        return (1 + PACKED_CODE + self.wire.code) * TAGS + tag
+
+    def sending(self, tensor: Tensor) -> Tensor:
+        """Packs a tensor to be sent."""
+        wire = self.wire.of(tensor)
+        if wire is IDENTITY:
+            return tensor
+        generator = None
+        if wire.rounding == "stochastic":
+            generator = torch.Generator(tensor.device).manual_seed(_next_seed(self._number))
+        return pack(tensor, wire, generator=generator)
+
+    def receiving(self, tensor: Tensor) -> Tensor:
+        """Returns the buffer to receive a packed tensor into; `unpack` writes the tensor."""
+        wire = self.wire.of(tensor)
+        if wire is IDENTITY:
+            return tensor
+        packed = tensor.new_empty(packed_bytes(tensor.numel(), wire), dtype=torch.uint8)
+        self._arriving.append((packed, tensor.detach().view(-1), wire))
+        return packed
+
+    def unpack(self) -> None:
+        """Unpacks all received buffers into their tensors."""
+        arriving, self._arriving = self._arriving, []
+        for packed, tensor, wire in arriving:
+            unpack(packed, wire, tensor.numel(), out=tensor)
+
+
+_seeds = itertools.count(1)
+
+
+def _next_seed(number: int) -> int:
+    """Returns a new seed, different for each message and rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return (next(_seeds) * 4096 + number % 4096) * 1024 + rank % 1024
+
+
+def shift(
+    rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
+) -> Flight:
+    """Starts a send to the next rank of a group and a receive from the one before."""
+    check_wire(wire)
+    _note(rank_group, wire)
+    before, after = (
+        rank_group.ranks[(rank_group.rank + step) % rank_group.size] for step in (-1, 1)
+    )
+    return Flight(
+        post([(before, incoming)], [(after, outgoing)], rank_group.process_group, tag, wire),
+        incoming,
+    )
+
+
+def exchange(
+    rank_group: RankGroup,
+    outgoing: Sequence[Tensor],
+    counts: Sequence[int],
+    wire: WireFormat = IDENTITY,
+) -> list[Tensor]:
+    """All-to-all of parts of any sizes, which are known to both ends."""
+    check_wire(wire)
+    own = outgoing[rank_group.rank]
+    if rank_group.size == 1:
+        return [own]
+    _note(rank_group, wire)
+    order = [(rank_group.rank + step) % rank_group.size for step in range(1, rank_group.size)]
+    arriving = [own if p == rank_group.rank else own.new_empty(n) for p, n in enumerate(counts)]
+    # Each begins with its neighbour, so that not all send to one.
+    incoming = [(rank_group.ranks[p], arriving[p]) for p in reversed(order)]
+    sent = [(rank_group.ranks[p], outgoing[p]) for p in order]
+    post(incoming, sent, rank_group.process_group, EXCHANGE_TAG, wire).wait()
+    return arriving
+
+
+def _note(rank_group: RankGroup, wire: WireFormat) -> None:
+    """Records an exchange, so that ranks with another wire format are reported."""
+    # Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
+    note_exchange(rank_group.process_group, with_wire(ANY, wire))
+
+
+def gather_integers(
+    rank_group: RankGroup, values: Sequence[int], device: torch.device
+) -> list[list[int]]:
+    """Gathers the integers of every rank, as many from each."""
+    own = torch.tensor(values, dtype=torch.int64, device=device)
+    if rank_group.size == 1:
+        return [list(values)]
+    return [
+        t.tolist()
+        for t in exchange(rank_group, [own] * rank_group.size, [len(values)] * rank_group.size)
+    ]

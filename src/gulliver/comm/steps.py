@@ -1,0 +1,555 @@
+"""The engine that makes progress on collectives over gloo while Python computes.
+
+A collective is a generator: it posts messages, yields them, and is resumed when they have arrived;
+then it uses them, and may post the next ones. Posting copies into sockets and what follows adds up,
+and both leave the interpreter meanwhile, so neither takes time from the thread that trains, as long
+as there is a core for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import (
+    Messages,
+    give_buffer,
+    next_tag,
+    others,
+    receive,
+    send,
+    take_buffer,
+)
+from gulliver.comm.watchdog import ANY, Purpose, wait_for
+
+THREADS = 8
+"""Collectives that go apart at once; more wait for their turn."""
+
+
+# [Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
+# order in which they are handed in, which is the same on all ranks of a group. Those of at most two
+# exchanges go *in turn*: one thread begins them, whatever else is under way, another waits for what
+# arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
+# run in parallel. It cannot block: each exchange is posted as soon as the one before it has
+# arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
+# old collective before it begins a new one blocks those that wait for the new one, and have the
+# third exchange of the old one still to post. So collectives along several axes go *apart*, in a
+# thread each: the oldest unfinished one has a thread on every rank, and always goes on.
+class Arriving(Protocol):
+    """Messages in flight."""
+
+    def wait(self) -> None:
+        """Returns when all have arrived."""
+
+
+Steps = Generator[Arriving, None, None]
+"""A collective: it yields messages to wait for."""
+
+
+class PendingCollective:
+    """A collective in flight, done or failed."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Returns when the last step has been finished."""
+        wait_for(self._done)
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done.is_set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Called by the thread that finishes."""
+        self._error = error
+        _under_way.discard(self)
+        self._done.set()
+
+
+class _Threads:
+    """The threads of this process."""
+
+    def __init__(self) -> None:
+        self.begun: SimpleQueue[tuple[Steps, PendingCollective]] = SimpleQueue()
+        self.apart: SimpleQueue[tuple[Steps, PendingCollective]] = SimpleQueue()
+        self._arriving: SimpleQueue[tuple[Steps, PendingCollective, Arriving]] = SimpleQueue()
+        self._lock, self._drivers, self._driven = threading.Lock(), 0, 0
+        _serve("post", self.begun, self._resume)
+        _serve("finish", self._arriving, self._finish)
+
+    def drive(self, steps: Steps, exchange: PendingCollective) -> None:
+        """Hands in a collective with a thread of its own; threads are started on demand."""
+        with self._lock:
+            self._driven += 1
+            more = self._drivers < min(THREADS, self._driven)
+            self._drivers += more
+            self.apart.put((steps, exchange))
+        if more:
+            _serve(f"apart-{self._drivers}", self.apart, self._drive)
+
+    def _resume(self, steps: Steps, exchange: PendingCollective) -> None:
+        with _errors_of(exchange):
+            messages = next(steps, None)
+            if messages is None:
+                exchange.end()
+            else:
+                self._arriving.put((steps, exchange, messages))
+
+    def _finish(self, steps: Steps, exchange: PendingCollective, messages: Arriving) -> None:
+        with _errors_of(exchange):
+            messages.wait()
+            self._resume(steps, exchange)
+
+    def _drive(self, steps: Steps, exchange: PendingCollective) -> None:
+        with _errors_of(exchange):
+            drive(steps)
+            exchange.end()
+        with self._lock:
+            self._driven -= 1
+
+
+_threads: _Threads | None = None
+_under_way: WeakSet[PendingCollective] = WeakSet()
+
+
+def start(steps: Steps, apart: bool = False) -> PendingCollective:
+    """Starts a collective."""
+    global _threads
+    if _threads is None:
+        _threads = _Threads()
+    exchange = PendingCollective()
+    _under_way.add(exchange)
+    if apart:
+        _threads.drive(steps, exchange)
+    else:
+        _threads.begun.put((steps, exchange))
+    return exchange
+
+
+def drive(steps: Steps) -> None:
+    """Runs a collective to its end in this thread."""
+    for messages in steps:
+        messages.wait()
+
+
+def drain(until: float) -> bool:
+    """Waits for all collectives in flight; returns whether they ended before the deadline."""
+    every = [e._done.wait(max(0.0, until - time.monotonic())) for e in list(_under_way)]
+    return all(every)
+
+
+@contextmanager
+def _errors_of(exchange: PendingCollective) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        exchange.end(error)
+
+
+def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> None:
+    def loop() -> None:
+        while True:
+            # What it was handed is let go at once: the next may be long in coming.
+            work(*queue.get())
+
+    # A daemon: at exit the interpreter must not wait for a thread that waits for a lost rank. What
+    # is still in flight is drained before (`_world._leave`), since a thread that is ended inside of
+    # gloo takes the process down with it. A forked child has the queues but not the threads, so
+    # processes that communicate are spawned, as all of ours are; workers of data loaders never
+    # communicate.
+    threading.Thread(target=loop, name=f"gulliver-comm-{name}", daemon=True).start()
+
+
+# Collectives over the axes of a torus by point-to-point messages, step by step.
+#
+# The whole payload crosses the innermost, fast axis first, and only this rank's shard the outer
+# ones: reduce-scatter goes from the inner to the outer axis, all-gather back, all-reduce does
+# both. Along each axis every rank exchanges with every other directly: each sends and receives (n
+# - 1) / n of the whole, as in a ring, in one latency instead of n - 1. (Gloo's own reduce-scatter
+# is an all-reduce.) A plain group is a torus of one axis. Along several axes a large tensor is cut
+# into segments that travel as collectives of their own, so that one crosses the slow axis while
+# the next crosses the fast one.
+#
+# Each collective is a generator that yields the messages to wait for. `all_gather_steps` is the
+# mirror image of `reduce_scatter_steps`.
+
+
+ROW_BYTES = 32 << 10
+"""Rows from this size on travel as they lie."""
+DIRECT_BYTES = 32 << 10
+"""Along the outermost axis an all-reduce sends everything to every rank at once, which saves an
+exchange, if each rank sends at most so much more."""
+TINY_BYTES = 2 << 10
+"""Up to this size it does so along every axis: to send a shard less far costs one more exchange."""
+SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
+"""A tensor is cut into so many segments, of at least and at most so many bytes."""
+
+
+# [Note: who owns what] Rank r owns part r, whether the way was flat or along axes. Seen as
+# ``[outer, inner, part]``, an inner exchange sends the strided block ``[:, i]`` to inner rank i.
+# Its rows go as they lie, a message each, when they are long, and as one gathered copy when they
+# are short: a message costs tens of microseconds, whatever its size. An all-reduce has no owners,
+# so its blocks are contiguous.
+#
+# [Note: receives first] The receives of all steps are posted before anything is sent. A message
+# that finds its receive posted needs no further round trip, which over a slow link is most of its
+# time.
+#
+# [Note: order of the sum] Terms are added in the order of the ranks along each axis, so the bits
+# depend on the shape of the torus, and on nothing else.
+@dataclass
+class AxisExchange:
+    """One exchange of blocks ``[rows, length]`` along a rank group."""
+
+    rank_group: RankGroup
+    tag: int  # The first of as many as there are rows
+    receives: list[Any] = field(default_factory=list)  # Those that were posted and not waited for
+    sends: list[Any] = field(default_factory=list)
+    keep: list[Tensor] = field(default_factory=list)  # What must live until it is sent
+
+    def receive(self, peer: int, block: Tensor) -> None:
+        """Posts the receive of a block; its pieces must lie contiguously."""
+        for number, piece in enumerate(_pieces(block)):
+            rank = self.rank_group.ranks[peer]
+            self.receives.append(
+                receive(piece, rank, self.rank_group.process_group, self.tag + number)
+            )
+
+    def send(self, peers: Iterable[int], block: Tensor) -> None:
+        """Sends a block to several ranks of the rank group."""
+        pieces = _pieces(block)
+        self.keep += pieces
+        for peer in peers:
+            for number, piece in enumerate(pieces):
+                rank = self.rank_group.ranks[peer]
+                self.sends.append(
+                    send(piece, rank, self.rank_group.process_group, self.tag + number)
+                )
+
+    def arrivals(self) -> Messages:
+        """The pending receives."""
+        works, self.receives = self.receives, []
+        return Messages(works)
+
+    def departures(self) -> Messages:
+        """The pending sends; each may be waited for once only."""
+        works, self.sends = self.sends, []
+        return Messages(works, self.keep)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other places of the rank group."""
+        return others(self.rank_group.rank, self.rank_group.size)
+
+
+def segmented_reduce_scatter(
+    output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
+) -> list[Steps]:
+    """A reduce-scatter along rank groups, outer to inner, in segments.
+
+    Args:
+        output: this rank's part, perhaps of a wider dtype than the input.
+        input: one part for each rank, in the order of the torus.
+        op: sum, mean or max.
+        rank_groups: through this rank.
+        purpose: all ranks pass the same.
+    """
+    return [
+        reduce_scatter_steps(output, input, op, rank_groups, _tags(rank_groups, purpose), segment)
+        for segment in _segments(output.numel(), input.nbytes, rank_groups)
+    ]
+
+
+def segmented_all_gather(
+    output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
+) -> list[Steps]:
+    """An all-gather along rank groups, outer to inner, in segments."""
+    return [
+        all_gather_steps(output, input, rank_groups, _tags(rank_groups, purpose), segment)
+        for segment in _segments(input.numel(), output.nbytes, rank_groups)
+    ]
+
+
+def segmented_all_reduce(
+    tensor: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
+) -> list[Steps]:
+    """An all-reduce in place along rank groups, outer to inner, in segments."""
+    flat = tensor.view(-1)
+    return [
+        all_reduce_steps(
+            flat,
+            op,
+            rank_groups,
+            _tags(rank_groups, purpose) + _tags(rank_groups, purpose),
+            segment,
+        )
+        for segment in _segments(flat.numel(), flat.nbytes, rank_groups)
+    ]
+
+
+def reduce_scatter_steps(
+    output: Tensor,
+    input: Tensor,
+    op: str,
+    rank_groups: Sequence[RankGroup],
+    tags: Sequence[int],
+    segment: tuple[int, int],
+) -> Steps:
+    """One segment, an interval of each part, from the inner to the outer axis."""
+    sizes, length = [rank_group.size for rank_group in rank_groups], segment[1] - segment[0]
+    stages: list[tuple[AxisExchange, Tensor]] = []
+    dtype = input.dtype
+    for depth in reversed(range(len(rank_groups))):
+        exchange = AxisExchange(rank_groups[depth], tags[depth])
+        rows = math.prod(sizes[:depth])
+        buffer = take_buffer((sizes[depth] - 1) * rows * length, dtype)
+        slots = buffer.view(sizes[depth] - 1, rows, length)
+        for peer in exchange.peers:
+            exchange.receive(peer, slots[_slot(peer, exchange.rank_group.rank)])
+        stages.append((exchange, slots))
+        dtype = output.dtype
+    blocks = input.view(math.prod(sizes[:-1]), sizes[-1], output.numel())[
+        ..., segment[0] : segment[1]
+    ]
+    for number, (exchange, slots) in enumerate(stages):
+        rank_group = exchange.rank_group
+        for peer in exchange.peers:
+            exchange.send([peer], blocks[:, peer])
+        yield exchange.arrivals()
+        own = blocks[:, rank_group.rank]
+        if number == len(stages) - 1:
+            total = output[segment[0] : segment[1]].view(own.shape)
+        else:
+            total = _scratch(slots, output.dtype)
+        add_up(total, own, slots, rank_group.rank, op)
+        if number < len(stages) - 1:
+            blocks = total.view(math.prod(sizes[: -number - 2]), sizes[-number - 2], length)
+    if op == "mean":
+        output[segment[0] : segment[1]].div_(math.prod(sizes))
+    for exchange, slots in stages:
+        yield exchange.departures()
+        give_buffer(slots.view(-1))
+
+
+def all_gather_steps(
+    output: Tensor,
+    input: Tensor,
+    rank_groups: Sequence[RankGroup],
+    tags: Sequence[int],
+    segment: tuple[int, int],
+) -> Steps:
+    """One segment, an interval of each part, from the outer to the inner axis."""
+    stages: list[tuple[AxisExchange, Tensor, dict[int, Tensor]]] = []
+    for depth, rank_group in enumerate(rank_groups):
+        exchange = AxisExchange(rank_group, tags[depth])
+        blocks = _along(
+            output.view(math.prod(rank_group.size for rank_group in rank_groups), input.numel()),
+            rank_groups,
+            depth,
+        )
+        blocks = blocks[..., segment[0] : segment[1]]
+        packed = {}
+        for peer in exchange.peers:
+            block = blocks[:, peer]
+            if not _lies_well(block):
+                block = packed[peer] = torch.empty_like(block, memory_format=_CONTIGUOUS)
+            exchange.receive(peer, block)
+        stages.append((exchange, blocks, packed))
+    first, blocks, _ = stages[0]
+    own, mine = blocks[0, first.rank_group.rank], input.view(-1)[segment[0] : segment[1]]
+    if own.data_ptr() != mine.data_ptr():
+        own.copy_(mine)
+    for exchange, blocks, packed in stages:
+        # Along an inner axis the own block already contains what came along the outer ones.
+        exchange.send(exchange.peers, blocks[:, exchange.rank_group.rank])
+        yield exchange.arrivals()
+        for peer, block in packed.items():
+            blocks[:, peer].copy_(block)
+    for exchange, *_ in stages:
+        yield exchange.departures()
+
+
+def all_reduce_steps(
+    tensor: Tensor,
+    op: str,
+    rank_groups: Sequence[RankGroup],
+    tags: Sequence[int],
+    segment: tuple[int, int],
+) -> Steps:
+    """One segment, an interval of the tensor: sums on the way out, sends them on the way back."""
+    levels: list[_Level] = []
+    mine = segment
+    for depth in reversed(range(len(rank_groups))):
+        nbytes = (mine[1] - mine[0]) * tensor.element_size()
+        more = (rank_groups[depth].size - 2) * nbytes
+        whole = nbytes <= TINY_BYTES or (depth == 0 and more <= DIRECT_BYTES)
+        levels.append(
+            _Level(tensor, rank_groups[depth], mine, whole, tags[depth :: len(rank_groups)])
+        )
+        mine = levels[-1].mine
+    # The receives of the way back lie where the way out still sends from. They cannot collide: a
+    # peer returns the sum of an interval only when it has received this rank's term for it.
+    for level in levels:
+        level.post()
+    for level in levels:
+        yield level.scatter()
+        if level.whole:
+            # The sum takes the place of what is being sent.
+            yield level.out.departures()
+        level.add_up(op)
+    if op == "mean":
+        tensor[mine[0] : mine[1]].div_(math.prod(rank_group.size for rank_group in rank_groups))
+    for level in reversed(levels):
+        yield level.gather()
+    for level in levels:
+        yield level.out.departures()
+        yield level.back.departures()
+        give_buffer(level.slots.view(-1))
+
+
+class _Level:
+    """One axis of an all-reduce: the interval of the tensor that each rank reduces."""
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        rank_group: RankGroup,
+        interval: tuple[int, int],
+        whole: bool,
+        tags: Sequence[int],
+    ) -> None:
+        self.tensor, self.rank_group, self.whole = tensor, rank_group, whole
+        self.intervals = [interval] * rank_group.size if whole else _cut(interval, rank_group.size)
+        self.mine = self.intervals[rank_group.rank]
+        self.out, self.back = AxisExchange(rank_group, tags[0]), AxisExchange(rank_group, tags[1])
+        length = self.mine[1] - self.mine[0]
+        buffer = take_buffer((rank_group.size - 1) * length, tensor.dtype)
+        self.slots = buffer.view(rank_group.size - 1, 1, length)
+
+    def post(self) -> None:
+        """Posts all receives."""
+        for peer in self.out.peers:
+            self.out.receive(peer, self.slots[_slot(peer, self.rank_group.rank)])
+            if not self.whole:
+                self.back.receive(peer, self._part(peer))
+
+    def scatter(self) -> Messages:
+        """Sends to each rank its interval."""
+        for peer in self.out.peers:
+            self.out.send([peer], self._part(peer))
+        return self.out.arrivals()
+
+    def add_up(self, op: str) -> None:
+        """Adds the received terms to this rank's own."""
+        own = self._part(self.rank_group.rank)
+        add_up(own, own, self.slots, self.rank_group.rank, op)
+
+    def gather(self) -> Messages:
+        """Sends the finished interval to all."""
+        if not self.whole:
+            self.back.send(self.back.peers, self._part(self.rank_group.rank))
+        return self.back.arrivals()
+
+    def _part(self, place: int) -> Tensor:
+        start, end = self.intervals[place]
+        return self.tensor[start:end].view(1, -1)
+
+
+def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> None:
+    """Adds up the terms of all ranks in rank order."""
+    if not total.numel():
+        return
+    add: Callable[..., Any] = torch.maximum if op == "max" else torch.add
+    in_place = total.data_ptr() == own.data_ptr()
+    terms = [*slots[:rank], total if in_place else own, *slots[rank:]]
+    if total.dtype != own.dtype:
+        total.copy_(terms[0])
+        for term in terms[1:]:
+            add(total, term.to(total.dtype) if term.element_size() == 1 else term, out=total)
+        return
+    # In place, the sum of the terms before it is made in the first of them.
+    into = slots[0] if rank > 1 and in_place else total
+    for number, term in enumerate(terms[1:], start=1):
+        if number == rank:
+            into, before = total, into
+            add(before if number > 1 else terms[0], term, out=into)
+        else:
+            add(into if number > 1 else terms[0], term, out=into)
+
+
+def _along(parts: Tensor, rank_groups: Sequence[RankGroup], depth: int) -> Tensor:
+    """What travels along an axis in an all-gather: ``[rows, ranks, length]``."""
+    # The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
+    sizes = [rank_group.size for rank_group in rank_groups]
+    inner = 0
+    for rank_group in rank_groups[depth + 1 :]:
+        inner = inner * rank_group.size + rank_group.rank
+    rows, after = math.prod(sizes[:depth]), math.prod(sizes[depth + 1 :])
+    return parts.view(rows, sizes[depth], after, parts.shape[1])[:, :, inner]
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _pieces(block: Tensor) -> list[Tensor]:
+    """The contiguous pieces in which a block ``[rows, length]`` is sent; see the note above."""
+    if not block.numel():
+        return []
+    if block.shape[0] > 1 and block.shape[1] * block.element_size() >= ROW_BYTES:
+        return list(block)
+    return [block.contiguous().view(-1)]
+
+
+def _lies_well(block: Tensor) -> bool:
+    """Whether the pieces of a block are views of it."""
+    return block.shape[1] * block.element_size() >= ROW_BYTES or block.is_contiguous()
+
+
+def _slot(peer: int, rank: int) -> int:
+    return peer - (peer > rank)
+
+
+def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """The buffer for a sum that is sent on."""
+    return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
+
+
+def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]:
+    """The first tag of each rank group, followed by one for each row."""
+    found, rows = [], 1
+    for rank_group in rank_groups:
+        found.append(next_tag(rank_group.process_group, rows, purpose))
+        rows *= rank_group.size
+    return found
+
+
+def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
+    """Cuts an interval into parts of one length; the last ones may be shorter or empty."""
+    start, end = interval
+    length = -(-(end - start) // count)
+    edges = [min(start + number * length, end) for number in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _segments(length: int, nbytes: int, rank_groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
+    """Intervals of a part that travel one after the other."""
+    if len(rank_groups) == 1 or not nbytes:
+        return [(0, length)]
+    wanted = min(max(nbytes // SEGMENTS, LEAST_SEGMENT), MOST_SEGMENT)
+    return [cut for cut in _cut((0, length), -(-nbytes // wanted)) if cut[1] > cut[0]]

@@ -1,0 +1,331 @@
+"""Named axes over the ranks, and the torus that a collective may follow.
+
+    axes = make_axes({"node": 2, "local": 4})          # outer to inner, slow to fast
+    reduce_scatter(part, whole, group=axes.torus())    # as group=None, step by step over the axes
+
+An axis is a rank group through each rank. A torus is all ranks that some axes reach; its ranks are
+numbered with the outer axis first, so that rank (o, i) is o * inner + i, and every collective that
+takes a group takes a torus.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gulliver._compat import all_gather_flat, reduce_scatter_flat
+from gulliver.comm.groups import ALONE, RankGroup, lasting_group, shared_rank_group
+from gulliver.comm.messages import count_sent
+from gulliver.errors import GulliverError, nearest
+
+
+@dataclass(frozen=True, eq=False)
+class Axes:
+    """Named axes over all ranks of the world."""
+
+    sizes: Mapping[str, int]  # Outer to inner
+    # Ranks of the world by their place along each axis; None in a world of one.
+    ranks: Tensor | None
+    device_type: str
+    rank_groups: Mapping[str, RankGroup]  # This rank's line along each axis
+
+    @cached_property
+    def mesh(self) -> DeviceMesh | None:
+        """Torch's mesh of the same names; None in a world of one."""
+        if self.ranks is None:
+            return None
+        groups: list[Any] = [self.group(name) for name in self.sizes]
+        return DeviceMesh.from_group(
+            groups, self.device_type, self.ranks, mesh_dim_names=tuple(self.sizes)
+        )
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks along one axis, through this one; None in a world of one."""
+        self._check((name,))
+        return lasting_group(self.rank_group(name)) if self.ranks is not None else None
+
+    def torus(self, *names: str, flat: bool = False) -> Torus:
+        """The ranks along some axes, all of them by default; every rank of the world calls it.
+
+        With `flat` the collectives go over all these ranks at once instead of axis by axis.
+        """
+        names = names or tuple(self.sizes)
+        self._check(names)
+        return Torus.along(self, names, flat)
+
+    def rank_group(self, name: str) -> RankGroup:
+        """This rank's line along one axis."""
+        return self.rank_groups[name]
+
+    def flat(self, names: Sequence[str]) -> RankGroup:
+        """This rank's line through all places along some axes; every rank calls it."""
+        if self.ranks is None:
+            return ALONE
+        rows = _rows(self.sizes, self.ranks, names)
+        if len(rows) == 1:
+            return RankGroup(tuple(rows[0]), rows[0].index(dist.get_rank()))
+        rank_group = shared_rank_group(rows, "axes")
+        # Who passes on the group alone, without the rank group, would mean the whole world by None.
+        return (
+            rank_group
+            if rank_group.size > 1
+            else replace(rank_group, process_group=lasting_group(rank_group))
+        )
+
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.sizes:
+                raise GulliverError(f"there is no axis {name!r}: {nearest(name, self.sizes)}")
+        if list(names) != [name for name in self.sizes if name in names]:
+            raise GulliverError(
+                f"axes {', '.join(names)} are out of order: name each once, outer to inner, "
+                f"as in {', '.join(self.sizes)}"
+            )
+
+
+class Torus:
+    """Ranks along several axes; collectives over it go axis by axis.
+
+    Args:
+        axes: name and size of each, outer to inner; their product is the size of the world.
+        order: ranks of the world in the order of their places, innermost axis fastest; None for
+            0, 1, 2 and so on. With nodes numbered otherwise, list the ranks node by node.
+        device_type: kind of device of the tensors.
+
+    Attributes:
+        axes: name and size of each, outer to inner.
+        rank_groups: the lines through this rank that collectives go along, outer to inner: one for
+            each axis that has more than one rank.
+        flat: all its ranks, numbered outer axis first.
+
+    Raises:
+        GulliverError: the sizes do not make the world; the order is none of its ranks.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        order: Sequence[int] | None = None,
+        device_type: str = "cpu",
+    ) -> None:
+        self._lay(make_axes(axes, order, device_type), tuple(axes))
+
+    @classmethod
+    def along(cls, axes: Axes, names: tuple[str, ...], flat: bool = False) -> Torus:
+        """The ranks along some of the axes; see `Axes.torus`."""
+        torus = cls.__new__(cls)
+        torus._lay(axes, names, flat)
+        return torus
+
+    def _lay(self, axes: Axes, names: tuple[str, ...], flat: bool = False) -> None:
+        self.axes = {name: axes.sizes[name] for name in names}
+        self.rank_groups = tuple(axes.rank_group(name) for name in names if axes.sizes[name] > 1)
+        self.flat = self.rank_groups[0] if len(self.rank_groups) == 1 else axes.flat(names)
+        if flat:
+            self.rank_groups = (self.flat,)
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.flat.size
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        return self.flat.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their ranks in the world."""
+        return self.flat.ranks
+
+    def __repr__(self) -> str:
+        return "Torus(" + " x ".join(f"{n} {s}" for n, s in self.axes.items()) + ")"
+
+
+def make_axes(
+    sizes: Mapping[str, int], order: Sequence[int] | None = None, device_type: str | None = None
+) -> Axes:
+    """Lays named axes over all ranks of the world; every rank calls it.
+
+    Args:
+        sizes: name and size of each axis, outer to inner; the innermost has the fastest links.
+        order: the ranks of the world as they fill the axes, the innermost first; None for
+            0, 1, 2 ... So ``[0, 2, 1, 3]`` says that ranks 0 and 2 are near each other.
+        device_type: kind of device of the tensors, "cpu" or "cuda"; None is "cuda" where NCCL is
+            in use.
+
+    Raises:
+        GulliverError: the sizes do not make the world, or the order is not one of its ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != world:
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise GulliverError(
+            f"the axes {shown or '()'} do not make {world} ranks: their product must be {world}"
+        )
+    order = list(range(world)) if order is None else list(order)
+    if sorted(order) != list(range(world)):
+        raise GulliverError(f"the order {order} must name each of the {world} ranks once")
+    if not dist.is_initialized():
+        return Axes(dict(sizes), None, device_type or "cpu", dict.fromkeys(sizes, ALONE))
+    if device_type is None:
+        device_type = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    ranks = torch.tensor(order, device="cpu").view(*sizes.values())
+    rank_groups = {name: shared_rank_group(_rows(sizes, ranks, (name,)), "axis") for name in sizes}
+    return Axes(dict(sizes), ranks, device_type, rank_groups)
+
+
+def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list[list[int]]:
+    """The ranks along some axes, for every place on the others."""
+    places = [list(sizes).index(name) for name in names]
+    last = list(range(-len(places), 0))
+    count = math.prod(sizes[name] for name in names)
+    return ranks.movedim(places, last).reshape(-1, count).tolist()
+
+
+# Collectives over the axes of a torus by the backend's own collectives, one axis after the other.
+#
+# For backends without the point-to-point messages of `steps.py`, NCCL above all. On a GPU the
+# steps are chained on a stream of their own: the host never waits, and the stream that computes
+# waits for one event, when somebody asks for the result.
+#
+# Between two steps the parts are put into the order that the next axis needs, by one copy in the
+# device's memory; that costs little compared with the link it saves.
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class OnStream:
+    """Collectives that were queued on a side stream."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor], run: Callable[[], None]):
+        self._stream = _streams.get(device)
+        if self._stream is None:
+            self._stream = _streams[device] = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            run()
+            self._event = self._stream.record_event()
+        for tensor in tensors:
+            # Freed by the caller, its memory is not used again before the steps are through.
+            tensor.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the last collective."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Whether the last collective is done."""
+        return self._event.query()
+
+
+def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
+    """Runs collectives; on a GPU on the side stream, without blocking the host."""
+    if tensors[0].is_cuda:
+        return [OnStream(tensors[0].device, tensors, steps)]
+    steps()
+    return []
+
+
+def chained_reduce_scatter(
+    output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup]
+) -> None:
+    """Reduce-scatters from the inner to the outer axis."""
+    parts = input.view(*(rank_group.size for rank_group in rank_groups), output.numel())
+    for depth in reversed(range(len(rank_groups))):
+        parts = _reduced(parts.movedim(depth, 0), op, rank_groups[depth], output.dtype)
+    output.copy_(parts.view_as(output))
+    if op == "mean":
+        output.div_(math.prod(rank_group.size for rank_group in rank_groups))
+
+
+def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) -> None:
+    """All-gathers from the outer to the inner axis, in the order of the torus."""
+    parts = input.view(-1)
+    for depth, rank_group in enumerate(rank_groups):
+        parts = _gathered(parts.contiguous(), rank_group).movedim(0, depth)
+    output.view(parts.shape).copy_(parts)
+
+
+def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
+    """All-reduces in place: inner axes reduce-scatter and all-gather, the outermost all-reduces."""
+    count = math.prod(rank_group.size for rank_group in rank_groups[1:])
+    flat = tensor.view(-1)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % count))
+    shard = padded
+    for rank_group in reversed(rank_groups[1:]):
+        shard = _reduced(shard.view(rank_group.size, -1), op, rank_group, shard.dtype)
+    count_sent(2 * shard.nbytes * (1 - 1 / rank_groups[0].size))
+    work = dist.all_reduce(shard, _operator(op), group=rank_groups[0].process_group, async_op=True)
+    assert work is not None
+    work.wait()
+    if op == "mean":
+        shard.div_(math.prod(rank_group.size for rank_group in rank_groups))
+    for rank_group in rank_groups[1:]:
+        shard = _gathered(shard.view(-1), rank_group)
+    flat.copy_(shard.view(-1)[: flat.numel()])
+
+
+def exchange_and_add(
+    output: Tensor, parts: Tensor, op: str, group: dist.ProcessGroup | None
+) -> tuple[Any, Callable[[], None]]:
+    """Sends parts to their ranks and adds them up there, in `output`'s dtype."""
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+
+    def add_up() -> None:
+        first, *others = received
+        output.copy_(first.view_as(output))
+        for other in others:
+            term = other.view_as(output)
+            torch.maximum(output, term, out=output) if op == "max" else output.add_(term)
+
+    return work, add_up
+
+
+def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) -> Tensor:
+    """Reduce-scatters ``[size, ...]`` over a rank group."""
+    order = rank_group.group_order()
+    ordered = order == sorted(order)
+    source = parts.contiguous() if ordered else parts[order]
+    count_sent(source.nbytes * (1 - 1 / rank_group.size))
+    total = torch.empty_like(source[0], dtype=dtype)
+    if dtype != source.dtype:
+        work, finish = exchange_and_add(total, source, op, rank_group.process_group)
+        work.wait()
+        finish()
+        return total
+    work = reduce_scatter_flat(
+        total.view(-1),
+        source.view(-1),
+        _operator(op),
+        group=rank_group.process_group,
+        async_op=True,
+    )
+    work.wait()
+    return total
+
+
+def _gathered(part: Tensor, rank_group: RankGroup) -> Tensor:
+    """All-gathers a part over a rank group: ``[size, ...]``."""
+    found = part.new_empty(rank_group.size, *part.shape)
+    count_sent(found.nbytes * (1 - 1 / rank_group.size))
+    all_gather_flat(
+        found.view(-1), part.view(-1), group=rank_group.process_group, async_op=True
+    ).wait()
+    order = rank_group.group_order()
+    return found if order == sorted(order) else found[torch.tensor(order).argsort()]
+
+
+def _operator(op: str) -> Any:
+    return dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM

@@ -1,0 +1,396 @@
+"""A flight recorder of the collectives that each rank starts, to find ranks that disagree."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from gulliver.errors import GulliverError
+
+KEPT = 64
+"""Entries of a group; no rank is further ahead of another that waits for it."""
+
+CODES = 2047
+"""Purposes that tags can tell apart; 0 is for those of no purpose."""
+
+Entries = dict[str, list[tuple[int, str]]]
+"""Numbers of collectives, and what they are for, by the names of groups."""
+
+
+# [Note: different programs] All ranks must hand in the collectives of a group in one order. One
+# that calls modules in another order, or alone, would send a part of one chunk where the others
+# wait for another's: parts of one size would be taken, and others end gloo's process with SIGABRT.
+# So whoever knows what a collective is for passes a `Purpose`. It is a part of the tags of its
+# messages, which costs nothing: what does not belong together never meets, and waits. The last
+# entries of each group are kept here. The watchdog (`watchdog.py`) of a rank that has handed in
+# nothing for a second puts them into the store and compares them with those of the others. Where
+# they differ all ranks raise, or are ended where they wait in C++.
+@dataclass(frozen=True)
+class Purpose:
+    """What a collective is for."""
+
+    text: str = ""  # Continues "rank 1 ..."
+    code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
+    wire: int = 0  # Number of the wire format; see `with_wire`
+
+
+ANY = Purpose()
+PATIENCE_S = 1.0
+"""Waiting so long, one looks whether the others come at all."""
+
+READING_S = 2.0
+"""The others look once a second for what a rank has said."""
+
+MEETINGS = frozenset(
+    {
+        "all_gather",
+        "all_gather_object",
+        "all_reduce",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "monitored_barrier",
+        "reduce",
+        "scatter",
+    }
+)
+"""Calls of torch that end when all ranks have made them."""
+
+OTHERWISE = "makes another call that all ranks have to make"
+
+
+class FlightRecorder:
+    """The collectives that this process has started, by group."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Clears the records of a world that has ended."""
+        self._rows: WeakKeyDictionary[Any, deque[tuple[int, str]]] = WeakKeyDictionary()
+        self.count = self.waiting = 0
+        # A line about what ranks do differently, once it is known.
+        self.difference = ""
+        # Whether that has been raised.
+        self.raised = False
+
+    def note(self, group: Any, number: int, purpose: Purpose) -> None:
+        """Records a collective."""
+        self.check()
+        with self._lock:
+            row = self._rows.get(group)
+            if row is None:
+                row = self._rows[group] = deque(maxlen=KEPT)
+            row.append((number, purpose.text))
+            self.count += 1
+
+    def check(self) -> None:
+        """Raises if ranks are known to differ."""
+        if self.difference:
+            if not self.raised:
+                self.raised = True
+                time.sleep(READING_S)  # else the others see but a connection that is closed
+            raise GulliverError(self.difference)
+
+    def entries(self) -> Entries:
+        """The last entries of each group."""
+        with self._lock:
+            return {group.group_name: list(row) for group, row in self._rows.items()}
+
+
+flight_recorder = FlightRecorder()
+
+
+def wait_for(done: threading.Event) -> None:
+    """Waits for a collective; raises if the ranks turn out to run different ones."""
+    if done.wait(PATIENCE_S):
+        return
+    flight_recorder.waiting += 1
+    try:
+        while not done.wait(PATIENCE_S):
+            flight_recorder.check()
+    finally:
+        flight_recorder.waiting -= 1
+
+
+def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str:
+    """Describes the first collective in which ranks differ; empty if there is none."""
+    groups = sorted({group for entries in sides.values() for group in entries})
+    for group in groups:
+        found = {rank: dict(e[group]) for rank, e in sides.items() if group in e}
+        numbers = sorted({number for entries in found.values() for number in entries})
+        for number in numbers:
+            does = {rank: e[number] for rank, e in found.items() if number in e}
+            for rank, call in standing.items():
+                if rank in found and number > max(found[rank]):
+                    does[rank] = f"waits in {call} for all ranks"
+            if any(does.values()) and len(set(does.values())) > 1:
+                return _line(does)
+    return ""
+
+
+def standing_in() -> str:
+    """Name of the torch collective that the main thread is in; empty if there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in MEETINGS and frame.f_globals.get("__name__") == dist.distributed_c10d.__name__:
+            of_all = frame.f_locals.get("group") in (None, dist.group.WORLD)
+            return f"torch.distributed.{name}" if of_all else ""
+        frame = frame.f_back
+    return ""
+
+
+def _line(does: Mapping[int, str]) -> str:
+    by_text: dict[str, list[int]] = {}
+    for rank in sorted(does):
+        by_text.setdefault(does[rank] or OTHERWISE, []).append(rank)
+    each = ", ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {text}"
+        for text, ranks in by_text.items()
+    )
+    return (
+        f"the ranks do different things: {each}; call the model, read its parameters and save on "
+        "all ranks alike, in one order"
+    )
+
+
+# Notices within a bounded time that a rank is gone or has failed, and names it.
+#
+# Every rank counts upwards under its own key of the shared store and watches the others' counts. A
+# count that stands still for too long is a rank that ended or hangs. The main thread learns of it
+# when its collective fails; where it is stuck inside one, the process is ended with one line.
+
+
+GRACE_S = 5.0
+"""Time for the main thread to end by itself once a rank is known to be lost."""
+
+SUSPECTED_S = 8.0
+"""A silence that is long enough once a collective has failed, too."""
+
+STANDING_BEATS = 4
+"""A rank that is in one call for so many beats is stuck there."""
+
+MESSAGE_LENGTH = 500
+"""Characters of an error that are sent to the other ranks."""
+
+
+# [Note: failures] A rank that raises in the middle of what all do together, such as the steps of a
+# pipeline, lives on, and so do its connections: the others would wait for messages that it never
+# sends. So it writes next to its count which passage failed, and why. Those that are in the same
+# passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
+# no call that would wake a thread which waits for a message.
+#
+# Ranks that do different things wait for each other for ever; see the note at
+# `watchdog.py`. All raise the same line about it, which is shared next to the counts.
+@dataclass
+class _Status:
+    """The status that a rank publishes in the store."""
+
+    beat: int = 0  # Sign that it lives, a number that grows
+    passage: int = 0  # Number of the passage that failed; 0 for none
+    error: str = ""  # What that passage failed with
+    end: str = ""  # Why it ends before its time; empty where it goes on or is done
+    done: bool = False  # Whether it ended as it should
+    lost: int | None = None  # Another rank that was lost to it, and why it ends
+    reason: str = ""  # Why that rank ends
+    differs: str = ""  # What ranks do differently
+
+
+class Watchdog:
+    """Heartbeats of one rank, in a daemon thread."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, silence_s: float) -> None:
+        self._store, self.rank, self.size, self.silence_s = store, rank, size, silence_s
+        self._stop = threading.Event()
+        self._known = threading.Event()
+        self._suspected = threading.Event()
+        self.lost: int | None = None
+        self.reason = ""
+        self._status = _Status()
+        self._others = [other for other in range(size) if other != rank]
+        self._heard = {other: (_Status(), time.monotonic()) for other in self._others}
+        self._passages, self._inside = 0, False
+        self._position = _Position()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._heard = {other: (_Status(), time.monotonic()) for other in self._others}
+        self._thread.start()
+
+    def stop(self, failure: str | None = None) -> None:
+        """Publishes the end of this rank, so that no other takes it for lost."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self.lost is not None:
+            self._status.lost, self._status.reason = self.lost, self.reason  # not this rank's fault
+        elif failure is not None:
+            self._status.end = f"failed {failure}"
+        self._status.done = True
+        # A store that is gone has nobody left who could listen.
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._publish()
+
+    def enter(self) -> None:
+        """Marks that the main thread enters the next passage of `together`."""
+        self._passages += 1
+        self._inside = True
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leaves the passage; an error of this rank is published to the others."""
+        self._inside = False
+        if error is None or self._failure() is not None or flight_recorder.raised:
+            return
+        lines = str(error).strip().splitlines() or [""]
+        self._status.passage = self._passages
+        self._status.error = f"{type(error).__name__}: {lines[0][:MESSAGE_LENGTH]}"
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._publish()
+
+    def wait_for_reason(self) -> str | None:
+        """Waits until a lost or failed rank is known, at most as long as a silence lasts."""
+        # For those whose collective has failed: a rank that ended as it should is lost to them,
+        # too.
+        self._suspected.set()
+        until = time.monotonic() + self.silence_s * 1.5 + GRACE_S
+        while time.monotonic() < until and not self._known.wait(0.1):
+            if failure := self._failure():
+                return failure
+            flight_recorder.check()
+        if failure := self._failure():
+            return failure  # a rank that failed may have ended meanwhile: why it failed is why
+        return None if self.lost is None else f"rank {self.lost} is gone: it {self.reason}"
+
+    def _publish(self) -> None:
+        self._store.set(str(self.rank), json.dumps(asdict(self._status)))
+
+    def _watch(self) -> None:
+        interval = min(1.0, self.silence_s / 10)
+        stuck_since: float | None = None
+        while not self._stop.wait(interval):
+            self._status.beat += 1
+            try:
+                self._publish()
+                for other in self._others:
+                    self._read_status(other)
+                self._compare()
+            except (RuntimeError, dist.DistError):
+                # Rank 0's process, or its launcher, keeps the store.
+                self._declare(0, "ended, and its store with it")
+                return
+            if lost := self._lost() or self._silent():
+                self._declare(*lost)
+                return
+            differs = flight_recorder.difference if not flight_recorder.raised else ""
+            if not (differs or self._same_passage_failed()):
+                stuck_since = None
+                continue
+            stuck_since = stuck_since or time.monotonic()
+            if time.monotonic() - stuck_since > GRACE_S:
+                self._end(differs or self._failure() or "")
+
+    def _compare(self) -> None:
+        """Compares the ranks' collectives while this rank makes no progress."""
+        if flight_recorder.difference:
+            return
+        reported = [status.differs for status, _ in self._heard.values() if status.differs]
+        mine = self._position.look()
+        if mine is not None and not reported:
+            self._store.set(f"{self.rank}/handed-in", json.dumps((*mine, self._status.beat)))
+            sides, standing = {self.rank: mine[0]}, {}
+            for other in self._others:
+                if not self._store.check([f"{other}/handed-in"]):
+                    continue
+                sides[other], call, beat = json.loads(self._store.get(f"{other}/handed-in"))
+                # It may have gone on since; what it handed in stays true.
+                if call and flight_recorder.waiting and beat >= self._heard[other][0].beat - 1:
+                    standing[other] = call
+            reported = [difference(sides, standing)]
+        if reported and reported[0]:
+            self._status.differs = reported[0]
+            self._publish()
+            flight_recorder.difference = reported[0]
+            if standing_in():
+                self._end(reported[0])  # nothing wakes it there but a connection that is closed
+
+    def _read_status(self, other: int) -> None:
+        said = self._store.get(str(other)) if self._store.check([str(other)]) else b""
+        status = _Status(**json.loads(said)) if said else _Status()
+        if status != self._heard[other][0] or status.done:
+            self._heard[other] = status, time.monotonic()
+
+    def _failure(self) -> str | None:
+        """The line about a passage that failed on another rank."""
+        for other, (status, _) in self._heard.items():
+            if status.passage:
+                return f"rank {other} failed: {status.error}"
+        return None
+
+    def _same_passage_failed(self) -> bool:
+        statuses = [status for status, _ in self._heard.values()]
+        return self._inside and any(status.passage == self._passages for status in statuses)
+
+    def _lost(self) -> tuple[int, str] | None:
+        """A rank that has reported itself lost, or was reported by another, and why."""
+        for other, (status, _) in self._heard.items():
+            if status.end:
+                return other, status.end
+            if status.lost is not None and status.lost != self.rank:
+                return status.lost, status.reason
+            if status.done and self._suspected.is_set():
+                return other, "ended, having made fewer steps or calls than this one"
+        return None
+
+    def _silent(self) -> tuple[int, str] | None:
+        longest = self.silence_s
+        if self._suspected.is_set():
+            longest = min(SUSPECTED_S, longest)
+        now = time.monotonic()
+        for other, (_, heard) in self._heard.items():
+            if now - heard > longest:
+                return other, f"was not heard of for {longest:.0f} s"
+        return None
+
+    def _declare(self, rank: int, reason: str) -> None:
+        """Notifies the main thread, and ends the process if that is stuck."""
+        self.lost, self.reason = rank, reason
+        self._known.set()
+        if not self._stop.wait(GRACE_S):
+            self._end(self._failure() or f"rank {rank} is gone (it {reason})")
+
+    def _end(self, reason: str) -> None:
+        print(f"gulliver: {reason}: rank {self.rank} ends", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+class _Position:
+    """The progress of this rank, sampled once a second."""
+
+    def __init__(self) -> None:
+        self._count, self._call, self._beats = 0, "", 0
+
+    def look(self) -> tuple[Entries, str] | None:
+        """Returns entries, and the call that the main thread is stuck in; None on progress."""
+        call = standing_in()
+        same = (flight_recorder.count, call) == (self._count, self._call)
+        self._beats = self._beats + 1 if same else 0
+        self._count, self._call = flight_recorder.count, call
+        if not self._beats or not flight_recorder.count:
+            return None
+        return flight_recorder.entries(), call if self._beats >= STANDING_BEATS else ""

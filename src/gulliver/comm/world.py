@@ -1,0 +1,213 @@
+"""The world: one process alone, or the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from gulliver.comm.steps import drain
+from gulliver.comm.watchdog import READING_S, Watchdog, flight_recorder
+from gulliver.errors import GulliverError
+
+COLLECTIVE_TIMEOUT_S = 600.0
+LEAVING_S = 10.0
+"""Longest wait at the end of a program for what is under way."""
+
+SILENCE_S = 30.0
+"""A rank that is not heard of for so long counts as lost."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+
+_world: World | None = None
+_watchdog: Watchdog | None = None
+
+
+def init_world(
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    silence_s: float = SILENCE_S,
+    device: torch.device | None = None,
+) -> World:
+    """Joins the world that torchrun describes in the environment, or a world of one.
+
+    A world of one makes no process group. Calling it again gives the same world. Where another
+    library has made torch's process group, its ranks are the world.
+
+    Args:
+        timeout_s: longest wait inside a collective.
+        silence_s: a rank not heard of for so long is named and the others end.
+        device: device of this rank; None for the GPU of its local rank, or the CPU without GPUs.
+
+    Raises:
+        GulliverError: the environment is incomplete, or the ranks could not meet.
+    """
+    global _world, _watchdog
+    if _world is not None:
+        return _world
+    joined = dist.is_initialized()  # by another library
+    size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        _world = World(0, 1, 0, device or _device(0))
+        return _world
+    needed = ("MASTER_ADDR", "MASTER_PORT") if joined else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [n for n in needed if n not in os.environ]
+    if missing:
+        raise GulliverError(
+            f"WORLD_SIZE is {size} but {', '.join(missing)} is not set: "
+            "start the ranks with torchrun"
+        )
+    rank = dist.get_rank() if joined else int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = device or _device(local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        if not joined:
+            dist.init_process_group(
+                backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            )
+    except (RuntimeError, ValueError) as error:
+        raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
+    atexit.register(_leave)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # A connection of its own: the main one is locked while a collective waits on it.
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
+    _watchdog = Watchdog(dist.PrefixStore("gulliver/heartbeat", store), rank, size, silence_s)
+    _watchdog.start()
+    _world = World(rank, size, local_rank, device)
+    return _world
+
+
+def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
+    """Makes an already joined world the current one, for pools of workers."""
+    global _world, _watchdog
+    _world, _watchdog = world, watchdog
+    flight_recorder.clear()
+
+
+def current_world() -> World:
+    """Returns the current world; joins it on the first call."""
+    return _world or init_world()
+
+
+def shutdown() -> None:
+    """Leaves the world; the other ranks see that it was on purpose."""
+    global _world, _watchdog
+    if _watchdog is not None:
+        _watchdog.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _world = _watchdog = None
+    flight_recorder.clear()
+
+
+def _leave() -> None:
+    """Leaves the world when the program ends."""
+    # The interpreter ends threads where they stand. One that stands in a backend's code, watching
+    # or finishing a gather that nobody waited for, takes the process down with it; so all of them
+    # are done before. After an error nothing is waited for: messages may be on their way that never
+    # arrive. The others are notified, and the process ends without ending the threads. So it does
+    # where a collective does not end, as after errors that were caught on some ranks only: its
+    # status is 1, for what the program has asked for was not done.
+    error = getattr(sys, "last_type", None)
+    if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
+        return
+    if error is not None:
+        text = str(getattr(sys, "last_value", "")).splitlines() or [""]
+        status = 130 if issubclass(error, KeyboardInterrupt) else 1
+        _leave_failed(f"with {error.__name__}: {text[0][:200]}", status)
+    if not drain(time.monotonic() + LEAVING_S):
+        why = "at its end: other ranks have not taken part in a collective that it began"
+        print(f"gulliver: this rank failed {why}", file=sys.stderr)
+        _leave_failed(why, 1)
+    shutdown()
+
+
+def _leave_failed(why: str, status: int) -> NoReturn:
+    """Publishes why this rank ends, and ends it."""
+    if _watchdog is not None:
+        _watchdog.stop(why)
+        if _watchdog.rank == 0:
+            time.sleep(READING_S)  # its process may keep the store that the others read this in
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Names the rank that caused a collective inside to fail."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, GulliverError) or _watchdog is None or not _is_transport(error):
+            raise
+        reason = _watchdog.wait_for_reason()
+        if reason is None:
+            raise
+        raise GulliverError(f"{reason}, so the others cannot go on") from error
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Marks a passage that no rank can finish alone: an error inside of it ends all ranks."""
+    # All ranks mark the same passages in the same order, and an error in one is final.
+    watchdog = _watchdog
+    if watchdog is None:
+        yield
+        return
+    watchdog.enter()
+    try:
+        yield
+    except BaseException as error:
+        # `guard` reports what failed because another rank is gone.
+        watchdog.leave(None if _is_transport(error) else error)
+        raise
+    watchdog.leave(None)
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether an error came out of a collective's connection rather than out of a computation."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return any(
+        word in text for word in ("gloo", "connection", "socket", "nccl", "peer", "timed out")
+    )
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise GulliverError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}, "
+            "start at most that many ranks"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

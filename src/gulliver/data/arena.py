@@ -1,0 +1,456 @@
+"""Walking through batches: dicts, lists, tuples, named tuples and dataclasses, in one another."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import logging
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.solve.extents import Extents, size_class
+
+
+def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
+    """Rebuilds a batch with every leaf replaced by what `visit` returns for it."""
+    # A leaf is a tensor, an object with a method ``pin_memory`` (which knows its own tensors best),
+    # or anything that is no container. Containers keep their type where it can be built again; a
+    # sequence or mapping that cannot becomes a list or dict. Leaves are visited in their order.
+    if isinstance(batch, Tensor | str | bytes | bytearray) or hasattr(batch, "pin_memory"):
+        return visit(batch)
+    if isinstance(batch, Mapping):
+        return _mapping(batch, {key: map_leaves(value, visit) for key, value in batch.items()})
+    if isinstance(batch, tuple):
+        parts = [map_leaves(part, visit) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else _sequence(batch, parts)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        # A copy, not a call: fields may be frozen, computed, or no arguments at all.
+        clone = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(clone, field.name, map_leaves(getattr(batch, field.name), visit))
+        return clone
+    if isinstance(batch, Sequence) and not isinstance(batch, range | memoryview):
+        return _sequence(batch, [map_leaves(part, visit) for part in batch])
+    return visit(batch)
+
+
+def move_tensors(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    return map_leaves(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+
+def _mapping(like: Mapping, values: dict) -> Any:
+    if type(like) is dict:
+        return values
+    try:
+        if isinstance(like, MutableMapping):
+            # Not rebuilt: a defaultdict, say, has more to it than its items.
+            clone = copy.copy(like)
+            clone.update(values)
+            return clone
+        return type(like)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return values
+
+
+def _sequence(like: Sequence, parts: list) -> Any:
+    if type(like) is list:
+        return parts
+    try:
+        return type(like)(parts)  # type: ignore[call-arg]
+    except TypeError:
+        return parts
+
+
+# Host memory for batches that is taken once and used again and again.
+#
+# A `PinnedArena` owns a few large slabs, page-locked where there is CUDA, and lends blocks of them
+# as ordinary tensors. Read `copy_all` first, then `_place`, then `_reclaim`.
+
+
+_log = logging.getLogger("gulliver")
+DEFAULT_LIMIT = 2**30
+"""Default limit of an arena, in bytes."""
+PORTABLE = 1
+"""cudaHostRegisterPortable: locked for all devices of the process."""
+
+
+class CopyEvent(Protocol):
+    """An event that tells when a copy is done; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until it has."""
+        ...
+
+
+@dataclass(frozen=True)
+class ArenaStatistics:
+    """Counts of what an arena did, in bytes or numbers of tensors."""
+
+    # Tensors placed in memory that was there.
+    hits: int
+    # Tensors for which a slab had to be taken.
+    grown: int
+    # Tensors beyond the limit, in ordinary memory.
+    plain: int
+    # Bytes of all slabs.
+    capacity: int
+    # Bytes of the blocks that are lent.
+    in_use: int
+    # Bytes of the tensors in these blocks.
+    asked: int
+    # Largest `in_use` so far.
+    high_water: int
+    # Slabs taken so far; it stands still once nothing is allocated any more.
+    slabs_taken: int
+    # Whether the slabs are page-locked.
+    is_pinned: bool
+
+    @property
+    def misses(self) -> int:
+        """Tensors for which memory had to be allocated."""
+        return self.grown + self.plain
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tensors that found memory waiting; 1 before the first."""
+        total = self.hits + self.misses
+        return self.hits / total if total else 1.0
+
+    def __str__(self) -> str:
+        kind = "page-locked" if self.is_pinned else "page-aligned"
+        return (
+            f"{self.hit_rate:.2%} of {self.hits + self.misses} tensors from {kind} memory; "
+            f"{self.in_use / 2**20:.1f} MiB in use, {self.high_water / 2**20:.1f} at most, "
+            f"of {self.capacity / 2**20:.1f}"
+        )
+
+
+class _Block(NamedTuple):
+    """A part of a slab, which lives at least as long."""
+
+    slab: _Slab
+    start: int
+    size: int
+    asked: int
+
+
+# [Note: who frees a block] A tensor of the arena is `torch.frombuffer` over a small array object,
+# its *owner*. The storage holds the owner, and every view, slice and alias of the tensor holds the
+# storage, so the owner dies exactly when nobody can look at the memory any more. Its finalizer puts
+# the block on a queue, and the next request takes it from there. A copy to the device is one more
+# holder: the tensors lie in a list until the event behind the copy has happened. Nobody releases
+# anything by hand, a dropped batch cannot leak, and nothing is known by an `id` that may come
+# again.
+#
+# The finalizer only appends to a deque. It may run at any moment, even while this very thread holds
+# the arena's lock, because garbage collection may start at any allocation.
+#
+# [Note: why a warmed-up arena never misses] All tensors of a batch are placed together, in one
+# hole, and freed one by one. With `in_flight` slabs, each as large as the largest batch, and one
+# batch less alive, each living batch lies in one slab: at least one slab is empty, and any batch
+# fits it. No order of sizes or releases can break this, at the price of just the bytes that as many
+# of the largest batches need.
+class PinnedArena:
+    """Pre-allocated host memory that is lent as tensors and comes back by itself.
+
+    A block is free again when the last tensor that looks at it is gone and the events of the device
+    copies from it have happened. The loader tells the arena of its own copies; other code that
+    copies to a device asynchronously calls `hold`, or keeps the tensor until then. Any thread may
+    use it. Blocks begin on a page and waste less than an eighth of their tensor, besides the rest
+    of a page.
+
+    Args:
+        limit: most bytes of all slabs together. What does not fit is ordinary memory, counted as a
+            miss; an arena neither grows beyond its limit nor waits for memory.
+        pin: whether to lock the pages, so that devices copy at full speed and without the host
+            waiting; None locks them where there is CUDA. Otherwise buffers are page-aligned.
+
+    Raises:
+        GulliverError: a limit below a page, or page-locking without CUDA.
+    """
+
+    def __init__(self, limit: int = DEFAULT_LIMIT, pin: bool | None = None) -> None:
+        if limit < mmap.PAGESIZE:
+            raise GulliverError(f"an arena of {limit} bytes is less than a page: raise the limit")
+        has_cuda = torch.cuda.is_available()
+        if pin and not has_cuda:
+            raise GulliverError("page-locked memory needs CUDA: leave `pin` out to go without")
+        self.limit = limit
+        self.is_pinned = has_cuda if pin is None else pin
+        self._lock = threading.Lock()
+        self._extents = Extents()
+        self._slabs: dict[int, _Slab] = {}
+        self._taken = self._capacity = 0
+        self._in_use = self._asked = self._high_water = 0
+        self._hits = self._grown = self._plain = 0
+        self._returned: deque[_Block] = deque()
+        self._held: deque[tuple[CopyEvent, list[Tensor]]] = deque()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copies a host tensor into memory of the arena."""
+        return self.copy_all([tensor])[0]
+
+    def copy_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies the host tensors of a batch, of any shapes, strides and dtypes.
+
+        Dense tensors keep their strides, others become contiguous. Of a tensor that is not a plain
+        one on the host (sparse, quantized, nested, a subclass, on a device already) the result is
+        the tensor itself; one without elements takes no memory.
+        """
+        copies = list(tensors)
+        chosen = [place for place, tensor in enumerate(tensors) if _is_plain(tensor)]
+        buffers = self.empty_all([tensors[place] for place in chosen])
+        for place, buffer in zip(chosen, buffers, strict=True):
+            copies[place] = _fill(buffer, tensors[place])
+        return copies
+
+    def empty_all(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Lends uninitialized host tensors, side by side in one slab where there is room.
+
+        Args:
+            like: tensors with the shapes, strides and dtypes wanted; their device may be ``meta``.
+        """
+        needs = [tensor.numel() * tensor.element_size() for tensor in like]
+        with self._lock:
+            blocks = iter(self._place([need for need in needs if need]))
+            owners = [self._owner(next(blocks)) if need else None for need in needs]
+        return [_tensor(owner, tensor) for owner, tensor in zip(owners, like, strict=True)]
+
+    def hold(self, tensors: Iterable[Tensor], until: CopyEvent) -> None:
+        """Keeps tensors, and so their blocks, until an event has happened."""
+        self._held.append((until, list(tensors)))
+
+    def warm_up(self, batches: Iterable[Any], in_flight: int) -> None:
+        """Takes all memory that batches of certain shapes will ever need.
+
+        Afterwards no request misses while at most `in_flight` batches, of whatever order and
+        shapes of the table, are alive at once.
+
+        Args:
+            batches: one example of every shape that occurs, nested as the batches will be; tensors
+                on the device ``meta`` say shape and dtype without taking memory.
+            in_flight: batches alive at once, the one being placed included.
+
+        Raises:
+            GulliverError: the limit is less than that needs; the system does not lock as much.
+        """
+        need = max((batch_bytes(batch) for batch in batches), default=0)
+        with self._lock:
+            self._reclaim()
+            enough = [size for size in self._extents.slabs.values() if size >= need]
+            missing = max(0, in_flight - len(enough)) if need else 0
+            self._make_room(missing * need, need)
+            total = self._capacity + missing * need
+            if total > self.limit:
+                raise GulliverError(
+                    f"{in_flight} batches of {need} bytes need {total} bytes of host memory, the "
+                    f"arena's limit is {self.limit}: raise it, or have fewer batches in flight"
+                )
+            for _ in range(missing):
+                self._grow(need)
+
+    def statistics(self) -> ArenaStatistics:
+        """Returns what the arena did so far."""
+        with self._lock:
+            self._reclaim()
+            return ArenaStatistics(
+                self._hits,
+                self._grown,
+                self._plain,
+                self._capacity,
+                self._in_use,
+                self._asked,
+                self._high_water,
+                self._taken,
+                self.is_pinned,
+            )
+
+    def __del__(self) -> None:
+        # A device may still read what is held.
+        for event, _ in getattr(self, "_held", ()):
+            event.synchronize()
+
+    def _place(self, needs: list[int]) -> list[_Block | int]:
+        """Returns a block for each size, or just the size where it has to be plain memory."""
+        self._reclaim()
+        sizes = [size_class(need) for need in needs]
+        # One hole for all, see [Note: why a warmed-up arena never misses].
+        found = self._extents.take(sum(sizes)) if sizes else None
+        if found is not None:
+            number, start = found
+            self._hits += len(needs)
+            blocks = []
+            for need, size in zip(needs, sizes, strict=True):
+                blocks.append(self._lend(number, start, size, need))
+                start += size
+            return blocks
+        return [
+            self._place_one(need, size, sum(sizes[number:]))
+            for number, (need, size) in enumerate(zip(needs, sizes, strict=True))
+        ]
+
+    def _place_one(self, need: int, size: int, rest: int) -> _Block | int:
+        """A block by itself; a new slab holds the rest of its batch too."""
+        found = self._extents.take(size)
+        if found is not None:
+            self._hits += 1
+            return self._lend(*found, size, need)
+        for slab in (rest, size):
+            self._make_room(slab, slab)
+            if self._capacity + slab <= self.limit and self._try_grow(slab):
+                found = self._extents.take(size)
+                assert found is not None
+                self._grown += 1
+                return self._lend(*found, size, need)
+        self._plain += 1
+        return need
+
+    def _lend(self, number: int, start: int, size: int, need: int) -> _Block:
+        self._in_use += size
+        self._asked += need
+        self._high_water = max(self._high_water, self._in_use)
+        return _Block(self._slabs[number], start, size, need)
+
+    def _owner(self, block: _Block | int) -> np.ndarray:
+        """Makes the object whose end frees a block, see [Note: who frees a block]."""
+        if isinstance(block, int):
+            return np.empty(block, np.uint8)
+        owner = block.slab.bytes[block.start : block.start + block.asked]
+        weakref.finalize(owner, self._returned.append, block).atexit = False
+        return owner
+
+    def _reclaim(self) -> None:
+        """Takes back what nobody uses any more."""
+        # Events of one stream happen in their order; those of several are only looked at later.
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+        while self._returned:
+            block = self._returned.popleft()
+            self._extents.give(block.slab.number, block.start, block.size)
+            self._in_use -= block.size
+            self._asked -= block.asked
+
+    def _make_room(self, size: int, below: int) -> None:
+        """Gives up empty slabs of less than `below` bytes, small ones first, for `size` others."""
+        slabs = self._extents.slabs
+        idle = [n for n, length in slabs.items() if length < below and self._extents.is_empty(n)]
+        if self._capacity - sum(slabs[number] for number in idle) + size > self.limit:
+            return
+        for number in sorted(idle, key=lambda number: slabs[number]):
+            if self._capacity + size <= self.limit:
+                return
+            self._extents.remove(number)
+            del self._slabs[number]
+            self._capacity -= slabs[number]
+
+    def _try_grow(self, size: int) -> bool:
+        try:
+            self._grow(size)
+        except GulliverError as error:
+            _log.warning("%s; going on in ordinary memory", error)
+            return False
+        return True
+
+    def _grow(self, size: int) -> None:
+        slab = _Slab(self._taken, size, self.is_pinned)
+        self._slabs[slab.number] = slab
+        self._extents.add(slab.number, size)
+        self._taken += 1
+        self._capacity += size
+
+
+class _Slab:
+    """Zeroed memory from the system, page-locked if wanted, with all pages in place."""
+
+    # Shared, not private: pages that a forked worker shares with its parent would be copied at the
+    # parent's next write, out from under the device that they were locked for.
+
+    def __init__(self, number: int, size: int, pin: bool) -> None:
+        self.number = number
+        try:
+            self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        except (OSError, ValueError) as error:
+            raise GulliverError(f"no {size} bytes of host memory for batches: {error}") from None
+        # Touches every page now: the first write to fresh memory would wait for the system.
+        self.bytes.fill(0)
+        if pin:
+            runtime: Any = torch.cuda.cudart()
+            address = self.bytes.ctypes.data
+            code = int(runtime.cudaHostRegister(address, size, PORTABLE))
+            if code:
+                raise GulliverError(
+                    f"the system does not lock {size} bytes of host memory (CUDA error {code}): "
+                    "lower the arena's limit, or raise `ulimit -l`"
+                )
+            weakref.finalize(self, _unlock, runtime, address, self.bytes).atexit = False
+
+
+def _unlock(runtime: Any, address: int, memory: np.ndarray) -> None:
+    runtime.cudaHostUnregister(address)
+    # Named to live until here: memory must not go back to the system while it is locked.
+    del memory
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes that a batch takes of an arena."""
+    total = 0
+
+    def count(leaf: Any) -> Any:
+        nonlocal total
+        if isinstance(leaf, Tensor) and leaf.numel():
+            total += size_class(leaf.numel() * leaf.element_size())
+        return leaf
+
+    map_leaves(batch, count)
+    return total
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
+
+
+def _tensor(owner: np.ndarray | None, like: Tensor) -> Tensor:
+    if owner is None:
+        return torch.empty(like.shape, dtype=like.dtype)
+    flat = torch.frombuffer(owner, dtype=like.dtype)
+    if like.is_contiguous():
+        return flat.view(like.shape)
+    # Where `like` is dense, these are its own strides.
+    strides = torch.empty_like(like, device="meta").stride()
+    return flat.as_strided(like.shape, strides)
+
+
+def _fill(buffer: Tensor, source: Tensor) -> Tensor:
+    """Copies without the interpreter's lock and in this thread alone."""
+    # torch's own copy would start a second set of compute threads in addition to the training's.
+    source = source.detach()
+    if source.is_conj() or source.is_neg() or not _same_order(buffer, source):
+        return buffer.copy_(source)
+    ctypes.memmove(buffer.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+    return buffer
+
+
+def _same_order(one: Tensor, other: Tensor) -> bool:
+    return (one.is_contiguous() and other.is_contiguous()) or one.stride() == other.stride()

@@ -1,0 +1,291 @@
+"""Frames of video and picture files, decoded with PyAV and turned upright.
+
+Read `upright_frames` first. Phones store what their sensor saw and note next to it how it was held:
+in a video's display matrix, in a picture's EXIF orientation. Decoders hand out the stored picture.
+What this does not know: tables, buckets, and which frames are wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, missing_extra
+
+STILL_FPS = 120.0
+"""Frame rate that marks a still, as in the public models."""
+ORIENTATION = 0x0112
+"""EXIF's number for how a picture is to be turned."""
+
+
+class Turn(NamedTuple):
+    """Where the stored pixel (x, y) is shown, up to a shift: (a x + c y, b x + d y)."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+
+    @property
+    def swaps(self) -> bool:
+        """Whether rows become columns."""
+        return abs(self.b) + abs(self.c) > abs(self.a) + abs(self.d)
+
+    @property
+    def is_upright(self) -> bool:
+        """Whether pixels are shown where they are stored."""
+        return not self.swaps and self.a >= 0 and self.d >= 0
+
+    def applied(self, picture: np.ndarray) -> np.ndarray:
+        """Turns a stored picture [H, W, 3] as it is to be shown; a view."""
+        across, down = (self.c, self.b) if self.swaps else (self.a, self.d)
+        if self.swaps:
+            picture = picture.swapaxes(0, 1)
+        return picture[:: -1 if down < 0 else 1, :: -1 if across < 0 else 1]
+
+
+UPRIGHT = Turn(1, 0, 0, 1)
+EXIF_TURNS = {
+    2: Turn(-1, 0, 0, 1),
+    3: Turn(-1, 0, 0, -1),
+    4: Turn(1, 0, 0, -1),
+    5: Turn(0, 1, 1, 0),
+    6: Turn(0, 1, -1, 0),
+    7: Turn(0, -1, -1, 0),
+    8: Turn(0, -1, 1, 0),
+}
+"""Turns by EXIF orientation; 1 is upright."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A decoded frame, and the rate (1/s) of its file or 0; pixels are made on demand."""
+
+    decoded: Any
+    turn: Turn
+    rate: float
+
+    @property
+    def height(self) -> int:
+        """Height in pixels of the upright frame."""
+        return self.decoded.width if self.turn.swaps else self.decoded.height
+
+    @property
+    def width(self) -> int:
+        """Width in pixels of the upright frame."""
+        return self.decoded.height if self.turn.swaps else self.decoded.width
+
+    def pixels(self) -> np.ndarray:
+        """Converts to upright RGB levels, uint8 [H, W, 3]."""
+        return self.turn.applied(self.decoded.to_ndarray(format="rgb24"))
+
+
+@contextmanager
+def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Opens a file: yields its container and the first stream of video."""
+    av = _av()
+    if not path.is_file():
+        raise GulliverError("does not exist")
+    if path.stat().st_size == 0:
+        raise GulliverError("is empty")
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise GulliverError("holds no video")
+            yield container, container.streams.video[0]
+    except GulliverError:
+        raise
+    except (av.FFmpegError, OSError, ValueError, IndexError) as error:
+        # Without the number and the path, which FFmpeg's errors have around what they say.
+        reason = getattr(error, "strerror", None) or error
+        raise GulliverError(f"cannot be decoded: {reason}") from error
+
+
+def upright_frames(path: Path) -> Iterator[Frame]:
+    """Yields the frames of a file, one after another."""
+    with open_video(path) as (container, stream):
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        turn = None
+        for frame in container.decode(stream):
+            if turn is None:
+                turn = _turn_of(path, container.format.name, frame)
+            yield Frame(frame, turn, rate)
+
+
+def rate_shown(stated: float, frames: int, span: float) -> float:
+    """Frames per second: as stated, or by the seconds from the first to the last if that is off."""
+    shown = (frames - 1) / span if span > 0 else stated
+    return stated if stated and abs(shown / stated - 1) < 0.01 else shown
+
+
+def stacked(frames: list[Frame]) -> np.ndarray:
+    """Stacks frames into one array, uint8 [T, H, W, 3]."""
+    try:
+        return np.stack([frame.pixels() for frame in frames])
+    except ValueError as error:
+        raise GulliverError(f"cannot be decoded: {error}") from error
+
+
+def _turn_of(path: Path, format_name: str, frame: Any) -> Turn:
+    """Finds how the frames of a file are turned."""
+    if format_name == "image2" or format_name.endswith("_pipe"):
+        # Not of the frame: which libraries read EXIF into a matrix differs from version to version.
+        return _exif_turn(path)
+    try:
+        found = [item for item in frame.side_data if item.type.name == "DISPLAYMATRIX"]
+    except ValueError:
+        # Side data that this PyAV has no name for: it can still tell the angle.
+        quarters = round(frame.rotation / 90) % 4
+        return (UPRIGHT, EXIF_TURNS[8], EXIF_TURNS[3], EXIF_TURNS[6])[quarters]
+    if not found:
+        return UPRIGHT
+    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(found[0])[:36])
+    return Turn(a, b, c, d)
+
+
+def _exif_turn(path: Path) -> Turn:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise missing_extra("reading pictures needs Pillow", "video") from None
+    try:
+        with warnings.catch_warnings(), Image.open(path) as picture:
+            warnings.simplefilter("ignore")
+            return EXIF_TURNS.get(picture.getexif().get(ORIENTATION, 1), UPRIGHT)
+    except Image.DecompressionBombError as error:
+        raise GulliverError(f"cannot be decoded: {error}") from error
+    except (OSError, ValueError, SyntaxError, struct.error):
+        # Whether it can be read is for the decoder to say; here it has no orientation.
+        return UPRIGHT
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise missing_extra("reading clips needs PyAV", "video") from None
+    return av
+
+
+# The types of `gulliver.data`: buckets, clips, data sets, and batches of clips of one bucket.
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The shape that the clips of a batch share: frames, and height and width in pixels."""
+
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def aspect_ratio(self) -> str:
+        """Width to height in lowest terms, such as ``5:3``."""
+        common = math.gcd(self.width, self.height)
+        return f"{self.width // common}:{self.height // common}"
+
+    def __str__(self) -> str:
+        return f"{self.frames}x{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip [3, T, H, W] in [-1, 1], its caption, frame rate (1/s) and index in the data set."""
+
+    video: Tensor
+    caption: str
+    fps: float
+    index: int
+
+
+@dataclass(frozen=True)
+class BrokenClip:
+    """A sample that could not be read when its turn came, and why."""
+
+    index: int
+    reason: str
+
+
+@runtime_checkable
+class ClipDataset(Protocol):
+    """The interface of a data set of clips."""
+
+    def __len__(self) -> int: ...
+
+    def bucket_of(self, index: int) -> Bucket | None:
+        """The bucket of a sample, or None where it fits none."""
+        ...
+
+    def __getitem__(self, index: int) -> Clip | BrokenClip: ...
+
+
+class ClipBatch(NamedTuple):
+    """Clips of one bucket: videos [B, 3, T, H, W], or None where no sample was left."""
+
+    # `kept` holds the positions, among the indices asked for, of the samples that could be read.
+
+    videos: Tensor | None
+    captions: list[str]
+    fps: Tensor
+    kept: list[int]
+    broken: list[BrokenClip]
+
+
+@runtime_checkable
+class WindowedDataset(ClipDataset, Protocol):
+    """A data set whose clips are longer than a sample: a seed says which frames it takes."""
+
+    def read(self, index: int, seed: int) -> Clip | BrokenClip: ...
+
+
+@runtime_checkable
+class DealtDataset(WindowedDataset, Protocol):
+    """A data set whose samples go to another bucket in each epoch."""
+
+    def deal(self, epoch: int) -> Sequence[Bucket | None]:
+        """The bucket of every sample in an epoch, or None where it is left out."""
+        ...
+
+    def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip: ...
+
+
+def collate(
+    dataset: ClipDataset,
+    indices: list[int],
+    seeds: Sequence[int] | None = None,
+    bucket: Bucket | None = None,
+) -> ClipBatch:
+    """Reads samples of one bucket as a batch; broken ones are left out and named."""
+    clips: list[Clip] = []
+    kept: list[int] = []
+    broken: list[BrokenClip] = []
+    for position, index in enumerate(indices):
+        sample = _read(dataset, index, None if seeds is None else seeds[position], bucket)
+        if isinstance(sample, BrokenClip):
+            broken.append(sample)
+        else:
+            clips.append(sample)
+            kept.append(position)
+    videos = torch.stack([clip.video for clip in clips]) if clips else None
+    fps = torch.tensor([clip.fps for clip in clips])
+    return ClipBatch(videos, [clip.caption for clip in clips], fps, kept, broken)
+
+
+def _read(
+    dataset: ClipDataset, index: int, seed: int | None, bucket: Bucket | None
+) -> Clip | BrokenClip:
+    if isinstance(dataset, DealtDataset) and bucket is not None:
+        return dataset.read(index, seed or 0, bucket)
+    if seed is not None and isinstance(dataset, WindowedDataset):
+        return dataset.read(index, seed)
+    return dataset[index]

@@ -1,0 +1,115 @@
+"""Texts for data-centric steps: shapes of few lengths, and rows without padding.
+
+Documents have nearly as many lengths as there are documents, and a plan deals with samples of one
+shape together. So lengths are rounded up for planning only; `pack_documents` lays the documents of
+a micro-batch one behind the other as they are, and positions that start again at 0 tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.samples import SampleShape
+from gulliver.options import whole_number
+
+STEPS = 8
+"""Planned lengths between a power of two and the next: they are at most an eighth too long."""
+SHORTEST = 16
+IGNORED = -100
+FIELDS = ("input_ids", "labels", "attention_mask")
+"""What a text may have."""
+
+
+def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleShape]:
+    """Shapes of texts for planning, of few different lengths, none shorter than its text.
+
+    Lengths are rounded up by at most an eighth, and to 16 tokens at least.
+
+    Args:
+        lengths: tokens of each text.
+        causal: whether tokens see those before them only.
+
+    Raises:
+        GulliverError: a text without tokens, or a length that is no whole number.
+    """
+    made = dict[int, SampleShape]()
+    found = []
+    for number, given in enumerate(lengths):
+        length = whole_number(f"the length of text {number}", given)
+        if length < 1:
+            raise GulliverError(f"text {number} has {length} tokens: leave out what is empty")
+        length = max(length, SHORTEST)
+        unit = max(1, (1 << (length.bit_length() - 1)) // STEPS)
+        planned = -(-length // unit) * unit
+        found.append(made.setdefault(planned, SampleShape.document(planned, causal)))
+    return found
+
+
+def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor]:
+    """Lays texts one behind the other in one row, as models of transformers take them.
+
+    Args:
+        documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps
+            ``labels`` of the same length, unshifted, and an ``attention_mask`` of ones.
+        least: tokens of the row at least; what is missing is a text of its own, without labels.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``position_ids``, each ``[1, sum of lengths]``. The first
+        token of a text is no label: the text before it must not learn it.
+
+    Raises:
+        GulliverError: no texts, an empty one, ids that are no whole numbers, other labels, tokens
+            that are masked, or fields that cannot be packed.
+    """
+    if not len(documents):
+        raise GulliverError("there are no texts to pack: give at least one")
+    rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for document in documents:
+        ids, labels = _ids_and_labels(document)
+        labels[0] = IGNORED
+        rows["input_ids"].append(ids)
+        rows["labels"].append(labels)
+        rows["position_ids"].append(torch.arange(len(ids)))
+    missing = least - sum(map(len, rows["input_ids"]))
+    if missing > 0:
+        rows["input_ids"].append(rows["input_ids"][0].new_zeros(missing))
+        rows["labels"].append(rows["labels"][0].new_full((missing,), IGNORED))
+        rows["position_ids"].append(torch.arange(missing))
+    return {name: torch.cat(parts)[None] for name, parts in rows.items()}
+
+
+def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
+    """Token ids of a text, and labels that may be changed; both [length]."""
+    fields = document if isinstance(document, Mapping) else {"input_ids": document}
+    others = fields.keys() - FIELDS
+    if "input_ids" not in fields or others:
+        why = f"has {sorted(map(str, others))}" if others else "has no input_ids"
+        raise GulliverError(f"a text {why}: give {', '.join(FIELDS)} alone")
+    found = {}
+    for name in FIELDS:
+        given = fields.get(name)
+        if given is None and name != "input_ids":
+            given = found["input_ids"]
+        try:
+            found[name] = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError):
+            raise GulliverError(
+                f"the {name} of a text are a {type(given).__name__}: give whole numbers"
+            ) from None
+    ids, labels = found["input_ids"], found["labels"].clone()
+    if ids.is_floating_point() or labels.is_floating_point():
+        raise GulliverError(f"a text has ids of {ids.dtype}: give whole numbers")
+    if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
+        raise GulliverError(
+            f"a text of ids {tuple(ids.shape)} and labels {tuple(labels.shape)}: expected one "
+            "dim and equal lengths of at least 1"
+        )
+    # Padding would be trained as text, and counted in weights of lengths.
+    if fields.get("attention_mask") is not None and not bool(found["attention_mask"].all()):
+        raise GulliverError("a text has tokens that its attention_mask hides: leave padding out")
+    return ids, labels

@@ -1,0 +1,682 @@
+"""Batches for a loop: made by the caller, or ahead of use by a thread.
+
+Read `Feed`, then `_run`, which is its thread. An error is handed over in place of its batch.
+What it does not know: which batches these are, and how they are moved.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import data as torch_data
+
+from gulliver.data.arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
+from gulliver.data.fetch import (
+    BatchStream,
+    Fetch,
+    Orders,
+    WorkerStart,
+    as_is,
+    check_seed,
+    length_of,
+)
+from gulliver.data.sampler import check_content, check_position, order_of
+from gulliver.data.transfer import MovedBatch, Mover, copy_stream, device_of
+from gulliver.errors import GulliverError, nearest
+from gulliver.options import whole_number
+
+AT_EXIT_S = 5.0
+"""Seconds that an ending interpreter waits for a thread to end its workers."""
+NEWER = "this iteration was ended by a newer one, or by another position, of the same loader"
+_OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
+
+
+class Inline:
+    """Batches made when they are asked for, or `ahead` of that, by the caller."""
+
+    def __init__(
+        self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
+    ) -> None:
+        self._entries: Iterator[MovedBatch | BaseException] = _moved(batches, move)
+        self._ready: deque[MovedBatch | BaseException] = deque()
+        self._ahead, self._closed = ahead, False
+
+    def get(self) -> MovedBatch | BaseException | None:
+        """Returns the next batch, or its error; None at the end."""
+        if self._closed:
+            raise GulliverError(NEWER)
+        while len(self._ready) <= self._ahead:
+            entry = next(self._entries, None)
+            if entry is None:
+                break
+            self._ready.append(entry)
+        return self._ready.popleft() if self._ready else None
+
+    def close(self) -> None:
+        """Drops what was made ahead, and the iterator that makes it."""
+        self._closed = True
+        self._ready.clear()
+        self._entries = iter(())
+
+    def join(self) -> None:
+        """Does nothing: there is no thread."""
+
+
+class Feed:
+    """Batches made by torch's workers and moved by a thread, at most `ahead` of use."""
+
+    # The thread knows its channel only, so that nothing keeps this object from being collected.
+
+    def __init__(
+        self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
+    ) -> None:
+        self._channel = _Channel(ahead)
+        self._thread = threading.Thread(
+            target=_run, args=([batches], move, self._channel), name="gulliver-loader", daemon=True
+        )
+        self._thread.start()
+        _OPEN.add(self)
+
+    def get(self) -> MovedBatch | BaseException | None:
+        """Waits for the next batch, or its error; None at the end."""
+        if self._channel.closed.is_set():
+            raise GulliverError(NEWER)
+        entry = self._channel.entries.get()
+        self._channel.permits.release()
+        return entry
+
+    def close(self) -> None:
+        """Tells the thread to end, which it does after the batch that it waits for."""
+        self._channel.close()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until the thread has ended."""
+        self._thread.join(timeout_s)
+
+
+class _Channel:
+    """The queue between thread and loop: permits go one way, batches the other."""
+
+    def __init__(self, ahead: int) -> None:
+        # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
+        # memory of the arena.
+        self.permits = threading.Semaphore(ahead)
+        self.entries: queue.SimpleQueue[MovedBatch | BaseException | None] = queue.SimpleQueue()
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        """Ends both sides; batches that nobody took are dropped."""
+        self.closed.set()
+        self.permits.release()
+        self.drain()
+
+    def drain(self) -> None:
+        """Drops what is in the queue."""
+        while True:
+            try:
+                self.entries.get_nowait()
+            except queue.Empty:
+                return
+
+
+def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel: _Channel) -> None:
+    """Runs the thread; `source` is a list, so that popping it leaves the only reference here."""
+    entries = _moved(source.pop(), move)
+    while True:
+        # Before the batch is made, not after: a batch without a permit would hold arena memory.
+        channel.permits.acquire()
+        if channel.closed.is_set():
+            break
+        entry = next(entries, None)
+        if isinstance(entry, BaseException):
+            # Keeps the lines, lets go of the variables: torch's iterator is among them, and has to
+            # end here, not in a garbage collection, where it waits in vain for its workers.
+            traceback.clear_frames(entry.__traceback__)
+        channel.entries.put(entry)
+        if not isinstance(entry, MovedBatch):
+            break
+        del entry
+    # Puts the workers away, in this thread, which may have to wait for them.
+    del entries
+    if channel.closed.is_set():
+        channel.drain()
+
+
+def _moved(
+    batches: Iterator[Any], move: Callable[[Any], MovedBatch]
+) -> Iterator[MovedBatch | BaseException]:
+    """Yields moved batches; last, in place of one that could not be made, its error."""
+    try:
+        while True:
+            batch, error = _attempt(next, batches)
+            if isinstance(error, StopIteration):
+                return
+            moved = None
+            if error is None:
+                moved, error = _attempt(move, batch)
+            # Not to be held while the next one is made.
+            del batch
+            if error is not None:
+                yield error
+                return
+            assert moved is not None
+            yield moved
+            del moved
+    finally:
+        # Frames that an error remembers hold this one.
+        batches, error = iter(()), None
+
+
+def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
+    """Returns what a function returned, and what it raised."""
+    try:
+        return function(argument), None
+    except BaseException as error:
+        return None, error
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends all threads: one that the ending interpreter cuts off leaves its workers behind."""
+    for feed in list(_OPEN):
+        feed.close()
+    for feed in list(_OPEN):
+        feed.join(AT_EXIT_S)
+
+
+# torch's DataLoader, with exact resume, seeds of its own, pinned memory and copies ahead.
+#
+# Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole
+# batches, and a thread of ours takes them from it, moves them into the arena and on to the device,
+# at most `ahead` of use. Read `DataLoader.__iter__`, then `_Batches` and `loader.py`.
+
+
+_log = logging.getLogger("gulliver")
+USED_AT_ONCE = 2
+"""Batches alive outside the loader: the one in use, and the next, before that is dropped."""
+
+
+@dataclass(frozen=True)
+class StagingOptions:
+    """Memory that a `DataLoader` passes batches through; its fields are given to it by name.
+
+    Attributes:
+        arena: arena shared with other loaders; None makes one if one is needed.
+        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``. All
+            memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
+        arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
+            1 GiB.
+    """
+
+    arena: PinnedArena | None = None
+    warm_up: Iterable[Any] | None = None
+    arena_limit: int | None = None
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> StagingOptions:
+        """Takes these options out of keyword arguments, of which the rest is torch's."""
+        own = (field.name for field in fields(cls))
+        return cls(**{name: options.pop(name) for name in own if name in options})
+
+
+# [Note: the position] The state counts batches that were handed to the user, not those made ahead.
+# Each batch brings along the mark of its sampler or data set, taken when it was drawn; handing it
+# out makes its mark the loader's. A loader that resumes draws the indices of the epoch again and
+# passes over those that were used, without loading a sample. As the seed of a batch depends on its
+# number alone, see `_fetch`, the rest of the epoch is what it would have been, to the bit.
+@dataclass(frozen=True)
+class LoaderStatistics:
+    """Counts of what a loader did so far."""
+
+    # Number of batches handed out, over all epochs.
+    batches: int
+    # Seconds that the caller waited for them.
+    waited_s: float
+    # The arena's statistics; None where batches pass through as torch made them.
+    arena: ArenaStatistics | None
+
+    def __str__(self) -> str:
+        arena = f"; {self.arena}" if self.arena else ""
+        return f"{self.batches} batches, {self.waited_s:.3g} s waited{arena}"
+
+
+class DataLoader(torch_data.DataLoader):
+    """A data loader that resumes exactly, and feeds a device from memory that it takes only once.
+
+    It takes the arguments of torch's DataLoader, whose workers, samplers and collation it uses, and
+    gives the same batches. Besides:
+
+    - What a data set or collation draws from the generators of Python, numpy and torch depends on
+      (seed, rank, epoch, number of the batch): not on workers, their number, or what ran before.
+      Without `generator` so does the order. The training's own generators are left alone.
+    - `state_dict` says which batch comes next; one that loads it goes on there, to the bit.
+    - For a device batches go through a `PinnedArena` and arrive ahead of use, on a copy stream.
+      On the host they pass through as they are. With `pin_memory` torch locks their pages, for you
+      to copy them; without CUDA they are then copied into an arena, as they are into one given.
+
+    An error surfaces at the batch that it belongs to, and the state then says that batch. Leaving a
+    loop early ends the thread and the workers. Each iteration is an epoch of its own; the next one
+    ends the one before, if that is still open.
+
+    Args:
+        dataset: data set, map-style or iterable.
+        batch_size: samples of a batch.
+        shuffle: whether each epoch has another order.
+        device: device that batches are copied to; None leaves them on the host.
+        ahead: number of batches made ready ahead of use, 1 or more.
+        seed: seed of all that is drawn, the same on all ranks.
+        rank: rank of this process; None asks torch.distributed.
+        world_size: number of ranks; None asks torch.distributed.
+        threaded: whether a thread makes the batches ahead of use, where there are no workers. The
+            generators are left alone then: data set and collation must draw from none of the
+            process.
+        options: fields of `StagingOptions`, and further arguments of torch's DataLoader, such as
+            `num_workers`, `sampler`, `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
+
+    Raises:
+        GulliverError: an argument that does not exist or that torch refuses; an arena too small.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        *,
+        device: torch.device | str | None = None,
+        ahead: int = 2,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        threaded: bool = False,
+        **options: Any,
+    ) -> None:
+        staging = StagingOptions.taken_from(options)
+        _check_names(options)
+        if ahead < 1:
+            raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
+        factor = options.get("prefetch_factor")
+        if factor is not None and whole_number("prefetch_factor", factor) < 1:
+            raise GulliverError("prefetch_factor must be at least 1: leave it out for torch's 2")
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
+        if world_size is None:
+            world_size = dist.get_world_size() if grouped else 1
+        self.world_size = world_size
+        if not 0 <= self.rank < self.world_size:
+            raise GulliverError(f"rank {self.rank} is not one of {self.world_size} ranks")
+        self.seed, self.ahead, self.device = check_seed(seed), ahead, device_of(device)
+        # One of our own is seeded again for each epoch, see `Orders`.
+        self._own = None if options.get("generator") is not None else torch.Generator()
+        options["generator"] = options.get("generator") or self._own
+        try:
+            super().__init__(dataset, batch_size, shuffle, **options)
+        except (ValueError, TypeError) as error:
+            raise GulliverError(f"data loader: {error}") from error
+        self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
+        self._threaded = threaded and not self.num_workers
+        if self._threaded and self._is_iterable:
+            raise GulliverError("a stream is read in order: give threaded a map-style data set")
+        self._stateful = self._find_stateful()
+        self._inner, self._work = self._make_inner()
+        self.arena = self._make_arena(staging)
+        locks = self.pin_memory and self.arena is None
+        self._mover = Mover(self.arena, copy_stream(self.device, ahead), locks)
+        self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
+        # The position, see the note above; generators only between loading and beginning.
+        self._epoch = self._done = 0
+        self._mark: Any = None
+        self._resumes = self._is_over = False
+        self._generators: list[str] | None = None
+        self._sampler_epoch: int | None = getattr(self._epoch_sampler, "epoch", None)
+        self._batches, self._waited_s = 0, 0.0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+        return self._epoch
+
+    def statistics(self) -> LoaderStatistics:
+        """Returns what the loader and its arena did so far; as text, one line."""
+        arena = None if self.arena is None else self.arena.statistics()
+        return LoaderStatistics(self._batches, self._waited_s, arena)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch; to the one that a loaded state is in, to its position."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise GulliverError(f"an epoch must be a whole number from 0 on, not {epoch!r}")
+        if self._resumes and epoch == self._epoch:
+            return
+        self._feed.close()
+        self._epoch, self._done, self._mark, self._generators = epoch, 0, None, None
+        self._resumes = self._is_over = False
+        self._work.end()
+        if self._stateful is not None and hasattr(self._stateful, "set_epoch"):
+            self._feed.join()
+            self._stateful.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Begins an epoch, or the rest of the one that a loaded state is in."""
+        self._feed.close()
+        # Its thread may still draw from the sampler, or wait for persistent workers.
+        self._feed.join()
+        passed_over = self._begin()
+        # Made in the caller's thread: workers are forked here, and torch's samplers draw here.
+        # Past its last batch, what keeps a position may say where the next epoch begins already.
+        batches = iter(()) if self._is_over else self._made()
+        if passed_over:
+            _log.info("resuming: %d batches of the stream are loaded and passed over", passed_over)
+            batches = _after(batches, passed_over, self._work)
+        if self.num_workers or self._threaded:
+            self._feed = Feed(batches, self._mover.move, self.ahead)
+        else:
+            # Without workers samples are made where the caller is, under seeds that must not meet
+            # what the model draws. One batch ahead is enough for its copy to be.
+            on_host = self.device is None or self.device.type == "cpu"
+            self._feed = Inline(batches, self._mover.move, 0 if on_host else 1)
+        return _Batches(self, self._feed)
+
+    def _made(self) -> Iterator[Any]:
+        if not self._threaded:
+            return iter(self._inner)
+        works = iter(self._work)
+        # The first index here: samplers draw their order with it, under seeds of the process.
+        first = list(islice(works, 1))
+        return map(self._inner.dataset.__getitem__, chain(first, works))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the last batch that was handed out; fit for JSON.
+
+        A sampler's or data set's own state is in it as it gave it.
+
+        Raises:
+            GulliverError: batches may come out of order.
+        """
+        if not self.in_order:
+            raise GulliverError("batches out of order have no position: leave in_order at True")
+        mark = self._mark
+        if mark is None and self._stateful is not None:
+            mark = self._stateful.state_dict()
+        generators = self._generators
+        if generators is None:
+            generators = self._work.generator_states()
+        return {
+            "epoch": self._epoch,
+            "done": self._done,
+            **self._identity(),
+            "rank": self.rank,
+            "generators": generators,
+            "inner": mark,
+            "is_over": self._is_over,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was taken, from the next iteration on.
+
+        Raises:
+            GulliverError: the state belongs to other data, another batch size, seed or number of
+                ranks; or to another rank, where a `generator` of its own decides the order.
+        """
+        check_content(state)
+        batches = None if self._is_iterable else length_of(self._index_source)
+        check_position(state["epoch"], state["done"], batches)
+        for name, here in self._identity().items():
+            if state.get(name) != here:
+                raise GulliverError(
+                    f"the saved position belongs to {name.replace('_', ' ')} {state.get(name)}, "
+                    f"this loader has {here}: resume with what the run was started with"
+                )
+        if self._stateful is None and state["inner"] is not None:
+            raise GulliverError("the saved position is of a sampler that has one: this has none")
+        check = getattr(self._stateful, "check_state", None)
+        if check is not None:
+            check(state["inner"])
+        saved, here = len(state["generators"]), len(self._work.generator_states())
+        if saved != here:
+            raise GulliverError(
+                f"the saved position belongs to {saved} generators of samplers, this loader has "
+                f"{here}: resume with what the run was started with"
+            )
+        if saved and state["rank"] != self.rank:
+            raise GulliverError(
+                f"the saved position has the generator of rank {state['rank']}, this is rank "
+                f"{self.rank}: load each rank's own, or give `seed` instead of `generator`"
+            )
+        # The thread draws from the sampler that is about to be set back.
+        self._feed.close()
+        self._epoch, self._done, self._mark = state["epoch"], state["done"], state["inner"]
+        self._resumes, self._generators = True, list(state["generators"])
+        self._is_over = state["is_over"]
+
+    @property
+    def _index_source(self) -> Any:
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    @property
+    def _epoch_sampler(self) -> Any:
+        """The sampler that needs to know the epoch, if there is one; not one with a state."""
+        for sampler in (self.batch_sampler, self.sampler):
+            if hasattr(sampler, "set_epoch") and sampler is not self._stateful:
+                return sampler
+        return None
+
+    def _find_stateful(self) -> Any:
+        """Finds what keeps its own position: a data set without workers, a sampler, or None."""
+        if self._is_iterable:
+            candidates = [] if self.num_workers else [self.dataset]
+        else:
+            candidates = [self.batch_sampler, self.sampler]
+        for candidate in candidates:
+            if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict"):
+                return candidate
+        return None
+
+    def _user_generators(self) -> list[torch.Generator]:
+        """Returns the user's generators that an order is drawn from, each once."""
+        if self._stateful is not None:
+            return []
+        inside = getattr(self.batch_sampler, "sampler", None)
+        found: list[torch.Generator] = []
+        for owner in (self, self.batch_sampler, inside, self.sampler):
+            generator = getattr(owner, "generator", None)
+            is_known = any(generator is other for other in (*found, self._own))
+            if isinstance(generator, torch.Generator) and not is_known:
+                found.append(generator)
+        return found
+
+    def _identity(self) -> dict[str, Any]:
+        """Returns what has to be equal here and where a position was saved."""
+        identity: dict[str, Any] = {"seed": self.seed}
+        if self._stateful is None:
+            identity["dataset_length"] = length_of(self.dataset)
+            identity["world_size"] = self.world_size
+        if self._stateful is None or self._is_iterable:
+            identity["batch_size"] = self.batch_size
+        if not self._is_iterable and self._stateful is None:
+            identity["number_of_batches"] = length_of(self._index_source)
+            identity["order"] = order_of(self._index_source)
+        elif self._stateful is None:
+            identity["num_workers"] = self.num_workers
+        return identity
+
+    def _make_inner(self) -> tuple[torch_data.DataLoader, Orders | BatchStream]:
+        """A loader of torch's with items that are whole batches, and what decides which."""
+        seed = (self.seed, self.rank)
+        collate: Any = self.collate_fn
+        given: dict[str, Any] = {}
+        if self._is_iterable:
+            dataset: Any = BatchStream(
+                self.dataset, collate, self.batch_size, self.drop_last, seed, self.num_workers > 0
+            )
+            work: Orders | BatchStream = dataset
+        else:
+            is_batched = self.batch_sampler is not None
+            seeds = None if self._threaded else seed
+            dataset = Fetch(self.dataset, collate, is_batched, seeds)
+            work = given["sampler"] = Orders(
+                self._index_source,
+                self._stateful,
+                seed,
+                self._own,
+                None if self._own is not None or self._stateful is not None else self.generator,
+                self._user_generators(),
+            )
+        if self.num_workers:
+            given["worker_init_fn"] = WorkerStart(self.worker_init_fn)
+            given["multiprocessing_context"] = self.multiprocessing_context
+        inner = torch_data.DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=as_is,
+            num_workers=self.num_workers,
+            timeout=self.timeout,
+            # Its draws shall touch no generator that others draw from.
+            generator=torch.Generator(),
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            in_order=self.in_order,
+            **given,
+        )
+        return inner, work
+
+    def _make_arena(self, staging: StagingOptions) -> PinnedArena | None:
+        arena, warm_up, limit = staging.arena, staging.warm_up, staging.arena_limit
+        on_device = self.device is not None and self.device.type != "cpu"
+        if arena is not None and arena.is_pinned and not on_device:
+            raise GulliverError(
+                "nobody would tell this page-locked arena when copies from it are done: give the "
+                "loader a device, or leave the arena out"
+            )
+        # Where there is CUDA and no device is given, users copy by themselves, and only torch's own
+        # allocator sees when they have done.
+        aligned = self.pin_memory and not torch.cuda.is_available()
+        if arena is None and not (on_device or aligned):
+            if warm_up is not None or limit is not None:
+                raise GulliverError(
+                    "batches pass through as they are and no arena is used: give a device, "
+                    "pin_memory=True or an arena, or leave warm_up and arena_limit out"
+                )
+            return None
+        if arena is not None and limit is not None:
+            raise GulliverError("the arena that is given has its limit: leave arena_limit out")
+        table = None if warm_up is None else list(warm_up)
+        in_flight = self.ahead + USED_AT_ONCE
+        if arena is None:
+            needed = max(map(batch_bytes, table), default=0) * in_flight if table else DEFAULT_LIMIT
+            arena = PinnedArena(limit or max(needed, 2**20))
+        if table:
+            arena.warm_up(table, in_flight)
+        return arena
+
+    def _begin(self) -> int:
+        """Puts everything in place for an iteration."""
+        goes_on = self._resumes or (self._done and self._stateful is not None)
+        if self._done and not goes_on:
+            self._epoch, self._done = self._epoch + 1, 0
+        sampler = self._epoch_sampler
+        if sampler is not None:
+            given = getattr(sampler, "epoch", None)
+            if given != self._sampler_epoch and given is not None and not goes_on:
+                # Somebody told the sampler itself, as one does with torch's loader.
+                self._epoch = given
+            sampler.set_epoch(self._epoch)
+            self._sampler_epoch = getattr(sampler, "epoch", None)
+        dataset: Any = self.dataset
+        if self._is_iterable and hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(self._epoch)
+        if self._stateful is not None:
+            if goes_on and self._mark is not None:
+                self._stateful.load_state_dict(self._mark)
+            self._mark = self._stateful.state_dict()
+        by_loading = self._is_iterable and self._stateful is None
+        # A stream without a state cannot skip: its batches are loaded again and dropped (`_after`).
+        self._work.begin(self._epoch, 0 if by_loading else self._done, self._generators)
+        self._resumes, self._generators = False, None
+        return self._done if by_loading else 0
+
+    def _hand_out(self, moved: MovedBatch, waited_s: float) -> Any:
+        """Counts a batch as the user's."""
+        self._done += 1
+        self._batches += 1
+        self._waited_s += waited_s
+        marks = self._work.marks
+        if self._stateful is not None:
+            self._mark, self._is_over = marks.popleft()
+        elif marks:
+            marks.popleft()
+        return self._mover.receive(moved)
+
+    def _finish_epoch(self) -> None:
+        self._epoch, self._done, self._mark, self._is_over = self._epoch + 1, 0, None, False
+        self._work.end()
+
+
+class _Batches:
+    """The iterator of a `for` loop over a loader; when it is collected, its thread ends."""
+
+    def __init__(self, loader: DataLoader, feed: Feed | Inline) -> None:
+        self._loader, self._feed = loader, feed
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        started = time.perf_counter()
+        entry = self._feed.get()
+        if isinstance(entry, MovedBatch):
+            return self._loader._hand_out(entry, time.perf_counter() - started)
+        self._ended = True
+        self._feed.close()
+        if entry is None:
+            self._loader._finish_epoch()
+            raise StopIteration
+        try:
+            raise entry
+        finally:
+            # Its traceback holds this frame: the caller's batches would live until a collection.
+            del entry
+
+    def __del__(self) -> None:
+        self._feed.close()
+
+
+def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> Iterator[Any]:
+    """Yields what follows the first `count` batches."""
+    passed = 0
+    for _ in islice(batches, count):
+        passed += 1
+        if work.marks:
+            work.marks.popleft()
+    if passed < count:
+        raise GulliverError(
+            f"the saved position is after batch {count}, the stream ended after {passed}: resume "
+            "with what the run was started with"
+        )
+    yield from batches
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    known = set(inspect.signature(torch_data.DataLoader.__init__).parameters)
+    own = set(inspect.signature(DataLoader.__init__).parameters) - {"options"}
+    own |= {field.name for field in fields(StagingOptions)}
+    for name in options:
+        if name not in known:
+            meant = nearest(name, (known | own) - {"self"})
+            raise GulliverError(f"the data loader has no argument {name!r}: {meant}")

@@ -1,0 +1,314 @@
+"""Checks of saved positions in the data: their content, and the order that they count in.
+
+What it does not know: how a loader or a sampler goes on from there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from gulliver.data.clips import Bucket
+from gulliver.errors import GulliverError
+from gulliver.options import whole_number
+
+KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}
+"""Keys that every state of a loader has."""
+SETTINGS = ("replacement", "num_samples", "shuffle", "seed", "num_replicas", "drop_last")
+"""Attributes of torch's samplers that decide their order, besides their generator."""
+CONTENTS = ("weights", "indices")
+"""Long attributes that decide it too: their digest is kept."""
+
+
+def set_state(generator: torch.Generator, state: str) -> None:
+    """Gives a generator the state that a loader's state holds, in base64."""
+    content = bytearray(base64.b64decode(state, validate=True))
+    generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
+
+
+def check_content(state: Any) -> None:
+    """Refuses what is no state of a loader."""
+    if not isinstance(state, Mapping) or not set(state) >= KEYS:
+        raise GulliverError("this is not the state of a data loader: it has no position")
+    generators = state["generators"]
+    if not isinstance(state["is_over"], bool) or not isinstance(generators, list):
+        raise GulliverError("this is not the state of a data loader: its position is broken")
+    try:
+        for generator in generators:
+            set_state(torch.Generator(), generator)
+    except (TypeError, ValueError, RuntimeError):
+        raise GulliverError(
+            "this is not the state of a data loader: that of a generator in it is broken"
+        ) from None
+
+
+def check_position(epoch: Any, done: Any, batches: int | None) -> None:
+    """Refuses what is no position in the data."""
+    for name, value in (("epoch", epoch), ("done", done)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise GulliverError(
+                f"the saved position has {name} {value!r}: it must be a whole number from 0 on"
+            )
+    if batches is not None and done > batches:
+        raise GulliverError(
+            f"the saved position is after batch {done} of an epoch, which has {batches} here: "
+            "resume with what the run was started with"
+        )
+
+
+def order_of(source: Any) -> str:
+    """Says how a sampler, or a batch sampler and the one inside it, orders indices."""
+    # Samplers that are not torch's are told apart by their class and by settings of these names.
+    parts = [type(source).__qualname__]
+    if isinstance(source, list | tuple | range):
+        parts.append(_digest(source))
+    values = vars(source) if hasattr(source, "__dict__") else {}
+    for name in SETTINGS:
+        # Not through properties, which may need what is not there yet.
+        value = values.get(name, values.get(f"_{name}"))
+        if isinstance(value, bool | int | float | str):
+            parts.append(f"{name}={value}")
+    for name in CONTENTS:
+        if isinstance(values.get(name), Iterable):
+            parts.append(f"{name}={_digest(values[name])}")
+    inside = values.get("sampler")
+    return ", ".join(parts) + (f" of {order_of(inside)}" if inside is not None else "")
+
+
+def _digest(values: Iterable[Any]) -> str:
+    plain = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    return hashlib.blake2b(repr(plain).encode(), digest_size=4).hexdigest()
+
+
+# Bucketed sampling: every sample once per epoch, one shape per step, any number of ranks.
+#
+# The order of an epoch is a list of global batches, each of one bucket; it depends on the seed and
+# the epoch, never on the number of ranks. A rank takes its contiguous share of every batch, so all
+# ranks work on the same shape in the same step and none waits for a longer clip. The state is
+# therefore just (epoch, batches done): a run resumes exactly, on as many ranks as it likes.
+
+
+Groups = dict[Bucket, tuple[np.ndarray, int]]
+"""Samples of each bucket, and the size of its batches."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's share of a global batch.
+
+    `indices` may be empty where a batch has fewer samples than there are ranks; `offset` is the
+    position of the first of them in the batch of `total` samples; `number` counts batches in the
+    epoch.
+    """
+
+    bucket: Bucket
+    indices: list[int]
+    offset: int
+    total: int
+    epoch: int
+    number: int
+
+
+class ResumableSampler(ABC):
+    """Batches in an order that depends on the epoch, never on the number of ranks.
+
+    Iterating yields this rank's share of the rest of the present epoch; the next iteration begins
+    the next epoch. The state is the position, and resumes on any number of ranks.
+
+    Args:
+        rank: rank of this process.
+        world_size: number of ranks.
+        seed: seed of the order.
+
+    Raises:
+        GulliverError: a rank beyond the world.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
+        if not 0 <= rank < world_size:
+            raise GulliverError(f"rank {rank} is not one of {world_size} ranks")
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.epoch, self.done = 0, 0
+
+    fingerprint: str | cached_property[str]
+    """Digest of what an order depends on: data, sizes of batches and seed, not the ranks."""
+
+    @abstractmethod
+    def batches(self, epoch: int) -> Sequence[Any]:
+        """Draws the global batches of an epoch, in order."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+
+    @abstractmethod
+    def _share(self, batch: Any, epoch: int, number: int) -> Any:
+        """This rank's share of a batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, order = self.epoch, self.batches(self.epoch)
+        for number in range(self.done, len(order)):
+            # Counted before the step is given out: a state taken with it says that it is done.
+            self.epoch, self.done = (
+                (epoch, number + 1) if number + 1 < len(order) else (epoch + 1, 0)
+            )
+            yield self._share(order[number], epoch, number)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch."""
+        self.epoch, self.done = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the last step that was given out."""
+        return {"epoch": self.epoch, "done": self.done, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was taken, on any number of ranks.
+
+        Raises:
+            GulliverError: the state belongs to other data, batch sizes or another seed, or is
+                no position in them.
+        """
+        self.check_state(state)
+        self.epoch, self.done = state["epoch"], state["done"]
+
+    def check_state(self, state: Any) -> None:
+        """Refuses what `load_state_dict` does not take.
+
+        Raises:
+            GulliverError: the same errors as there.
+        """
+        if not isinstance(state, Mapping) or not {"epoch", "done", "fingerprint"} <= set(state):
+            raise GulliverError(f"this is not the state of a {self.kind}: it has no position")
+        if state["fingerprint"] != self.fingerprint:
+            raise GulliverError(
+                "the saved data position belongs to other data, batch sizes or another seed: "
+                "resume with what the run was started with"
+            )
+        check_position(state["epoch"], state["done"], None)
+        check_position(state["epoch"], state["done"], self.batches_of(state["epoch"]))
+
+    def batches_of(self, epoch: int) -> int:
+        """Counts the batches of an epoch."""
+        return len(self)
+
+    kind = "sampler"
+    """Name of such samplers in messages."""
+
+
+class BucketSampler(ResumableSampler):
+    """Batches of equal shape from a data set of many shapes.
+
+    Args:
+        buckets: bucket of every sample, None where a sample fits none and is never used; or a
+            function from an epoch to those, where every epoch deals the samples again.
+        batch_size: samples of a batch over all ranks, one number or one for each bucket.
+        rank: rank of this process.
+        world_size: number of ranks.
+        seed: seed of the order.
+
+    Raises:
+        GulliverError: no sample has a bucket; a bucket has no batch size; a rank beyond the world.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket | None] | Callable[[int], Sequence[Bucket | None]],
+        batch_size: int | Mapping[Bucket, int],
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(rank, world_size, seed)
+        self._buckets, self._batch_size = buckets, batch_size
+        self._grouped: tuple[int, Groups] = 0, self._group(0)
+
+    def _groups(self, epoch: int) -> Groups:
+        """Returns the samples of each bucket in an epoch; those of the last one asked for stay."""
+        drawn, groups = self._grouped
+        if callable(self._buckets) and drawn != epoch:
+            groups = self._group(epoch)
+            self._grouped = epoch, groups
+        return groups
+
+    def _group(self, epoch: int) -> Groups:
+        buckets = self._buckets(epoch) if callable(self._buckets) else self._buckets
+        members: dict[Bucket, list[int]] = {}
+        for index, bucket in enumerate(buckets):
+            if bucket is not None:
+                members.setdefault(bucket, []).append(index)
+        if not members:
+            raise GulliverError("no sample fits any bucket: nothing to train on")
+        # Sorted, so that the order of an epoch does not depend on which bucket was seen first.
+        return {
+            b: (np.array(members[b], dtype=np.int64), _batch_size(self._batch_size, b))
+            for b in sorted(members)
+        }
+
+    @property
+    def samples(self) -> int:
+        """Samples of the present epoch, all ranks together."""
+        return sum(len(members) for members, _ in self._groups(self.epoch).values())
+
+    kind = "bucket sampler"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of what an order depends on: data, batch sizes and seed, not the ranks."""
+        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
+        for bucket, (members, size) in self._groups(0).items():
+            digest.update(f"{bucket}:{size}:{len(members)}".encode())
+            digest.update(members.tobytes())
+        return digest.hexdigest()
+
+    def batches(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
+        """Draws the global batches of an epoch: the bucket and indices of each, in order."""
+        draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+        found = []
+        for bucket, (members, size) in self._groups(epoch).items():
+            shuffled = draw.permutation(members)
+            found += [
+                (bucket, shuffled[start : start + size]) for start in range(0, len(members), size)
+            ]
+        return [found[place] for place in draw.permutation(len(found))]
+
+    def __len__(self) -> int:
+        """Batches of the present epoch."""
+        return self.batches_of(self.epoch)
+
+    def batches_of(self, epoch: int) -> int:
+        """Counts the batches of an epoch."""
+        return sum(-(-len(members) // size) for members, size in self._groups(epoch).values())
+
+    def _share(self, batch: tuple[Bucket, np.ndarray], epoch: int, number: int) -> Step:
+        bucket, members = batch
+        start = len(members) * self.rank // self.world_size
+        end = len(members) * (self.rank + 1) // self.world_size
+        return Step(bucket, members[start:end].tolist(), start, len(members), epoch, number)
+
+    def describe(self) -> str:
+        """Says in one line how many samples and batches there are, and of which buckets."""
+        groups = self._groups(self.epoch)
+        shares = Counter({str(bucket): len(members) for bucket, (members, _) in groups.items()})
+        spread = ", ".join(f"{name}: {count}" for name, count in shares.most_common())
+        return f"{self.samples} samples in {len(self)} batches ({spread})"
+
+
+def _batch_size(batch_size: int | Mapping[Bucket, int], bucket: Bucket) -> int:
+    if isinstance(batch_size, Mapping):
+        if bucket not in batch_size:
+            raise GulliverError(f"no batch size for bucket {bucket}")
+        batch_size = batch_size[bucket]
+    batch_size = whole_number(f"batch size for bucket {bucket}", batch_size)
+    if batch_size < 1:
+        raise GulliverError(f"batch size {batch_size} for bucket {bucket} must be at least 1")
+    return batch_size

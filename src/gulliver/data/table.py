@@ -1,0 +1,385 @@
+"""Real clips: a CSV or Parquet table of video and image files with captions, decoded with PyAV.
+
+Rows that cannot be used are counted and listed with their reason, never replaced: a row that cannot
+be opened when the table is read, and a file that breaks when its turn comes (`BrokenClip`).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gulliver.data.buckets import ENOUGH_PIXELS, BucketConfig, ClipSizes
+from gulliver.data.clips import (
+    STILL_FPS,
+    BrokenClip,
+    Bucket,
+    Clip,
+    Frame,
+    rate_shown,
+    stacked,
+    upright_frames,
+)
+from gulliver.data.records import NUMBERS, Record, check_scores, read_records, with_scores
+from gulliver.errors import GulliverError
+
+SIZES = ("frames", "height", "width")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Contents of a file: frames, height, width, and frames per second."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A usable row of the table; `name` is its path as the table has it.
+
+    `bucket` is that of the first epoch, None where it is left out of it.
+    """
+
+    name: str
+    path: Path
+    text: str
+    probe: Probe
+    bucket: Bucket | None
+
+
+class ClipTable:
+    """Clips named by a table with the columns `path` and `text`."""
+
+    # The optional columns num_frames, height, width and fps spare opening each file at the start;
+    # height and width are those of the picture as it is shown. Paths are relative to the table's
+    # folder.
+
+    encoded = False
+    """Whether its clips are latents already."""
+
+    def __init__(
+        self,
+        table: Path,
+        buckets: Sequence[Bucket] | BucketConfig,
+        frame_interval: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+        scores: str = "none",
+        seed: int = 0,
+        windows: int = 0,
+    ) -> None:
+        self.table, self.frame_interval, self.scores = Path(table), frame_interval, scores
+        self.buckets = buckets if isinstance(buckets, BucketConfig) else tuple(buckets)
+        self.seed, self.windows = seed, windows
+        # Rows that are used.
+        self.rows: list[TableRow] = []
+        # Name and reason of each row that is not.
+        self.skipped: list[tuple[str, str]] = []
+        self._broken: dict[int, str] = {}
+        self._misstated: dict[int, str] = {}
+        records = read_records(self.table)
+        check_scores(self.table, records, scores)
+        for number, record in enumerate(records):
+            self._add(record)
+            if progress is not None:
+                progress(number + 1, len(records))
+        if not self.rows:
+            first = f", such as {self.skipped[0][0]} ({self.skipped[0][1]})" if self.skipped else ""
+            raise GulliverError(f"{table} has no row that can be used{first}")
+        self._deal_rows()
+
+    def hold_out(self, share: float, seed: int) -> ClipTable:
+        """Takes rows away, and returns a table of them."""
+        taken = [_chance(row.name, seed) < share for row in self.rows]
+        if len(set(taken)) < 2:
+            which = "every" if all(taken) else "no"
+            raise GulliverError(
+                f"a share of {share:g} holds {which} clip of {len(taken)} out: choose another"
+            )
+        held = copy.copy(self)
+        held.rows = [row for row, out in zip(self.rows, taken, strict=True) if out]
+        self.rows = [row for row, out in zip(self.rows, taken, strict=True) if not out]
+        held._broken, held._misstated = {}, {}
+        for table in (self, held):
+            table._deal_rows()
+        return held
+
+    def _deal_rows(self) -> None:
+        dealt = zip(self.rows, self.deal(0), strict=True)
+        self.rows = [replace(row, bucket=bucket) for row, bucket in dealt]
+
+    def _add(self, record: Record) -> None:
+        name = str(record.get("path") or "").strip()
+        text = str(record.get("text") or "").strip()
+        if not name or not any(letter.isalnum() for letter in text):
+            self.skipped.append((name or "(no path)", "no caption" if name else "no path"))
+            return
+        path = (self.table if self.table.is_dir() else self.table.parent) / name
+        try:
+            probe = _stated(record, path) or probe_file(path)
+            bucket = self._choose(probe)
+        except GulliverError as error:
+            self.skipped.append((name, str(error)))
+            return
+        except OSError as error:
+            # Such as a name that is too long, which is not even looked for.
+            self.skipped.append((f"{name[:80]}...", f"cannot be opened: {error.strerror}"))
+            return
+        self.rows.append(
+            TableRow(name, path, with_scores(text, record, self.scores), probe, bucket)
+        )
+
+    def _choose(self, probe: Probe) -> Bucket | None:
+        """Chooses the bucket of a clip, unless it is dealt one later."""
+        if not isinstance(self.buckets, BucketConfig):
+            return choose_bucket(probe, self.buckets, self.frame_interval)
+        size = probe.frames, probe.height, probe.width
+        refusal = self.buckets.refusal(*size, self.frame_interval)
+        if refusal is not None:
+            raise GulliverError(refusal)
+        return None
+
+    def deal(self, epoch: int) -> list[Bucket | None]:
+        """Deals the rows to the buckets of an epoch; None where one is left out."""
+        if not isinstance(self.buckets, BucketConfig):
+            return [row.bucket for row in self.rows]
+        probes = [row.probe for row in self.rows]
+        sizes = ClipSizes(*(np.array([getattr(p, side) for p in probes]) for side in SIZES))
+        return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
+
+    def samples(self, index: int) -> list[tuple[Bucket, int]]:
+        """Lists the buckets that a row may be dealt to, each with the seed of every window."""
+        if not self.windows:
+            raise GulliverError("windows that begin at any frame cannot be listed: name a number")
+        row = self.rows[index]
+        if isinstance(self.buckets, BucketConfig):
+            size = row.probe.frames, row.probe.height, row.probe.width
+            buckets = self.buckets.possible(*size, self.frame_interval)
+        else:
+            buckets = [row.bucket] if row.bucket else []
+        return [
+            (bucket, window)
+            for bucket in buckets
+            for window in range(min(self.windows, self._starts(row, bucket.frames)))
+        ]
+
+    def first_frame(self, index: int, bucket: Bucket, seed: int) -> int:
+        """Returns the first frame of the window that a seed chooses."""
+        return _first_frame(seed, self._starts(self.rows[index], bucket.frames), self.windows)
+
+    def _starts(self, row: TableRow, wanted: int) -> int:
+        return max(1, row.probe.frames - span_of(wanted, self.frame_interval) + 1)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def broken(self) -> list[tuple[str, str]]:
+        """Name and newest reason of each file that could not be read when its turn came."""
+        return [(self.rows[index].name, reason) for index, reason in self._broken.items()]
+
+    @property
+    def misstated(self) -> list[tuple[str, str]]:
+        """Name of each file that was used and is otherwise than it was said to be, and how."""
+        return [(self.rows[index].name, stated) for index, stated in self._misstated.items()]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the usable rows in their order, which saved positions depend on."""
+        digest = hashlib.blake2b(digest_size=8)
+        for row in self.rows:
+            # Not the path, which changes when the folder is moved, nor the bucket, which follows.
+            digest.update(repr((row.name, row.text, astuple(row.probe))).encode())
+        return digest.hexdigest()
+
+    def check_rows(self, fingerprint: str) -> None:
+        """Refuses to resume with rows other than those that a saved position counts."""
+        if fingerprint != self.fingerprint:
+            raise GulliverError(
+                f"the rows of {self.table} are no longer those that the run was started with: "
+                "put them back in their old order, or begin another run with another --out"
+            )
+
+    def bucket_of(self, index: int) -> Bucket | None:
+        """The bucket of a usable row in the first epoch; None where it is left out of it."""
+        return self.rows[index].bucket
+
+    def caption(self, index: int) -> str:
+        """The caption of a usable row."""
+        return self.rows[index].text
+
+    @property
+    def fps(self) -> float:
+        """Median frame rate of the clips of several frames; that of stills where there is none."""
+        clips = [row for row in self.rows if row.probe.frames > 1]
+        return median(row.probe.fps / self.frame_interval for row in clips) if clips else STILL_FPS
+
+    def __getitem__(self, index: int) -> Clip | BrokenClip:
+        """Reads a clip from its first frames."""
+        return self.read(index, 0)
+
+    def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip:
+        """Reads a clip whose first frame is `seed` modulo the possible starts; 0 is the first."""
+        row = self.rows[index]
+        bucket = bucket or row.bucket
+        if bucket is None:
+            raise GulliverError(f"{row.name} is in no bucket of the first epoch: name one")
+        try:
+            content = self._content(index, bucket, seed)
+        except GulliverError as error:
+            self._broken[index] = str(error)
+            return BrokenClip(index, str(error))
+        fps = STILL_FPS if bucket.frames == 1 else row.probe.fps / self.frame_interval
+        return Clip(content, row.text, fps, index)
+
+    def _content(self, index: int, bucket: Bucket, seed: int) -> Tensor:
+        """Reads the pixels of a window, [3, T, H, W]."""
+        row = self.rows[index]
+        path, stated = row.path, (bucket.frames, self.frame_interval)
+        try:
+            frames = decode(path, *stated, self.first_frame(index, bucket, seed))
+        except EndOfClip as end:
+            # Tables and headers are often a frame or two off: what is there is used.
+            if end.frames < end.needed:
+                raise
+            starts = end.frames - end.needed + 1
+            frames = decode(path, *stated, _first_frame(seed, starts, self.windows))
+            self._misstated[index] = f"{end.frames} frames, said to be {row.probe.frames}"
+        self._check_size(index, bucket, *frames.shape[2:])
+        return resize_and_crop(frames, bucket)
+
+    def _check_size(self, index: int, bucket: Bucket, height: int, width: int) -> None:
+        """Notes a file of another size than the table says; refuses one too small for its bucket.
+
+        Raises:
+            GulliverError: naming both sizes.
+        """
+        probe = self.rows[index].probe
+        if (height, width) == (probe.height, probe.width):
+            return
+        stated = f"{height}x{width}, said to be {probe.height}x{probe.width}"
+        if height * width < ENOUGH_PIXELS * bucket.height * bucket.width:
+            raise GulliverError(f"is {stated}: too small for {bucket}")
+        self._misstated[index] = stated
+
+    def report(self) -> str:
+        """Says how many rows are used and skipped, and why the first of these were."""
+        lines = [f"{len(self.rows)} clips used, {len(self.skipped)} skipped"]
+        lines += [f"  {name}: {reason}" for name, reason in self.skipped[:20]]
+        if len(self.skipped) > 20:
+            lines.append(f"  and {len(self.skipped) - 20} more")
+        if isinstance(self.buckets, BucketConfig):
+            spread = Counter(str(row.bucket) for row in self.rows if row.bucket)
+            stated = ", ".join(f"{name}: {count}" for name, count in spread.most_common())
+            out = len(self.rows) - spread.total()
+            lines.append(f"the first epoch has {spread.total()} of them ({stated}), {out} left out")
+        return "\n".join(lines)
+
+
+def _first_frame(seed: int, starts: int, windows: int) -> int:
+    """Chooses one of `starts` frames, or of `windows` of them that are evenly spread."""
+    count = min(windows or starts, starts)
+    return seed % count * (starts - 1) // max(1, count - 1)
+
+
+def _chance(name: str, seed: int) -> float:
+    """Draws a number in [0, 1) for a name."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little") / 2**56
+
+
+def _stated(record: Record, path: Path) -> Probe | None:
+    """Returns what the table states of a file; None unless it states all."""
+    values = [record[name] for name in NUMBERS]
+    stated = [value for value in values if isinstance(value, float)]
+    if len(stated) < len(NUMBERS) or not path.is_file():
+        return None
+    frames, height, width, fps = stated
+    return Probe(int(frames), int(height), int(width), fps)
+
+
+def probe_file(path: Path) -> Probe:
+    """Opens a file and counts its frames; sizes are those of the upright picture."""
+    times: list[float] = []
+    counted, size, rate = 0, (0, 0), 0.0
+    for frame in upright_frames(path):
+        counted, size, rate = counted + 1, (frame.height, frame.width), frame.rate
+        times += [] if frame.decoded.time is None else [frame.decoded.time]
+    if counted == 0:
+        raise GulliverError("has no frames")
+    span = max(times) - min(times) if times else 0.0
+    return Probe(counted, *size, rate_shown(rate, len(times), span) or STILL_FPS)
+
+
+def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
+    """Chooses, of the buckets filled, most pixels, then most frames, then nearest aspect ratio."""
+    long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
+    if probe.frames > 1:
+        # A video fills a still's bucket too, but is better used as a video.
+        long_enough = [b for b in long_enough if b.frames > 1] or long_enough
+    if not long_enough:
+        raise GulliverError(f"{probe.frames} frames are too few for every bucket")
+    pixels = probe.height * probe.width
+    large_enough = [b for b in long_enough if pixels >= ENOUGH_PIXELS * b.height * b.width]
+    if not large_enough:
+        raise GulliverError(f"{probe.height}x{probe.width} is too small for every bucket")
+
+    def rank(bucket: Bucket) -> tuple[float, float, float]:
+        mismatch = abs(np.log(bucket.width / bucket.height * probe.height / probe.width))
+        size = round(float(np.log2(bucket.height * bucket.width)))
+        return size, bucket.frames, -float(mismatch)
+
+    return max(large_enough, key=rank)
+
+
+def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
+    """Decodes `frames` frames, every `interval`-th from `start`: [T, 3, H, W] in [-1, 1]."""
+    found: list[Frame] = []
+    seen = 0
+    # From the first frame on, also for a late window: seeking is exact in some files only.
+    for frame in upright_frames(path):
+        if seen >= start and (seen - start) % interval == 0:
+            found.append(frame)
+        seen += 1
+        if len(found) == frames:
+            return torch.from_numpy(stacked(found)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    raise EndOfClip(seen, span_of(frames, interval))
+
+
+class EndOfClip(GulliverError):
+    """A clip has fewer frames than it was said to have."""
+
+    def __init__(self, frames: int, needed: int) -> None:
+        super().__init__(f"has {frames} of the {needed} frames that it was said to have")
+        self.frames, self.needed = frames, needed
+
+
+def span_of(frames: int, interval: int) -> int:
+    """Counts the frames of a file from the first to the last of a window."""
+    return (frames - 1) * interval + 1
+
+
+def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
+    """Scales [T, 3, H, W] to cover a bucket and cuts its middle out: [3, T, height, width]."""
+    height, width = frames.shape[2:]
+    ratio = max(bucket.height / height, bucket.width / width)
+    size = (max(bucket.height, round(height * ratio)), max(bucket.width, round(width * ratio)))
+    if size != (height, width):
+        frames = F.interpolate(
+            frames, size=size, mode="bilinear", antialias=True, align_corners=False
+        )
+    top, left = (size[0] - bucket.height) // 2, (size[1] - bucket.width) // 2
+    cut = frames[:, :, top : top + bucket.height, left : left + bucket.width]
+    return cut.transpose(0, 1).contiguous()

@@ -1,0 +1,36 @@
+"""Data centric."""
+
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.data_centric.costs import Samples, Seconds, Tokens
+    from gulliver.data_centric.planner import DataCentricOptions, DataCentricPlanner
+    from gulliver.data_centric.plugin import DataCentricPlugin
+    from gulliver.data_centric.step_loader import DataCentricLoader, LoadedBatch, TrainingStep
+    from gulliver.data_centric.steps import StepEnds
+
+__all__ = [
+    "DataCentricLoader",
+    "DataCentricOptions",
+    "DataCentricPlanner",
+    "DataCentricPlugin",
+    "LoadedBatch",
+    "Samples",
+    "Seconds",
+    "StepEnds",
+    "Tokens",
+    "TrainingStep",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.data_centric.costs": ["Samples", "Seconds", "Tokens"],
+        "gulliver.data_centric.planner": ["DataCentricOptions", "DataCentricPlanner"],
+        "gulliver.data_centric.plugin": ["DataCentricPlugin"],
+        "gulliver.data_centric.step_loader": ["DataCentricLoader", "LoadedBatch", "TrainingStep"],
+        "gulliver.data_centric.steps": ["StepEnds"],
+    },
+)

@@ -1,0 +1,316 @@
+"""How much a step takes: samples, tokens, or seconds, as the user says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from gulliver.data_centric.steps import Shape
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.batch_costs import BatchCosts
+from gulliver.hardware.sample_tables import TableCosts
+from gulliver.options import positive_number, size_text, whole_number
+from gulliver.solve.arrange import StepArranger
+from gulliver.solve.steps import StepSolver
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A step of so many samples; the last of an epoch may have fewer."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if whole_number("samples of a step", self.count) < 1:
+            raise GulliverError(f"a step of {self.count} samples: give at least 1")
+
+    def __str__(self) -> str:
+        return f"{self.count:,} samples a step"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A step of about so many tokens: it ends with the sample that comes nearest."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if whole_number("tokens of a step", self.count) < 1:
+            raise GulliverError(f"a step of {self.count} tokens: give at least 1")
+
+    def __str__(self) -> str:
+        return f"about {self.count:,} tokens a step"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step of at most so many predicted seconds."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        positive_number("seconds of a step", self.seconds)
+
+    def __str__(self) -> str:
+        return f"at most {self.seconds:g} s a step"
+
+
+Budget = Samples | Tokens | Seconds
+
+
+def weight(budget: Budget, tokens: int, rank_seconds: float) -> float:
+    """How much of a budget's total a sample takes."""
+    if isinstance(budget, Samples):
+        return 1.0
+    return float(tokens) if isinstance(budget, Tokens) else rank_seconds
+
+
+def total(budget: Budget, ranks: int) -> float:
+    """What the weights of a step's samples may sum up to."""
+    if isinstance(budget, Samples | Tokens):
+        return float(budget.count)
+    return budget.seconds * ranks
+
+
+def check_key(budget: Budget, tokens: int, least: float) -> float:
+    """What a sample needs of a budget at least: tokens or seconds."""
+    return least if isinstance(budget, Seconds) else float(tokens)
+
+
+def check_sample(
+    budget: Budget, index: int, shape: Hashable, tokens: int, least: float, ranks: int
+) -> None:
+    """Refuses a budget that no step with a sample can meet."""
+    if isinstance(budget, Tokens) and tokens > budget.count:
+        raise GulliverError(
+            f"no step meets {budget}: sample {index} ({shape}) has {tokens:,} tokens; give at "
+            "least as many"
+        )
+    if isinstance(budget, Seconds) and least > budget.seconds:
+        raise GulliverError(
+            f"no step meets {budget}: sample {index} ({shape}) takes {least:.4g} s on {ranks} "
+            "ranks at best; give at least as many"
+        )
+
+
+# Samples of a window put into steps that fill some number of ranks; see `gulliver.solve`.
+#
+# It knows which number of ranks it arranges for, which need not be the number that runs: which
+# samples a step has depends on the former alone, so that a run on other ranks has the same steps.
+
+
+WINDOW = 16_384
+"""Samples that are looked at ahead by default: the more there are, the better some fit."""
+
+
+class Arrangement:
+    """Chooses which samples of a window make a step."""
+
+    def __init__(
+        self,
+        ranks: int,
+        budget: Budget,
+        seconds: Callable[[Shape, int], Mapping[int, np.ndarray]],
+    ) -> None:
+        if whole_number("arrange", ranks) < 1:
+            raise GulliverError(f"arrange={ranks}: give a number of ranks of at least 1")
+        if not isinstance(budget, Tokens):
+            raise GulliverError(
+                f"arrange={ranks} makes steps somewhat larger and smaller than asked for, which "
+                f"{budget} forbids: give a budget of Tokens(n)"
+            )
+        self.ranks, self._budget, self._seconds = ranks, budget, seconds
+        self._solver = StepSolver({}, ranks)
+        self._tokens: dict[Shape, float] = {}
+
+    def meet(self, shape: Shape, tokens: int) -> None:
+        """Takes the costs of a shape."""
+        rows = self._seconds(shape, self.ranks)
+        if not any(map(len, rows.values())):
+            raise GulliverError(
+                f"{shape} ({tokens:,} tokens) fits on no group of arrange={self.ranks} ranks: "
+                "arrange for more"
+            )
+        self._solver.add(shape, rows)
+        self._tokens[shape] = tokens
+
+    def order(
+        self, shapes: Sequence[Shape], draw: np.random.Generator
+    ) -> tuple[np.ndarray, list[int]]:
+        """Orders waiting samples by step, steps in random order."""
+        members: dict[Shape, list[int]] = {}
+        for place, shape in enumerate(shapes):
+            members.setdefault(shape, []).append(place)
+        counts = {shape: len(places) for shape, places in members.items()}
+        arranger = StepArranger(self._solver, self._tokens, self._budget.count)
+        steps = arranger.arrange(counts)
+        taken = dict.fromkeys(members, 0)
+        order, cuts = [], []
+        for number in draw.permutation(len(steps)).tolist():
+            cuts.append(sum(steps[number].values()))
+            for shape, count in steps[number].items():
+                start = taken[shape]
+                order += members[shape][start : start + count]
+                taken[shape] = start + count
+        left = sorted(place for shape in members for place in members[shape][taken[shape] :])
+        return np.array(order + left, dtype=np.int64), cuts
+
+
+# What a planner of data-centric steps asks of costs, and checks of its degrees and window.
+
+
+STEPS_AHEAD = 16
+"""Steps that the default window is as long as."""
+
+
+class Costs(Protocol):
+    """Costs of samples, such as `SampleCosts` and `TableCosts` are."""
+
+    @property
+    def memory(self) -> float: ...
+    @property
+    def identity(self) -> str: ...
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """Degrees up to a number of ranks."""
+        ...
+
+    def tokens(self, shape: Any) -> int:
+        """Tokens of a sample of a shape."""
+        ...
+
+    def batches(self, shape: Any, degree: int, pac: bool = True, most: int = 4096) -> BatchCosts:
+        """Costs of micro-batches of 1, 2, ... samples."""
+        ...
+
+
+def alone(costs: Costs) -> Costs:
+    """Costs that decide which samples make a step: they must not depend on tensor ranks."""
+    return getattr(costs, "alone", costs)
+
+
+def lot_of(costs: Costs, shape: Hashable, pac: bool) -> int:
+    """Samples of a shape that wait for each other: until each is within 2 % of the best."""
+    # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
+    # has must not depend on those.
+    costs = alone(costs)
+    for degree in costs.degrees(1024):
+        row = costs.batches(shape, degree, pac)
+        if len(row):
+            each = row.seconds / np.arange(1, len(row) + 1)
+            return int(np.argmax(each <= 1.02 * each.min())) + 1
+    return 1
+
+
+def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -> tuple[int, ...]:
+    """Degrees that groups may have."""
+    known = costs.degrees(ranks)
+    if intra:
+        if degree is not None:
+            raise GulliverError("degree= is for intra=False: groups choose their own degrees")
+        return known
+    if degree is None or degree not in known or ranks % degree:
+        right = ", ".join(str(d) for d in known if ranks % d == 0)
+        if not right:
+            text = ", ".join(map(str, known)) or "none"
+            raise GulliverError(
+                f"intra=False: {ranks} ranks are no multiple of a degree of these costs "
+                f"({text}): take other ranks"
+            )
+        raise GulliverError(
+            f"intra=False needs one degree= of all groups that divides {ranks} ranks: "
+            f"{right}; not {degree}"
+        )
+    return (degree,)
+
+
+def checked_window(budget: Budget, arrange: int | None, window: int | None) -> int:
+    """Samples that are looked at ahead."""
+    if isinstance(budget, Samples):
+        window = STEPS_AHEAD * budget.count if window is None else window
+        window = whole_number("window", window)
+        if window < budget.count:
+            raise GulliverError(
+                f"window={window} holds no step of {budget}: give at least {budget.count}"
+            )
+    usual = 4096 if arrange is None else WINDOW
+    window = usual if window is None else whole_number("window", window)
+    if window < 1:
+        raise GulliverError(f"window={window}: give at least 1 sample")
+    return window
+
+
+def costs_text(costs: Costs, pac: bool) -> str:
+    """Says whose costs they are, and what host memory activations may move to, if they may."""
+    host = getattr(costs, "host", None)
+    text = f"costs of {costs.identity}"
+    if host is None or not pac:
+        return text
+    return f"{text}, {size_text(host.bytes)} of a rank's host memory for activations"
+
+
+# Samples drawn for planning without a data set, and the time that no plan of them can be under.
+
+
+Distribution = Literal["short", "balanced", "long"]
+DISTRIBUTIONS: tuple[Distribution, ...] = ("short", "balanced", "long")
+EXPONENT, OFFSET, IMAGES = 3.0, 5.0, 2
+"""Exponent and offset of Zipf's law over shapes by cost; images for each video."""
+
+
+def draw_shapes(
+    costs: TableCosts, distribution: Distribution, count: int, seed: int = 0
+) -> list[str]:
+    """Draws shapes: videos by Zipf's law over cost or evenly, and two images for each."""
+    if distribution not in DISTRIBUTIONS:
+        raise GulliverError(
+            f"no distribution {distribution!r}: {nearest(distribution, DISTRIBUTIONS)}"
+        )
+    images = sorted((s for s in costs.seconds if s.endswith("/1")), key=lambda s: _cost(costs, s))
+    videos = sorted(costs.seconds.keys() - set(images), key=lambda s: (_cost(costs, s), s))
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    stills = count * IMAGES // (IMAGES + 1) if images and videos else count * bool(images)
+    found = _drawn(videos, distribution, count - stills, draw)
+    found += _drawn(images, distribution, stills, draw)
+    return [found[place] for place in draw.permutation(count)]
+
+
+def draw_samples(
+    costs: Costs, shapes: Sequence[Any], distribution: Distribution, count: int, seed: int = 0
+) -> list[Any]:
+    """Draws samples of given shapes, by Zipf's law over their tokens or evenly."""
+    ordered = sorted(shapes, key=lambda shape: (costs.tokens(shape), str(shape)))
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    return _drawn(ordered, distribution, count, draw)
+
+
+def _cost(costs: TableCosts, shape: str) -> float:
+    return min(d * min(row.values()) for d, row in costs.seconds[shape].items() if row)
+
+
+def _drawn(
+    shapes: Sequence[Any], distribution: str, count: int, draw: np.random.Generator
+) -> list[Any]:
+    if not count:
+        return []
+    weights = 1 / (np.arange(1, len(shapes) + 1) + OFFSET) ** EXPONENT
+    if distribution == "balanced":
+        weights = np.ones(len(shapes))
+    weights = weights[::-1] if distribution == "long" else weights
+    chosen: list[int] = draw.choice(len(shapes), count, p=weights / weights.sum()).tolist()
+    return [shapes[number] for number in chosen]
+
+
+def least_time(costs: Costs, shapes: Sequence[Any], ranks: int, pac: bool = True) -> float:
+    """Seconds that no plan of an epoch can be under: every sample in its best micro-batch."""
+    found = 0.0
+    for shape, count in Counter(shapes).items():
+        rows = [(d, costs.batches(shape, d, pac).seconds) for d in costs.degrees(ranks)]
+        found += count * min(
+            float(np.min(d * row / np.arange(1, len(row) + 1))) for d, row in rows if len(row)
+        )
+    return found / ranks

@@ -1,0 +1,522 @@
+"""Steps of data-centric training, planned as data arrives.
+
+    planner = DataCentricPlanner(costs, shapes, ranks=8, budget=Samples(256))
+    for plan in planner:                    # the rest of the present epoch
+        for group, batch in plan: ...
+
+Samples are drawn in the order of arrival into a window. Inside it, samples of a shape wait for each
+other until they make an efficient micro-batch, and such lots are spread evenly over the window, so
+that all its steps are of a kind (`windows.py`); a step takes the next ones up to its budget and
+`gulliver.solve.steps.StepSolver` deals them to groups of ranks. With ``arrange=`` samples are put
+together that fill so many ranks (`costs.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from gulliver.data.sampler import check_position
+from gulliver.data_centric.costs import (
+    Arrangement,
+    Budget,
+    Costs,
+    Samples,
+    Seconds,
+    Tokens,
+    alone,
+    check_key,
+    check_sample,
+    checked_degrees,
+    checked_window,
+    costs_text,
+    lot_of,
+    total,
+    weight,
+)
+from gulliver.data_centric.steps import Facts, Phases, Shape, StepEnds, StepPlan, facts_of, place
+from gulliver.data_centric.windows import (
+    Queue,
+    SampleStream,
+    SampleWindow,
+    check_state,
+    checked_cuts,
+    checked_seed,
+    digest_of,
+    longer_lots,
+    lots,
+)
+from gulliver.errors import GulliverError
+from gulliver.hardware.samples import Refinement
+from gulliver.options import from_keywords, positive_number, size_text, whole_number
+from gulliver.solve.steps import StepSolver
+
+MOST_LOT = 0.25
+"""Share of a step that samples of one shape wait for each other to fill, at most: where lots are as
+long as steps, steps of one shape come in rows, and what is learnt suffers (docs/lab-notes.md)."""
+Position = tuple[int, int, Queue]
+"""Epoch, step, and what is drawn and in no step yet."""
+
+
+@dataclass(frozen=True)
+class DataCentricOptions:
+    """Options of `DataCentricPlanner`, which are given to it by name.
+
+    Attributes:
+        window: samples that are drawn at a time; by default 16 steps' worth. With tokens or seconds
+            as many windows as a step takes.
+        memory: bytes of a rank; by default what `costs` says.
+        intra: groups may have different degrees; else all have `degree`.
+        inter: groups may run several micro-batches; else one each, and what finds no place is set
+            aside for the next step.
+        pac: memory that is left, and host memory of `costs`, keeps activations; else all blocks are
+            computed again.
+        degree: degree of every group without `intra`.
+        together: samples of a shape wait in the window for an efficient micro-batch; else a step
+            takes them as they come.
+        arrange: number of ranks, mostly `ranks`: samples of the window are put together that fill
+            these ranks, in steps of up to 45 % more or fewer tokens than the budget, which has to
+            be of tokens. None: in the order of arrival. Which samples a step has then depends on
+            this number and the costs: keep both where a run goes on on other ranks.
+        ends: seconds of a step besides its micro-batches. With them, samples that need wide groups
+            run first, last, or between those of single ranks, whatever ends soonest.
+        unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
+            `skipped`.
+        shuffle: samples of a table come in random order; else in the table's.
+        seed: seed of all orders.
+        stages: stages of a pipeline that each of these ranks is. Costs are those of one rank that
+            has the whole model: a stage takes an equal share of the seconds, and of bytes as many
+            (1F1B holds as many micro-batches as there are stages). Samples are cut into as many
+            micro-batches as let the stages end soonest. The samples of a step do not depend on it.
+    """
+
+    window: int | None = None
+    memory: int | None = None
+    intra: bool = True
+    inter: bool = True
+    pac: bool = True
+    degree: int | None = None
+    together: bool = True
+    arrange: int | None = None
+    ends: StepEnds | None = None
+    unfit: Literal["refuse", "skip"] = "refuse"
+    shuffle: bool = True
+    seed: int = 0
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unfit not in ("refuse", "skip"):
+            raise GulliverError(f"unfit={self.unfit!r}: give 'refuse' or 'skip'")
+        if self.memory is not None:
+            positive_number("memory", self.memory)
+        if self.arrange is not None and not (self.intra and self.inter):
+            raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
+        count = whole_number("stages", self.stages)
+        if count < 1 or (count > 1 and not self.inter):
+            needs = "a pipeline needs several micro-batches: inter"
+            remedy = "give at least 1" if count < 1 else needs
+            raise GulliverError(f"stages={count}: {remedy}")
+
+
+# [Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
+# order. The state is the position in the stream and that queue, so it resumes exactly, and on any
+# number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
+# seconds look at the ranks. A state taken with a plan says that the plan is done.
+class DataCentricPlanner:
+    """Plans steps of samples of many shapes, every sample once an epoch.
+
+    Args:
+        costs: seconds and bytes of micro-batches.
+        shapes: shape of every sample; or a function from an epoch to shapes in the order in which
+            they arrive, of a stream whose end is not known.
+        ranks: data ranks.
+        budget: samples, tokens or seconds of a step.
+        options: fields of `DataCentricOptions`, by name.
+
+    Attributes:
+        skipped: samples that were skipped so far, by shape.
+        left_out: samples of a table that every epoch skips, by shape.
+
+    Raises:
+        GulliverError: a sample fits at no degree, or no budget; more samples in a step than there
+            are; a window shorter than a step; settings that exclude each other.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        shapes: Sequence[Shape] | Callable[[int], Iterable[Shape]],
+        ranks: int,
+        budget: Budget,
+        **options: Any,
+    ) -> None:
+        chosen = from_keywords(DataCentricOptions, options, DataCentricPlanner)
+        if not isinstance(budget, Budget):
+            raise GulliverError(f"budget={budget!r}: give Samples(n), Tokens(n) or Seconds(s)")
+        if not isinstance(ranks, int) or ranks < 1:
+            raise GulliverError(f"ranks={ranks!r}: give a whole number of at least 1")
+        if chosen.memory is not None:
+            costs = replace(costs, memory=chosen.memory)  # type: ignore[type-var]
+        self.costs, self.ranks, self.budget = costs, ranks, budget
+        self.intra, self.inter, self.pac = chosen.intra, chosen.inter, chosen.pac
+        self.together, self.arrange, self.stages = chosen.together, chosen.arrange, chosen.stages
+        self.unfit, self.seed, self.ends = chosen.unfit, checked_seed(chosen.seed), chosen.ends
+        self.refinement = Refinement()
+        self.skipped: Counter[Shape] = Counter()
+        self.left_out: Counter[Shape] = Counter()
+        self.epoch, self.step = 0, 0
+        self._degrees = checked_degrees(costs, ranks, chosen.intra, chosen.degree)
+        self._stream = SampleStream(shapes, chosen.seed, chosen.shuffle)
+        self._solver = StepSolver({}, ranks, chosen.inter)
+        self._facts: dict[tuple[Shape, int], list[Facts]] = {}
+        self._lots: dict[Shape, int] = {}
+        self._most_lots: dict[Shape, float] = {}
+        self._fits: dict[Shape, bool] = {}
+        self._least: dict[Shape, int] = {}
+        self._phases = self._new_phases()
+        self._queue = Queue()
+        self._arranged = self._new_arrangement()
+        if self._stream.counts is not None:
+            self._check_table(self._stream.counts)
+        self.window = checked_window(budget, chosen.arrange, chosen.window)
+
+    def _new_phases(self) -> Phases:
+        several = self.intra and self.inter
+        return Phases(self._solver, self._least, self.ends, several, self.stages)
+
+    def _new_arrangement(self) -> Arrangement | None:
+        return None if self.arrange is None else Arrangement(self.arrange, self.budget, self._rows)
+
+    def _rows(self, shape: Shape, ranks: int) -> dict[int, np.ndarray]:
+        """Seconds of a shape's micro-batches on so many ranks, as far as they are known now."""
+        factor, costs = self.refinement.factor(shape), alone(self.costs)
+        rows = {d: costs.batches(shape, d, self.pac) for d in costs.degrees(ranks)}
+        return {d: factor * row.seconds for d, row in rows.items() if len(row)}
+
+    def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
+        """Looks at every shape of a table: (first sample, number of samples) by shape."""
+        for shape, (first, count) in counts.items():
+            self._meet(shape, first, count, inside=False)
+        # The sample that needs most: its budget is the least one of the table.
+        if known := [shape for shape in counts if self._fits[shape]]:
+            longest = max(known, key=lambda s: check_key(self.budget, *self._needs(s)))
+            check_sample(
+                self.budget, counts[longest][0], longest, *self._needs(longest), self.ranks
+            )
+        usable = sum(count for shape, (_, count) in counts.items() if self._fits[shape])
+        self.left_out.update({s: n for s, (_, n) in counts.items() if not self._fits[s]})
+        if isinstance(self.budget, Samples) and self.budget.count > usable:
+            raise GulliverError(
+                f"a step of {self.budget.count} samples is longer than the data set, which has "
+                f"{usable} that fit: give at most as many"
+            )
+
+    def _needs(self, shape: Shape) -> tuple[int, float]:
+        """Tokens of a sample, and the least seconds that it takes."""
+        seconds = self.stages * self._solver.one_sample_seconds(shape)
+        return self.costs.tokens(shape), seconds
+
+    def _meet(
+        self, shape: Shape, index: int, count: int | None = None, inside: bool = True
+    ) -> None:
+        """Takes costs of a shape that is seen for the first time; checks that budgets hold it."""
+        rows = {d: self.costs.batches(shape, d, self.pac) for d in self._degrees}
+        rows = {d: row for d, row in rows.items() if len(row)}
+        tokens = self.costs.tokens(shape)
+        self._fits[shape] = bool(rows)
+        self._least[shape] = min(rows, default=0)
+        if not rows:
+            if self.unfit == "refuse":
+                which = "" if count in (None, 1) else f", one of {count:,} of this shape,"
+                raise GulliverError(
+                    f"sample {index} ({shape}, {tokens:,} tokens){which} fits at no degree of up "
+                    f"to {self.ranks} ranks in {self._room} of a rank: take more ranks or memory, "
+                    "or unfit='skip'"
+                )
+            return
+        factor = self.refinement.factor(shape) / self.stages
+        self._phases.forget()
+        self._solver.add(shape, {d: factor * row.seconds for d, row in rows.items()})
+        if inside:
+            check_sample(self.budget, index, shape, *self._needs(shape), self.ranks)
+        for degree, row in rows.items():
+            self._facts[shape, degree] = facts_of(row, factor)
+        if self.together:
+            most = MOST_LOT * total(self.budget, self.ranks) / self._weights(shape)
+            self._lots[shape] = max(1, min(lot_of(self.costs, shape, self.pac), int(most)))
+            self._most_lots[shape] = most
+        if self._arranged is not None:
+            self._arranged.meet(shape, tokens)
+
+    @property
+    def _room(self) -> str:
+        return getattr(self.costs, "room", None) or size_text(self.costs.memory)
+
+    def observe(self, measured: Iterable[tuple[Shape, float, float]]) -> None:
+        """Refines the costs by real seconds; every rank must get the same.
+
+        Args:
+            measured: shape, predicted and measured seconds of micro-batches; predicted ones as
+                their `MicroBatch` has them.
+        """
+        # All were predicted before any of them was measured.
+        plain = [(s, p / self.refinement.factor(s), seconds) for s, p, seconds in measured]
+        for shape, predicted, seconds in plain:
+            self.refinement.observe(shape, predicted, seconds)
+        if plain:
+            self._again()
+
+    def _again(self) -> None:
+        """Takes the costs of all known shapes again."""
+        known = [shape for shape, fits in self._fits.items() if fits]
+        self._solver = StepSolver({}, self.ranks, self.inter)
+        self._phases = self._new_phases()
+        self._arranged = self._new_arrangement()
+        for shape in known:
+            self._meet(shape, -1)
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        epoch = self.epoch
+        window = SampleWindow(self._stream, epoch, self._queue.drawn)
+        while True:
+            self._fill(window)
+            if not len(self._queue):
+                if window.is_over and self.epoch == epoch:
+                    self.epoch, self._queue = epoch + 1, Queue()
+                return
+            # Planned from the queue alone, so that a loaded state plans the same step again.
+            plan = self._planned(epoch)
+            # Counted before the plan is given out: a state taken with it says that it is done.
+            self.step += 1
+            if not len(self._queue) and window.ends(self._queue.drawn):
+                self.epoch, self._queue = epoch + 1, Queue()
+            yield plan
+            if self.epoch != epoch:
+                return
+
+    def _fill(self, window: SampleWindow) -> None:
+        """Draws another window where the queue has no whole step."""
+        while not window.is_over and not self._has_step:
+            indices, shapes = window.draw(self.window)
+            self._queue.drawn += len(indices)
+            for index, shape in zip(indices.tolist(), shapes, strict=True):
+                if shape not in self._fits:
+                    self._meet(shape, index)
+            indices, shapes = self._usable(indices, shapes)
+            if self._arranged is not None:
+                # What is in no arranged step yet waits for better company.
+                waiting, others = self._queue.take(len(self._queue))
+                indices = np.concatenate((np.array(waiting, dtype=np.int64), indices))
+                shapes = others + shapes
+            if not len(indices):
+                continue
+            key = [abs(self.seed), window.epoch]
+            draw = np.random.Generator(np.random.Philox(key=key, counter=self._queue.drawn))
+            counts = Counter(shapes)
+            weights = {shape: self._weights(shape) for shape in counts}
+            steps = sum(n * weights[s] for s, n in counts.items()) / total(self.budget, self.ranks)
+            order = self._ordered(shapes, counts, steps, draw, window.is_over)
+            names = [shapes[place] for place in order.tolist()]
+            self._queue.extend(indices[order], names, np.array([weights[name] for name in names]))
+
+    @property
+    def _has_step(self) -> bool:
+        """Whether a whole step is in the queue."""
+        if self._arranged is not None:
+            return bool(self._queue.cuts)
+        return self._queue.weight >= total(self.budget, self.ranks)
+
+    def _ordered(
+        self,
+        shapes: list[Shape],
+        counts: Mapping[Shape, int],
+        steps: float,
+        draw: np.random.Generator,
+        is_last: bool,
+    ) -> np.ndarray:
+        """Order in which steps take waiting samples, of so many steps."""
+        if self._arranged is None:
+            sizes = longer_lots(counts, self._lots, self._most_lots, steps) if self.together else {}
+            return lots(shapes, sizes, draw, self.together)
+        order, self._queue.cuts = self._arranged.order(shapes, draw)
+        first = sum(self._queue.cuts)
+        if is_last:  # what waits for nothing more
+            rest = [shapes[place] for place in order[first:]]
+            order[first:] = order[first:][lots(rest, self._lots, draw, self.together)]
+        return order
+
+    def _time_of(self, shape: Shape) -> float:
+        return self._solver.rank_seconds(shape) if isinstance(self.budget, Seconds) else 0.0
+
+    def _usable(self, indices: np.ndarray, shapes: list[Shape]) -> tuple[np.ndarray, list[Shape]]:
+        """Leaves out, and counts, what fits at no degree."""
+        fits = [self._fits[shape] for shape in shapes]
+        if all(fits):
+            return indices, shapes
+        self.skipped.update(s for s, fit in zip(shapes, fits, strict=True) if not fit)
+        kept = [shape for shape, fit in zip(shapes, fits, strict=True) if fit]
+        return indices[np.array(fits, dtype=bool)], kept
+
+    def _planned(self, epoch: int) -> StepPlan:
+        """Plans the next step of what is in the queue."""
+        count = self._count()
+        solved = self._phases.solved(Counter(self._queue.shapes[:count]))
+        while isinstance(self.budget, Seconds) and solved.seconds > self.budget.seconds:
+            if count == 1:
+                break
+            share = self.budget.seconds / solved.seconds
+            count = max(1, min(count - 1, int(0.995 * share * count)))
+            solved = self._phases.solved(Counter(self._queue.shapes[:count]))
+        indices, shapes = self._queue.take(count)
+        members: dict[Shape, list[int]] = {}
+        for index, shape in zip(indices, shapes, strict=True):
+            members.setdefault(shape, []).append(index)
+        phases = [place(part, members, self._facts, self.ranks) for part in solved.parts]
+        aside = [(index, shape) for shape in members for index in members[shape]]
+        if aside:
+            self._queue.put_back(aside, self._weights)
+        ends = 0.0
+        if self.ends is not None:
+            ends = self.ends.first(phases[0]) + self.ends.last(phases[-1])
+        return StepPlan(
+            self.step,
+            epoch,
+            phases[0],
+            solved.seconds,
+            solved.bound,
+            tuple(index for index, _ in aside),
+            tuple(phases[1:]),
+            ends,
+        )
+
+    def _count(self) -> int:
+        """Samples of the next step, the first ones of the queue."""
+        if self._queue.cuts:
+            return self._queue.cuts.pop(0)
+        nearest = isinstance(self.budget, Tokens)
+        return self._queue.up_to(total(self.budget, self.ranks), nearest)
+
+    def _weights(self, shape: Shape) -> float:
+        return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
+
+    def check_sample(self, index: int, planned: Shape, found: Shape) -> None:
+        """Refuses a sample that is of another shape than the table says.
+
+        Raises:
+            GulliverError: naming the sample and both shapes.
+        """
+        if found != planned:
+            raise GulliverError(
+                f"sample {index} is {found}, and the table says {planned}: its lengths lie; make "
+                "the table anew"
+            )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees that groups may have."""
+        return self._degrees
+
+    @property
+    def signature(self) -> str:
+        """Digest of all that plans depend on: ranks with the same one plan the same."""
+        digest = hashlib.blake2b(digest_size=8)
+        settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
+        more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
+        host, packer = getattr(self.costs, "host", None), self._solver.packer
+        inputs = (*settings, *more, self.ends, self.stages, host, packer)
+        digest.update(repr((inputs, self._stream.digest, self.costs.identity)).encode())
+        for (shape, degree), facts in sorted(self._facts.items(), key=repr):
+            digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
+        digest.update(json.dumps(self.state_dict(), sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def position(self) -> Position:
+        """The present position, to come back to with `rewind` or to save with `state_dict`."""
+        return self.epoch, self.step, self._queue.copy()
+
+    def upcoming(self) -> StepPlan | None:
+        """Plans the next step, such as to load it ahead, and takes nothing; None where none is."""
+        before, skipped = self.position(), self.skipped.copy()
+        plan = next(iter(self), None)
+        # Planning is deterministic: the same plan comes again when it is asked for.
+        self.rewind(before)
+        self.skipped = skipped
+        return plan
+
+    def rewind(self, position: Position) -> None:
+        """Goes back to a position; iterators that were begun before are of no use then."""
+        self.epoch, self.step, queue = position
+        self._queue = queue.copy()
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
+        """Returns a position as plain values, by default that after the plan given out last."""
+        epoch, step, queue = position or (self.epoch, self.step, self._queue)
+        position_now = {
+            "epoch": epoch,
+            "step": step,
+            "drawn": queue.drawn,
+            "queue": list(queue.indices),
+            "cuts": list(queue.cuts),
+        }
+        return {
+            **position_now,
+            "digest": digest_of(position_now),
+            "data": self._stream.digest,
+            "model": self.costs.identity,
+            "refinement": self.refinement.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was taken, on any number of ranks.
+
+        Raises:
+            GulliverError: the state is of other data, another seed or another model, or is none.
+        """
+        check_state(state, self.costs.identity, self._stream.digest)
+        check_position(state["epoch"], state["step"], None)
+        queue = self._stream.restored(state["epoch"], state["drawn"], state["queue"])
+        cuts = checked_cuts(state.get("cuts", []), len(queue))
+        if state.get("digest", digest_of(state)) != digest_of(state):
+            raise GulliverError(
+                "the saved position is broken: it is not the one that was saved, samples would be "
+                "left out or come twice"
+            )
+        self.refinement.load_state_dict(state["refinement"])
+        self.epoch, self.step = state["epoch"], state["step"]
+        for index, shape in queue:
+            if shape not in self._fits:
+                self._meet(shape, index)
+        self._again()
+        self._queue = Queue(state["drawn"])
+        indices = np.array([index for index, _ in queue], dtype=np.int64)
+        shapes = [shape for _, shape in queue]
+        # Fewer ranks, or less memory, may be too small for what others have drawn.
+        fits = [self._fits[shape] for shape in shapes]
+        ends = [0, *accumulate(cuts)]
+        cuts = [sum(fits[start:end]) for start, end in pairwise(ends)]
+        indices, shapes = self._usable(indices, shapes)
+        weights = np.array([self._weights(shape) for shape in shapes])
+        self._queue.extend(indices, shapes, weights)
+        self._queue.cuts = [count for count in cuts if count]
+
+    def describe(self) -> str:
+        """Says in one line what is planned and with what."""
+        on = [name for name in ("intra", "inter", "pac") if getattr(self, name)]
+        degrees = ", ".join(map(str, self._degrees))
+        ahead = f"{self.window:,} samples looked at ahead"
+        if self.arrange is not None:
+            ahead += f" and arranged for {self.arrange} ranks"
+        ranks = f"{self.ranks} ranks"
+        if self.stages > 1:
+            ranks += f" of {self.stages} stages each"
+        return (
+            f"{ranks}, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
+            f"{ahead}, {costs_text(self.costs, self.pac)}"
+        )

@@ -1,0 +1,177 @@
+"""The plugin of data-centric training: groups of ranks change from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.errors import GulliverError, nearest
+from gulliver.families.loss import hugging_face_of
+from gulliver.families.record import SHARED_BY_SEQUENCE
+from gulliver.hardware.cluster import Cluster
+from gulliver.parallel.sequence.layout import SequencePlan
+from gulliver.parallel.tensor.styles import dropouts_of
+from gulliver.plan.plan import Plan
+from gulliver.planner.capability import HEADS, families, family_of
+
+MODES = ("all_to_all", "ring_attn")
+# Further options of `HybridParallelPlugin`; the others are decided by the plan of each step.
+OPTIONS = (
+    *("chunk_mb", "assume_elementwise", "assume_per_parameter", "host_limit", "disk"),
+    *("tensor_rules", "replicate_rest", "cut", "blocks", "everywhere", "after", "extra"),
+)
+
+
+class DataCentricPlugin(HybridParallelPlugin):
+    """ZeRO over all ranks; which neighbours share a sequence changes from step to step.
+
+    A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
+    lets groups of fewer ranks run side by side. Of any other model every group has one rank. With
+    `tp_size` each of these ranks is so many, which share each layer's tensors in every step; with
+    `pp_size` it is so many stages, through which the micro-batches of a group run (1F1B; with fewer
+    micro-batches than stages all forwards come first).
+
+    Args:
+        zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2
+            gradients too, 3 parameters too. Inside a step gradients and parameters lie whole on
+            each rank. None is 1, or 3 with a `memory_limit`, which needs it.
+        sequence_parallelism_mode: ``all_to_all`` (Ulysses) or ``ring_attn``.
+        precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
+        max_norm: clip gradients to this norm in every step; 0 does not.
+        tp_size: ranks that share each layer's tensors; a planner plans for the ranks of the world
+            over this number and over `pp_size`.
+        pp_size: stages that the blocks are cut into; steps are run with `TrainingStep.run`.
+        memory_limit: memory for state and activations on each rank; see `LimitOptions`. Inside a
+            step whole parameters and gradients are under it, too, and come chunk by chunk, as each
+            rank by itself needs them.
+        check_batches: compare the batches of the ranks of a group.
+        verbose: print the plan when the model is boosted.
+        options: options of `HybridParallelPlugin` that `OPTIONS` names.
+
+    Raises:
+        GulliverError: an option that it does not have, or a value out of range.
+    """
+
+    def __init__(
+        self,
+        zero_stage: int | None = None,
+        sequence_parallelism_mode: str = "all_to_all",
+        precision: str | None = None,
+        max_norm: float = 0.0,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        memory_limit: int | float | str | None = None,
+        check_batches: bool = True,
+        verbose: bool = True,
+        **options: Any,
+    ) -> None:
+        if sequence_parallelism_mode not in MODES:
+            raise GulliverError(
+                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: groups that change need "
+                f"ranks of their own: {nearest(str(sequence_parallelism_mode), MODES)}"
+            )
+        for name in options:
+            if name not in OPTIONS:
+                raise GulliverError(
+                    f"{type(self).__name__} has no argument {name!r}: {nearest(name, OPTIONS)}"
+                )
+        self.ways, self._heads = sequence_parallelism_mode, 0
+        super().__init__(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            zero_stage=(1 if memory_limit is None else 3) if zero_stage is None else zero_stage,
+            precision=precision,
+            max_norm=max_norm,
+            memory_limit=memory_limit,
+            check_batches=check_batches,
+            verbose=verbose,
+            # Parameters of a step come at once, so gathering ahead of it would be in vain.
+            gather_ahead=2 if memory_limit is None else 0,
+            **options,
+        )
+
+    @property
+    def inside(self) -> int:
+        """Ranks that each rank of a step's plan stands for: tensor ranks times stages."""
+        return self.tp_size * self.pp_size
+
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """Puts all ranks on the sequence axis, but those of tensors and stages."""
+        if ranks % self.inside:
+            told = f"tp_size={self.tp_size}" if self.pp_size == 1 else f"pp_size={self.pp_size}"
+            if 1 not in (self.tp_size, self.pp_size):
+                told = f"tp_size {self.tp_size} x pp_size {self.pp_size} = {self.inside}"
+            raise GulliverError(f"{told} does not divide {ranks} ranks")
+        self._share(ranks // self.inside)
+        plan = super().choices(ranks, precision)
+        assert plan.zero is not None, "a hybrid plan shards"
+        return replace(plan, zero=replace(plan.zero, unequal=True))
+
+    def _share(self, ranks: int) -> None:
+        self.sp_size, self.mode = ranks, self.ways if ranks > 1 else None
+
+    def sequence_plan(self, causal: bool) -> SequencePlan:
+        """How a sequence lies over all ranks: Ulysses as far as there are heads, a ring beyond."""
+        whole = super().sequence_plan(causal)
+        if self.mode != "all_to_all" or not 0 < self._heads < whole.ulysses:
+            return whole
+        fits = [d for d in range(1, self._heads + 1) if self.sp_size % d == 0]
+        return replace(whole, ulysses=fits[-1], inner=self.sp_size // fits[-1])
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Shares sequences where the model's attention is known, else nothing but ZeRO."""
+        ranks, alone = plan.mesh.size // self.inside, _why_alone(model)
+        self._share(1 if alone else ranks)
+        # A tensor rank has its part of the heads.
+        self._heads = _heads_of(model) // self.tp_size
+        if self.pp_size > 1 and dropouts_of(model):
+            raise GulliverError(
+                "dropout in stages that run other micro-batches in every step would be drawn by "
+                f"their places in a batch ({dropouts_of(model)[0]}): set it to 0"
+            )
+        if not alone and ranks > 1 and dropouts_of(model):
+            raise GulliverError(
+                "dropout where sequences lie on other ranks in every step would be drawn by each "
+                f"rank for itself ({dropouts_of(model)[0]}): set it to 0"
+            )
+        if alone:
+            one = super().choices(plan.mesh.size, plan.precision.autocast)
+            plan = replace(plan, mesh=one.mesh, sequence=one.sequence)
+        found = super().for_model(plan, model, optimizer, cluster)
+        told = alone or f"any neighbours of {ranks} ranks share sequences, as each step is planned"
+        reasons = {"mesh.axes.sequence": told}
+        if self.zero_stage >= 2 and ranks > 1:
+            reasons["zero.stage"] = "gradients" + (
+                " and parameters" if self.zero_stage == 3 else ""
+            )
+            reasons["zero.stage"] += " lie whole on each rank inside a step: ranks run unequal work"
+        return replace(found, reasons={**found.reasons, **reasons})
+
+
+def _why_alone(model: nn.Module) -> str:
+    """Why every group has one rank; empty where sequences can be shared."""
+    known = families().get(family_of(model) or "")
+    if known is None:
+        name = type(model).__name__
+        return f"every group has one rank: the attention of {name} is in no family that shares it"
+    if not {*known.modes} & {*SHARED_BY_SEQUENCE}:
+        return f"every group has one rank: {known.why}"
+    return ""
+
+
+def _heads_of(model: nn.Module) -> int:
+    """Heads of a model's attention; 0 where that is not known."""
+    model = hugging_face_of(model)
+    named = (getattr(getattr(model, "config", model), name, None) for name in HEADS)
+    return next((heads for heads in named if isinstance(heads, int)), 0)

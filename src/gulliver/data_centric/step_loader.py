@@ -1,0 +1,319 @@
+"""Warns of buffers that forwards change differently on each rank."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from gulliver._compat import is_batch_norm
+from gulliver.booster.hybrid.mesh import degree_of
+from gulliver.booster.hybrid.optimizer import HybridOptimizer
+from gulliver.comm.collectives import gather_objects
+from gulliver.comm.world import current_world
+from gulliver.data.arena import move_tensors
+from gulliver.data.documents import pack_documents
+from gulliver.data_centric.planner import DataCentricPlanner
+from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch, offload_for
+from gulliver.data_centric.steps import MicroBatch, StepPlan
+from gulliver.data_centric.training_step import LoadedBatch, StepContext, TrainingStep
+from gulliver.errors import GulliverError
+from gulliver.memory.streams import Copier
+from gulliver.parallel.optimizer import BoostedOptimizer, persistent_buffers
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.parallel.zero.step import LEFT, check_uneven
+from gulliver.planner.model import unwrapped
+
+NAMED = 3
+# Optimizers of models whose buffers were compared.
+_COMPARED = WeakSet[ZeroOptimizer]()
+
+
+def warn_of_own_buffers(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    """Warns once of saved buffers that differ between ranks; every rank calls it after a step."""
+    # Once in a run, and not for each epoch's loader: a gather between two steps cannot overlap.
+    if optimizer.size == 1 or optimizer in _COMPARED:
+        return
+    _COMPARED.add(optimizer)
+    # Contents are compared, because not every write raises a tensor's version.
+    mine = {name: _digest(buffer) for name, buffer in persistent_buffers(model).items()}
+    found = gather_objects(mine, optimizer.group)
+    names = sorted({name for other in found for name in other})
+    apart = [n for n in names if len({other.get(n) for other in found}) > 1]
+    if apart and current_world().is_main:
+        more = f" and {len(apart) - NAMED} more" if len(apart) > NAMED else ""
+        warnings.warn(
+            f"forwards have changed {', '.join(apart[:NAMED])}{more}, and ranks that run other "
+            "samples have other values now: rank 0's are saved; a buffer that samples change "
+            "is best kept outside of the model, or reduced after each step",
+            stacklevel=3,
+        )
+
+
+def _digest(buffer: Tensor) -> bytes:
+    found = hashlib.blake2b(f"{tuple(buffer.shape)} {buffer.dtype}".encode(), digest_size=16)
+    found.update(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+# Runs planned steps: each rank's micro-batches, and gradients of the mean over the whole step.
+#
+#     loader = DataCentricLoader(planner, dataset, model, optimizer)
+#     for step in loader:                          # the rest of the present epoch
+#         for batch in step:                       # this rank's micro-batches; perhaps none
+#             step.backward(loss_of(model, batch.data))
+#         optimizer.step()
+#         optimizer.zero_grad()
+#
+# `step.run(criterion)` does what the inner loop does, also where blocks lie on several stages.
+
+
+# What the mean over a step is over: a number for each sample of the data set.
+Weight = Callable[[int], float] | Sequence[float]
+
+
+class DataCentricLoader:
+    """Loads and runs the steps of a planner on this rank; every rank makes one.
+
+    Args:
+        planner: plans, the same on all ranks, for as many as share the optimizer.
+        dataset: gives a sample by its index in the planner's table.
+        model: boosted model.
+        optimizer: boosted optimizer.
+        collate: makes a batch of a list of samples; None is torch's own.
+        weight: what each sample counts, such as its number of labels, equal on all ranks; a loss
+            then is a mean over that. None: samples count alike.
+        shape_of: finds the shape of a loaded sample, to be held against the table.
+        refine: tell the planner what micro-batches took, so that it plans with that. Plans then
+            hang on times: a run that is resumed does not repeat them.
+        copier: copies activations to the host and back, where the planner's costs have memory for
+            them there; None: on streams of the GPU.
+        begin: called on all ranks with each plan before its samples are weighed, such as to read
+            them: those that some rank could not read then weigh 0 on all.
+
+    Attributes:
+        degree: degree of the model; None where no sequences are shared.
+        refines: whether the planner is told what micro-batches took.
+        passed_over: samples of steps in which every sample weighs 0; such a step is not given out.
+
+    Raises:
+        GulliverError: ranks plan differently; the model cannot run what is planned.
+    """
+
+    def __init__(
+        self,
+        planner: DataCentricPlanner,
+        dataset: Any,
+        model: nn.Module,
+        optimizer: BoostedOptimizer,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        weight: Weight | None = None,
+        shape_of: Callable[[Any], Any] | None = None,
+        refine: bool = False,
+        copier: Copier | None = None,
+        begin: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise GulliverError(
+                f"steps of unequal work need a model that is boosted with DataCentricPlugin, not a "
+                f"{type(optimizer).__name__}"
+            )
+        self.planner, self.dataset, self.model = planner, dataset, unwrapped(model)
+        self.optimizer, self.degree = optimizer, degree_of(self.model)
+        self._collate, self._weight = collate or default_collate, weight
+        self._shape_of, self.refines, self._begin = shape_of, refine, begin
+        _check(self)
+        kinds = getattr(planner.costs, "kinds", ())
+        named = [(kind.name, kind.count) for kind in kinds]
+        switch = _switch(self, named, copier) if named else None
+        self._context = StepContext(model, optimizer, self.degree, switch, timed=refine)
+        self._reading = Lock()
+        self._given: tuple[TrainingStep, Any] | None = None
+        self._first: tuple[int, Any] | None = None
+        self.passed_over = 0
+        if isinstance(weight, Sequence) and not any(weight):
+            raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
+
+    def __iter__(self) -> Iterator[TrainingStep]:
+        if self._given is not None and not self._given[0].ended:
+            # It was looked at, or left before its end: its samples are in no step yet.
+            self.planner.rewind(self._given[1])
+        self._given, plans = None, iter(self.planner)
+        while True:
+            before = self.planner.position()
+            plan = next(plans, None)
+            if plan is None:
+                return
+            if self._begin is not None:
+                self._begin(plan)
+            weight = sum(self.weigh(index) for _, batch in plan for index in batch.samples)
+            if weight == 0:  # nothing to learn from, such as texts without labels
+                self.passed_over += plan.samples
+                continue
+            if not weight > 0:
+                raise GulliverError(
+                    f"the samples of step {plan.step} count {weight} together: weight= must give "
+                    "numbers of at least 0"
+                )
+            step = TrainingStep(plan, weight, self._context, self._load(plan))
+            self._first = self._first_untaken(before)
+            self._given = step, before
+            yield step
+            if not step.begun:
+                raise GulliverError("a step was not looped over: its samples would be left out")
+            if not step.ended:
+                raise GulliverError(LEFT)
+            if self.refines:
+                self._observe(step.measured)
+            warn_of_own_buffers(self.model, self.optimizer)
+
+    def weigh(self, index: int) -> float:
+        """Weight of a sample in the mean over its step."""
+        if self._weight is None:
+            return 1.0
+        return float(self._weight(index) if callable(self._weight) else self._weight[index])
+
+    def _load(self, plan: StepPlan) -> Generator[LoadedBatch]:
+        """Loads this rank's micro-batches of a step, each while the one before it runs."""
+        own = plan.groups_of(self.optimizer.rank)
+        batches = [(micro, group.degree) for group in own for micro in group.micro_batches]
+        if not batches:
+            return
+        pool = ThreadPoolExecutor(1, "gulliver-samples")
+        try:
+            coming: Future[Any] = pool.submit(self._samples, *batches[0])
+            for number, (batch, degree) in enumerate(batches):
+                data = coming.result()
+                if number + 1 < len(batches):
+                    coming = pool.submit(self._samples, *batches[number + 1])
+                weight = sum(map(self.weigh, batch.samples))
+                seeds = tuple(self._seed(plan.epoch, index) for index in batch.samples)
+                data = move_tensors(data, current_world().device)
+                yield LoadedBatch(data, batch.samples, batch.shape, weight, degree, seeds)
+        finally:
+            # Nobody waits: of a step that is left the garbage collector may end this, on any
+            # thread, and on one that begins to join another would wait for itself.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _samples(self, batch: MicroBatch, degree: int) -> Any:
+        with self._reading:  # a step that was left may still be read
+            samples = [self.dataset[index] for index in batch.samples]
+        if self._shape_of is not None:
+            for index, sample in zip(batch.samples, samples, strict=True):
+                self.planner.check_sample(index, batch.shape, self._shape_of(sample))
+        if self._collate is pack_documents and degree > 1:
+            # Zigzag gives each rank two pieces: a row needs a token for each of them.
+            return pack_documents(samples, least=2 * degree)
+        return self._collate(samples)
+
+    def _seed(self, epoch: int, index: int) -> int:
+        told = f"{self.planner.seed} {epoch} {index}".encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest())
+
+    def _observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
+        """Tells the planner what all ranks have measured."""
+        # The last one of several ranks ends with the reduction of gradients over all of them.
+        own = list(measured[:-1] if self.optimizer.size > 1 else measured)
+        # Of the whole world: tensor ranks have to plan alike as well.
+        self.planner.observe([one for rank in gather_objects(own) for one in rank])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain values: after the step that was given out last, if it was taken.
+
+        As long as the optimizer has not stepped, the weights are those before that step, or before
+        the first of several that are added up, and so is the position: whatever the end, their
+        samples are used once.
+        """
+        if self._first is not None and self._first[0] == self.optimizer.taken.steps:
+            return self.planner.state_dict(self._first[1])
+        if self._given is not None and not self._given[0].is_taken:
+            return self.planner.state_dict(self._given[1])
+        return self.planner.state_dict()
+
+    def _first_untaken(self, before: Any) -> tuple[int, Any]:
+        """Steps of the optimizer so far, and the position before the first step not yet in them."""
+        # Gradients of several steps may be added up for one of the optimizer's, and the optimizer
+        # may step when the next step has been given out.
+        taken = self.optimizer.taken.steps
+        if self._first is not None and self._first[0] == taken:
+            return self._first
+        if self._given is not None and self._given[0].ended and not self._given[0].is_taken:
+            return taken, self._given[1]
+        return taken, before
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the step at which a state was taken, on any number of ranks.
+
+        Raises:
+            GulliverError: the state is of other data, another seed or another model.
+        """
+        self.planner.load_state_dict(state)
+        self._given = self._first = None
+
+
+def _switch(
+    loader: DataCentricLoader, kinds: Sequence[tuple[str, int]], copier: Copier | None
+) -> RecomputeSwitch | StageSwitch:
+    """Switches the blocks of a model, or of its stage of a pipeline."""
+    optimizer = loader.optimizer
+    offload = offload_for(loader.planner, optimizer, copier)
+    stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
+    return (
+        RecomputeSwitch(loader.model, kinds, offload)
+        if stage is None
+        else StageSwitch(stage, kinds, offload)
+    )
+
+
+def _check(loader: DataCentricLoader) -> None:
+    """Refuses what would go wrong in some step, on all ranks."""
+    planner, optimizer = loader.planner, loader.optimizer
+    if planner.ranks != optimizer.size:
+        raise GulliverError(
+            f"the planner plans for {planner.ranks} ranks, and {optimizer.size} share the "
+            "optimizer: give it as many"
+        )
+    check_uneven(optimizer)
+    held = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
+    stages = 1 if held is None else held.cut.stages
+    if getattr(planner, "stages", stages) != stages:
+        raise GulliverError(
+            f"the planner plans for {planner.stages} stages, and the model has {stages}: give it "
+            f"stages={stages}, DataCentricPlugin's pp_size"
+        )
+    if loader.refines and optimizer.pipeline is not None:
+        raise GulliverError(
+            "refine=True needs the seconds of single micro-batches, and those of a pipeline "
+            "overlap: leave one of both out"
+        )
+    mixing = [n for n, m in loader.model.named_modules() if is_batch_norm(m) and m.training]
+    if mixing:
+        raise GulliverError(
+            f"{mixing[0]} mixes the samples of a batch, so that gradients would depend on how they "
+            "are grouped: put it into eval(), or take a norm of single samples such as GroupNorm"
+        )
+    wide = [degree for degree in planner.degrees if degree > 1]
+    if wide and optimizer.size > 1:
+        if loader.degree is None:
+            raise GulliverError(
+                f"groups of up to {wide[-1]} ranks are planned, and {type(loader.model).__name__} "
+                "shares no sequences: boost a model of a known family with DataCentricPlugin, or "
+                "plan with intra=False, degree=1"
+            )
+        loader.degree.of_rows([range(optimizer.size)])
+    signatures = gather_objects(planner.signature)
+    others = [rank for rank, found in enumerate(signatures) if found != signatures[0]]
+    if others:
+        raise GulliverError(
+            f"rank {others[0]} sees another table, costs, seed or position than rank 0: all ranks "
+            "must plan the same steps"
+        )

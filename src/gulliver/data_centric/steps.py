@@ -1,0 +1,361 @@
+"""Steps of data-centric training as they are planned: groups of ranks and what each one runs.
+
+A `StepPlan` says which ranks share samples in a step and which micro-batches each group runs, one
+after the other. It is plain data, equal on all ranks, and knows nothing of how it is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.batch_costs import BatchCosts
+from gulliver.solve.steps import BalancedStep, StepSolver, fill_stages
+from gulliver.solve.timeline import halves
+
+Shape = Hashable
+"""Name of a size of samples, such as ``480p/51`` or a `SampleShape`; equal ones share batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples of one shape that a group of ranks runs at once."""
+
+    # Shape of all of them.
+    shape: Shape
+    # Indices of them in the data set.
+    samples: tuple[int, ...]
+    # Number of blocks that the backward computes again; 0: all activations are kept.
+    recompute: int = 0
+    # How many of those are of each kind of block, in the order of the costs' kinds.
+    kinds: tuple[int, ...] = ()
+    # Predicted seconds of forward and backward, with what is sent.
+    seconds: float = 0.0
+    # Seconds in those of messages inside the group.
+    communication: float = 0.0
+    # Seconds in those of forwards that are computed again.
+    recomputing: float = 0.0
+    # Predicted bytes of a rank, at most.
+    bytes: int = 0
+    # Number of blocks whose activations move to the host until their backward.
+    offload: int = 0
+    # How many of those are of each kind of block.
+    offloaded: tuple[int, ...] = ()
+    # Seconds in `seconds` of waiting for such moves.
+    moving: float = 0.0
+    # Predicted bytes of a rank in the host's memory.
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that share the sequence of every sample, and their micro-batches in order."""
+
+    # Data ranks, neighbours in ascending order; their number is the sequence degree.
+    ranks: tuple[int, ...]
+    # What they run; none where there is no work for them in this step.
+    micro_batches: tuple[MicroBatch, ...] = ()
+    # Predicted seconds besides, in which stages of a pipeline fill and drain.
+    filling: float = 0.0
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share each sample."""
+        return len(self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the group's micro-batches, one after the other."""
+        return sum(batch.seconds for batch in self.micro_batches) + self.filling
+
+    @property
+    def samples(self) -> int:
+        """Samples of the group in this step."""
+        return sum(len(batch.samples) for batch in self.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One optimizer step of all data ranks."""
+
+    # Number of the step, counted over epochs.
+    step: int
+    # Epoch that its samples belong to.
+    epoch: int
+    # Groups that partition the data ranks, as the step begins.
+    groups: tuple[RankGroup, ...]
+    # Predicted seconds until the last group ends.
+    seconds: float
+    # Seconds that no plan of these samples on these ranks can be under.
+    bound: float
+    # Samples that were drawn for this step and wait for the next one.
+    set_aside: tuple[int, ...] = ()
+    # Other groups of the same ranks that follow, such as single ranks after a sample that takes all
+    # of them. A rank goes on when its own group has ended.
+    later: tuple[tuple[RankGroup, ...], ...] = ()
+    # Predicted seconds besides, of messages at both ends of the step and of the update; 0 where
+    # they are not known.
+    ends: float = 0.0
+
+    @property
+    def phases(self) -> tuple[tuple[RankGroup, ...], ...]:
+        """Groups that follow one another; those of each phase partition the ranks."""
+        return (self.groups, *self.later)
+
+    @property
+    def all_groups(self) -> tuple[RankGroup, ...]:
+        """Groups of all phases."""
+        return tuple(group for phase in self.phases for group in phase)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step, of all groups: what gradients are divided by."""
+        return sum(group.samples for group in self.all_groups)
+
+    @property
+    def ranks(self) -> int:
+        """Data ranks."""
+        return sum(group.degree for group in self.groups)
+
+    @property
+    def gap(self) -> float:
+        """Share that the prediction is above the bound."""
+        return self.seconds / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Share of the ranks' time in which they wait for the last group."""
+        if not self.seconds:
+            return 0.0
+        busy = sum(group.degree * group.seconds for group in self.all_groups)
+        return max(0.0, 1 - busy / (self.ranks * self.seconds))
+
+    def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
+        """The groups that a data rank belongs to in this step, one in each phase."""
+        return tuple(group for group in self.all_groups if rank in group.ranks)
+
+    def __iter__(self) -> Iterator[tuple[RankGroup, MicroBatch]]:
+        for group in self.all_groups:
+            for batch in group.micro_batches:
+                yield group, batch
+
+
+Facts = tuple[int, tuple[int, ...], float, float, float, int, int, tuple[int, ...], float, int]
+"""What a `MicroBatch` has in addition to its samples, in its order."""
+
+
+def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
+    """Facts of a `MicroBatch` without its samples, for every size of batch."""
+    again, away = _counted(row.recomputed), _counted(row.offloaded)
+    parts = row.seconds, row.communication, row.recomputing, row.moving
+    *seconds, moving = ((factor * part).tolist() for part in parts)
+    here, there = (np.ceil(b).astype(np.int64).tolist() for b in (row.bytes, row.host_bytes))
+    return list(zip(*again, *seconds, here, *away, moving, there, strict=True))
+
+
+def _counted(blocks: np.ndarray) -> tuple[list[int], list[tuple[int, ...]]]:
+    """All blocks of each size of batch, and those of each kind."""
+    return blocks.sum(axis=1).tolist(), [tuple(kinds) for kinds in blocks.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedStep:
+    """Parts of a step that follow one another, their seconds, and the bound of the whole."""
+
+    parts: tuple[BalancedStep, ...]
+    seconds: float
+    bound: float
+
+
+def place(
+    solved: BalancedStep,
+    members: dict[Shape, list[int]],
+    facts: Mapping[tuple[Shape, int], list[Facts]],
+    ranks: int,
+) -> tuple[RankGroup, ...]:
+    """Gives ranks and samples to groups, the widest first."""
+    first, groups = 0, []
+    for work in solved.groups:
+        batches = []
+        for shape, sizes in work.pieces:
+            known, waiting = facts[shape, work.degree], members[shape]
+            start = 0
+            for size in sizes:
+                samples = tuple(waiting[start : start + size])
+                start += size
+                batches.append(MicroBatch(shape, samples, *known[size - 1]))
+            del waiting[:start]
+        ranks_of = tuple(range(first, first + work.degree))
+        groups.append(RankGroup(ranks_of, tuple(batches), work.filling))
+        first += work.degree
+    groups += [RankGroup((rank,)) for rank in range(first, ranks)]
+    return tuple(groups)
+
+
+# What a step takes besides its micro-batches: messages of ZeRO at both of its ends.
+#
+# Parameters that the last step has changed are on their way when the next one begins, and
+# gradients leave with the last backward. Both hide behind what a rank computes alone. Groups of
+# several ranks have messages of their own, for which the links are then busy. So a step of both
+# kinds runs best with single ranks first and last and the wide groups between.
+
+
+@dataclass(frozen=True)
+class StepEnds:
+    """Measured seconds at the ends of a step, in addition to those of its micro-batches.
+
+    Attributes:
+        first_alone: seconds by which the first micro-batch is longer, where every group of the
+            step's first phase has one rank.
+        first_shared: the same where some group has several.
+        last_alone: seconds from the end of the last micro-batch until the optimizer has stepped,
+            where every group of the last phase has one rank.
+        last_shared: the same where some group has several.
+    """
+
+    first_alone: float = 0.0
+    first_shared: float = 0.0
+    last_alone: float = 0.0
+    last_shared: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= seconds < float("inf") for seconds in astuple(self)):
+            raise GulliverError(f"{self}: seconds at the ends of a step cannot be below 0")
+
+    def first(self, groups: Sequence[RankGroup]) -> float:
+        """Seconds at the beginning, by the groups of the first phase."""
+        return self.first_shared if _shared(groups) else self.first_alone
+
+    def last(self, groups: Sequence[RankGroup]) -> float:
+        """Seconds at the end, by the groups of the last phase."""
+        return self.last_shared if _shared(groups) else self.last_alone
+
+    def around(self, parts: Sequence[BalancedStep]) -> float:
+        """Seconds at both ends, by the parts of a step in their order."""
+        first, last = (any(work.degree > 1 for work in parts[n].groups) for n in (0, -1))
+        begin = self.first_shared if first else self.first_alone
+        return begin + (self.last_shared if last else self.last_alone)
+
+
+def _shared(groups: Sequence[RankGroup]) -> bool:
+    return any(group.degree > 1 and group.micro_batches for group in groups)
+
+
+# Samples of a step dealt to groups that follow one another, and to stages of a pipeline.
+#
+# A sample that needs many ranks would hold them in one group, and every short sample with them. So
+# where samples need different least degrees, a step of two phases is tried as well: the wide ones,
+# and all others in groups of their own.
+
+
+REMEMBERED = 4096
+"""Steps whose phases are kept: the same come again."""
+SPLIT = 1.02
+"""Seconds over the bound from which samples that need many ranks may get a phase of their own."""
+
+
+class Phases:
+    """Deals the samples of a step."""
+
+    def __init__(
+        self,
+        solver: StepSolver,
+        least: Mapping[Shape, int],
+        ends: StepEnds | None,
+        several: bool,
+        stages: int = 1,
+    ) -> None:
+        self._solver, self._least, self._ends = solver, least, ends
+        self._several, self._stages = several, stages
+        self._known: dict[frozenset[tuple[Shape, int]], tuple[dict[Shape, int], ...]] = {}
+
+    def forget(self) -> None:
+        """Forgets which phases steps have: costs have changed."""
+        self._known.clear()
+
+    def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:
+        """Deals so many samples of each shape: all in one phase, or wide groups and then others."""
+        # Whatever ends sooner, with the micro-batches that suit stages.
+        if self._ends is not None or self._stages > 1:
+            return self._compared(shapes)
+        # Kept as counts: thousands of whole plans would be looked through by the garbage collector.
+        key = frozenset(shapes.items())
+        if key not in self._known:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            self._known[key] = self._shortest(shapes)
+        parts = tuple(self._solver.plan_step(part) for part in self._known[key])
+        bound = parts[0].bound if len(parts) == 1 else self._solver.step_times(shapes)[1]
+        return self._filled(parts, bound)
+
+    def _cuts(self, shapes: Mapping[Shape, int]) -> Iterator[tuple[dict[Shape, int], ...]]:
+        """Ways to part wide samples from others."""
+        for degree in sorted({self._least[shape] for shape in shapes} - {1}):
+            wide = {s: n for s, n in shapes.items() if self._least[s] >= degree}
+            others = {s: n for s, n in shapes.items() if s not in wide}
+            if others:
+                yield wide, others
+
+    def _shortest(self, shapes: Mapping[Shape, int]) -> tuple[dict[Shape, int], ...]:
+        """The samples of each phase, where nothing but micro-batches counts: no groups are made."""
+        solver = self._solver
+        best: tuple[dict[Shape, int], ...] = (dict(shapes),)
+        seconds, bound = solver.step_times(shapes)
+        if not self._several or seconds <= SPLIT * bound:
+            return best
+        for wide, others in self._cuts(shapes):
+            most, least = seconds * (1 + 1e-9), solver.bound(others)
+            if solver.bound(wide) + least >= most or solver.step_times(wide)[0] + least >= most:
+                continue
+            found = solver.step_times(wide)[0] + solver.step_times(others)[0]
+            if found < seconds:
+                best, seconds = (wide, others), found
+        return best
+
+    def _compared(self, shapes: Mapping[Shape, int]) -> SolvedStep:
+        """The phases, in the order, that end soonest with stages and both ends of the step."""
+        solver = self._solver
+        whole = solver.plan_step(shapes)
+        best = self._filled((whole,), whole.bound)
+        if not self._several or whole.seconds <= SPLIT * whole.bound:
+            return best
+        for wide, others in self._cuts(shapes):
+            if self._hopeless(best, solver.bound(wide), solver.bound(others)):
+                continue
+            first = solver.plan_step(wide)
+            if self._hopeless(best, first.seconds, solver.bound(others)):
+                continue
+            for parts in self._orders(first, solver.plan_step(others)):
+                found = self._filled(parts, whole.bound)
+                if self._time(found) < self._time(best):
+                    best = found
+        return best
+
+    def _filled(self, parts: tuple[BalancedStep, ...], bound: float) -> SolvedStep:
+        """A step of these parts, with the micro-batches that suit stages."""
+        if self._stages > 1:
+            seconds = self._solver.seconds
+            parts = tuple(fill_stages(part, seconds, self._stages) for part in parts)
+        return SolvedStep(parts, sum(part.seconds for part in parts), bound)
+
+    def _time(self, step: SolvedStep) -> float:
+        """Seconds of a step with its ends."""
+        return step.seconds + (0.0 if self._ends is None else self._ends.around(step.parts))
+
+    def _hopeless(self, best: SolvedStep, *seconds: float) -> bool:
+        """Whether parts of at least so many seconds cannot be shorter, where ends do not count."""
+        return self._ends is None and sum(seconds) >= best.seconds * (1 + 1e-9)
+
+    def _orders(
+        self, wide: BalancedStep, others: BalancedStep
+    ) -> Iterator[tuple[BalancedStep, ...]]:
+        """Ways in which two parts of a step may follow one another."""
+        yield wide, others
+        if self._ends is None:
+            return
+        yield others, wide
+        for early, late in halves(others, self._solver.seconds_of):
+            yield early, wide, late

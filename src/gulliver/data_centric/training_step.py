@@ -1,0 +1,303 @@
+"""One planned step on this rank: its micro-batches, and gradients of the mean over the step."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.hybrid.mesh import Degree, sequence_rows
+from gulliver.booster.hybrid.optimizer import HybridOptimizer
+from gulliver.booster.running import Criterion, call, own_loss
+from gulliver.comm.collectives import all_reduce
+from gulliver.comm.world import current_world
+from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch
+from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
+from gulliver.errors import GulliverError
+from gulliver.parallel.zero.optimizer import ZeroOptimizer
+from gulliver.parallel.zero.step import UnevenStep, uneven_step
+
+# Ranks of all groups, and the group of this rank, in each phase of a step.
+Phases = Sequence[tuple[Sequence[Sequence[int]], RankGroup]]
+
+
+# [Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group show it.
+# The optimizer divides the sum over its R ranks by R. So a micro-batch that counts w of the step's
+# W is multiplied with (w / W) (R / d): the sum over ranks, divided by R, is the mean over the step,
+# whatever the groups were. Clipping, loss scale, schedules and averages of weights see nothing
+# else.
+#
+# Gradients of a step are not reduced before its last backward; see
+# `gulliver.parallel.zero.step`.
+#
+# [Note: who waits for whom] The last backward of a rank waits for the gradients of all others.
+# Ranks of one group need each other's messages in the middle of it. So it must not wait where
+# another rank of the group has work in a later phase, which would wait for this one: there
+# gradients leave after the loop.
+@dataclass(frozen=True)
+class LoadedBatch:
+    """Samples that a group of ranks runs at once; all its ranks have the same.
+
+    Attributes:
+        data: what `collate` made of the samples, on this rank's device.
+        samples: indices of them in the data set.
+        shape: shape of all of them.
+        weight: what they count together in the mean over the step.
+        degree: ranks that share them.
+        seeds: a seed for each sample, of seed, epoch and index.
+    """
+
+    data: Any
+    samples: tuple[int, ...]
+    shape: Any
+    weight: float
+    degree: int
+    seeds: tuple[int, ...]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators for each sample, on the CPU: they depend on no rank and no group."""
+        return [torch.Generator().manual_seed(seed) for seed in self.seeds]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the steps of a run have in common."""
+
+    # The model as it was boosted.
+    model: nn.Module
+    optimizer: ZeroOptimizer
+    # Degree of the model; None where no sequences are shared.
+    degree: Degree | None
+    # Which blocks the next forward keeps, moves or computes again; None where all are kept.
+    switch: RecomputeSwitch | StageSwitch | None
+    # Whether the seconds of micro-batches are wanted: then the device is waited for.
+    timed: bool
+
+
+@dataclass
+class TrainingStep:
+    """One optimizer step on this rank; loop over it once, with a `backward` for each batch.
+
+    Attributes:
+        plan: what all ranks run.
+        weight: what all samples of the step count together.
+        begun: whether its micro-batches are being looped over, or were.
+        ended: whether the loop came to its end.
+        measured: shape, predicted and measured seconds of this rank's micro-batches so far.
+    """
+
+    plan: StepPlan
+    weight: float
+    context: StepContext
+    # This rank's micro-batches of all phases as they load.
+    coming: Generator[LoadedBatch]
+    measured: list[tuple[Any, float, float]] = field(default_factory=list)
+    begun: bool = False
+    ended: bool = False
+    _steps: int = 0
+    _open: LoadedBatch | None = None
+    _uneven: UnevenStep | None = None
+    _left: int = 0
+    _ends_alike: bool = True
+    _sum: Tensor | None = None
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        if self.context.optimizer.pipeline is not None:
+            raise GulliverError(
+                "blocks lie on several stages, which run all micro-batches of a step together: "
+                "call step.run(criterion) in place of a loop over them"
+            )
+        with self._opened() as phases:
+            for rows, group in phases:
+                with self._sharing(rows):
+                    for micro in group.micro_batches:
+                        yield from self._run(micro, next(self.coming))
+        self.ended = True
+
+    def run(
+        self,
+        criterion: Criterion | None = None,
+        prepare: Callable[[LoadedBatch], Any] | None = None,
+    ) -> None:
+        """Runs all micro-batches of this rank, forward and backward, through stages or without.
+
+        One call in place of the loop over a step, and the only way where blocks lie on several
+        stages: their schedule needs all micro-batches at once.
+
+        Args:
+            criterion: the loss of a model's outputs and what it was called with: a scalar, the mean
+                over the micro-batch. None takes the outputs' own ``loss``.
+            prepare: makes of a loaded batch what the model is called with, keyword arguments or
+                positional ones; the same on all ranks of a group. None takes its ``data``.
+
+        Raises:
+            GulliverError: the step was run before; ranks of a group have different batches.
+        """
+
+        def made(batch: LoadedBatch) -> Any:
+            given = batch.data if prepare is None else prepare(batch)
+            if not isinstance(given, Mapping | tuple | list | Tensor):
+                what = "collate" if prepare is None else "prepare"
+                raise GulliverError(
+                    f"{what} made a {type(given).__name__} of a micro-batch: the model is called "
+                    "with a mapping of keyword arguments, a tuple, a list or one tensor"
+                )
+            return given
+
+        if self.context.optimizer.pipeline is None:
+            for batch in self:
+                given = made(batch)
+                self.backward((criterion or own_loss)(call(self.context.model, given), given))
+            return
+        with self._opened() as phases:
+            for rows, group in phases:
+                batches = list(itertools.islice(self.coming, len(group.micro_batches)))
+                with self._sharing(rows):
+                    self._run_stages(rows, group, batches, [made(b) for b in batches], criterion)
+        self.ended = True
+
+    @contextmanager
+    def _opened(self) -> Iterator[Phases]:
+        """Wraps the whole step, and gives this rank's group of each phase."""
+        if self.begun:
+            raise GulliverError("the micro-batches of a step were looped over: each step once")
+        self.begun = True
+        optimizer, degree, plan = self.context.optimizer, self.context.degree, self.plan
+        self._steps = optimizer.taken.steps
+        own = plan.groups_of(optimizer.rank)
+        self._left = sum(len(group.micro_batches) for group in own)
+        self._ends_alike = _ends_alike(plan, optimizer.rank)
+        rows = [[group.ranks for group in phase] for phase in plan.phases]
+        if degree is not None:
+            for phase in rows:
+                # Made by all ranks together: later in the step they are at different places.
+                degree.of_rows(phase)
+        with ExitStack() as stack:
+            if self.context.switch is not None:
+                # Nothing that was to move to the host may stay on the device.
+                stack.callback(self.context.switch.settle)
+            self._uneven = stack.enter_context(uneven_step(optimizer))
+            stack.callback(self.coming.close)
+            yield list(zip(rows, own, strict=True))
+
+    def _sharing(self, rows: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
+        """Lets the ranks of each row share sequences."""
+        degree = self.context.degree
+        return nullcontext() if degree is None else sequence_rows(degree, rows)
+
+    def _recompute(self, micro: MicroBatch) -> None:
+        """Lets the next forward keep, move or compute again what the plan says."""
+        if self.context.switch is not None:
+            self.context.switch.set(micro.kinds, micro.offloaded)
+
+    def _run_stages(
+        self,
+        rows: Sequence[Sequence[int]],
+        group: RankGroup,
+        batches: Sequence[LoadedBatch],
+        given: Sequence[Any],
+        criterion: Criterion | None,
+    ) -> None:
+        """Runs the micro-batches of one phase through the stages."""
+        if not batches:
+            return
+        begun, micros = time.perf_counter(), group.micro_batches
+        optimizer, uneven = self.context.optimizer, self._uneven
+        assert isinstance(optimizer, HybridOptimizer), "it has a pipeline"
+        assert uneven is not None, "the step is open"
+        factors = [batch.weight / self.weight / batch.degree for batch in batches]
+        loss = optimizer.run_planned(
+            uneven,
+            given,
+            factors,
+            criterion,
+            lambda number: self._recompute(micros[number]),
+            str(rows),
+        )
+        assert loss is not None, "there are micro-batches"
+        self._left -= len(batches)
+        self._sum = loss.double() if self._sum is None else self._sum + loss.double()
+        # They overlap: of the seconds of all, each is told its predicted share.
+        seconds, predicted = time.perf_counter() - begun, group.seconds
+        for micro in micros:
+            share = micro.seconds / predicted if predicted else 1 / len(micros)
+            self.measured.append((micro.shape, micro.seconds, share * seconds))
+
+    def _run(self, micro: MicroBatch, batch: LoadedBatch) -> Iterator[LoadedBatch]:
+        """Gives a micro-batch out, and sees that it had its backward."""
+        begun = time.perf_counter()
+        self._recompute(micro)
+        self._open = batch
+        yield batch
+        if self._open is not None:
+            raise GulliverError(
+                "a micro-batch had no backward: call step.backward(loss) once for each"
+            )
+        if self.context.timed and current_world().device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+        self.measured.append((micro.shape, micro.seconds, seconds))
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the loss of the present micro-batch: the mean over what it counts.
+
+        Raises:
+            GulliverError: there is no micro-batch, or it had its backward; the loss is no scalar.
+        """
+        if loss.dim():
+            raise GulliverError(
+                f"a loss of shape {tuple(loss.shape)}: give the mean over the micro-batch, a scalar"
+            )
+        batch, uneven = self._open, self._uneven
+        if batch is None or uneven is None:
+            raise GulliverError(
+                "step.backward(loss) belongs into the loop over the step, once for each micro-batch"
+            )
+        share = batch.weight / self.weight / batch.degree
+        self._left, self._open = self._left - 1, None
+        if share == 0:  # such as a text of one token: the mean over nothing is not a number
+            if not self._left:
+                uneven.finish()
+            return
+        scaled = share * loss.detach().double()
+        self._sum = scaled if self._sum is None else self._sum + scaled
+        last = not self._left and self._ends_alike
+        uneven.backward(loss * (share * self.context.optimizer.size), last=last)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the optimizer has stepped with what the micro-batches gave."""
+        return self.ended and self.context.optimizer.taken.steps > self._steps
+
+    def loss(self) -> float:
+        """The mean loss over the whole step; every rank calls it, after the loop.
+
+        Raises:
+            GulliverError: the step has not run, or not to its end.
+        """
+        if not self.ended:
+            raise GulliverError("step.loss() is that of a step which has run: call it afterwards")
+        device = current_world().device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        total += 0.0 if self._sum is None else self._sum.to(device)
+        if self.context.optimizer.size > 1:
+            all_reduce(total, "sum", self.context.optimizer.group)
+        return float(total)
+
+
+def _ends_alike(plan: StepPlan, rank: int) -> bool:
+    """Whether no rank has work after the last group that it is in together with `rank`."""
+    working = [[group for group in phase if group.micro_batches] for phase in plan.phases]
+    for number in reversed(range(len(working))):
+        mine = next((group for group in working[number] if rank in group.ranks), None)
+        if mine is not None:
+            later = {r for phase in working[number + 1 :] for group in phase for r in group.ranks}
+            return not later & {*mine.ranks}
+    return True

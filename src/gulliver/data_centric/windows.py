@@ -1,0 +1,279 @@
+"""Parts of a planner's saved position: how they are checked.
+
+What it does not know: what a planner does with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gulliver.data_centric.steps import Shape
+from gulliver.errors import GulliverError
+from gulliver.options import whole_number
+
+PARTS = ("epoch", "step", "drawn", "queue", "cuts")
+
+
+def checked_seed(seed: Any) -> int:
+    """A seed as an int."""
+    if not -(2**63) < whole_number("seed", seed) < 2**63:
+        raise GulliverError(f"seed={seed}: give a number below 2^63")
+    return int(seed)
+
+
+def digest_of(position: Mapping[str, Any]) -> str:
+    """Digest of a position: which samples are done shows in no other part of it."""
+    content = json.dumps([position.get(name) for name in PARTS])
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def checked_cuts(found: Any, most: int) -> list[int]:
+    """Numbers of samples of the arranged steps of a position."""
+    whole = isinstance(found, list) and all(type(n) is int and n > 0 for n in found)
+    if not whole or sum(found) > most:
+        raise GulliverError("the saved position is broken: its steps have more samples than wait")
+    return list(found)
+
+
+def check_state(state: Any, model: str, data: str) -> None:
+    """Refuses what is no state of a planner of this model and these data."""
+    keys = {"epoch", "step", "drawn", "queue", "data", "model", "refinement"}
+    if not isinstance(state, Mapping) or not keys <= set(state):
+        raise GulliverError("this is not the state of a data-centric planner")
+    if state["model"] != model:
+        raise GulliverError(
+            f"the saved position was planned for model {state['model']!r}, this one is "
+            f"{model!r}: resume with the same model"
+        )
+    if state["data"] != data:
+        raise GulliverError(
+            "the saved position belongs to other data or another seed: resume with what the "
+            "run was started with"
+        )
+
+
+# Samples before they are in steps: the stream, windows of it, and the queue of what is drawn.
+
+
+class SampleStream:
+    """Samples in the order in which they arrive in an epoch."""
+
+    def __init__(
+        self,
+        shapes: Sequence[Shape] | Callable[[int], Iterable[Shape]],
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._shapes, self._seed, self._shuffle = shapes, seed, shuffle
+        self.counts: dict[Shape, tuple[int, int]] | None = None
+        source = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
+        if not callable(shapes):
+            if isinstance(shapes, torch.Tensor):
+                raise GulliverError("shapes are a tensor: give a list, such as shapes.tolist()")
+            if not len(shapes):
+                raise GulliverError("the data set is empty: nothing to train on")
+            # A copy: what the caller does to the list afterwards would be seen by one rank alone.
+            self._shapes = shapes = list(shapes)
+            self.counts = _counted(shapes)
+            number = {shape: place for place, shape in enumerate(self.counts)}
+            codes = np.fromiter(map(number.__getitem__, shapes), np.int64, len(shapes))
+            content = hashlib.blake2b(repr(list(number)).encode(), digest_size=8)
+            content.update(codes.tobytes())
+            source = f"{len(shapes)} samples {content.hexdigest()}, seed {seed}, shuffle {shuffle}"
+        self.digest = source
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
+        """Yields index and shape of the samples from a position on."""
+        if callable(self._shapes):
+            return itertools.islice(enumerate(self._shapes(epoch)), start, None)
+        count = len(self._shapes)
+        order = np.arange(count)
+        if self._shuffle:
+            draw = np.random.Generator(np.random.Philox(key=[abs(self._seed), epoch]))
+            order = draw.permutation(count)
+        shapes = self._shapes
+        return ((index, shapes[index]) for index in order[start:].tolist())
+
+    def restored(self, epoch: int, drawn: Any, queue: Any) -> list[tuple[int, Shape]]:
+        """Finds the shapes of samples in a saved queue."""
+        whole = isinstance(drawn, int) and not isinstance(drawn, bool) and drawn >= 0
+        if not whole or not isinstance(queue, Sequence):
+            raise GulliverError("the saved position is broken: it has no queue of samples")
+        seen = dict(itertools.islice(self.epoch(epoch), drawn))
+        if len(seen) < drawn:
+            raise GulliverError(
+                f"the saved position is broken: {drawn:,} samples were drawn, and an epoch has "
+                f"{len(seen):,}"
+            )
+        if len(set(queue)) != len(queue) or not all(index in seen for index in queue):
+            raise GulliverError(
+                "the saved position is broken: its queue has samples twice, or some that were not "
+                "drawn"
+            )
+        return [(index, seen[index]) for index in queue]
+
+
+class SampleWindow:
+    """A walk through one epoch's stream, a window at a time."""
+
+    def __init__(self, stream: SampleStream, epoch: int, start: int) -> None:
+        self.epoch, self.is_over = epoch, False
+        self._samples = stream.epoch(epoch, start)
+        self._unknown = stream.counts is None
+        self._next: tuple[int, Shape] | None = None
+        self._advance()
+
+    def draw(self, count: int) -> tuple[np.ndarray, list[Shape]]:
+        """Draws up to so many samples."""
+        found: list[tuple[int, Shape]] = []
+        if self._next is not None:
+            found = [self._next, *itertools.islice(self._samples, count - 1)]
+            self._advance()
+        if self._unknown:
+            for index, shape in found:
+                _check_hashable(index, shape)
+        indices = np.fromiter((index for index, _ in found), np.int64, len(found))
+        return indices, [shape for _, shape in found]
+
+    def ends(self, drawn: int) -> bool:
+        """Whether nothing comes after the samples that were drawn."""
+        return self.is_over
+
+    def _advance(self) -> None:
+        # One sample is held ahead, so that the end is known with the last one drawn.
+        self._next = next(self._samples, None)
+        self.is_over = self._next is None
+
+
+class Queue:
+    """Samples that were drawn and are in no step yet, in the order in which steps take them."""
+
+    def __init__(self, drawn: int = 0) -> None:
+        # The same, as it grows.
+        self.drawn = drawn
+        self.indices: list[int] = []
+        # Shape of each.
+        self.shapes: list[Shape] = []
+        # Samples of the first steps, where it is arranged which make one.
+        self.cuts: list[int] = []
+        self._ends = np.zeros(0)
+        self._start = 0.0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def weight(self) -> float:
+        """Weight of all samples in the queue."""
+        return float(self._ends[-1] - self._start) if len(self._ends) else 0.0
+
+    def copy(self) -> Queue:
+        """The same samples in another queue."""
+        other = Queue(self.drawn)
+        other.indices, other.shapes, other.cuts = self.indices[:], self.shapes[:], self.cuts[:]
+        other._ends, other._start = self._ends, self._start  # never changed in place
+        return other
+
+    def extend(self, indices: np.ndarray, shapes: list[Shape], weights: np.ndarray) -> None:
+        """Puts samples at the end."""
+        last = self._ends[-1] if len(self._ends) else self._start
+        self._ends = np.concatenate((self._ends, last + np.cumsum(weights)))
+        self.indices += indices.tolist()
+        self.shapes += shapes
+
+    def up_to(self, weight: float, nearest: bool) -> int:
+        """Counts the first samples whose weights sum up to at most so much, at least one."""
+        # A hair of slack: weights are summed from the queue's beginning.
+        slack = 1e-9 * max(1.0, abs(self._start))
+        end = self._start + weight + slack
+        count = bisect_right(self._ends, end)
+        if nearest and 0 < count < len(self._ends):
+            count += bool(self._ends[count] - end < end - self._ends[count - 1])
+        return max(1, count)
+
+    def take(self, count: int) -> tuple[list[int], list[Shape]]:
+        """Takes the first samples out."""
+        taken = self.indices[:count], self.shapes[:count]
+        if not count:
+            return taken
+        self._start = float(self._ends[count - 1])
+        self._ends = self._ends[count:]
+        del self.indices[:count], self.shapes[:count]
+        return taken
+
+    def put_back(
+        self, samples: Sequence[tuple[int, Shape]], weights: Callable[[Shape], float]
+    ) -> None:
+        """Puts samples in front."""
+        own = np.cumsum([weights(shape) for _, shape in samples])
+        self._ends = np.concatenate((own, own[-1] + self._ends - self._start))
+        self._start = 0.0
+        self.indices[:0] = [index for index, _ in samples]
+        self.shapes[:0] = [shape for _, shape in samples]
+
+
+def _counted(shapes: list[Shape]) -> dict[Shape, tuple[int, int]]:
+    """First sample and number of samples of each shape, in the order of arrival."""
+    try:
+        counts = Counter(shapes)
+    except TypeError:
+        for index, shape in enumerate(shapes):
+            _check_hashable(index, shape)
+        raise
+    # Of those of a shape the last one that is put in stays, which is the first to arrive.
+    firsts = dict(zip(reversed(shapes), reversed(range(len(shapes))), strict=True))
+    return {shape: (firsts[shape], count) for shape, count in counts.items()}
+
+
+def _check_hashable(index: int, shape: Any) -> None:
+    try:
+        hash(shape)
+    except TypeError:
+        raise GulliverError(
+            f"the shape of sample {index} is a {type(shape).__name__}, {shape!r}: give something "
+            "hashable, such as a tuple"
+        ) from None
+
+
+FEW_LOTS, MOST_LONGER = 20.0, 4.0
+"""Lots of a step below which they are made longer, and how much longer at most."""
+
+
+def longer_lots(
+    counts: Mapping[Shape, int],
+    sizes: Mapping[Shape, int],
+    most: Mapping[Shape, float],
+    steps: float,
+) -> dict[Shape, int]:
+    """Makes lots longer where a step has few of them."""
+    # Among few lots a small one finds no company of its kind, and runs on ranks that a large one
+    # needs, or lets them wait: better more of them, in fewer steps.
+    each = sum(count / sizes[shape] for shape, count in counts.items()) / steps
+    factor = min(MOST_LONGER, FEW_LOTS / each)
+    return {s: max(sizes[s], min(int(factor * sizes[s]), int(most[s]))) for s in counts}
+
+
+def lots(
+    shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator, spread: bool
+) -> np.ndarray:
+    """Orders a window: lots of one shape, those of each shape at even distances."""
+    if not spread:
+        return np.arange(len(shapes))
+    members: dict[Shape, list[int]] = {}
+    for place, shape in enumerate(shapes):
+        members.setdefault(shape, []).append(place)
+    at = np.empty(len(shapes))
+    for places in members.values():
+        count = len(places)
+        parts = max(1, round(count / sizes[shapes[places[0]]]))
+        at[places] = (np.arange(count) * parts // count + draw.random()) / parts
+    return np.argsort(at, kind="stable")

@@ -1,0 +1,429 @@
+"""A run of `gulliver train` as a base: the digits model, or public weights that were gone on from.
+
+Pictures teach the spatial half of the transformer alone. What moves, and how, is in the temporal
+blocks, of which a still sees nothing but itself: adapters there would learn noise, and unlearn
+motion. Clips and stills lie in one tensor, as `_padded` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gulliver._compat import fake_kind
+from gulliver.checkpoint.files import read_json, read_tensors, write_json, write_tensors
+from gulliver.data.clips import Bucket
+from gulliver.dreambooth.base import Learnt, Picture, TokenHandle, check_adapter
+from gulliver.errors import GulliverError
+from gulliver.finetune.adapters import adapter_name
+from gulliver.video.config import SamplingConfig, parse_shapes
+from gulliver.video.digits import FPS
+from gulliver.video.generation import VideoModel
+from gulliver.video.media import fit, to_frames
+from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.requests import Request
+from gulliver.video.text_encoders import EncodedText, WordEncoder, words_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EMBEDDINGS, WHOLE = "learned_embeds.safetensors", "model.safetensors"
+PREFIX = "base_model.model."
+"""Beginning of names in PEFT's files."""
+
+
+# [Note: words of the digits model] Its text encoder has no table: every word has a vector of its
+# own, drawn from its letters. So a new word has one from the start, and what learns is that row.
+#
+# What it does not know: the recipe, files of pictures, ranks. How stills become clips:
+# `motion.py`.
+class TaughtWords(nn.Module):
+    """A word encoder with a word whose vector learns."""
+
+    def __init__(self, words: WordEncoder, token: str, row: Tensor) -> None:
+        super().__init__()
+        self.words, self.token = words, token
+        self.channels, self.max_length = words.channels, words.max_length
+        self.rows = nn.Parameter(row)
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes with whatever changes what it says."""
+        return self.words.fingerprint
+
+    def forward(self, captions: list[str]) -> EncodedText:
+        """Encodes sentences, as `WordEncoder.encode`."""
+        # Read at each call: sharded parameters are whole only during it.
+        self.words.teach(self.token, self.rows[0])
+        return self.words.encode(captions)
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes sentences, as `WordEncoder.encode`."""
+        return self(captions)
+
+
+class VideoBase:
+    """A run of `gulliver train`, with what the recipe asks of a base."""
+
+    text_targets: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        folder: Path,
+        resolution: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        sampling_steps: int = 24,
+        guidance: float | None = None,
+        on_meta: bool = False,
+    ) -> None:
+        self.device, self.dtype, self.on_meta = device or torch.device("cpu"), dtype, on_meta
+        self.maker = open_run(folder, self.device)
+        self.config = read_json(folder / "config.json")
+        shapes = parse_shapes(tuple(self.config["data"]["shapes"]))
+        usual = max(shapes, key=lambda one: shapes[one])
+        self.bucket = _resized(usual, resolution, self.maker.autoencoder)
+        self.fingerprint = fingerprint_of(self.maker)
+        self.trained = network_of(self.maker).to(dtype).requires_grad_(False)
+        if on_meta:
+            self.trained.to("meta")
+        self.sampling = SamplingConfig(
+            sampling_steps, SamplingConfig.guidance if guidance is None else guidance
+        )
+        self.text: nn.Module | None = None
+        self.targets = spatial_layers(self.trained)
+        self._told: dict[str, EncodedText] = {}
+
+    @property
+    def side(self) -> str:
+        """Shape of the clips, for a line of the plan."""
+        return str(self.bucket)
+
+    def add_token(self, token: str, initial: str | None) -> TokenHandle:
+        """Gives a word of the digits model a row that learns."""
+        words = self.maker.text
+        if not isinstance(words, WordEncoder):
+            raise GulliverError(
+                "the text encoder of this run's public weights does not learn: leave "
+                "--learn-token out, and take a rare word as --token"
+            )
+        known = getattr(self.maker, "known_words", None)
+        strange = [w for w in words_of(initial or token) if initial and known and w not in known]
+        if strange or len(words_of(token)) != 1 or words_of(token)[0] != token:
+            wrong = f"--initial {strange[0]!r} is no" if strange else f"--token {token!r} is no"
+            raise GulliverError(f"{wrong} word of this base: write it in small letters")
+        if known is not None and token in known:
+            raise GulliverError(f"--token {token} is a word of the base already: choose another")
+        row = torch.stack([words.vector(word) for word in words_of(initial or token)])
+        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device, self.dtype))
+        cast(Any, self.maker).text = self.text
+        if known is not None:
+            cast(Any, self.maker).known_words = known | {token}
+        return TokenHandle(token, (0,), self.text.rows)
+
+    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+        """Encodes all prompts once, where the words do not learn."""
+        said = [text for text in dict.fromkeys(texts) if text]
+        self._told = {}
+        if self.text is None:
+            if train_text:
+                self.add_token("", None)  # which refuses
+            # One by one: what a prompt says must not depend on the others.
+            self._told = {text: self.maker.text.encode([text]) for text in said}
+        else:
+            self.text(said or ["nothing"])
+
+    def _encoded(self, texts: Sequence[str], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors ``[N, 1, L, D]`` and mask ``[N, L]`` of prompts."""
+        if self.text is not None:
+            vectors, mask = self.text(list(texts))[:2]
+            return vectors.to(like), mask.to(like.device)
+        for text in texts:
+            if text not in self._told:
+                self._told[text] = self.maker.text.encode([text])
+        found = [self._told[text] for text in texts]
+        longest = max(one.mask.shape[1] for one in found)
+        vectors = like.new_zeros(len(found), 1, longest, found[0].embeddings.shape[-1])
+        mask = torch.zeros(len(found), longest, dtype=torch.bool, device=like.device)
+        for row, one in enumerate(found):
+            length = one.mask.shape[1]
+            vectors[row, :, :length] = one.embeddings[0].to(like)
+            mask[row, :length] = one.mask[0].to(like.device)
+        return vectors, mask
+
+    @torch.no_grad()
+    def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
+        """Encodes stills and clips ``[N, C, T, H, W]``; frames that one does not have are NaN."""
+        bucket, unit = self.bucket, self.maker.autoencoder.compression[0]
+        found = list[Tensor]()
+        for picture in pictures:
+            pixels = picture.pixels if picture.pixels.ndim == 4 else picture.pixels[None]
+            frames = min(bucket.frames, (len(pixels) - 1) // unit * unit + 1)
+            video = torch.from_numpy(pixels[:frames]).permute(3, 0, 1, 2).float() / 127.5 - 1
+            fitted = fit(video, bucket.height, bucket.width)[None].to(self.device)
+            found.append(self.maker.autoencoder.encode(fitted)[0])
+        return _padded(found).to(next(self.trained.parameters()).dtype)
+
+    def example(self, count: int) -> Tensor:
+        """Latents of as many clips on meta, for a plan."""
+        bucket = self.bucket
+        shape = self.maker.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+        dtype = next(self.trained.parameters()).dtype
+        return torch.empty(count, *shape, dtype=dtype, device="meta")
+
+    def loss(
+        self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
+    ) -> Tensor:
+        """The loss ``[N]`` of each sample, at one random time of its own, as the run trained."""
+        lengths = [latents.shape[2]] * len(latents)
+        if not _without_values(latents):
+            lengths = latents[:, 0, :, 0, 0].isfinite().sum(1).tolist()
+        found: dict[int, Tensor] = {}
+        for length in dict.fromkeys(lengths):
+            rows = [row for row, one in enumerate(lengths) if one == length]
+            losses = self._alike(
+                latents[rows, :, :length],
+                [texts[row] for row in rows],
+                [generators[row] for row in rows],
+            )
+            found.update(zip(rows, losses, strict=True))
+        return torch.stack([found[row] for row in range(len(latents))])
+
+    def _alike(
+        self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
+    ) -> Tensor:
+        """Losses of samples of one length."""
+        flow: Any = self.maker.flow
+        latents = latents if _without_values(latents) else latents.to(self.device)
+        bucket, share = self.bucket, float(self.config["flow"]["drop_caption"])
+        clip = {"height": bucket.height, "width": bucket.width, "num_frames": latents.shape[2]}
+        times, noise, drop = list[Tensor](), list[Tensor](), list[Tensor]()
+        for generator in generators:
+            times.append(flow.sample_timesteps(1, generator=generator, **clip))
+            noise.append(torch.randn(latents.shape[1:], generator=generator))
+            drop.append(torch.rand(1, generator=generator) < share)
+        vectors, mask = self._encoded(texts, latents)
+        ones = latents.new_ones(len(latents))
+        # The model reads these numbers off, which it could not of tensors on meta.
+        real = torch.ones(len(latents), device=self.device)
+        inputs: dict[str, Any] = {
+            "y": vectors,
+            "mask": mask,
+            "fps": ones * getattr(self.maker, "fps", FPS),
+            "height": real * bucket.height,
+            "width": real * bucket.width,
+            "drop_caption": torch.cat(drop).to(latents.device),
+        }
+        if "num_frames" in _taken(self.trained):
+            frames = (latents.shape[2] - 1) * self.maker.autoencoder.compression[0] + 1
+            inputs |= {"num_frames": ones * frames, "ar": ones * bucket.height / bucket.width}
+        return flow.loss(
+            self.trained,
+            latents,
+            inputs,
+            noise=torch.stack(noise).to(latents),
+            timesteps=torch.cat(times).to(latents.device),
+        )
+
+    @torch.no_grad()
+    def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
+        """Clips ``[T, H, W, 3]`` of prompts."""
+        asked = zip(texts, seeds, strict=True)
+        requests = [Request(text, self.bucket, seed) for text, seed in asked]
+        return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
+
+    def moved(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
+        """Makes a clip of a prompt that shows a picture."""
+        first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
+        first = fit(first, self.bucket.height, self.bucket.width)
+        request = Request(text, self.bucket, seed, given=None if placed else first)
+        (clip,) = self.maker.generate([request], self.sampling)
+        return to_frames(along(first, clip) if placed else clip)
+
+    def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
+        """Reads adapters to continue, and the row of a word."""
+        if not (path / CONFIG).is_file():
+            raise GulliverError(f"--adapter {path} holds no adapters: it has no {CONFIG}")
+        if (path / EMBEDDINGS).is_file() and isinstance(self.text, TaughtWords):
+            rows = read_tensors(path / EMBEDDINGS)
+            if self.text.token in rows and not self.text.rows.is_meta:
+                self.text.rows.data.copy_(rows[self.text.token])
+        values = read_json(path / CONFIG)
+        tensors = {
+            f"trained.{name.removeprefix(PREFIX)}": value
+            for name, value in read_tensors(path / WEIGHTS).items()
+        }
+        return tensors, {"trained": values}
+
+    def save(self, folder: Path, learnt: Learnt) -> None:
+        """Writes adapters by PEFT's names, a word's row, or all weights."""
+        own = {name: name for name in learnt.tensors if ".lora_" in name}
+        if own:
+            tensors = {
+                PREFIX + adapter_name(name.removeprefix("trained.")): learnt.tensors[name]
+                for name in own
+            }
+            write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+            write_json(folder / CONFIG, dict(learnt.adapters["trained"]))
+        rows = {token.token: learnt.tensors["text.rows"] for token in learnt.tokens}
+        if rows:
+            write_tensors(folder / EMBEDDINGS, rows, {"format": "pt"})
+        if learnt.method == "full":
+            names = [name for name in learnt.tensors if name.startswith("trained.")]
+            learnt.write(folder / WHOLE, {name.removeprefix("trained."): name for name in names})
+
+
+class LowRank(nn.Module):
+    """A linear layer with an adapter of low rank, computed as PEFT does."""
+
+    def __init__(self, layer: nn.Linear, down: Tensor, up: Tensor, scale: float) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, scale
+        self.down, self.up = (nn.Parameter(one.to(layer.weight), False) for one in (down, up))
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the layer itself, for its dtype and device."""
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes both and adds them."""
+        low = nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+        return self.layer(x) + low * self.scale
+
+
+def load_adapter(maker: VideoModel | VideoPipeline, folder: Path) -> None:
+    """Gives an opened run what `gulliver dreambooth` has taught its base."""
+    found = [name for name in (WEIGHTS, WHOLE, EMBEDDINGS) if (folder / name).is_file()]
+    if not found:
+        raise GulliverError(
+            f"--adapter {folder} holds nothing that `gulliver dreambooth` has taught: name the "
+            "folder result of its run"
+        )
+    network = network_of(maker)
+    tensors = read_tensors(folder / WEIGHTS) if WEIGHTS in found else {}
+    values = read_json(folder / CONFIG) if tensors else {}
+    placed = _placed(network, tensors, folder)  # refuses before anything is changed
+    check_adapter(folder, fingerprint_of(maker))
+    if WHOLE in found:
+        network.load_state_dict(read_tensors(folder / WHOLE), strict=False)
+    scale = float(values.get("lora_alpha") or 1) / float(values.get("r") or 1)
+    for path, (layer, down, up) in placed.items():
+        parent, _, name = path.rpartition(".")
+        setattr(network.get_submodule(parent), name, LowRank(layer, down, up, scale))
+    for token, rows in read_tensors(folder / EMBEDDINGS).items() if EMBEDDINGS in found else ():
+        assert isinstance(maker, VideoModel), "it has words"
+        maker.text.teach(token, rows[0])
+        if maker.known_words is not None:
+            maker.known_words |= {token}
+
+
+def _placed(
+    network: nn.Module, tensors: Mapping[str, Tensor], folder: Path
+) -> dict[str, tuple[nn.Linear, Tensor, Tensor]]:
+    """The layers that have adapters, and their matrices."""
+    found: dict[str, tuple[nn.Linear, Tensor, Tensor]] = {}
+    layers = dict(network.named_modules())
+    for name, down in tensors.items():
+        path, dot, _ = name.removeprefix(PREFIX).rpartition(".lora_A.")
+        if not dot:
+            continue
+        layer, up = layers.get(path), tensors[name.replace(".lora_A.", ".lora_B.")]
+        if not isinstance(layer, nn.Linear) or (up.shape[0], down.shape[1]) != layer.weight.shape:
+            there = tuple(layer.weight.shape) if isinstance(layer, nn.Linear) else "not there"
+            raise GulliverError(
+                f"--adapter {folder} is of another base: it adapts {path} of "
+                f"{(up.shape[0], down.shape[1])}, which is {there} in this one"
+            )
+        found[path] = layer, down, up
+    return found
+
+
+def network_of(maker: VideoModel | VideoPipeline) -> nn.Module:
+    """The transformer of an opened run."""
+    return maker.model if isinstance(maker, VideoModel) else maker.outline
+
+
+def spatial_layers(network: nn.Module) -> tuple[str, ...]:
+    """Names of the linear layers of blocks that work within a frame."""
+    return tuple(
+        path
+        for path, module in network.named_modules()
+        if isinstance(module, nn.Linear) and "blocks." in path and "temp" not in path
+    )
+
+
+def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
+    """Digest of the networks and words of a run; a few elements of each tensor identify them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for network in (network_of(maker), maker.autoencoder):
+        for name, value in sorted(network.state_dict().items()):
+            part = value.detach().reshape(-1)[:: max(1, value.numel() // 256)].double().cpu()
+            digest.update(f"{name} {tuple(value.shape)}".encode() + part.numpy().tobytes())
+    digest.update(maker.text.fingerprint.encode())
+    return digest.hexdigest()
+
+
+def along(still: Tensor, clip: Tensor) -> Tensor:
+    """Moves a picture, frame by frame, to where it correlates most with a clip."""
+    # A subject that changes on the way moves the best place about: the picture follows the parabola
+    # through all of them. Its edges are continued.
+    height, width = still.shape[2:]
+    one, others = (levels.mean(0) for levels in (still, clip))
+    spectra = [torch.fft.rfft2(x - x.mean((-2, -1), keepdim=True)) for x in (one, others)]
+    fits = torch.fft.irfft2(spectra[0].conj() * spectra[1], s=(height, width))
+    best = fits.flatten(1).argmax(1)
+    places = np.stack([(best // width).numpy(), (best % width).numpy()], 1).astype(float)
+    # Beyond half of the picture a circular shift is one to the other side; from there on the
+    # shorter way counts.
+    for axis, size in enumerate((height, width)):
+        first = (places[0, axis] + size // 2) % size - size // 2
+        places[:, axis] = np.unwrap([first, *places[1:, axis]], period=size)
+    times = np.arange(len(places))
+    curve = np.polynomial.polynomial.polyfit(times, places, min(2, len(places) - 1))
+    smooth = np.polynomial.polynomial.polyval(times, curve).T.round()
+    frames = []
+    for down, right in smooth.astype(int).tolist():
+        rows = (torch.arange(height) - down).clamp(0, height - 1)
+        columns = (torch.arange(width) - right).clamp(0, width - 1)
+        frames.append(still[:, :, rows][..., columns])
+    return torch.cat(frames, 1)
+
+
+def _taken(network: nn.Module) -> frozenset[str]:
+    import inspect
+
+    return frozenset(inspect.signature(network.forward).parameters)
+
+
+def _without_values(tensor: Tensor) -> bool:
+    """Whether a tensor stands for one in a plan, which follows samples of full length."""
+    return tensor.is_meta or isinstance(tensor, fake_kind())
+
+
+def _padded(latents: Sequence[Tensor]) -> Tensor:
+    """Latents ``[C, T, H, W]`` in one tensor, NaN where one has fewer frames than the longest."""
+    longest = max(one.shape[1] for one in latents)
+    first = latents[0]
+    shape = (len(latents), first.shape[0], longest, *first.shape[2:])
+    found = first.new_full(shape, float("nan"))
+    for row, one in enumerate(latents):
+        found[row, :, : one.shape[1]] = one
+    return found
+
+
+def _resized(bucket: Bucket, side: int | None, autoencoder: Any) -> Bucket:
+    """A shape with as many pixels as a square of a side, and the same ratio."""
+    if side is None:
+        return bucket
+    ratio = side / (bucket.height * bucket.width) ** 0.5
+    steps = [2 * one for one in autoencoder.compression[1:]]
+    sides = (bucket.height, bucket.width)
+    height, width = (
+        max(step, round(n * ratio / step) * step) for n, step in zip(sides, steps, strict=True)
+    )
+    return Bucket(bucket.frames, height, width)

@@ -1,0 +1,190 @@
+"""Torch's ``embedding_bag`` on slots, with the gradient that it would have on rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import exchange
+from gulliver.embedding.records import RecordStore
+from gulliver.errors import GulliverError, once_differentiable
+
+
+# [Note: order of sums] What torch adds up when the gradients of a row meet depends on the numbers
+# of all rows: its sort is not stable, and sparse tensors are merged by their indices. Sorted by
+# slots the same gradients would be added in another order, with other last bits. So autograd sees a
+# tensor of all rows (`RowGradient.whole`, which has no memory) and adds gradients of rows; the
+# optimizer's parameter, the slots, is given the same gradient with slots in the place of rows.
+@dataclass(frozen=True)
+class Lookup:
+    """Bags of slots, and how they are reduced."""
+
+    # Slot of each id, flat.
+    slots: Tensor
+    # First place of each bag.
+    offsets: Tensor
+    # Slot of padding; None where there is none.
+    padding: int | None
+    # ``sum``, ``mean`` or ``max``.
+    mode: str
+    # Largest norm of a row; None for any.
+    max_norm: float | None
+    # Kind of norm.
+    norm_type: float
+
+    def bags(self, weight: Tensor, weights: Tensor | None) -> Tensor:
+        """Reduces the bags; for ``max`` torch has no sparse gradient: see `largest`."""
+        return F.embedding_bag(
+            self.slots,
+            weight,
+            self.offsets,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            mode=self.mode,
+            sparse=self.mode != "max",
+            per_sample_weights=weights,
+            padding_idx=self.padding,
+        )
+
+    def largest(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Reduces bags by their maxima over a copy of the rows that are used."""
+        if self.max_norm is not None:
+            with torch.no_grad():
+                torch.embedding_renorm_(weight.detach(), self.slots, self.max_norm, self.norm_type)
+        used, inverse = torch.unique(self.slots, return_inverse=True)
+        # torch takes no table without rows, so there is one that nobody uses.
+        rows = torch.cat([weight.detach()[used], weight.new_zeros(1, weight.shape[1])])
+        rows.requires_grad_()
+        # Padding has the last slot, so it is the last of the slots that are used.
+        padded = self.padding is not None and bool((used[-1:] == self.padding).any())
+        last = len(used) - 1 if padded else None
+        output = F.embedding_bag(inverse, rows, self.offsets, mode="max", padding_idx=last)
+        return used[:-1] if padded else used, rows, output
+
+
+class _Bags(torch.autograd.Function):
+    """Bags whose gradient has rows for indices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, weights: Tensor | None, lookup: Lookup, store: RecordStore
+    ) -> Tensor:
+        ctx.shape, ctx.store, ctx.inputs = whole.shape, store, []
+        with torch.enable_grad():
+            if lookup.mode == "max":
+                ctx.used, rows, output = lookup.largest(store.weight)
+                ctx.inputs = [rows]
+            else:
+                ctx.used = None
+                ctx.inputs = [store.weight.detach().requires_grad_()]
+                if weights is not None:
+                    ctx.inputs.append(weights.detach().requires_grad_(weights.requires_grad))
+                output = lookup.bags(*ctx.inputs, *([None] if weights is None else []))
+        ctx.output = output
+        return output.detach()
+
+    @staticmethod
+    @once_differentiable("a cached embedding table")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
+        inputs = [tensor for tensor in ctx.inputs if tensor.requires_grad]
+        found, *rest = torch.autograd.grad(ctx.output, inputs, gradient, retain_graph=True)
+        if ctx.used is None:
+            slots, values = found._indices()[0], found._values()
+        else:
+            slots, values = ctx.used, found[: len(ctx.used)]
+        ctx.store.last_slots = slots
+        rows = ctx.store.rows_in(slots)[None]
+        sparse = torch.sparse_coo_tensor(rows, values, ctx.shape, check_invariants=False)
+        return sparse, rest[0] if rest else None, None, None
+
+
+class RowGradient:
+    """The gradient of all rows, and its image that the slots have."""
+
+    def __init__(self, store: RecordStore) -> None:
+        self._store, self.applied = store, cast("Tensor | None", None)
+        weight = store.weight
+        one = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        # Stands for all rows, (rows, dim); its gradient is sparse.
+        self.whole = one.expand(store.rows, weight.shape[1]).requires_grad_()
+        self.whole.register_hook(self._before)
+        self.whole.register_post_accumulate_grad_hook(self._after)
+
+    def bags(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
+        """Reduces bags; the gradient comes to `whole`."""
+        return cast(Tensor, _Bags.apply(self.whole, weights, lookup, self._store))
+
+    def _before(self, gradient: Tensor) -> None:
+        held = self._store.weight.grad
+        if held is not None and held is self.applied and held._nnz():
+            raise GulliverError(
+                "the table's gradient is still that of the last step, whose slots have other rows "
+                "by now: call optimizer.zero_grad() before backward"
+            )
+        # The user clears the gradient of the parameter; this one goes with it.
+        if held is None or not held._nnz():
+            self.whole.grad = None
+
+    def _after(self, whole: Tensor) -> None:
+        store, gradient = self._store, whole.grad
+        assert gradient is not None, "it was just accumulated"
+        slots = store.last_slots
+        fresh = store.weight.grad is None or not store.weight.grad._nnz()
+        if not fresh or len(slots) != gradient._nnz():
+            slots = store.slots_in_use(gradient._indices()[0])
+        store.weight.grad = torch.sparse_coo_tensor(
+            slots[None], gradient._values(), store.weight.shape, check_invariants=False
+        )
+
+
+# What travels between ranks that share tables, forward and backward.
+
+
+class BagExchange(torch.autograd.Function):
+    """An all-to-all of flat tensors; backward sends the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        group: RankGroup,
+        counts: list[int],
+        scale: float,
+        *outgoing: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.scale = group, scale
+        ctx.counts = [tensor.numel() for tensor in outgoing]
+        arrived = exchange(group, [tensor.detach() for tensor in outgoing], counts)
+        return tuple(
+            tensor.clone() if tensor is outgoing[group.rank] else tensor for tensor in arrived
+        )
+
+    @staticmethod
+    @once_differentiable("a sharded embedding table")
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        flat = [gradient.contiguous() for gradient in gradients]
+        arrived = exchange(ctx.group, flat, ctx.counts)
+        scaled = [gradient * ctx.scale for gradient in arrived]
+        return None, None, None, None, *scaled
+
+
+class Pool(torch.autograd.Function):
+    """Bags of rows of which each is used once, with the gradient that a table's row would have."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, lookup: Lookup) -> Tensor:
+        with torch.enable_grad():
+            ctx.rows = rows.detach().requires_grad_()
+            ctx.output = lookup.bags(ctx.rows, None)
+        return ctx.output.detach()
+
+    @staticmethod
+    @once_differentiable("a sharded embedding table")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (found,) = torch.autograd.grad(ctx.output, ctx.rows, gradient, retain_graph=True)
+        return found.to_dense() if found.is_sparse else found, None

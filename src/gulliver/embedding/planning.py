@@ -1,0 +1,412 @@
+"""Places of the rows of a table among ranks, and first values that do not depend on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.embedding.inputs import Table
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.operators import LookupLoad, lookup_seconds
+from gulliver.solve.rows import index_bytes
+from gulliver.solve.tables import MissCurve, TableOption, lru_misses, place_tables, share_cache
+
+BLOCK = 4096
+"""Rows that are drawn from one seed."""
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """The way in which ranks share a table."""
+
+    # ``whole``, ``column`` or ``row``.
+    kind: str
+    # Rank that has it, where it is whole.
+    rank: int = 0
+
+    @classmethod
+    def read(cls, text: str, ranks: int) -> TablePlacement:
+        """Reads ``column``, ``row`` or ``whole:RANK``."""
+        kind, _, rank = text.partition(":")
+        if kind not in ("whole", "column", "row") or (kind == "whole") != bool(rank):
+            right = nearest(text, ["column", "row", "whole:0"])
+            raise GulliverError(f"placement {text!r} is unknown: {right}")
+        if rank and not (rank.isdigit() and int(rank) < ranks):
+            raise GulliverError(f"placement {text!r}: there are the ranks 0 to {ranks - 1}")
+        return cls(kind, int(rank or 0))
+
+
+def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Returns what of so many rows or columns a rank has: first, and one past the last."""
+    return size * rank // ranks, size * (rank + 1) // ranks
+
+
+class FirstRows:
+    """First values of rows, the same on whichever rank."""
+
+    def __init__(self, tables: list[Table], dim: int, given: Tensor | None, seed: int) -> None:
+        rows = tables[-1].first + tables[-1].rows
+        if given is not None and tuple(given.shape) != (rows, dim):
+            raise GulliverError(f"_weight is {tuple(given.shape)}, the tables {(rows, dim)}")
+        self._tables = {table.name: (n, table) for n, table in enumerate(tables)}
+        self._dim, self._given, self._seed = dim, given, seed
+        self.dtype = torch.float32 if given is None else given.dtype
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Returns the rows from `begin` to `stop` of a table."""
+        number, table = self._tables[name]
+        if self._given is not None:
+            return self._given[table.first + begin : table.first + stop].detach().cpu()
+        blocks = []
+        for block in range(begin // BLOCK, -(-stop // BLOCK)):
+            draw = torch.Generator().manual_seed(_seed_of(self._seed, number, block))
+            values = torch.randn(BLOCK, self._dim, generator=draw, dtype=self.dtype)
+            first = block * BLOCK
+            blocks.append(values[max(begin - first, 0) : stop - first])
+        made = torch.cat(blocks)
+        if table.padding is not None and begin <= table.padding < stop:
+            made[table.padding - begin] = 0
+        return made
+
+
+def _seed_of(*numbers: int) -> int:
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number) % (2**63 - 1)
+    return seed
+
+
+# How tables lie over ranks, and what that takes, before any memory is asked for.
+#
+# `plan_tables` gives each table the placement (whole on a rank, by columns, by rows) with which
+# the slowest rank is done soonest and all fits; the report says what each table and each rank has,
+# in bytes and in seconds from the cluster's rates.
+
+
+STATE = {"sgd": 0.0, "adagrad": 1.0, "row-wise adagrad": 0.0, "sparse adam": 2.0}
+"""Elements of state for each element of a row; row-wise Adagrad has one for a row."""
+ITEM = 4
+SLOT_BYTES = 4
+"""Bytes on the device for a slot in addition to its record: the row in it."""
+CRITEO_1TB = (
+    *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
+    *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
+)
+"""Rows of the 26 tables of the Criteo 1TB click logs, without a limit: 177,944,275 in all."""
+CRITEO_KAGGLE = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992),
+    *(5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+"""Rows of the 26 tables of the Criteo Kaggle data: 33,762,577 in all."""
+DATA_SETS = {"criteo-1tb": CRITEO_1TB, "criteo-kaggle": CRITEO_KAGGLE}
+
+
+@dataclass(frozen=True)
+class TablesJob:
+    """Tables to be planned, and how they are used.
+
+    Attributes:
+        tables: rows by name.
+        dim: width of a row.
+        ranks: number of ranks.
+        batch: samples of a step, on all ranks together.
+        ids: ids of a sample in each table.
+        cache: share of a table's rows that is on the device.
+        hit_rate: share of the uses that find their row there.
+        optimizer: one of `STATE`.
+        host_bytes: bytes of host memory, or disk, for each rank; None for any.
+    """
+
+    tables: Mapping[str, int]
+    dim: int
+    ranks: int = 1
+    batch: int = 16384
+    ids: float = 1.0
+    cache: float = 0.01
+    hit_rate: float = 0.9
+    optimizer: str = "sgd"
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """A table in the plan."""
+
+    name: str
+    # Number of rows.
+    rows: int
+    # Placement, as `ShardedEmbeddingBag` takes it.
+    placement: str
+    # Bytes of its records on each rank's host.
+    host_bytes: tuple[int, ...]
+    # Bytes of its slots and their states on each rank's device.
+    device_bytes: tuple[int, ...]
+    # Seconds of each rank for it in a step.
+    seconds: tuple[float, ...]
+    # Bytes that each rank sends for it in a forward.
+    sent: tuple[float, ...]
+    # Seconds of the slowest rank for this table, by placement.
+    instead: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankCache:
+    """A cache of a rank, which its whole tables and parts of rows share, or its columns."""
+
+    rank: int
+    # Number of rows that it holds.
+    slots: int
+    # Number of rows there are.
+    rows: int
+    # Number of tables.
+    tables: int
+    # Most different rows that a batch may need of it at once.
+    most: int
+
+
+@dataclass(frozen=True)
+class TablesPlan:
+    """Tables over ranks.
+
+    Attributes:
+        job: what was planned.
+        tables: tables in the order of the job.
+        index_bytes: bytes of each rank's index, on the host.
+        seconds: seconds of each rank in a step, for all tables.
+        bound: seconds that no placement could be below.
+        parts: seconds of the slowest rank, by what takes them.
+    """
+
+    job: TablesJob
+    tables: tuple[PlannedTable, ...]
+    index_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    bound: float
+    parts: Mapping[str, float]
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """Placements by name, for `ShardedEmbeddingBag`."""
+        return {table.name: table.placement for table in self.tables}
+
+    @property
+    def caches(self) -> tuple[RankCache, ...]:
+        """Caches of all ranks, as `ShardedEmbeddingBag` makes them."""
+        found = []
+        for rank in range(self.job.ranks):
+            for columns in (False, True):
+                of = [t for t in self.tables if (t.placement == "column") == columns]
+                held = [_shape(self.job, t.rows, t.placement, rank)[0] for t in of]
+                held = [rows for rows in held if rows]
+                if held:
+                    uses = math.ceil(self.job.batch * self.job.ids)
+                    slots = max(int(self.job.cache * sum(held)), 1)
+                    most = sum(min(rows, uses) for rows in held)
+                    found.append(RankCache(rank, slots, sum(held), len(held), most))
+        return tuple(found)
+
+    @property
+    def device_bytes(self) -> tuple[int, ...]:
+        """Bytes of each rank's device: slots, states and the row of each slot."""
+        return tuple(map(sum, zip(*(t.device_bytes for t in self.tables), strict=True)))
+
+    @property
+    def host_bytes(self) -> tuple[int, ...]:
+        """Bytes of each rank's host: all records."""
+        return tuple(map(sum, zip(*(t.host_bytes for t in self.tables), strict=True)))
+
+
+def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
+    """Chooses how ranks share tables.
+
+    Args:
+        job: tables and what is done with them.
+        cluster: machines; its number of ranks is the job's.
+
+    Raises:
+        GulliverError: an unknown optimizer, numbers that make no plan, tables that fit no rank, or
+            a cache that no batch fits.
+    """
+    _check(job)
+    options = [
+        [_option(job, cluster, rows, name) for name in _names(job)] for rows in job.tables.values()
+    ]
+    room = job.host_bytes if job.host_bytes is not None else 2**62
+    placed = place_tables(options, room)
+    tables = []
+    for (name, rows), option, every in zip(
+        job.tables.items(), placed.options, options, strict=True
+    ):
+        loads = [_load(job, rows, option.name, rank) for rank in range(job.ranks)]
+        tables.append(
+            PlannedTable(
+                name,
+                rows,
+                option.name,
+                option.nbytes,
+                tuple(_device_bytes(job, rows, option.name, rank) for rank in range(job.ranks)),
+                option.seconds,
+                tuple(load.sent for load in loads),
+                _instead(every),
+            )
+        )
+    slowest = placed.seconds.index(placed.slowest)
+    parts: dict[str, float] = {}
+    for table in tables:
+        load = _load(job, table.rows, table.placement, slowest)
+        for part, seconds in lookup_seconds(cluster, load).items():
+            parts[part] = parts.get(part, 0.0) + seconds
+    indices = tuple(_index(job, tables, rank) for rank in range(job.ranks))
+    plan = TablesPlan(job, tuple(tables), indices, placed.seconds, placed.bound, parts)
+    for cache in plan.caches:
+        if cache.slots < cache.tables and job.ids >= 1:
+            raise GulliverError(
+                f"rank {cache.rank} has a cache of {cache.slots} slots for {cache.tables} tables, "
+                "and a batch needs a row of each at least: give a cache of "
+                f"{cache.tables / cache.rows:.3g} of the rows, or more"
+            )
+    return plan
+
+
+def _check(job: TablesJob) -> None:
+    if job.optimizer not in STATE:
+        raise GulliverError(
+            f"optimizer {job.optimizer!r} is unknown: {nearest(job.optimizer, STATE)}"
+        )
+    if not job.tables:
+        raise GulliverError("there are no tables to plan: name some, with their rows")
+    for name, rows in job.tables.items():
+        if rows < 1:
+            raise GulliverError(f"table {name!r} has {rows} rows: give at least 1")
+    if not (0 < job.cache <= 1 and 0 <= job.hit_rate <= 1):
+        raise GulliverError("cache and hit rate are shares: give 0 < cache <= 1, 0 <= rate <= 1")
+    if min(job.dim, job.ranks, job.batch) < 1 or job.ids <= 0:
+        raise GulliverError("dim, ranks, batch and ids must be positive")
+
+
+def _names(job: TablesJob) -> list[str]:
+    if job.ranks == 1:
+        return ["whole:0"]
+    found = [f"whole:{rank}" for rank in range(job.ranks)]
+    # Row-wise Adagrad needs whole rows, and narrower than a rank nothing is cut.
+    if job.optimizer != "row-wise adagrad" and job.dim >= job.ranks:
+        found.append("column")
+    return [*found, "row"]
+
+
+def _shape(job: TablesJob, rows: int, name: str, rank: int) -> tuple[int, float]:
+    """Returns rows and columns of a table on a rank."""
+    if name == "row":
+        begin, stop = share(rows, rank, job.ranks)
+        return stop - begin, job.dim
+    if name == "column":
+        begin, stop = share(job.dim, rank, job.ranks)
+        return rows, stop - begin
+    return (rows, job.dim) if name == f"whole:{rank}" else (0, 0)
+
+
+def _load(job: TablesJob, rows: int, name: str, rank: int) -> LookupLoad:
+    held, width = _shape(job, rows, name, rank)
+    uses = job.batch * job.ids * held / rows
+    # Bags travel, or rows where no rank has all rows of a bag.
+    vectors = uses if name == "row" else job.batch * (held > 0)
+    sent = ITEM * vectors * width * (job.ranks - 1) / job.ranks
+    missed = min(uses * (1 - job.hit_rate), held)
+    return LookupLoad(uses, width, _state(job, width), missed, sent)
+
+
+def _state(job: TablesJob, width: float) -> float:
+    return float(width > 0) if job.optimizer == "row-wise adagrad" else STATE[job.optimizer] * width
+
+
+def _slots(job: TablesJob, held: int) -> int:
+    return max(int(job.cache * held), 1) if held else 0
+
+
+def _device_bytes(job: TablesJob, rows: int, name: str, rank: int) -> int:
+    held, width = _shape(job, rows, name, rank)
+    return _slots(job, held) * (int(ITEM * (width + _state(job, width))) + SLOT_BYTES)
+
+
+def _option(job: TablesJob, cluster: Cluster, rows: int, name: str) -> TableOption:
+    loads = [_load(job, rows, name, rank) for rank in range(job.ranks)]
+    seconds = tuple(sum(lookup_seconds(cluster, load).values()) for load in loads)
+    shapes = [_shape(job, rows, name, rank) for rank in range(job.ranks)]
+    nbytes = tuple(int(ITEM * held * (width + _state(job, width))) for held, width in shapes)
+    return TableOption(name, seconds, nbytes)
+
+
+def _instead(options: list[TableOption]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for option in options:
+        found.setdefault(option.name.partition(":")[0], max(option.seconds))
+    return found
+
+
+def _index(job: TablesJob, tables: list[PlannedTable], rank: int) -> int:
+    """Returns the bytes of a rank's indices: one of whole rows, one of columns."""
+    total = 0
+    for columns in (False, True):
+        held = [
+            _shape(job, t.rows, t.placement, rank)[0]
+            for t in tables
+            if (t.placement == "column") == columns
+        ]
+        if sum(held):
+            total += index_bytes(sum(held), sum(_slots(job, rows) for rows in held))
+    return total
+
+
+# How memory is shared by tables that have caches of their own, such as tables of other widths.
+
+
+POINTS = 24
+"""Sizes of a cache that misses are counted at."""
+
+
+def budget_tables(
+    batches: Mapping[str, list[Tensor]],
+    rows: Mapping[str, int],
+    row_bytes: Mapping[str, int],
+    budget: int,
+) -> dict[str, int]:
+    """Chooses the slots of each table's cache from batches that were seen.
+
+    Misses are those of least recently used rows, counted for all sizes at once: a curve that can
+    be had in one pass, and near enough to share memory by.
+
+    Args:
+        batches: ids of some batches, by table.
+        rows: number of rows of each table.
+        row_bytes: bytes of a record on the device: weight and optimizer state.
+        budget: bytes of all caches together.
+
+    Returns:
+        Slots by table, for `CachedEmbeddingBag`'s `cache`.
+
+    Raises:
+        GulliverError: the largest batches do not fit, naming the smallest budget.
+    """
+    curves = {name: _curve(batches[name], rows[name], row_bytes[name]) for name in rows}
+    found = share_cache(list(curves.values()), budget)
+    if found is None:
+        least = sum(curve.sizes[0] * curve.row_bytes for curve in curves.values())
+        raise GulliverError(
+            f"budget={budget} bytes holds no batch of every table: give at least {least}"
+        )
+    return dict(zip(rows, found.sizes, strict=True))
+
+
+def _curve(batches: list[Tensor], rows: int, row_bytes: int) -> MissCurve:
+    distinct = [batch.unique().numpy() for batch in batches]
+    least = max((len(batch) for batch in distinct), default=1)
+    sizes = np.unique(np.geomspace(max(least, 1), rows, POINTS).round().astype(np.int64))
+    uses = np.concatenate(distinct)
+    misses = lru_misses(uses, sizes.tolist())
+    return MissCurve(tuple(sizes.tolist()), tuple(map(float, misses)), row_bytes)

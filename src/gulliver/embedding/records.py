@@ -1,0 +1,434 @@
+"""Columns: what a table keeps of every row, in host memory or on a disk.
+
+A record is a row of every column: the weight, and each state that an optimizer has for a row. A
+column reads and writes rows by their numbers, and says how many bytes that takes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gulliver.io.files import require_space
+from gulliver.memory.pending import before_write
+from gulliver.memory.stores import check_disk_folder
+from gulliver.solve.rows import RowPlan, RowReplacement, RowRequest, TooSmall
+
+WEIGHT = "weight"
+
+
+class RowStorage:
+    """Memory that columns lie in: the host's, or files in a folder that end with the process."""
+
+    def __init__(self, folder: Path | str | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            check_disk_folder(self.folder)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Makes a tensor of zeros that lies here; its pages are there when they are written."""
+        if self.folder is None:
+            return torch.zeros(shape, dtype=dtype)
+        count = int(torch.Size(shape).numel())
+        require_space(self.folder, count * dtype.itemsize)
+        with tempfile.NamedTemporaryFile(dir=self.folder, prefix="gulliver-rows-") as file:
+            # The file has no name as soon as it is mapped: nothing is left behind, however we end.
+            flat = torch.from_file(file.name, shared=True, size=max(count, 1), dtype=dtype)
+        return flat[:count].view(shape)
+
+
+class Column:
+    """A column of all rows."""
+
+    def __init__(self, storage: RowStorage, values: Tensor) -> None:
+        self._storage, self._values = storage, values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self._values.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self._values.nbytes // max(len(self._values), 1)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Returns a copy of rows."""
+        return self._values.index_select(0, rows)
+
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        """Replaces distinct rows."""
+        before_write([self._values])
+        self._values.index_copy_(0, rows, values)
+
+    def whole(self) -> Tensor:
+        """Returns all rows, without a copy."""
+        return self._values
+
+    def fill(self, values: Tensor) -> None:
+        """Replaces all rows."""
+        before_write([self._values])
+        self._values.copy_(values)
+
+    def grow(self, values: Tensor) -> None:
+        """Adds rows at the end."""
+        before, shape = self._values, (len(self._values) + len(values), *values.shape[1:])
+        self._values = self._storage.zeros(shape, before.dtype)
+        self._values[: len(before)], self._values[len(before) :] = before, values
+
+
+# The record store: rows of a table, with all that belongs to them, between host memory and device.
+#
+# A record is a row of the weight and of every state that the optimizer has for it. All records lie
+# in columns (`records.py`); the hot ones are copied to *slots* on the device, and changed there.
+# Which, `gulliver.solve.rows.RowReplacement` decides. Read `begin` first: what happens before a batch
+# is used.
+
+
+Records = dict[str, Tensor]
+
+
+# [Note: two threads] The *planner* sorts the batches that are announced and decides about them, in
+# their order; the *mover* reads rows of the host and writes them, in the order of decisions. While
+# a batch is computed, the next one is decided and its rows are brought as far as a buffer on the
+# device. They go into their slots when the batch before has been stepped: until then the rows that
+# they replace are in use. What is written back is taken from the cache at that moment and travels
+# behind the next batch. Because the mover is one queue, a row that was sent away and is wanted
+# again is read after it was written.
+#
+# [Note: exactness] What is in the cache never changes what is computed: a row has one valid copy,
+# in its slot if it has one, else in its columns. So decisions may be good or bad, early or late.
+@dataclass
+class IdBatch:
+    """A batch of ids."""
+
+    # Flat, on the host.
+    ids: Tensor
+    # Place of each id among the rows of the request.
+    inverse: Tensor | None = None
+    # Rows of the batch, sorted.
+    request: RowRequest | None = None
+
+
+@dataclass
+class PrefetchedBatch:
+    """A batch that is being decided and fetched while the one before is computed."""
+
+    batch: IdBatch
+    found: Future[tuple[RowPlan, Future[Records]]]
+
+
+@dataclass
+class RecordTraffic:
+    """Bytes and rows that were moved so far."""
+
+    # Bytes read from the columns.
+    read: int = 0
+    # Bytes written to them.
+    written: int = 0
+    # Rows that left unchanged, without being written.
+    clean: int = 0
+    # Rows that were there before they were asked for.
+    early: int = 0
+    # Rows that a batch had to wait for.
+    late: int = 0
+    # Seconds in which rows were read and brought to the device.
+    fetching: float = 0.0
+    # Seconds in which a batch waited for them.
+    waiting: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Share of the seconds of fetching that nobody waited for."""
+        return max(1.0 - self.waiting / self.fetching, 0.0) if self.fetching else 1.0
+
+
+class RecordStore:
+    """Rows of a table, the hot ones in slots on a device."""
+
+    def __init__(
+        self,
+        columns: dict[str, Column],
+        replacement: RowReplacement,
+        rows: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        spare: bool,
+    ) -> None:
+        self.columns, self.replacement, self.rows = columns, replacement, rows
+        self.slots, self.moved = replacement.slots, RecordTraffic()
+        # Slots, (slots, dim), a parameter; with the spare one behind them.
+        self.weight = nn.Parameter(torch.zeros(self.slots + spare, dim, dtype=dtype, device=device))
+        kind = torch.int64 if rows > 2**31 else torch.int32
+        self._row_of_slot = torch.zeros(self.slots, dtype=kind, device=device)
+        self._dirty = np.zeros(self.slots, bool)
+        self._states: Callable[[], Mapping[str, Tensor]] = dict
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        # Slots of the rows that the last backward had gradients of, in its order.
+        self.last_slots = torch.zeros(0, dtype=torch.int64)
+        self._pinned: list[NDArray[np.int64]] = []
+        self._queue: deque[IdBatch] = deque()
+        self._announced: deque[Future[None]] = deque()
+        self._ahead: PrefetchedBatch | None = None
+        self._under_way: deque[Future[None]] = deque()
+        self._planner = ThreadPoolExecutor(1, "gulliver-rows-plan")
+        self._mover = ThreadPoolExecutor(1, "gulliver-rows-move")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    # Batches
+
+    def announce(self, ids: Tensor) -> None:
+        """Takes the ids of a batch that is to come; batches come in this order."""
+        batch = IdBatch(_on_host(ids))
+        self._queue.append(batch)
+        self._announced.append(self._planner.submit(self._sort, batch, True))
+
+    def begin(self, ids: Tensor, changes: bool = False, waits: bool = False) -> Tensor:
+        """Brings the rows of a batch into slots."""
+        self._raise_failures()
+        batch = self._next(_on_host(ids))
+        plan, fetched = self._decided(batch)
+        request = plan.request
+        staged = self._take_staged(fetched, plan)
+        self._leave(plan)
+        slots = torch.from_numpy(plan.slots).to(self.weight.device)
+        self._enter(slots[torch.from_numpy(plan.missing).to(slots.device)], staged, plan)
+        if batch is (self._queue[0] if self._queue else None):
+            self._queue.popleft()
+            self._announced.popleft()
+        if changes:
+            self._dirty[plan.slots] = True
+        if waits:
+            self._pinned.append(plan.slots)
+            rows = torch.from_numpy(request.rows).to(slots.device)
+            self._waiting.append((rows, slots))
+        self._ahead = None
+        self._under_way.append(self._planner.submit(self.replacement.commit, plan))
+        self._look_ahead()
+        assert batch.inverse is not None, "the batch was sorted"
+        return slots[batch.inverse.to(slots.device)]
+
+    def settle(self, last: int | None = None) -> None:
+        """Says that the batches so far, or the last of them, wait for no step: rows may leave."""
+        keep = 0 if last is None else max(len(self._pinned) - last, 0)
+        del self._pinned[keep:], self._waiting[keep:]
+
+    def flush(self) -> None:
+        """Writes all rows that were changed to their columns; they stay in their slots."""
+        self.drain()
+        changed = np.flatnonzero(self._dirty)
+        self._dirty[changed] = False
+        self._write_back(changed)
+        self.drain()
+
+    def forget(self) -> None:
+        """Empties the slots without writing: the columns have been given other values."""
+        self.drain()
+        self._ahead = None
+        self.settle()
+        self._dirty[:] = False
+        self._planner.submit(self.replacement.forget).result()
+        self._look_ahead()
+
+    def grow(self, weight: Tensor, states: Mapping[str, Tensor]) -> None:
+        """Adds records at the end; call `flush` before."""
+        for name, values in {WEIGHT: weight, **states}.items():
+            self.columns[name].grow(values)
+        self.rows += len(weight)
+        self._planner.submit(self.replacement.grow, self.rows).result()
+
+    def use_states(self, states: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Names the states on the device whose rows belong to the records, by column."""
+        self._states = states
+
+    @property
+    def waiting(self) -> bool:
+        """Whether batches wait for a step."""
+        return bool(self._waiting)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device that stay: slots, states, and the row of each slot."""
+        states = sum(state.nbytes for state in self._states().values())
+        return self.weight.nbytes + states + self._row_of_slot.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes on the host: columns, index and decisions."""
+        decisions = self.replacement.index.nbytes + self.replacement.nbytes
+        return sum(column.nbytes for column in self.columns.values()) + decisions
+
+    def rows_in(self, slots: Tensor) -> Tensor:
+        """Returns the row in each slot."""
+        return self._row_of_slot.index_select(0, slots).long()
+
+    def slots_in_use(self, rows: Tensor) -> Tensor:
+        """Returns the slots of rows of the batches that wait for a step."""
+        known, slots = self._waiting[0]
+        if len(self._waiting) > 1:
+            known, order = torch.cat([rows for rows, _ in self._waiting]).sort()
+            slots = torch.cat([slots for _, slots in self._waiting])[order]
+        return slots[torch.searchsorted(known, rows)]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._planner.shutdown()
+        self._mover.shutdown()
+
+    # Decisions
+
+    def _next(self, ids: Tensor) -> IdBatch:
+        """Finds a batch among those announced; those before it have been left out."""
+        for place, batch in enumerate(self._queue):
+            if len(batch.ids) == len(ids) and torch.equal(batch.ids, ids):
+                for _ in range(place):
+                    self._skip()
+                return batch
+        return IdBatch(ids)
+
+    def _skip(self) -> None:
+        batch = self._queue.popleft()
+        self._announced.popleft().result()
+        self._ahead = None
+        assert batch.request is not None, "the batch was sorted"
+        self._planner.submit(self.replacement.skip, batch.request).result()
+
+    def _decided(self, batch: IdBatch) -> tuple[RowPlan, Future[Records] | None]:
+        pinned = np.concatenate(self._pinned) if self._pinned else None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.batch is batch:
+            try:
+                plan, fetched = ahead.found.result()
+            except TooSmall:
+                pass  # it may fit by now, and if not the error says what is pinned
+            else:
+                if pinned is None or not np.isin(plan.victims, pinned).any():
+                    return plan, fetched
+        return self._planner.submit(self._decide_now, batch, pinned).result(), None
+
+    def _decide_now(self, batch: IdBatch, pinned: NDArray[np.int64] | None) -> RowPlan:
+        if batch.request is None:
+            self._sort(batch, False)
+        assert batch.request is not None, "the batch was sorted"
+        return self.replacement.decide(batch.request, pinned)
+
+    def _sort(self, batch: IdBatch, announced: bool) -> None:
+        rows, inverse, counts = torch.unique(batch.ids, return_inverse=True, return_counts=True)
+        batch.inverse = inverse
+        make = self.replacement.announce if announced else self.replacement.sudden
+        batch.request = make(rows.long().numpy(), counts.numpy())
+
+    def _look_ahead(self) -> None:
+        if self._queue and self._ahead is None:
+            batch = self._queue[0]
+            self._ahead = PrefetchedBatch(batch, self._planner.submit(self._look, batch))
+
+    def _look(self, batch: IdBatch) -> tuple[RowPlan, Future[Records]]:
+        assert batch.request is not None, "batches are sorted in their order"
+        plan = self.replacement.decide(batch.request)
+        rows = torch.from_numpy(plan.request.rows[plan.missing])
+        return plan, self._mover.submit(self._fetch, rows)
+
+    # Moves
+
+    def _take_staged(self, fetched: Future[Records] | None, plan: RowPlan) -> Records:
+        if fetched is None:
+            rows = torch.from_numpy(plan.request.rows[plan.missing])
+            fetched = self._mover.submit(self._fetch, rows)
+        if fetched.done():
+            self.moved.early += len(plan.missing)
+        else:
+            self.moved.late += len(plan.missing)
+        begun = time.perf_counter()
+        staged = fetched.result()
+        self.moved.waiting += time.perf_counter() - begun
+        return staged
+
+    def _fetch(self, rows: Tensor) -> Records:
+        """Reads rows and brings them to the device; runs in the mover."""
+        begun = time.perf_counter()
+        found = {name: column.read(rows) for name, column in self.columns.items()}
+        self.moved.read += sum(len(rows) * column.row_bytes for column in self.columns.values())
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                pinned = {name: values.pin_memory() for name, values in found.items()}
+                device = self.weight.device
+                found = {n: v.to(device, non_blocking=True) for n, v in pinned.items()}
+            # Not an event: the pinned copies die with this call, and must have been read by then.
+            # Only the mover thread is held up, which has nothing else to do meanwhile.
+            self._stream.synchronize()
+        self.moved.fetching += time.perf_counter() - begun
+        return found
+
+    def _enter(self, slots: Tensor, staged: Records, plan: RowPlan) -> None:
+        for name, target in self._targets().items():
+            if name in staged:
+                target.index_copy_(0, slots, staged[name])
+                if self._stream is not None:
+                    # It was made on the stream of copies, which may not use its memory again yet.
+                    staged[name].record_stream(torch.cuda.current_stream())
+        rows = torch.from_numpy(plan.request.rows[plan.missing]).to(self._row_of_slot)
+        self._row_of_slot.index_copy_(0, slots, rows)
+
+    def _leave(self, plan: RowPlan) -> None:
+        # Rows that were only read have a valid copy in their column: dropping them costs nothing.
+        changed = plan.victims[self._dirty[plan.victims]]
+        self.moved.clean += len(plan.victims) - len(changed)
+        self._dirty[changed] = False
+        self._write_back(changed)
+
+    def _write_back(self, slots: NDArray[np.int64]) -> None:
+        """Takes changed rows from their slots; the mover writes them to their columns."""
+        if not len(slots):
+            return
+        places = torch.from_numpy(slots).to(self.weight.device)
+        rows = self.rows_in(places)
+        taken = {n: t.index_select(0, places) for n, t in self._targets().items()}
+        ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._under_way.append(self._mover.submit(partial(self._write, rows, taken, ready)))
+
+    def _write(self, rows: Tensor, taken: Records, ready: Any) -> None:
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                # `taken` was gathered on the compute stream.
+                self._stream.wait_event(ready)
+                rows = rows.cpu()
+                taken = {name: values.cpu() for name, values in taken.items()}
+        for name, values in taken.items():
+            self.columns[name].write(rows, values)
+        self.moved.written += sum(len(rows) * self.columns[name].row_bytes for name in taken)
+
+    def _targets(self) -> dict[str, Tensor]:
+        # `data`, because autograd need not know: slots of a batch are not written in its use.
+        return {WEIGHT: self.weight.data, **self._states()}
+
+    def drain(self) -> None:
+        """Waits until nothing is in flight."""
+        self._planner.submit(bool).result()
+        self._mover.submit(bool).result()
+        self._raise_failures()
+
+    def _raise_failures(self) -> None:
+        # The first of the queue stays there if it failed: a row that could not be written is lost,
+        # and whoever asks again must hear of it again.
+        while self._under_way and self._under_way[0].done():
+            self._under_way[0].result()
+            self._under_way.popleft()
+
+
+def _on_host(ids: Tensor) -> Tensor:
+    return ids.detach().reshape(-1).cpu().long()

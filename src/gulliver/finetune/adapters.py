@@ -1,0 +1,195 @@
+"""Adapters of low rank (LoRA), made by PEFT: which layers have them, and whether one fits a model.
+
+The layers are all linear ones of the blocks: that learns as full fine-tuning does on data sets of
+the sizes that people fine-tune on, where adapters of attention alone fall behind
+(https://thinkingmachines.ai/blog/lora/).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint.files import read_json, read_tensors
+from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.families.lookup import family_of, type_of
+from gulliver.finetune.config import FinetuneConfig
+from gulliver.jobs.log import derive
+
+_QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"), _QKVO + _MLP),
+    # Experts are one tensor each for all, which PEFT does not adapt as linear layers; routers stay.
+    "mixtral": _QKVO,
+    "deepseek_v3": (
+        *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        *_MLP,
+    ),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+    "bloom": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+}
+"""Last parts of the names of the layers that are adapted, by family."""
+ANY = "all-linear"
+"""PEFT's word for every linear layer but the head, for families without a line."""
+CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "gulliver.json"
+
+
+def adapt(model: nn.Module, config: FinetuneConfig) -> nn.Module:
+    """Puts new adapters into a model, or those of ``--adapter``; all else is frozen."""
+    try:
+        import peft
+    except ImportError:
+        raise missing_extra("--method lora needs PEFT", "finetune") from None
+    wanted = _wanted(model, config)
+    _check_targets(model, wanted.target_modules)
+    torch.manual_seed(derive(config.seed, 0))
+    with next(model.parameters()).device:
+        adapted = peft.get_peft_model(model, wanted, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    if config.adapter is not None:
+        saved = read_tensors(config.adapter / WEIGHTS)
+        fill_adapters(adapter_parameters(adapted), saved, config.adapter)
+    return adapted
+
+
+def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
+    import peft
+
+    if config.adapter is not None:
+        given = _read(config.adapter)
+        found = peft.PeftConfig.from_pretrained(str(config.adapter))
+        if given.get("peft_type") != "LORA":
+            raise GulliverError(
+                f"--adapter {config.adapter} is a {given.get('peft_type')}: give one of LoRA"
+            )
+        found.inference_mode = False
+        _check_own(config, config.adapter, given)
+        return found
+    targets = config.lora_targets or TARGETS.get(family_of(model).name) or ANY
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha or 2 * config.lora_rank,  # type: ignore[arg-type]
+        lora_dropout=config.lora_dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+
+
+OWN = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_targets": "target_modules"}
+"""Options that an adapter has values of its own for, by its configuration's names."""
+
+
+def _check_own(config: FinetuneConfig, folder: Path, given: Mapping[str, Any]) -> None:
+    """Refuses options that contradict the adapter that is continued."""
+    for name, key in OWN.items():
+        asked, own = getattr(config, name), given.get(key)
+        same = set(asked) == set(own or ()) if isinstance(asked, tuple) else asked == own
+        if asked != getattr(FinetuneConfig(), name) and not same:
+            raise GulliverError(
+                f"--{name.replace('_', '-')} is {asked}, and --adapter {folder} has {own}: leave "
+                "it out, or leave --adapter out"
+            )
+
+
+def _check_targets(model: nn.Module, targets: Any) -> None:
+    """Refuses names that no layer has: PEFT minds only if none of them is found."""
+    if isinstance(targets, str):
+        return
+    known = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_linear(m)}
+    family = TARGETS.get(family_of(model).name, ())
+    for target in targets:
+        # Of a family's layers a model may have some: DeepSeek's queries are whole, or in two parts.
+        if target.rpartition(".")[2] not in known and target not in family:
+            raise GulliverError(
+                f"--lora-targets {target}: {type_of(model)} has no linear layer of that name; "
+                f"{nearest(target, known)}"
+            )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _read(folder: Path) -> Mapping[str, Any]:
+    if not (folder / CONFIG).is_file():
+        raise GulliverError(f"--adapter {folder} is no PEFT adapter: it has no {CONFIG}")
+    return read_json(folder / CONFIG)
+
+
+def check_adapter(folder: Path, fingerprint: str) -> None:
+    """Refuses an adapter that says of itself that it is of another model."""
+    _read(folder)
+    if (folder / FACTS).is_file():
+        base = read_json(folder / FACTS).get("base")
+        if base != fingerprint:
+            raise GulliverError(
+                f"--adapter {folder} is of another model: it was trained with {base}, --model is "
+                f"{fingerprint}"
+            )
+
+
+def fill_adapters(
+    own: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], folder: Path
+) -> None:
+    """Gives adapters the values of a file."""
+    for name in dict.fromkeys((*own, *saved)):
+        ours = tuple(own[name].shape) if name in own else None
+        theirs = tuple(saved[name].shape) if name in saved else None
+        if ours != theirs:
+            raise GulliverError(
+                f"--adapter {folder} is of another model: {name} is {theirs or 'not there'}, "
+                f"--model needs {ours or 'none'}"
+            )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if not parameter.is_meta:
+                parameter.copy_(saved[name])
+
+
+def adapter_parameters(adapted: nn.Module) -> dict[str, nn.Parameter]:
+    """Trained parameters by the names that PEFT's files give them."""
+    found = adapted.named_parameters()
+    return {adapter_name(name): p for name, p in found if p.requires_grad}
+
+
+def adapter_name(name: str) -> str:
+    """A parameter's name in PEFT's files: without the name of the adapter."""
+    return name.replace(".default.", ".")
+
+
+def adapter_config(adapted: Any, folder: Path) -> str:
+    """The content of ``adapter_config.json``."""
+    values = dict(adapted.peft_config["default"].to_dict())
+    values |= {"base_model_name_or_path": str(folder), "inference_mode": True}
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in values.items()}
+    return json.dumps(plain, indent=2, default=str)
+
+
+def deltas(adapted: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What adapters add to weights of the model, by their names there."""
+    found: dict[str, Any] = {}
+    for path, module in adapted.named_modules():
+        scale = getattr(module, "scaling", None)
+        if not isinstance(scale, dict) or "default" not in scale:
+            continue
+        a, b = tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]
+        name = path.removeprefix("base_model.model.") + ".weight"
+        found[name] = _Delta(a, b, scale["default"], bool(module.fan_in_fan_out))
+    return found
+
+
+class _Delta:
+    """The product of two matrices of low rank, computed when it is asked for."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float, turned: bool) -> None:
+        self.a, self.b, self.scale, self.turned = a, b, scale, turned
+
+    def __call__(self) -> Tensor:
+        product = (self.b.float() @ self.a.float()) * self.scale
+        return product.T.contiguous() if self.turned else product

@@ -1,0 +1,366 @@
+"""Models whose packed batches are exact: the sequences of a row do not see each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gulliver.data.loader import DataLoader
+from gulliver.data.sampler import ResumableSampler
+from gulliver.errors import GulliverError
+from gulliver.families.lookup import type_of
+from gulliver.families.loss import asks_routers, has_known_forward, hugging_face_of
+from gulliver.finetune.encode import Example
+from gulliver.solve.packing import pack
+
+_TESTED = (
+    "apertus arcee aria_text axk1 beam bitnet codegen cohere cohere2 cohere2_moe ctrl cwm "
+    "deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo "
+    "flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neo "
+    "gpt_neox gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa "
+    "granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 "
+    "jetmoe kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 "
+    "mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi "
+    "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 "
+    "vaultgemma youtu "
+)
+EXACT = frozenset(_TESTED.split())
+"""Types of transformers whose packed batches are exact."""
+ATTENTIONS = ("eager", "sdpa")
+"""Implementations of attention that the masks are exact for."""
+LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that they are: others keep a state, or choose what they look at."""
+
+
+# [Note: how a model knows] Masks are a matter of attention: windows, chunks and linear attention
+# need other ones than full attention does. Models of transformers make all of theirs from
+# ``position_ids`` where these restart, in their newer way of writing; so packed batches have
+# positions and no mask, and no mask of ours has to be right for each layer of each family. Which
+# types do so exactly is known from a test that holds packed logits, loss and all gradients to those
+# of each sequence alone, in float64 (`tests/test_finetune_packing.py`); other types are refused.
+def packing_support(model: nn.Module, length: int | None = None) -> str | None:
+    """Says why packed batches would not be exact for a model; None where they are.
+
+    Args:
+        model: any model; one that PEFT has adapted is looked into.
+        length: longest sequence in tokens; None where it is not known.
+    """
+    model = hugging_face_of(model)
+    kind = type_of(model)
+    if kind not in EXACT or not has_known_forward(model):
+        return f"{kind} is not known to keep the sequences of a row apart"
+    config = getattr(model, "config", None)
+    attention = getattr(config, "_attn_implementation", "eager")
+    if attention not in ATTENTIONS:
+        return f"attention {attention!r} is not known to: load the model with 'sdpa' or 'eager'"
+    others = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - LAYERS
+    if others:
+        return f"its layers of the kind {sorted(others)[0]!r} do not"
+    if getattr(config, "use_cache", False):
+        return "a model that keeps a cache does not: set model.config.use_cache to False"
+    if _frequencies_vary(config, length):
+        return "its rotary frequencies depend on the longest sequence of a row"
+    if asks_routers(model, {}):
+        return "the loss of its routers would count padding: set output_router_logits to False"
+    return None
+
+
+def _frequencies_vary(config: Any, length: int | None) -> bool:
+    """Whether a sequence of that length makes a model turn others of its batch differently."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of them.
+    for one in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        kind = str(one.get("rope_type"))
+        if "dynamic" in kind or kind == "longrope":
+            known = one.get("original_max_position_embeddings") or config.max_position_embeddings
+            if length is None or length > known:
+                return True
+    return False
+
+
+# Batches of sequences: packed with others, or with others of their length; the same at any size.
+#
+# An epoch is a list of steps of the optimizer, each a list of rows; it depends on the seed and the
+# epoch alone. A step is cut into a part for each micro-batch of each rank, so the same tokens make
+# the same step on any number of ranks with any accumulation, and the position is a number of
+# steps.
+
+
+IGNORED = -100
+"""Label of a token that is not learnt, as torch's and transformers' losses know it."""
+SHORTEST_GRAIN = 8
+GRAINS = 32
+"""Lengths count as equal, for sorted batches, that differ by less than a 32nd of the longest."""
+
+Rows = list[list[int]]
+"""Numbers of the sequences of each row."""
+
+
+# [Note: as many steps in each epoch] Both orders are laid out once, on the sorted lengths:
+# `_packed` fills rows of `length` tokens by best fit, `_sorted` cuts batches of about as many
+# tokens. An epoch then shuffles the sequences of equal length among the places of that
+# length, and shuffles the rows (the steps, where lengths differ). So every epoch has another order
+# and the same number of steps, which a learning rate can be laid over.
+#
+# [Note: the memory of a step] A step has room for `tokens` // `length` rows of full length. A
+# sorted step of sequences of at most half that length has twice as many rows, and so on: a
+# multiple, so that no rank's part has more tokens than it would have of full rows, where the ranks
+# and micro-batches divide those.
+@dataclass(frozen=True)
+class StepPart:
+    """What one rank has in a micro-batch."""
+
+    # Numbers of the sequences of each row; none where a step has fewer rows than parts.
+    rows: Rows
+    # Tokens that each row is filled up to.
+    length: int
+    # Learnt tokens of the whole step, over all ranks and micro-batches.
+    items: int
+
+
+def make_batches(
+    examples: Sequence[Example],
+    *,
+    tokens: int,
+    length: int,
+    packing: bool,
+    seed: int = 0,
+    accumulate: int = 1,
+    rank: int = 0,
+    ranks: int = 1,
+    shuffle: bool = True,
+    multiple: int = 1,
+    padding: int = 0,
+) -> DataLoader:
+    """Makes the loader of a training or an evaluation.
+
+    A batch is a dict that a model of transformers takes, besides `num_items`: the number of tokens
+    that are learnt in the whole step, over all ranks and micro-batches. The sum of a batch's token
+    losses over it is this batch's share of the mean over the step.
+
+    - packed: ``input_ids``, ``labels``, ``position_ids``, each ``[B, L]``. Positions restart
+      with each sequence, which says that it sees no other; for models that keep no cache.
+    - otherwise: ``input_ids``, ``labels``, ``attention_mask``, each ``[B, L]``, padded at the end.
+
+    Args:
+        examples: sequences, none longer than `length`.
+        tokens: most tokens of a step of the optimizer, all ranks and micro-batches together, with
+            padding; at least one row of `length`.
+        length: length of a packed row, and longest sequence, in tokens.
+        packing: whether several sequences share a row; see `packing_support`.
+        seed: seed of the order.
+        accumulate: number of micro-batches of a step.
+        rank: rank of this process among those that read different rows.
+        ranks: number of those.
+        shuffle: whether each epoch has another order; otherwise the longest go first.
+        multiple: number that the length of every batch is a multiple of.
+        padding: token that fills up rows; it is never learnt nor looked at.
+
+    Returns:
+        A loader whose state resumes with any `ranks` and `accumulate`; all ranks have equally many
+        batches, `accumulate` for each step.
+
+    Raises:
+        GulliverError: no sequences, or one that is too long; a rank beyond their number; no room.
+    """
+    sampler = StepSampler(
+        examples, tokens, length, packing, seed, accumulate, rank, ranks, shuffle, multiple
+    )
+    return _Loader(
+        _Batches(examples, packing, padding),
+        batch_sampler=sampler,
+        collate_fn=_as_is,
+        seed=abs(seed),
+        rank=rank,
+        world_size=ranks,
+        threaded=True,
+    )
+
+
+class _Loader(DataLoader):
+    """A loader that resumes with another number of micro-batches, too."""
+
+    batch_sampler: StepSampler
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was taken, between two steps."""
+        inner = state.get("inner") if isinstance(state, Mapping) else None
+        if isinstance(inner, Mapping) and isinstance(inner.get("accumulate"), int):
+            state = {
+                **state,
+                "done": self.batch_sampler.rescaled(state.get("done"), inner["accumulate"]),
+                "inner": self.batch_sampler.here(inner),
+            }
+        super().load_state_dict(state)
+
+
+class StepSampler(ResumableSampler):
+    """Parts of steps: `accumulate` after another are a step. See `make_batches` for arguments."""
+
+    kind = "sampler of sequences"
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokens: int,
+        length: int,
+        packing: bool,
+        seed: int = 0,
+        accumulate: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        shuffle: bool = True,
+        multiple: int = 1,
+    ) -> None:
+        super().__init__(rank, ranks, seed)
+        self.lengths = np.array([len(one) for one in examples], dtype=np.int64)
+        self._learnt = np.array([one.learnt for one in examples], dtype=np.int64)
+        if not len(examples):
+            raise GulliverError("there are no sequences to make batches of")
+        if self.lengths.max() > length:
+            raise GulliverError(
+                f"a sequence of {examples[int(self.lengths.argmax())].source} has "
+                f"{self.lengths.max()} tokens, the batches' length is {length}"
+            )
+        if tokens < length or accumulate < 1:
+            raise GulliverError(
+                f"{tokens} tokens a step hold no sequence of {length}: give {length} or more"
+            )
+        self._length, self._rows, self._packing = length, tokens // length, packing
+        self.accumulate, self._shuffle, self._multiple = accumulate, shuffle, multiple
+        grain = 1 if packing else max(SHORTEST_GRAIN, length // GRAINS)
+        # What counts as one length, and is shuffled in each epoch.
+        self._alike = np.minimum(-(-self.lengths // grain) * grain, length)
+        self._places = (_packed if packing else _sorted)(
+            np.sort(self._alike)[::-1], length, self._rows
+        )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of an epoch."""
+        if self._packing:
+            return -(-len(self._places[0]) // self._rows)
+        return len(self._places)
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulate
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        digest.update(
+            f"{self.seed}:{self._length}:{self._rows}:{self._packing}:{self._shuffle}".encode()
+        )
+        digest.update(self.lengths.tobytes() + self._learnt.tobytes())
+        return digest.hexdigest()
+
+    def batches(self, epoch: int) -> list[tuple[Rows, int]]:
+        """Draws the micro-batches of an epoch: the rows of a step, and which of its parts."""
+        return [(step, micro) for step in self._steps(epoch) for micro in range(self.accumulate)]
+
+    def _steps(self, epoch: int) -> list[Rows]:
+        draw = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
+        ties = (
+            draw.permutation(len(self.lengths)) if self._shuffle else np.arange(len(self.lengths))
+        )
+        # The longest first; those of one length in the order of the ties.
+        order = np.lexsort((ties, -self._alike))
+        groups = [[order[row].tolist() for row in group] for group in self._places]
+        if self._packing:
+            rows = groups[0]
+            if self._shuffle:
+                rows = [rows[n] for n in draw.permutation(len(rows))]
+            return [rows[at : at + self._rows] for at in range(0, len(rows), self._rows)]
+        return [groups[n] for n in draw.permutation(len(groups))] if self._shuffle else groups
+
+    def _share(self, batch: tuple[Rows, int], epoch: int, number: int) -> StepPart:
+        step, micro = batch
+        parts, part = self.world_size * self.accumulate, micro * self.world_size + self.rank
+        rows = step[len(step) * part // parts : len(step) * (part + 1) // parts]
+        longest = max(int(self.lengths[row].sum()) for row in step)
+        items = int(sum(self._learnt[row].sum() for row in step))
+        return StepPart(rows, -(-longest // self._multiple) * self._multiple, items)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "accumulate": self.accumulate}
+
+    def check_state(self, state: Any) -> None:
+        if isinstance(state, Mapping) and "accumulate" in state:
+            state = self.here(state)
+        super().check_state(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(self.here(state) if "accumulate" in state else state)
+
+    def here(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state in micro-batches of this sampler."""
+        done = self.rescaled(state.get("done"), state["accumulate"])
+        return {**state, "done": done, "accumulate": self.accumulate}
+
+    def rescaled(self, done: Any, accumulate: int) -> Any:
+        """A number of micro-batches, `accumulate` to a step, in those of this sampler."""
+        if accumulate == self.accumulate or not isinstance(done, int):
+            return done
+        if accumulate < 1 or done % accumulate:
+            raise GulliverError(
+                f"the saved data position is after micro-batch {done}, inside a step of "
+                f"{accumulate}: resume with as many, or save between steps"
+            )
+        return done // accumulate * self.accumulate
+
+
+def _packed(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
+    """One group: the rows, each places of the sorted lengths that fit into it together."""
+    return [pack(lengths.tolist(), length).bins]
+
+
+def _sorted(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
+    """A group for each step: places of lengths that are next to one another, a row each."""
+    groups, at = [], 0
+    while at < len(lengths):
+        size = rows * max(1, length // int(lengths[at]))
+        groups.append([[place] for place in range(at, min(at + size, len(lengths)))])
+        at += size
+    return groups
+
+
+class _Batches(torch.utils.data.Dataset[Any]):
+    """Makes the tensors of a `StepPart`."""
+
+    def __init__(self, examples: Sequence[Example], packing: bool, padding: int) -> None:
+        self._examples, self._packing, self._padding = examples, packing, padding
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitems__(self, part: StepPart) -> dict[str, Any]:
+        # A rank without rows still takes part in the step, with a token that nobody learns.
+        rows = part.rows or [[]]
+        ids = torch.full((len(rows), part.length), self._padding, dtype=torch.int64)
+        labels = torch.full_like(ids, IGNORED)
+        positions = torch.zeros_like(ids)
+        mask = torch.zeros_like(ids)
+        mask[:, 0] = 1
+        for number, row in enumerate(rows):
+            at = 0
+            for one in (self._examples[place] for place in row):
+                where = slice(at, at := at + len(one))
+                ids[number, where] = torch.from_numpy(one.ids)
+                learnt = torch.from_numpy(one.answer)
+                labels[number, where][learnt] = ids[number, where][learnt]
+                positions[number, where] = torch.arange(len(one))
+                mask[number, where] = 1
+        batch: dict[str, Tensor | int] = {"input_ids": ids, "labels": labels}
+        batch |= {"position_ids": positions} if self._packing else {"attention_mask": mask}
+        return {**batch, "num_items": part.items}
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

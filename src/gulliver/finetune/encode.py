@@ -1,0 +1,338 @@
+"""Tokens of a conversation, and which of them are the assistant's."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.finetune.rows import BadRow, TextSample
+
+Array = np.ndarray[Any, Any]
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN = 8
+"""Tokens around a difference that a message shows."""
+
+MARK_THEM = "mark the answers in the template with {% generation %}, or give --answers-only no"
+
+
+# [Note: masks of conversations] A chat template is a program: it may write anything, and what it
+# writes of one message may depend on those after it. Which tokens are answers is therefore never
+# guessed from their text. Where the template marks answers (``{% generation %}``), its marks say
+# it. Elsewhere the prefix property must hold: the conversation up to an answer, with the prompt for
+# one, must be the beginning of the whole conversation, token by token, and so must the conversation
+# with that answer. What lies between is what the model would have had to write. Both are checked
+# for every answer of every conversation. A template that breaks the property (one that drops
+# earlier thoughts, say) has no such mask: what the model saw in training would not be what it sees
+# when it is asked.
+class BadChat(Exception):
+    """A conversation that the template refuses."""
+
+
+def marks_answers(tokenizer: Any) -> bool:
+    """Whether the template says itself which tokens are answers."""
+    return tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()) is not None
+
+
+def check_template(tokenizer: Any) -> None:
+    """Refuses a tokenizer without a chat template."""
+    try:
+        tokenizer.get_chat_template()
+    except ValueError:
+        raise GulliverError(
+            "the rows are conversations, and the tokenizer has no chat template to write them: "
+            "give --chat-template FILE (that of the instruct model, say), or rows with prompt and "
+            "completion"
+        ) from None
+
+
+def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[int]]:
+    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T]."""
+    found = _applied(
+        tokenizer,
+        sample,
+        len(sample.messages),
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"verbose": False},
+    )
+    return found["input_ids"], found["assistant_masks"]
+
+
+def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
+    """Writes a conversation: the whole, and for each answer what is before it and up to its end."""
+    count = len(sample.messages)
+    texts = [_applied(tokenizer, sample, count, tokenize=False)]
+    answers = _answers(sample)
+    if answers_only and not answers:
+        raise BadChat("begins with an answer: nothing was asked")
+    for number in answers if answers_only else ():
+        asked = _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True)
+        is_last = number + 1 == count
+        answered = texts[0] if is_last else _applied(tokenizer, sample, number + 1, tokenize=False)
+        texts += [asked, answered]
+    return texts
+
+
+def answer_mask(tokenizer: Any, sample: TextSample, tokens: Sequence[list[int]]) -> Array:
+    """Finds the answers of a conversation, and checks the prefix property."""
+    whole, parts = tokens[0], tokens[1:]
+    learnt = np.zeros(len(whole), dtype=bool)
+    for number, asked, answered in zip(_answers(sample), parts[::2], parts[1::2], strict=True):
+        for part in (asked, answered):
+            if whole[: len(part)] != part:
+                _refuse_template(tokenizer, sample, number, part, whole)
+        learnt[len(asked) : len(answered)] = True
+    return learnt
+
+
+def _answers(sample: TextSample) -> list[int]:
+    # A greeting answers nothing: it is read, and not learnt.
+    return [n for n, one in enumerate(sample.messages) if n and one["role"] == "assistant"]
+
+
+def _applied(tokenizer: Any, sample: TextSample, messages: int, **options: Any) -> Any:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(sample.messages[:messages]), tools=sample.tools, **options
+        )
+    except (TemplateError, TypeError, KeyError) as error:
+        raise BadChat(f"the chat template refuses it: {error}") from error
+
+
+def _refuse_template(
+    tokenizer: Any, sample: TextSample, number: int, part: list[int], whole: list[int]
+) -> None:
+    pairs = zip(part, whole, strict=False)
+    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(part), len(whole)))
+    around = slice(max(0, place - SHOWN), place + SHOWN)
+    here, there = tokenizer.decode(part[around]), tokenizer.decode(whole[around])
+    if tokenizer.decode(whole).startswith(tokenizer.decode(part)):
+        raise GulliverError(
+            f"{sample.source}: before and in message {number + 1}, ...{there!r} has a token that "
+            f"begins in ...{here!r}, where the chat template ends, so no mask of answers is exact: "
+            f"end what goes before an answer with a special token or a line break, or {MARK_THEM}"
+        )
+    raise GulliverError(
+        f"{sample.source}: the chat template writes a conversation up to its message {number + 1} "
+        f"as ...{here!r}, and as ...{there!r} when more follows, so no mask of answers is exact: "
+        f"{MARK_THEM}"
+    )
+
+
+# Samples to tokens: which of them are learnt, and what becomes of texts that are too long.
+
+
+AT_ONCE = 256
+"""Samples that a tokenizer gets at a time; its own threads share them."""
+
+
+# [Note: each token once] The first token of a sequence is never learnt: nothing precedes it.
+# Windows of a long text therefore overlap by one token, the last of a window being the first of the
+# next, where it is only read. So every token of a text is learnt exactly once, but for its very
+# first.
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A sequence of tokens to learn from.
+
+    Attributes:
+        ids: tokens, ``[T]``.
+        answer: whether each is learnt, ``[T]``; the first one never is.
+        source: file and line that it comes from.
+    """
+
+    ids: Array
+    answer: Array
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def learnt(self) -> int:
+        """Number of tokens that are learnt."""
+        return int(self.answer.sum())
+
+
+def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
+    """Loads the tokenizer of a model's folder.
+
+    Args:
+        folder: folder of the model.
+        chat_template: file with a Jinja template that goes before the tokenizer's own.
+
+    Raises:
+        GulliverError: the folder has no tokenizer, or the template cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise GulliverError(
+            f"{folder} has no tokenizer: copy the files of the model's own into it "
+            "(tokenizer.json and tokenizer_config.json)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        # A broken file makes transformers raise anything.
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise GulliverError(f"the tokenizer of {folder} cannot be read: {reason[0]}") from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise GulliverError(f"--chat-template {chat_template}: {error}") from error
+    return tokenizer
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
+@dataclass
+class Encoder:
+    """Makes examples of samples."""
+
+    # Tokenizer of transformers.
+    tokenizer: Any
+    # Longest sequence, in tokens.
+    length: int
+    # Whether prompts are read and not learnt.
+    answers_only: bool
+    # Whether conversations that are too long are cut; otherwise they are bad rows.
+    cut: bool = True
+    # How many texts were cut, split, and so on.
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.begin, self.end = edges(self.tokenizer)
+
+    def encode(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
+        """Yields the examples of each sample: one, or several windows; or why there are none."""
+        chats = bool(samples and samples[0].messages)
+        if chats:
+            check_template(self.tokenizer)
+        marked = chats and self.answers_only and marks_answers(self.tokenizer)
+        way = self._marked if marked else self._chats if chats else self._answers
+        for start in range(0, len(samples), AT_ONCE):
+            yield from way(samples[start : start + AT_ONCE])
+
+    @property
+    def masks(self) -> str:
+        """How the answers of conversations are found."""
+        return "marks of the template" if marks_answers(self.tokenizer) else "prefixes, checked"
+
+    def _marked(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
+        for sample in samples:
+            try:
+                ids, marks = marked_tokens(self.tokenizer, sample)
+            except BadChat as error:
+                yield BadRow(sample.source, str(error))
+            else:
+                yield self._cut(sample, ids, np.array(marks, dtype=bool))
+
+    def _chats(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
+        written: list[list[str] | BadRow] = []
+        for sample in samples:
+            try:
+                written.append(chat_texts(self.tokenizer, sample, self.answers_only))
+            except BadChat as error:
+                written.append(BadRow(sample.source, str(error)))
+        texts = [text for one in written if isinstance(one, list) for text in one]
+        tokens = iter(self._tokens(texts))
+        for sample, one in zip(samples, written, strict=True):
+            if isinstance(one, BadRow):
+                yield one
+                continue
+            found = list(islice(tokens, len(one)))
+            learnt = np.ones(len(found[0]), dtype=bool)
+            if self.answers_only:
+                learnt = answer_mask(self.tokenizer, sample, found)
+            yield self._cut(sample, found[0], learnt)
+
+    def _cut(self, sample: TextSample, ids: list[int], learnt: Array) -> list[Example] | BadRow:
+        if len(ids) > self.length and not self.cut:
+            return BadRow(sample.source, f"a conversation too long: {len(ids)} tokens")
+        found = _example(ids[: self.length], learnt[: self.length], sample.source)
+        if found.learnt:
+            self.counts["cut"] += len(ids) > self.length
+            return [found]
+        within = f"{len(ids)} tokens" if len(ids) > self.length else "its answers are empty"
+        return BadRow(sample.source, f"no answer within the length: {within}")
+
+    def _answers(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
+        prompts = self._tokens([sample.prompt for sample in samples])
+        wholes = self._tokens([sample.prompt + sample.answer for sample in samples])
+        for sample, prompt, whole in zip(samples, prompts, wholes, strict=True):
+            if whole[: len(prompt)] != prompt:
+                # A token would begin in the prompt and end in the answer, and the model would never
+                # see the prompt as it is when somebody asks.
+                self.counts["apart"] += 1
+                whole = prompt + self._tokens([sample.answer])[0]
+            yield self._windows(sample, len(prompt), whole)
+
+    def _windows(self, sample: TextSample, prompt: int, whole: list[int]) -> list[Example] | BadRow:
+        ids = [*self.begin, *whole, *self.end]
+        learnt = np.ones(len(ids), dtype=bool)
+        if self.answers_only and sample.prompt:
+            learnt[: len(self.begin) + prompt] = False
+        pieces = split(ids, learnt, self.length, sample.source)
+        kept = [piece for piece in pieces if piece.learnt]
+        self.counts["split"] += bool(kept) and len(pieces) > 1
+        self.counts["without answer"] += len(pieces) - len(kept) if kept else 0
+        return kept or BadRow(sample.source, "nothing to learn: a single token")
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def split(ids: Sequence[int], learnt: Array, length: int, source: str) -> list[Example]:
+    """Splits a text into windows of at most `length` tokens, which overlap by one.
+
+    Args:
+        ids: tokens, ``[T]``.
+        learnt: whether each is learnt, ``[T]``.
+        length: longest window, 2 or more.
+        source: file and line.
+    """
+    starts = range(0, max(1, len(ids) - 1), length - 1)
+    return [_example(ids[at : at + length], learnt[at : at + length], source) for at in starts]
+
+
+def _example(ids: Sequence[int], learnt: Array, source: str) -> Example:
+    answer = np.array(learnt, dtype=bool)
+    answer[:1] = False
+    return Example(np.array(ids, dtype=np.int32), answer, source)
+
+
+def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that begin and end a text: the tokenizer's own, or else its end of sequence."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole, last = tokenizer("a")["input_ids"], tokenizer.eos_token_id
+    size = len(plain)
+    places = range(len(whole) - size + 1) if size else ()
+    at = next((n for n in places if whole[n : n + size] == plain), None)
+    if at is None:
+        begin, end = [token for token in whole if token != last], []
+        begin = begin if not size else []
+    else:
+        begin, end = whole[:at], whole[at + size :]
+    return begin, end or ([] if last is None else [last])

@@ -1,0 +1,318 @@
+"""The folder of a fine-tuning run: what every run has, the best weights, and the result.
+
+run/
+  ...                  see `gulliver.jobs.RunFolder`
+  best/step-*/         the trained weights of the best evaluation
+  adapter/, model/     the result, for PEFT and for transformers
+  README.md            the model card
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver.checkpoint.folder import CheckpointFolder
+from gulliver.comm.collectives import barrier
+from gulliver.comm.launcher import default_ranks
+from gulliver.comm.world import World
+from gulliver.errors import GulliverError
+from gulliver.finetune.adapters import adapt, check_adapter
+from gulliver.finetune.base import Base
+from gulliver.finetune.batches import make_batches, packing_support
+from gulliver.finetune.config import MAY_CHANGE, FinetuneConfig
+from gulliver.finetune.encode import load_tokenizer
+from gulliver.finetune.planning import (
+    SAMPLES,
+    STATE,
+    PlannedRun,
+    Recipe,
+    StepShape,
+    choose_batch,
+    choose_precision,
+    complete,
+    plan_run,
+)
+from gulliver.finetune.step import Prompt, prompts_of
+from gulliver.finetune.texts import TextData, read_text
+from gulliver.jobs.display import console
+from gulliver.jobs.run_folder import RunFolder
+from gulliver.memory.stores import check_disk_folder
+from gulliver.options import differences, resolved
+
+FINGERPRINTS = {
+    "base": "--model is not the one that the run was begun with",
+    "data": "--data or the tokenizer is not the one that the run was begun with",
+}
+
+WRITTEN = ("result", "save_dtype")
+"""Options that hold for a whole model as it is written."""
+
+
+@dataclass(frozen=True)
+class FinetuneRun(RunFolder):
+    """A folder with a fine-tuning run."""
+
+    may_change: frozenset[str] = MAY_CHANGE
+    fingerprints: Mapping[str, str] = field(default_factory=lambda: FINGERPRINTS)
+
+    @property
+    def best(self) -> CheckpointFolder:
+        """The weights of the best evaluation."""
+        return CheckpointFolder(self.folder / "best", keep=1)
+
+    def open(
+        self, config: Any, fingerprints: Mapping[str, str] | None = None, step: int | None = None
+    ) -> Path | None:
+        newest = super().open(config, fingerprints, step)
+        whole = self.folder / "model"
+        if newest is not None and whole.is_dir():
+            # A run that is over writes only what is missing, so other options would do nothing.
+            old, new = self.options(), resolved(config)
+            changed = differences({k: old[k] for k in WRITTEN}, {k: new[k] for k in WRITTEN})
+            if changed:
+                raise GulliverError(
+                    f"{whole} is written already, and {'; '.join(changed)}: move it away to have "
+                    "it written again"
+                )
+        return newest
+
+
+# All that is known of a run before a weight is read: data, recipe, plan, and what is refused.
+#
+# Read `prepare`. Nothing is written here, nor does a model take memory: it is on meta.
+
+
+@dataclass(frozen=True)
+class FinetuneJob:
+    """All that is known of a run before a weight is read."""
+
+    config: FinetuneConfig
+    # Folder of the run.
+    run: FinetuneRun
+    # Model to begin with.
+    base: Base
+    # Tokenizer of the model.
+    tokenizer: Any
+    # Texts as tokens.
+    data: TextData
+    # Whether texts share rows.
+    packing: bool
+    # Numbers of the run.
+    recipe: Recipe
+    # How it lies on its ranks.
+    planned: PlannedRun
+    # Texts that the model continues at evaluations.
+    prompts: list[Prompt]
+    # Step to resume from; None for the start.
+    checkpoint: Path | None
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: those that rows are filled up to, or of the longest text."""
+        return row_length(self.data, self.packing)
+
+    def batches(self, place: int, held_out: bool = False) -> Any:
+        """The loader of a rank's micro-batches."""
+        return loader_of(
+            self.config,
+            self.data.held_out if held_out else self.data.train,
+            self.recipe.batch_tokens,
+            self.length,
+            self.packing,
+            shuffle=not held_out,
+            accumulate=self.planned.accumulate,
+            rank=place,
+            ranks=self.planned.places,
+        )
+
+
+def row_length(data: TextData, packing: bool) -> int:
+    """Tokens of the longest row of a data set."""
+    if packing:
+        return int(data.facts["length"])
+    return max(map(len, (*data.train, *data.held_out)))
+
+
+def loader_of(
+    config: FinetuneConfig,
+    examples: Any,
+    tokens: int,
+    length: int,
+    packing: bool,
+    **options: Any,
+) -> Any:
+    """A loader of micro-batches; see `make_batches`."""
+    return make_batches(
+        examples,
+        tokens=tokens,
+        length=length,
+        packing=packing,
+        seed=config.seed,
+        # Zigzag layouts give each of the ranks of a sequence two pieces.
+        multiple=2 * config.sp if config.sp > 1 else 1,
+        **options,
+    )
+
+
+def make_optimizer(
+    model: nn.Module, config: FinetuneConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """AdamW of what is trained: matrices decay, biases and norms do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained}]
+    if config.weight_decay:
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    # A model on meta has no device that the fused kernel could be asked for.
+    fused = not any(p.is_meta for p in trained)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=learning_rate,
+        betas=(0.9, config.beta2),
+        weight_decay=0.0,
+        fused=fused,
+    )
+
+
+def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
+    """Reads configuration and data, chooses and plans; every rank calls it, rank 0 prints."""
+    say = console().print if world.is_main else lambda _: None
+    assert config.model is not None, "it is checked"
+    base, run = Base(config.model), FinetuneRun(config.out, config.keep)
+    context, fingerprint = base.context, base.fingerprint
+    if config.adapter is not None:
+        check_adapter(config.adapter, fingerprint)
+    tokenizer = load_tokenizer(config.model, config.chat_template)
+    data = read_text(config, tokenizer, say, context=context)
+    model = base.on_meta()
+    parameters = sum(p.numel() for p in model.parameters())
+    _check_vocabulary(config, data, model)
+    model = adapt(model, config) if config.method == "lora" else model
+    packing = _packing(config, model, data, say)
+    checkpoint = run.open(config, {"base": fingerprint, "data": data.fingerprint})
+    barrier()  # nobody writes before everybody has looked
+    recipe = _recipe(config, data, packing, parameters, world)
+    planned = _plan(config, run, data, recipe, model, packing, world)
+    if planned.disk is not None:
+        check_disk_folder(planned.disk)
+    for line in (*recipe.lines(), *planned.lines(recipe.steps)):
+        say(line)
+    prompts = _prompts(config, data, tokenizer, planned, say)
+    job = FinetuneJob(
+        config, run, base, tokenizer, data, packing, recipe, planned, prompts, checkpoint
+    )
+    if not config.dry_run:
+        run.check_writable(_bytes_of_run(job))
+    return job
+
+
+def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) -> None:
+    """Refuses tokens that a model has no embedding for."""
+    table = model.get_input_embeddings()  # type: ignore[operator]
+    if data.facts["highest"] >= (rows := len(table.weight)):
+        raise GulliverError(
+            f"--model {config.model} has {rows:,} embeddings, and its tokenizer makes token "
+            f"{data.facts['highest']:,}: they are not of one another, or tokens were added to the "
+            "tokenizer alone; use model.resize_token_embeddings(len(tokenizer)) and save it"
+        )
+
+
+def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any) -> bool:
+    """Whether several texts share a row."""
+    if config.packing == "no":
+        return False
+    reason = packing_support(model, data.facts["length"])
+    if reason is None and config.sp > 1:
+        reason = "ranks that share a sequence see no documents"
+    if reason is None:
+        return True
+    if config.packing == "yes":
+        raise GulliverError(f"--packing yes: {reason}; leave --packing at auto")
+    say(f"texts are not packed, but batched by length: {reason}")
+    return False
+
+
+def _recipe(
+    config: FinetuneConfig,
+    data: TextData,
+    packing: bool,
+    parameters: int,
+    world: World,
+) -> Recipe:
+    length = row_length(data, packing)
+    batch = choose_batch(config, sum(map(len, data.train)), length)
+    loader = loader_of(config, data.train, batch[0], length, packing, rank=0, ranks=1)
+    precision = choose_precision(config, world.device.type)
+    return complete(config, precision, batch, len(loader), parameters, bool(data.held_out))
+
+
+def _plan(
+    config: FinetuneConfig,
+    run: FinetuneRun,
+    data: TextData,
+    recipe: Recipe,
+    model: nn.Module,
+    packing: bool,
+    world: World,
+) -> PlannedRun:
+    length, ranks = row_length(data, packing), world.size
+    if config.dry_run and ranks == 1:
+        ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
+    shape = StepShape(recipe.batch_tokens // length, length)
+    # A resumed run cuts its steps as before: sums in another order are other bits.
+    known = run.values().get("chosen", {}) if config.resume else {}
+    same = known.get("places") == ranks // config.ranks_of_a_model
+    accumulate = known["accumulate"] if same and config.micro_tokens is None else None
+    return plan_run(
+        config,
+        model,
+        lambda m: make_optimizer(m, config, recipe.learning_rate),
+        shape,
+        recipe.precision,
+        ranks,
+        accumulate,
+    )
+
+
+def _prompts(
+    config: FinetuneConfig, data: TextData, tokenizer: Any, planned: PlannedRun, say: Any
+) -> list[Prompt]:
+    if config.pp > 1:
+        asked = "--samples and --prompt are left out" if config.samples or config.prompt else ""
+        say(f"no samples: stages of a pipeline do not generate{asked and ', ' + asked}")
+        return []
+    count = config.samples
+    if count is None:
+        moved = planned.plan.predicted.moved
+        away = moved is not None and moved.leaves.parameters > 0
+        count = 0 if away else SAMPLES
+        if away:
+            say("no samples: each token would bring all weights from the disk; --samples 1 does so")
+    return prompts_of(data.held_out or data.train, count, config.prompt, tokenizer)
+
+
+def _bytes_of_run(job: FinetuneJob) -> int:
+    """Bytes that the disk of the run folder has to have at most, for all that a run writes."""
+    plan, config = job.planned.plan, job.config
+    # Each step has weights in float32 and the optimizer's two moments, of what is trained.
+    weights = 4 * plan.model.trainable
+    result = plan.model.parameters * 4 if config.merge or config.method == "full" else weights
+    kept = (config.keep + 1) * 3 * weights
+    behind, disk = 0, job.planned.disk
+    if disk is not None and _device(disk) == _device(config.out):
+        behind = plan.mesh.size * sum(getattr(plan.memory, kind) for kind in STATE)
+    return kept + (2 * weights if job.data.held_out else 0) + result + behind
+
+
+def _device(path: Path) -> int:
+    """The disk that a path is on, or will be."""
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev

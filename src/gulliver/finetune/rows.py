@@ -1,0 +1,505 @@
+"""Rows of files: JSON Lines, JSON, Parquet, CSV, TSV and plain text, and where each stands.
+
+Files come from many hands: a byte order mark, CRLF, blank lines, a line that was cut off, bytes
+that are no UTF-8. What cannot be read is a `BadRow` with its file and line, never an exception
+halfway: the caller counts them, and says whether they may be left out. A file that is lost as a
+whole (a list that was cut off, UTF-16) is refused. Nothing here knows what a row means.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gulliver.errors import GulliverError, missing_extra
+from gulliver.io.files import named_errors
+
+MARK, WIDE_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+"""What files of UTF-8, and of UTF-16 and UTF-32, may begin with."""
+PARQUET_ROWS = 1024
+"""Rows that are taken from a Parquet file at a time."""
+LONGEST_FIELD = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a file: values by column, and its file and line."""
+
+    values: dict[str, Any]
+    source: str
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used, and why: a reason to count by, and after a colon what it met."""
+
+    source: str
+    why: str
+
+    @property
+    def reason(self) -> str:
+        """Reason without what is particular to this row."""
+        return self.why.partition(": ")[0]
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.why}"
+
+
+Rows = Iterator[Row | BadRow]
+
+
+def read_rows(paths: Iterable[Path]) -> Rows:
+    """Yields the rows of files, one after the other, in the order of the files.
+
+    Args:
+        paths: files, or folders whose files are read in the order of their names. What no suffix
+            of `READERS` says is a text, and one row with the column ``text``.
+
+    Raises:
+        GulliverError: a path does not exist or cannot be opened, a folder has no files, a table has
+            no usable header, or a file of rows has another encoding or was cut off.
+    """
+    for path in paths:
+        for file in _files(Path(path)):
+            with named_errors(file, "read"):
+                reader = READERS.get(file.suffix.lower(), _text)
+                if reader not in (_text, _parquet):
+                    _check_encoding(file)
+                yield from reader(file)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise GulliverError(f"{path} does not exist")
+    if not path.is_dir():
+        return [path]
+    found = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and not _is_hidden(file.relative_to(path))
+    ]
+    if not found:
+        raise GulliverError(f"folder {path} has no files to learn from")
+    return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _check_encoding(file: Path) -> None:
+    """Refuses a file of another encoding: none of its lines could be read."""
+    with file.open("rb") as opened:
+        if opened.read(2) in WIDE_MARKS:
+            raise GulliverError(
+                f"{file} is UTF-16 or UTF-32, as its first bytes say: save it as UTF-8"
+            )
+
+
+def _decoded(content: bytes, source: str) -> str | BadRow:
+    """The text of bytes, without a byte order mark."""
+    if b"\0" in content:
+        return BadRow(source, f"a NUL byte: at byte {content.index(0)}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return BadRow(source, f"no UTF-8: 0x{content[error.start]:02x} at byte {error.start}")
+
+
+def _text(file: Path) -> Rows:
+    text = _decoded(file.read_bytes(), str(file))
+    # As Python reads text: what ends lines elsewhere is no part of what is learnt.
+    yield text if isinstance(text, BadRow) else Row({"text": _lines(text)}, str(file))
+
+
+def _lines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _json_lines(file: Path) -> Rows:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            source = f"{file}:{number}"
+            text = _decoded(line, source)
+            if isinstance(text, BadRow):
+                yield text
+            elif text.strip():
+                yield _object(text, source)
+
+
+def _object(text: str, source: str) -> Row | BadRow:
+    try:
+        return _row(json.loads(text), source)
+    except (ValueError, RecursionError) as error:
+        return BadRow(source, f"no JSON: {error}")
+
+
+def _row(value: Any, source: str) -> Row | BadRow:
+    if isinstance(value, dict):
+        return Row(value, source)
+    return BadRow(source, f"no JSON object: a {type(value).__name__}")
+
+
+def _json(file: Path) -> Rows:
+    """A list of objects, or JSON Lines under another name."""
+    with file.open("rb") as opened:
+        start = opened.read(64).removeprefix(MARK).lstrip()
+    if not start.startswith(b"["):
+        _check_lines(file)
+        yield from _json_lines(file)
+        return
+    text = _decoded(file.read_bytes(), str(file))
+    if isinstance(text, BadRow):
+        raise GulliverError(f"{text}: a list is read whole, so mend it or give JSON Lines")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GulliverError(f"{file} is no JSON list, or was cut off: {error}") from None
+    for number, value in enumerate(values, 1):
+        yield _row(value, f"{file}#{number}")
+
+
+def _check_lines(file: Path) -> None:
+    """Refuses a file that is a single object over several lines."""
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.removeprefix(MARK).strip()), b"")
+    if not _is_json(first) and _is_json(file.read_bytes()):
+        raise GulliverError(
+            f"{file} is a single JSON object over several lines: give a list of objects, or an "
+            "object a line"
+        )
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content.removeprefix(MARK))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _table(delimiter: str) -> Callable[[Path], Rows]:
+    """Reads a table with a header; quoted fields may have line breaks, as texts do."""
+
+    def read(file: Path) -> Rows:
+        text = _decoded(file.read_bytes(), str(file))
+        if isinstance(text, BadRow):
+            raise GulliverError(f"{text}: save the table as UTF-8")
+        # The module's own bound is meant for cells, not for texts.
+        csv.field_size_limit(LONGEST_FIELD)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        columns: list[str] = []
+        while True:
+            source = f"{file}:{reader.line_num + 1}"
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                lost = f"{error}, in lines up to {reader.line_num}: is a quote left open?"
+                yield BadRow(source, f"no row of a table: {lost}")
+                continue
+            if not cells:
+                continue
+            if not columns:
+                columns = _header(file, cells)
+            elif len(cells) == len(columns):
+                values = {name: _lines(cell) for name, cell in zip(columns, cells, strict=True)}
+                yield Row(values, source)
+            else:
+                yield BadRow(
+                    source, f"another number of fields: {len(cells)}, the header has {len(columns)}"
+                )
+
+    return read
+
+
+def _header(file: Path, columns: list[str]) -> list[str]:
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice:
+        raise GulliverError(f"{file} has the column {twice[0]!r} twice: leave one of them out")
+    return columns
+
+
+def _parquet(file: Path) -> Rows:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise missing_extra("Parquet files need pyarrow", "finetune") from None
+    try:
+        opened = parquet.ParquetFile(file)
+        _header(file, opened.schema_arrow.names)
+        number = 0
+        for batch in opened.iter_batches(PARQUET_ROWS):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(values, f"{file}#{number}")
+    except pyarrow.ArrowException as error:
+        raise GulliverError(f"{file} is no readable Parquet file: {error}") from error
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    ".json": _json,
+    ".csv": _table(","),
+    ".tsv": _table("\t"),
+    ".parquet": _parquet,
+}
+"""Suffix of a file to what reads it."""
+
+
+# What a row says: a conversation, an instruction, a prompt and its completion, or a plain text.
+#
+# A data set has one form. A row's columns tell which; of several that fit, the one that says most
+# about the row counts, as in tables that have the whole prompt once more in a column ``text``. An
+# instruction becomes a prompt in the words of Alpaca, and a plain text is a completion of nothing:
+# what is left are `TextSample`s with messages, and such with a prompt and an answer.
+
+
+COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",), ("conversations",)),
+    "instruction": (("instruction", "output"),),
+    "completion": (("prompt", "completion"), ("prompt", "response")),
+    "text": (("text",),),
+}
+"""Columns of each form, the richest form first."""
+KNOWN = "messages; instruction and output; prompt and completion; or text"
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+"""Other names of roles, of conversations with `from` and `value`."""
+
+# Wording of Alpaca (Taori et al. 2023), which models tuned on such data know.
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """What a row says: messages, or an answer and the prompt before it, which may be empty."""
+
+    source: str
+    prompt: str = ""
+    answer: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: list[Any] | None = None
+
+    @property
+    def content(self) -> str:
+        """All that it says, in one text: equal for rows that say the same."""
+        return json.dumps(
+            [self.prompt, self.answer, self.messages, self.tools], sort_keys=True, default=str
+        )
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a data set: its name, and the columns that were found.
+
+    Attributes:
+        name: name of the form, one of `COLUMNS`.
+        rows: number of rows that have it.
+    """
+
+    name: str
+    rows: int
+
+    def parse(self, row: Row) -> TextSample | BadRow:
+        """Reads a row; one that lacks the columns, or has something else in them, is bad."""
+        given = [c for c in COLUMNS[self.name] if all(row.values.get(n) is not None for n in c)]
+        if len(given) > 1:
+            names = " and ".join(columns[-1] for columns in given)
+            return BadRow(row.source, f"two columns for one thing: {names}")
+        columns = given[0] if given else _columns_of(row, self.name)
+        if columns is None:
+            return BadRow(row.source, f"not of the form {self.name}: it has {_named(row)}")
+        try:
+            return _PARSERS[self.name](row, columns)
+        except _Unusable as error:
+            return BadRow(row.source, str(error))
+
+
+class _Unusable(Exception):
+    """A value of a row that cannot be learnt from."""
+
+
+def recognise(rows: Iterable[Row], form: str = "auto") -> Form:
+    """Finds the one form of all rows.
+
+    Args:
+        rows: rows of a data set; those that have the columns of no form do not count.
+        form: name of the form, where the user has said it; otherwise ``auto``.
+
+    Raises:
+        GulliverError: no row has a form, or rows have several.
+    """
+    counts: Counter[str] = Counter()
+    first: dict[str, Row] = {}
+    unknown: Row | None = None
+    for row in rows:
+        fits = [name for name in COLUMNS if _columns_of(row, name, filled=True)]
+        fits += [name for name in COLUMNS if _columns_of(row, name)]
+        if form != "auto":
+            fits = [name for name in fits if name == form]
+        if fits:
+            counts[fits[0]] += 1
+            first.setdefault(fits[0], row)
+        else:
+            unknown = unknown or row
+    if not counts:
+        _refuse_unknown(unknown, form)
+    if len(counts) > 1:
+        told = ", ".join(f"{n} of {name} (first {first[name].source})" for name, n in _most(counts))
+        raise GulliverError(
+            f"the data has rows of {len(counts)} forms: {told}. Give files of one form, or say "
+            "which one counts: --form NAME leaves the others out"
+        )
+    return Form(*_most(counts)[0])
+
+
+def _most(counts: Counter[str]) -> list[tuple[str, int]]:
+    return counts.most_common()
+
+
+def _refuse_unknown(row: Row | None, form: str) -> None:
+    wanted = KNOWN if form == "auto" else " and ".join(COLUMNS[form][0])
+    if row is None:
+        raise GulliverError(f"the data has no row that can be read: give rows with {wanted}")
+    raise GulliverError(
+        f"no row has a form that is known: {row.source} has {_named(row)}; give columns {wanted}"
+    )
+
+
+def _columns_of(row: Row, form: str, filled: bool = False) -> tuple[str, ...] | None:
+    """The columns that make a row one of a form, if it has them; `filled`: with values in them."""
+    for columns in COLUMNS[form]:
+        # A column of a table is there for all rows, and None where a row has none.
+        empty = filled and any(row.values.get(name) is None for name in columns)
+        if not empty and all(name in row.values for name in columns):
+            return columns
+    return None
+
+
+def _named(row: Row) -> str:
+    names = sorted(map(str, row.values))
+    return f"the columns {', '.join(names[:8])}" if names else "no columns"
+
+
+def _text_of(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise _Unusable(f"no text: {column} is a {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _Unusable(f"no text: {column} has half a surrogate pair") from None
+    return value
+
+
+def _answer_of(value: Any, column: str) -> str:
+    text = _text_of(value, column)
+    if not text.strip():
+        raise _Unusable(f"an empty answer: {column}")
+    return text
+
+
+def _plain(row: Row, columns: tuple[str, ...]) -> TextSample:
+    text = _text_of(row.values[columns[0]], columns[0])
+    if not text.strip():
+        raise _Unusable(f"an empty text: {columns[0]}")
+    return TextSample(row.source, answer=text)
+
+
+def _completion(row: Row, columns: tuple[str, ...]) -> TextSample:
+    prompt, answer = columns
+    return TextSample(
+        row.source,
+        prompt=_text_of(row.values[prompt], prompt),
+        answer=_answer_of(row.values[answer], answer),
+    )
+
+
+def _instruction(row: Row, columns: tuple[str, ...]) -> TextSample:
+    more = row.values.get("input")
+    given = {
+        "instruction": _text_of(row.values["instruction"], "instruction"),
+        "input": "" if more is None else _text_of(more, "input"),
+    }
+    words = WITH_INPUT if given["input"].strip() else WITHOUT_INPUT
+    answer = _answer_of(row.values["output"], "output")
+    return TextSample(row.source, prompt=words.format(**given), answer=answer)
+
+
+def _messages(row: Row, columns: tuple[str, ...]) -> TextSample:
+    given = _from_json(row.values[columns[0]], columns[0])
+    if not isinstance(given, list) or not given:
+        raise _Unusable(f"no list of messages: {columns[0]} is a {type(given).__name__}")
+    messages = tuple(_message(one, number) for number, one in enumerate(given, 1))
+    answers = [(n, one) for n, one in enumerate(messages, 1) if one["role"] == "assistant"]
+    if not answers:
+        raise _Unusable("no answer: no message is the assistant's")
+    for number, one in answers:
+        if not one.get("content", "").strip() and not one.get("tool_calls"):
+            raise _Unusable(f"an empty answer: message {number}")
+    tools = _from_json(row.values.get("tools") or None, "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise _Unusable(f"no list of tools: a {type(tools).__name__}")
+    return TextSample(row.source, messages=messages, tools=tools)
+
+
+def _from_json(value: Any, column: str) -> Any:
+    """A value that tables keep as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _Unusable(f"no JSON in {column}: {error}") from None
+
+
+def _message(given: Any, number: int) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise _Unusable(f"no message: number {number} is a {type(given).__name__}")
+    # Tables have every field of a message in each, None if a message lacks it.
+    found = {name: value for name, value in given.items() if value is not None}
+    if "from" in found and "role" not in found:
+        found["role"] = ROLES.get(str(found["from"]), found["from"])
+        found["content"] = found.pop("value", None)
+        del found["from"]
+    role = found.get("role")
+    if not isinstance(role, str) or not role:
+        raise _Unusable(f"a message without a role: number {number}")
+    content = found.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, number) for part in content)
+    if content is None:
+        if not found.get("tool_calls"):
+            raise _Unusable(f"a message without content: number {number}")
+        found.pop("content", None)
+        return found
+    return {**found, "content": _text_of(content, f"message {number}")}
+
+
+def _part(part: Any, number: int) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        raise _Unusable(f"a message that is not all text: number {number}")
+    return part["text"]
+
+
+_PARSERS = {
+    "messages": _messages,
+    "instruction": _instruction,
+    "completion": _completion,
+    "text": _plain,
+}

@@ -1,0 +1,487 @@
+"""A measured curve: seconds by size, where one rate does not say enough.
+
+Caches, small matrices and protocols that change with the message bend the line that alpha and a
+bandwidth draw. A curve is a few measured points with straight lines between, which is exact where
+Hockney's model is, and says nothing of sizes far outside the points.
+"""
+
+from __future__ import annotations
+
+import bisect
+import datetime
+import itertools
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.io.files import named_errors, to_yaml, write_text
+from gulliver.options import byte_size
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds that something took, by size."""
+
+    # Ascending, in bytes (of matrix products, operations).
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    # The distance between the quartiles, relative to the median, of the middle point.
+    spread: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise GulliverError("a curve needs sizes and as many seconds")
+        if any(a >= b for a, b in itertools.pairwise(self.sizes)):
+            raise GulliverError("the sizes of a curve must ascend")
+
+    def at(self, size: float) -> float:
+        """Seconds at a size: between points on a line, beyond the last at its rate."""
+        right = bisect.bisect_left(self.sizes, size)
+        if right == 0:
+            return self.seconds[0]
+        if right == len(self.sizes):
+            return self.seconds[-1] * size / self.sizes[-1]
+        x, y = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return y[0] + (size - x[0]) / (x[1] - x[0]) * (y[1] - y[0])
+
+
+# Builds frozen dataclasses from the plain values of a file, as their annotations say.
+#
+# Unknown and missing entries and values of the wrong kind are refused in one line that says where.
+# Numbers are finite and, but for those in `ZERO_ALLOWED`, above zero: rates, sizes and counts are.
+# It knows nothing of what the dataclasses mean.
+
+
+ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_order", "overlap"}
+
+
+def read(kind: Any, values: Any, where: str) -> Any:
+    """A dataclass of some kind."""
+    if not isinstance(values, dict):
+        raise GulliverError(f"{where} holds no {kind.__name__.lower()}")
+    known = {f.name: f for f in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise GulliverError(f"{where} has an unknown entry {key!r}: {nearest(str(key), known)}")
+    for name, entry in known.items():
+        if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
+            raise GulliverError(f"{where} has no entry {name!r}")
+    hints = typing.get_type_hints(kind)
+    found = {k: _value(hints[k], v, f"{where}: {k}", k) for k, v in values.items()}
+    try:
+        return kind(**found)
+    except GulliverError as error:
+        raise GulliverError(f"{where}: {error}") from None
+
+
+def _value(hint: Any, value: Any, where: str, name: str) -> Any:
+    """One value of an annotated type; `name` is that of the field it belongs to."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _value(next(t for t in inner if t is not type(None)), value, where, name)
+    if is_dataclass(hint):
+        return read(hint, value, where)
+    if origin is tuple:
+        if not isinstance(value, list | types.NoneType):
+            raise GulliverError(f"{where} is {value!r}: it must be a list")
+        return tuple(_value(inner[0], v, f"{where} {n}", name) for n, v in enumerate(value or ()))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise GulliverError(f"{where} is {value!r}: it must give a value to each name")
+        return {str(k): _value(inner[1], v, f"{where} {k}", name) for k, v in value.items()}
+    if hint in (int, float):
+        return _number(hint, value, where, name in ZERO_ALLOWED)
+    if hint is str and isinstance(value, int | float | datetime.date):
+        # A date or a version without quotes.
+        return str(value)
+    if not isinstance(value, hint):
+        kind = "true or false" if hint is bool else "text"
+        raise GulliverError(f"{where} is {value!r}: it must be {kind}")
+    return value
+
+
+def _number(hint: type, value: Any, where: str, zero: bool) -> Any:
+    if isinstance(value, str):
+        # YAML reads 1e9 as a word: it asks for a point.
+        try:
+            value = float(value)
+        except ValueError:
+            raise GulliverError(f"{where} is {value!r}: it must be a number") from None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        kind = "a number that is not negative" if zero else "a positive number"
+        raise GulliverError(f"{where} is {value!r}: it must be {kind}")
+    if hint is int and value != int(value):
+        raise GulliverError(f"{where} is {value!r}: it must be a whole number")
+    return hint(value)
+
+
+# Bounds of what a machine can be, by which a file with a slip of units is told from a machine.
+#
+# Files give bytes and seconds. Who writes 400 for a link of 400 Gbit/s, or 80 for 80 GiB, would
+# get a plan of a machine that does not exist, and no error.
+
+
+LINK = (1e3, 1e14), "bytes/s", "400 Gbit/s are 5.0e+10"
+LATENCY = (0.0, 10.0), "seconds", "5 microseconds are 5.0e-06"
+MATMUL = (1e6, 1e19), "FLOP/s", "989 TFLOP/s are 9.89e+14"
+RATE = (1e5, 1e16), "bytes/s", "3.35 TB/s are 3.35e+12"
+MEMORY = (1e6, 1e15), "bytes", "80 GiB are 85899345920"
+RANKS = (1, 1e6), "ranks", "64 nodes are 64"
+
+
+def check_plausible(
+    values: Iterable[tuple[str, float | None, tuple[tuple[float, float], str, str]]], where: str
+) -> None:
+    """Refuses values that no machine has."""
+    for name, value, ((least, most), unit, example) in values:
+        if value is not None and not least <= value <= most:
+            raise GulliverError(
+                f"{where}: {name} is {value:g} {unit}, which no machine has ({least:g} to "
+                f"{most:g}): {example}"
+            )
+
+
+# Devices, links, disks and the cluster they make. Units are seconds and bytes, always.
+#
+# A cluster is a file that people can read and edit: measured by ``gulliver probe``, shipped with
+# the library for common machines (from published figures, and marked so), or written by hand for
+# one that is not there yet. How a file is checked stands in `cluster.py`.
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on."""
+
+    # Name of the model.
+    name: str
+    # FLOP/s of large matrix products by dtype.
+    matmul: dict[str, float]
+    # Bytes/s read and written by a large element-wise operation.
+    memory_rate: float
+    # Size of its memory.
+    memory_bytes: int
+    # Before an operation begins.
+    launch_s: float = 0.0
+    # Bytes/s of copies from pinned host memory.
+    to_device_rate: float | None = None
+    # And to it.
+    to_host_rate: float | None = None
+    # Seconds of square products by their operations, by dtype, where measured.
+    matmul_curves: dict[str, Curve] = field(default_factory=dict)
+    # Seconds of an element-wise operation by its bytes, where measured: what fits a cache is
+    # faster.
+    memory_curve: Curve | None = None
+    # Share of messages that travel while it computes as if it did not, where known; None for all on
+    # a GPU, and on a CPU for none as soon as ranks leave no core free.
+    overlap: float | None = None
+
+
+@dataclass(frozen=True)
+class Along:
+    """Collectives as they were measured along a number of ranks."""
+
+    # Number of ranks that took part.
+    ranks: int
+    # Seconds by bytes of the whole tensor, by name.
+    collectives: dict[str, Curve]
+    # The same of ranks that come from computing, each at its own moment: what a step waits.
+    busy: dict[str, Curve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What messages between two ranks of an axis travel on, in each direction at once."""
+
+    # Seconds until the first byte is there.
+    alpha_s: float
+    bandwidth: float
+    # Largest relative error of the fit, where it was measured.
+    error: float | None = None
+    # Collectives pass from neighbour to neighbour, with a latency for each (NCCL), rather than from
+    # each rank to all others at once (what Gulliver does over gloo).
+    ring: bool = False
+    # Seconds by bytes, where measured: what is short may travel otherwise.
+    messages: Curve | None = None
+    # Collectives that were measured; on the outermost link those of all ranks at once too.
+    along: tuple[Along, ...] = ()
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder's disk, past the page cache where the system has a way."""
+
+    # Bytes/s written, until they are on the disk.
+    write_rate: float
+    read_rate: float
+    # Seconds for an empty file.
+    latency_s: float = 0.0
+    # Bytes/s of reading and writing as much at once, both counted; None where that is not known:
+    # they share the disk then.
+    both_rate: float | None = None
+    # Folder that was measured; empty where it is not known.
+    folder: str = ""
+
+    def has(self, folder: Path | str) -> bool:
+        """Whether a folder lies in the file system that was measured, as far as one can see."""
+        try:
+            return os.stat(self.folder).st_dev == os.stat(folder).st_dev
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Ranks along one axis, and the links between them."""
+
+    name: str
+    size: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices on named axes, slowest links first.
+
+    Attributes:
+        name: name of the whole.
+        device: what every rank computes on.
+        axes: outer to inner; their sizes' product is the number of ranks.
+        disk: where checkpoints go, and what a memory limit leaves no room for.
+        measured: False for descriptions from published figures.
+        source: where the figures come from.
+        date: day of the measurement.
+        versions: versions of what it was measured with.
+        rank_order: ranks as they fill the axes, innermost first; None for 0, 1, 2 ...
+    """
+
+    name: str
+    device: Device
+    axes: tuple[Axis, ...] = ()
+    disk: Disk | None = None
+    measured: bool = False
+    source: str = ""
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    rank_order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) < len(names):
+            raise GulliverError(f"axes {', '.join(names)} must have different names")
+        if self.rank_order is not None and sorted(self.rank_order) != list(range(self.size)):
+            raise GulliverError(f"rank_order must name each of the {self.size} ranks once")
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def links(self) -> list[tuple[int, Link]]:
+        """Size and link of each axis, outer to inner, as the cost formulas take them."""
+        return [(axis.size, axis.link) for axis in self.axes]
+
+    def crossed(self, stride: int, size: int) -> list[tuple[int, Link]]:
+        """Size and link of each axis that a line of places crosses, outer to inner.
+
+        Args:
+            stride: places from one of the line to the next.
+            size: places of the line.
+        """
+        crossed, unit, span = [], 1, stride * size
+        for axis in reversed(self.axes):
+            whole = unit * axis.size
+            count = -(-min(span, whole) // max(stride, unit))
+            if count > 1 and stride < whole:
+                crossed.append((count, axis.link))
+            unit = whole
+        return crossed[::-1]
+
+    def level(self, low: int, high: int) -> int:
+        """Number of the outermost axis on which two places differ."""
+        unit = self.size
+        for number, axis in enumerate(self.axes):
+            unit //= axis.size
+            if low // unit != high // unit:
+                return number
+        raise AssertionError("places that differ lie apart on an axis")
+
+    def link_between(self, ranks: Sequence[int]) -> Link:
+        """The slowest link that messages between some ranks, two or more, travel on."""
+        order = self.rank_order or range(self.size)
+        places = [order.index(rank) for rank in ranks]
+        return self.axes[self.level(min(places), max(places))].link
+
+    def resized(self, size: int) -> Cluster:
+        """The same machines for `size` ranks: inner axes stay full, or fewer of them are needed.
+
+        Ranks that fill no whole number of nodes are all charged to the outermost link.
+        """
+        axes = tuple(axis for axis in _fitted(self.axes, size) if axis.size > 1)
+        return replace(self, axes=axes, rank_order=None)
+
+    def to_yaml(self) -> str:
+        """The text of a file; what is not known is left out."""
+        return to_yaml(_known(asdict(self)))
+
+    def save(self, path: Path) -> None:
+        """Writes the file, whole or not at all."""
+        write_text(Path(path), self.to_yaml())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a file.
+
+        Raises:
+            GulliverError: missing, no YAML, an unknown or missing entry, or a value of no sense.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise GulliverError(f"cluster {path} does not exist: measure one with gulliver probe")
+        with named_errors(path):
+            text = path.read_text(encoding="utf-8")
+        return cls.from_yaml(text, str(path))
+
+    @classmethod
+    def from_yaml(cls, text: str, where: str) -> Self:
+        """Reads the text of a file; `where` it is from stands in errors."""
+        import yaml
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise GulliverError(f"{where} is no YAML: {' '.join(str(error).split())}") from error
+        cluster = read(cls, values, where)
+        check_plausible(_bounded(cluster), where)
+        return cluster
+
+
+def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
+    """Entries of a file that a slip of units would make a machine of, with their bounds."""
+    device = cluster.device
+    found: list[tuple[str, float | None, Any]] = [
+        ("device.memory_rate", device.memory_rate, RATE),
+        ("device.memory_bytes", device.memory_bytes, MEMORY),
+        ("device.launch_s", device.launch_s, LATENCY),
+        ("device.to_device_rate", device.to_device_rate, RATE),
+        ("device.to_host_rate", device.to_host_rate, RATE),
+    ]
+    found += [(f"device.matmul.{dtype}", rate, MATMUL) for dtype, rate in device.matmul.items()]
+    for number, axis in enumerate(cluster.axes):
+        found += [
+            (f"axes[{number}].size", axis.size, RANKS),
+            (f"axes[{number}].link.alpha_s", axis.link.alpha_s, LATENCY),
+            (f"axes[{number}].link.bandwidth", axis.link.bandwidth, LINK),
+        ]
+    return found
+
+
+def described_names() -> list[str]:
+    """Clusters that are described with the library."""
+    folder = resources.files("gulliver.hardware") / "described"
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith("yaml"))
+
+
+def described(name: str) -> Cluster:
+    """A cluster that is described with the library, from published figures.
+
+    Raises:
+        GulliverError: an unknown name; the nearest is named.
+    """
+    if name not in described_names():
+        raise GulliverError(f"there is no description {name!r}: {nearest(name, described_names())}")
+    file = resources.files("gulliver.hardware") / "described" / f"{name}.yaml"
+    return Cluster.from_yaml(file.read_text(encoding="utf-8"), name)
+
+
+def _fitted(axes: Sequence[Axis], size: int) -> tuple[Axis, ...]:
+    if not axes:
+        return ()
+    outer, *inner = axes
+    within = math.prod(axis.size for axis in inner)
+    if size % within == 0:
+        return (replace(outer, size=size // within), *inner)
+    return _fitted(inner, size) if size < within else (replace(outer, size=size),)
+
+
+def _known(values: Any) -> Any:
+    if isinstance(values, dict):
+        pairs = ((key, _known(value)) for key, value in values.items())
+        return {key: value for key, value in pairs if value not in (None, {}, ())}
+    if isinstance(values, list | tuple) and not any(isinstance(v, int | float) for v in values):
+        return tuple(_known(value) for value in values)
+    return values
+
+
+# Clusters with a figure changed: what a faster link or more memory would do.
+
+
+CHANGES = ("link", "inner", "memory", "flops")
+PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_RATE = re.compile(r"([0-9.]+)\s*([KMGTP]?)(b|B|F|)(?:/s|ps|it/s)?")
+
+
+def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
+    """Changes figures of a cluster; curves that were measured give way to the changed rate."""
+    for text in changes:
+        name, _, value = text.partition("=")
+        if name not in CHANGES or not value:
+            raise GulliverError(
+                f"--what-if {text!r} changes nothing: {nearest(name, CHANGES)}, as in link=400Gb"
+            )
+        cluster = _changed(cluster, name, value)
+    told = ", ".join(changes)
+    source = f"{cluster.source}; changed: {told}" if told else cluster.source
+    return replace(cluster, name=f"{cluster.name}, {told}", source=source)
+
+
+def _changed(cluster: Cluster, name: str, value: str) -> Cluster:
+    device, times = cluster.device, _factor(value)
+    if name == "memory":
+        size = int(device.memory_bytes * times) if times else byte_size("--what-if memory", value)
+        return replace(cluster, device=replace(device, memory_bytes=size))
+    if name == "flops":
+        rate = _rate(value, "F") if not times else 0.0
+        rates = {dtype: rate or old * (times or 1.0) for dtype, old in device.matmul.items()}
+        return replace(cluster, device=replace(device, matmul=rates, matmul_curves={}))
+    if not cluster.axes:
+        raise GulliverError(f"--what-if {name}={value}: a cluster of one rank has no links")
+    place = 0 if name == "link" else len(cluster.axes) - 1
+    axes = list(cluster.axes)
+    old = axes[place].link
+    bandwidth = old.bandwidth * times if times else _rate(value, "b")
+    link = replace(old, bandwidth=bandwidth, messages=None, along=(), error=None)
+    axes[place] = Axis(axes[place].name, axes[place].size, link)
+    return replace(cluster, axes=tuple(axes))
+
+
+def _factor(value: str) -> float | None:
+    found = re.fullmatch(r"x(\d+(?:\.\d+)?)", value)
+    factor = float(found[1]) if found else None
+    if factor == 0:
+        raise GulliverError(f"--what-if {value!r}: a factor is above 0")
+    return factor
+
+
+def _rate(value: str, unit: str) -> float:
+    """FLOP/s, or bytes/s of what may be given in bits."""
+    found = _RATE.fullmatch(value)
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    known = ("b", "B") if unit == "b" else ("F", "")
+    if found is None or not number > 0 or found[3] not in known:
+        right = "400Gb (bits), 50GB (bytes)" if unit == "b" else "990T"
+        raise GulliverError(f"--what-if {value!r} is no rate: give {right} or a factor, x1.5")
+    return number * PREFIXES[found[2]] / (8 if found[3] == "b" else 1)

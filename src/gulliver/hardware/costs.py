@@ -1,0 +1,454 @@
+"""The cost formulas: seconds, bytes and FLOPs from sizes.
+
+`axes` are pairs of size and link, outer to inner, as `Cluster.links` gives them; n is the size of
+an axis, alpha and B its link's latency and bandwidth. Messages follow Hockney's model (Parallel
+Computing 20, 1994). Collectives go axis by axis.
+
+| cost | along one axis | over several |
+|---|---|---|
+| point to point | alpha + bytes / B | |
+| reduce-scatter | h alpha + (n-1)/n bytes / B | inner to outer, 1/n of it goes on |
+| all-gather | the same | outer to inner, its mirror image |
+| all-reduce | a reduce-scatter and an all-gather | in, along the outer axes, out |
+| all-to-all | h alpha + (n-1)/n bytes / B | all bytes along every axis |
+| broadcast | ceil(log2 n) (alpha + bytes / B) | outer to inner |
+| broadcast, ring | (n-1) alpha + bytes / B | outer to inner |
+
+h is the number of latencies: 1 where every rank sends to all others at once (Gulliver over gloo),
+n-1 where parts go round a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). What was measured goes
+before a formula: curves of a device, of messages, and of a collective along n ranks, at n ranks.
+
+Attention over several ranks has a file of its own, `attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.cluster import Cluster, Device, Disk, Link
+
+Axes = Sequence[tuple[int, Link]]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
+"""FLOPs of a backward in those of its forward: two products of matrices for one, five for two."""
+RING_BYTES = 128 << 10
+"""Bytes from which on gloo's ring is taken to be faster among more than two ranks, where it was not
+measured: below, its 2 (n - 1) messages after one another cost more than the processor's time that
+it saves (ranks of one thread over loopback, see docs/collectives.md)."""
+
+
+def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
+    """A product of ``[m, k]`` and ``[k, n]``: 2 m k n operations, or its bytes if slower."""
+    size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
+    return roofline_seconds(device, 2 * m * k * n, size * (m * k + k * n + m * n), dtype)
+
+
+def roofline_seconds(device: Device, operations: float, count: int, dtype: str) -> float:
+    """Products of matrices of so many FLOPs and bytes: what takes longer (Williams et al. 2009)."""
+    if dtype not in device.matmul:
+        raise GulliverError(
+            f"{device.name} has no rate for {dtype}, only for {', '.join(device.matmul)}: convert "
+            "the model, or give a cluster file with that rate"
+        )
+    moved = memory_seconds(device, count)
+    if dtype in device.matmul_curves:
+        return max(device.matmul_curves[dtype].at(operations), moved)
+    return max(device.launch_s + operations / device.matmul[dtype], moved)
+
+
+def linear_flops(weights: int, tokens: int = 1) -> float:
+    """FLOPs forward of matrices of `weights` elements: a product and a sum for each and a token."""
+    return 2.0 * weights * tokens
+
+
+def linear_seconds(
+    device: Device,
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    dtype: str = "float32",
+    backward: bool = False,
+) -> float:
+    """Seconds of a linear map of so many tokens, `backward` with the gradients of both factors."""
+    forward = matmul_seconds(device, tokens, inputs, outputs, dtype)
+    return forward * (1 + BACKWARD_OF_LINEAR) if backward else forward
+
+
+def memory_seconds(device: Device, count: int) -> float:
+    """An operation that moves `count` bytes between processor and memory and computes little."""
+    # On a CPU a tensor that is written without having been read counts twice: its cache lines are
+    # fetched before they are written.
+    if device.memory_curve is not None:
+        return device.memory_curve.at(count)
+    return device.launch_s + count / device.memory_rate
+
+
+def copy_seconds(device: Device, count: int, to_device: bool) -> float:
+    """A copy between pinned host memory and the device."""
+    rate = device.to_device_rate if to_device else device.to_host_rate
+    if rate is None:
+        raise GulliverError(f"{device.name} has no copy rate: it computes in host memory")
+    return device.launch_s + count / rate
+
+
+def disk_seconds(disk: Disk, count: int, write: bool) -> float:
+    """Writing a file of `count` bytes until it is on the disk, or reading it from there."""
+    return disk.latency_s + count / (disk.write_rate if write else disk.read_rate)
+
+
+def point_to_point_seconds(link: Link, count: int) -> float:
+    """A message of `count` bytes, with another coming back at the same time."""
+    if link.messages is not None:
+        return link.messages.at(count)
+    return link.alpha_s + count / link.bandwidth
+
+
+def reduce_scatter_seconds(axes: Axes, count: int) -> float:
+    """Seconds for `count` bytes, along the axes from the innermost outwards."""
+    return _shrinking("reduce_scatter", axes, count)
+
+
+def all_gather_seconds(axes: Axes, count: int) -> float:
+    """Seconds up to `count` bytes, along the axes from the outermost inwards."""
+    return _shrinking("all_gather", axes, count)
+
+
+def all_reduce_seconds(axes: Axes, count: int) -> float:
+    """Seconds for `count` bytes: reduce-scatters in, an all-reduce outermost, all-gathers back."""
+    total, left = 0.0, float(count)
+    several = [axis for axis in axes if axis[0] > 1]
+    for size, link in reversed(several[1:]):
+        total += _one_axis("reduce_scatter", size, link, left)
+        total += _one_axis("all_gather", size, link, left)
+        left /= size
+    return total + sum(_one_axis("all_reduce", size, link, left) for size, link in several[:1])
+
+
+def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
+    """Seconds of an all-reduce over gloo by each way there is, where both were measured.
+
+    "direct" is an exchange from each rank to all others, "ring" gloo's own. Formulas do not tell
+    the two apart: as many bytes travel, and what differs is the processor's time for a message.
+
+    Args:
+        link: slowest link between the ranks.
+        ranks: number of ranks.
+        count: bytes of the tensor.
+    """
+    for measured in link.along:
+        curves = measured.collectives
+        if measured.ranks == ranks and {"all_reduce", "ring_all_reduce"} <= curves.keys():
+            direct, ring = curves["all_reduce"], curves["ring_all_reduce"]
+            return {"direct": direct.at(count), "ring": ring.at(count)}
+    return {}
+
+
+def all_to_all_seconds(axes: Axes, count: int) -> float:
+    """Seconds for `count` bytes on each rank, a part for each: all cross every axis."""
+    return sum(_one_axis("all_to_all", size, link, count) for size, link in axes if size > 1)
+
+
+def packing_seconds(
+    collective: str,
+    axes: Axes,
+    elements: int,
+    pack_s: float,
+    unpack_s: float,
+    call_s: float = 0.0,
+) -> float:
+    """Seconds that a rank packs and unpacks for a collective in a wire format."""
+    ranks = max(1, math.prod(size for size, _ in axes))
+    others = 1 - 1 / ranks
+    packed, unpacked, parts = {
+        "all_gather": (1 / ranks, 1.0, ranks),
+        "reduce_scatter": (others, others, 2 * ranks),
+        "all_reduce": (1.0, 1.0 + others, 3 * ranks),
+    }.get(collective, (1.0, 1.0, 2))
+    return elements * (packed * pack_s + unpacked * unpack_s) + parts * call_s
+
+
+def broadcast_seconds(axes: Axes, count: int) -> float:
+    """Seconds for `count` bytes, first along the outermost axis."""
+    return sum(_one_axis("broadcast", size, link, count) for size, link in axes if size > 1)
+
+
+def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
+    """Bytes that each rank sends along each axis, in the order of `axes`."""
+    # Of a broadcast, those of the busiest rank, which is the root.
+    _check_collective(collective)
+    if collective == "broadcast":
+        return [count * (1.0 if link.ring else _tree_depth(n)) * (n > 1) for n, link in axes]
+    sent, left = [], float(count)
+    for size, _ in reversed(axes):
+        sent.append(left * (size - 1) / size)
+        if collective != "all_to_all":
+            left /= size
+    times = 2 if collective == "all_reduce" else 1
+    return [times * amount for amount in reversed(sent)]
+
+
+def resharding_bytes(before: Sequence[int], after: Sequence[int], item: float) -> float:
+    """Bytes that each rank sends, the mean, when a matrix cut by rows becomes one cut by columns.
+
+    Args:
+        before: rows of each rank while the rows are cut.
+        after: columns of each rank while the columns are.
+        item: bytes of an element of the matrix.
+    """
+    stay = sum(rows * columns for rows, columns in zip(before, after, strict=True))
+    return (sum(before) * sum(after) - stay) * item / len(before)
+
+
+def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective, int]]:
+    """Collectives of a step of ZeRO, with the bytes of the whole tensor of each."""
+    # Gradients of a chunk are reduced and scattered and its parameters gathered, at stage 3 once
+    # for the forward and once for the backward, but for the last chunk, which backward uses first
+    # and finds there; stage 0 reduces gradients on all ranks instead (Rajbhandari et al., ZeRO,
+    # 2020, section 7).
+    names: dict[int, tuple[Collective, ...]] = {
+        0: ("all_reduce",),
+        3: ("reduce_scatter", "all_gather", "all_gather"),
+    }
+    found: list[tuple[Collective, int]] = [
+        (name, count)
+        for count in chunks
+        for name in names.get(stage, ("reduce_scatter", "all_gather"))
+    ]
+    return found[:-1] if stage == 3 else found
+
+
+def conversion_seconds(device: Device, kind: str, axes: Axes, before: int, after: int) -> float:
+    """A step from one layout of a tensor to another: its message, and reading and writing."""
+    local = memory_seconds(device, before + after)
+    if kind == "swap":
+        return local + max(point_to_point_seconds(link, before) for _, link in axes)
+    if kind in ("slice", "split") or not axes:
+        return local
+    name, count = {
+        "gather": ("all_gather", after),
+        "exchange": ("all_to_all", before),
+        "reduce": ("all_reduce", before),
+        "scatter": ("reduce_scatter", before),
+    }[kind]
+    return local + collective_seconds(axes, name, count)
+
+
+def collective_seconds(axes: Axes, collective: str, count: int) -> float:
+    """Seconds of a collective of `count` bytes, by its name."""
+    _check_collective(collective)
+    return _SECONDS[collective](axes, count)
+
+
+def _shrinking(collective: Collective, axes: Axes, count: int) -> float:
+    total, left = 0.0, float(count)
+    for size, link in reversed(axes):
+        if size > 1:
+            total += _one_axis(collective, size, link, left)
+            left /= size
+    return total
+
+
+def _one_axis(collective: Collective, size: int, link: Link, count: float) -> float:
+    """A collective of `count` bytes along one axis."""
+    for measured in link.along:
+        if measured.ranks == size and collective in measured.collectives:
+            return measured.collectives[collective].at(count)
+    hops = size - 1 if link.ring else 1
+    if collective == "broadcast":
+        if link.ring:
+            return hops * link.alpha_s + count / link.bandwidth
+        return _tree_depth(size) * (link.alpha_s + count / link.bandwidth)
+    times = 2 if collective == "all_reduce" else 1
+    return times * (hops * link.alpha_s + (size - 1) / size * count / link.bandwidth)
+
+
+def _tree_depth(size: int) -> int:
+    """Rounds in which one rank's message reaches all, when those who have it pass it on."""
+    return (size - 1).bit_length()
+
+
+def _check_collective(collective: str) -> None:
+    if collective not in get_args(Collective):
+        raise GulliverError(
+            f"unknown collective {collective!r}: {nearest(collective, get_args(Collective))}"
+        )
+
+
+_SECONDS = {
+    "all_reduce": all_reduce_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "all_gather": all_gather_seconds,
+    "all_to_all": all_to_all_seconds,
+    "broadcast": broadcast_seconds,
+}
+
+
+# Collectives that follow each other without a pause, as those of a step's chunks do.
+#
+# Alone, a collective takes its latency and its bytes. In a row only a part of the latency keeps
+# the link from the next one: the messages of one are under way while those of another are
+# prepared. So they are timed in a row here, at two sizes, which gives each a line of Hockney's;
+# and once alone, which gives the latency that nothing hides. It is measured on the very group that
+# is in use, with what else its ranks do left out.
+
+
+PROBED_BYTES = (2**17, 2**21)
+IN_A_ROW = 6
+"""Transfers that are timed together: a link is not idle between them, as in a step."""
+Start = Callable[[int], Any]
+"""Starts transfer number n of a row; what it returns has `wait`."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What collectives in a row cost.
+
+    Attributes:
+        lines: link as it seems to each collective: seconds that one occupies it beside its bytes
+            (`alpha_s`) and bytes/s of the whole tensor (`bandwidth`).
+        latency_s: seconds until the result of a transfer is there that has the link to itself,
+            beyond those that it occupies it.
+        processor_s: processor seconds per byte that are taken from computing; 0 where a core is
+            left to carry messages.
+    """
+
+    lines: Mapping[str, Link]
+    latency_s: float = 0.0
+    processor_s: float = 0.0
+
+    def seconds(self, name: str, count: int) -> float:
+        """Seconds for which a collective of `count` bytes occupies the link."""
+        return point_to_point_seconds(self.lines[name], count)
+
+
+def probe_transfers(
+    operations: Mapping[str, Callable[[int], Start]], device: torch.device
+) -> Transfers:
+    """Times collectives in a row; every rank of the world calls it, and finds what it finds.
+
+    Args:
+        operations: given bytes of the whole tensor, makes what starts `IN_A_ROW` transfers; by
+            name of the collective.
+        device: device of the tensors.
+    """
+    lines, hidden, processor_s = {}, [], 0.0
+    for name, operation in operations.items():
+        took = {}
+        for count in PROBED_BYTES:
+            start = operation(count)
+            rows = [_timed(start, IN_A_ROW, device) for _ in range(3)]
+            took[count] = min(seconds for seconds, _ in rows) / IN_A_ROW
+            processor_s = min(busy for _, busy in rows) / IN_A_ROW / count
+            if count == min(PROBED_BYTES):
+                alone = min(_timed(start, 1, device)[0] for _ in range(3))
+                hidden.append(max(0.0, alone - took[count]))
+        lines[name] = line_through(took)
+    return Transfers(lines, min(hidden), processor_s if _crowded(device) else 0.0)
+
+
+def line_through(took: Mapping[int, float]) -> Link:
+    """Latency and bandwidth through two points, seconds by bytes; neither is negative."""
+    # Between the points, and not by least squares: a shaped link lets small messages pass at once,
+    # which says nothing of its rate.
+    (small, low), (large, high) = sorted(took.items())
+    slope = max(high - low, 1e-9 * high) / (large - small)
+    return Link(max(0.0, low - slope * small), 1 / slope)
+
+
+def _timed(start: Start, count: int, device: torch.device) -> tuple[float, float]:
+    """Seconds, and processor seconds of this process, of transfers that are started together."""
+    dist.barrier()
+    begun, busy = time.perf_counter(), time.process_time()
+    for handle in [start(number) for number in range(count)]:
+        handle.wait()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - begun, time.process_time() - busy
+
+
+def _crowded(device: torch.device) -> bool:
+    """Whether the ranks of this machine compute on all of its cores."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    busy = names.count(socket.gethostname()) * torch.get_num_threads()
+    return device.type == "cpu" and busy >= (os.cpu_count() or 1)
+
+
+# What the collectives of a step cost on a torus of any shape, laid over a cluster's places.
+
+
+Collectives = Sequence[tuple[str, int]]
+"""Names of collectives, and bytes of the whole tensor of each."""
+
+
+# [Note: like with like] A cluster that was measured knows its own collectives on its own axes and
+# on all ranks at once, and of other shapes only what alpha and bandwidth say, which leave out what
+# processors do. So a shape that was not measured is not compared with one that was: its seconds are
+# those of all ranks at once, as measured, in the proportion in which the formulas see the two.
+def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectives) -> float:
+    """Seconds of collectives, one after the other, over all places of a cluster.
+
+    Args:
+        cluster: measured or described.
+        sizes: ranks along each axis of the torus, outer to inner; one size is all ranks at once.
+        collectives: names and bytes of what is run.
+
+    Raises:
+        GulliverError: the sizes do not make the cluster.
+    """
+    if math.prod(sizes) != cluster.size:
+        shown = " x ".join(map(str, sizes))
+        raise GulliverError(f"{shown} is no torus of {cluster.size} ranks")
+    axes, flat = torus_links(cluster, sizes), torus_links(cluster, [cluster.size])
+    if _measured(axes, collectives) == _measured(flat, collectives):
+        return _sum(axes, collectives)
+    bare = _sum(_bare(axes), collectives) / _sum(_bare(flat), collectives)
+    return bare * _sum(flat, collectives)
+
+
+def torus_links(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, Link]]:
+    """Size and link of each axis of a torus: the slowest link that one of its lines crosses."""
+    found, stride = [], cluster.size
+    for size in sizes:
+        stride //= size
+        if size > 1:
+            found.append((size, _slowest(cluster, stride, size)))
+    return found
+
+
+def _slowest(cluster: Cluster, stride: int, size: int) -> Link:
+    """The link of the outermost axis that lines of every `stride`-th place cross."""
+    lines = [
+        (block + place, block + place + stride * (size - 1))
+        for block in range(0, cluster.size, stride * size)
+        for place in range(stride)
+    ]
+    # The ends of a line are the farthest apart of its places.
+    return cluster.axes[min(cluster.level(low, high) for low, high in lines)].link
+
+
+def _measured(axes: Sequence[tuple[int, Link]], collectives: Collectives) -> bool:
+    names = {name for name, _ in collectives}
+    return not names or all(
+        any(along.ranks == size and names <= along.collectives.keys() for along in link.along)
+        for size, link in axes
+    )
+
+
+def _bare(axes: Sequence[tuple[int, Link]]) -> list[tuple[int, Link]]:
+    return [(size, replace(link, messages=None, along=())) for size, link in axes]
+
+
+def _sum(axes: Sequence[tuple[int, Link]], collectives: Collectives) -> float:
+    return sum(collective_seconds(axes, name, count) for name, count in collectives)

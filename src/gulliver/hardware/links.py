@@ -1,0 +1,249 @@
+"""Measures the links between ranks, and groups the ranks into nodes by what it found.
+
+Every pair of ranks exchanges messages of several sizes, both ways at once, in rounds of pairs that
+share no rank: n ranks take n - 1 rounds. All rounds are gone through several times, so that a busy
+moment meets each pair once; alpha and bandwidth are fitted to the medians. Then the collectives
+themselves are timed along each axis: many talk at once there, and a processor may be the link.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.cluster import LINK, Axis, Curve, Link
+from gulliver.hardware.costs import point_to_point_seconds
+from gulliver.hardware.probe import curve_of, once
+
+Pair = tuple[int, int]
+Progress = Callable[[str], None]
+MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 21)
+COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
+SWEEPS = 3
+LONG_S, BUDGET_S = 0.3, 1.0
+"""A collective that takes so long is the largest; and what one of them may take in all."""
+EXCHANGES, EXCHANGES_S = 7, 0.05
+"""Most exchanges of a size in a sweep, and seconds that they may take; there is one at least."""
+FASTEST = LINK[0][1]
+NEAR = 2.0
+"""Least seconds of the fastest link between nodes, for one of the slowest needed inside them."""
+BUSY_SIDE, BUSY_PRODUCTS = 512, 4
+"""Side and number of the matrices that a rank multiplies before a collective between computing."""
+SEEN_BY = 1 << 20
+"""Bytes of the message that links are compared by."""
+
+
+# [Note: from a meeting] All ranks meet before each message that is timed, as before each
+# collective. Without it a message of 1 KiB among four ranks on two cores took 4 ms instead of 0.4:
+# where the thread that posts is put aside in the middle of a call, it keeps the lock of its
+# connection, and gloo's own thread, woken by the peer's next message, asks for it over and over, on
+# the core that the other one needs, until its time slice ends.
+#
+# Read `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. There are
+# nodes and ranks in them; that nodes lie in racks is not found out.
+def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
+    """Measures the link of every pair of ranks; every rank calls it and gets all of them."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise GulliverError(
+            "links need several ranks: torchrun --nproc-per-node 2 -m gulliver.cli probe"
+        )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine: dict[Pair, dict[int, list[float]]] = {}
+    rounds = pair_rounds(size)
+    for number, pairs in enumerate(rounds * SWEEPS):
+        progress(f"links, round {number + 1} of {len(rounds) * SWEEPS}")
+        pair = next((pair for pair in pairs if rank in pair), None)
+        for count in MESSAGE_BYTES:
+            times = _exchanges(None if pair is None else sum(pair) - rank, count)
+            if pair is not None:
+                mine.setdefault(pair, {}).setdefault(count, []).extend(times)
+    found: list[dict[Pair, dict[int, list[float]]]] = [{} for _ in range(size)]
+    dist.all_gather_object(found, mine)
+    links = {}
+    for low, high in itertools.combinations(range(size), 2):
+        # Both ends have measured.
+        ends = found[low][low, high], found[high][low, high]
+        curve = curve_of({count: ends[0][count] + ends[1][count] for count in MESSAGE_BYTES})
+        links[low, high] = replace(fit_line(curve.sizes, curve.seconds), messages=curve)
+    return links
+
+
+def probe_collectives(
+    operations: Mapping[str, Callable[[int], Callable[[], object]]],
+    ranks: int,
+    progress: Progress = lambda _: None,
+    turns: int = 9,
+    busy: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> dict[str, Curve]:
+    """Times collectives along an axis; every rank of the world calls it, and gets the same."""
+    compute = _computing(link_device()) if busy else None
+    device, item = link_device(), 4 * ranks
+    wanted = sizes or COLLECTIVE_BYTES
+    made = {(name, -(-count // item) * item): None for name in operations for count in wanted}
+    runs = {(name, count): operations[name](count) for name, count in made}
+    turns_of = _warmed_up(runs, turns, progress)
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in turns_of}
+    for turn in range(turns):
+        progress(f"collectives along {ranks} ranks, turn {turn + 1} of {turns}")
+        for key in turns_of:
+            if turn < turns_of[key]:
+                dist.barrier()
+                if compute is not None:
+                    compute()
+                times[key].append(once(runs[key], device))
+    # The middle rank of every turn: who leaves a barrier first waits for who leaves it last.
+    all_times: list[dict[tuple[str, int], list[float]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_times, times)
+    middle = {
+        key: [statistics.median(turn) for turn in zip(*(t[key] for t in all_times), strict=True)]
+        for key in times
+    }
+    return {
+        name: curve_of({count: middle[key, count] for key, count in times if key == name})
+        for name in operations
+    }
+
+
+def pair_rounds(size: int) -> list[list[Pair]]:
+    """Every pair of ranks once, in rounds of pairs that share no rank: a round-robin tournament."""
+    ranks: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    rounds = []
+    for _ in range(len(ranks) - 1):
+        half = len(ranks) // 2
+        pairs = zip(ranks[:half], reversed(ranks[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
+    return rounds
+
+
+def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
+    """Alpha and bandwidth by least squares of relative errors, and the largest that is left."""
+    # On a busy machine large messages may take no longer than small ones: the bandwidth is then the
+    # largest that a file may hold, and the error says what such a line is worth.
+    # Weights 1 / seconds: a small message's microseconds count as much as a large one's.
+    weights = [1 / s for s in seconds]
+    a = sum(w * w for w in weights)
+    b = sum(w * w * c for w, c in zip(weights, counts, strict=True))
+    d = sum(w * w * c * c for w, c in zip(weights, counts, strict=True))
+    e, f = sum(weights), sum(w * c for w, c in zip(weights, counts, strict=True))
+    determinant = a * d - b * b
+    alpha = max(0.0, (e * d - b * f) / determinant)
+    slope = (a * f - b * e) / determinant if alpha else f / d
+    if slope < 1 / FASTEST:
+        slope = 1 / FASTEST
+        alpha = (e - b * slope) / a
+    errors = [abs((alpha + slope * c) / s - 1) for c, s in zip(counts, seconds, strict=True)]
+    return Link(alpha, min(1 / slope, FASTEST), max(errors))
+
+
+def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
+    """Ranks that are near each other, as nodes of one size; all in one where none differ."""
+    # Pairs are joined from the fastest on (single linkage). Groups of one size are nodes if the
+    # next join, which is the fastest link between them, takes at least `NEAR` times as long as the
+    # one before, the slowest that was needed inside; of several such moments the last counts, which
+    # has the fewest groups. So noise makes no nodes, and pairs that are joined faster inside a node
+    # do not hide it. A near pair that was measured as slow does no harm: others join the two.
+    seconds = {pair: _seen_seconds(link) for pair, link in links.items()}
+    group_of = [[rank] for rank in range(size)]
+    best, before = [list(range(size))], float("inf")
+    for low, high in sorted(seconds, key=lambda pair: seconds[pair]):
+        if group_of[low] is group_of[high]:
+            continue
+        groups = list({id(group): group for group in group_of}.values())
+        if seconds[low, high] >= NEAR * before and len({len(group) for group in groups}) == 1:
+            best = groups
+        before = seconds[low, high]
+        joined = sorted(group_of[low] + group_of[high])
+        for rank in joined:
+            group_of[rank] = joined
+    return [list(group) for group in best]
+
+
+def proposed_axes(
+    size: int, links: Mapping[Pair, Link]
+) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
+    """Axes for ranks with these links, and the order in which the ranks fill them."""
+    # An axis is as fast as its slowest link.
+    nodes = group_into_nodes(size, links)
+    inside = {pair for node in nodes for pair in itertools.combinations(node, 2)}
+    axes = []
+    if len(nodes) > 1:
+        axes.append(Axis("node", len(nodes), _slowest(links, set(links) - inside)))
+    if len(nodes[0]) > 1:
+        axes.append(Axis("local", len(nodes[0]), _slowest(links, inside)))
+    order = tuple(rank for node in nodes for rank in node)
+    return tuple(axes), None if order == tuple(range(size)) else order
+
+
+def link_device() -> torch.device:
+    """Device of tensors that travel between ranks."""
+    nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _computing(device: torch.device) -> Callable[[], object]:
+    """Makes what computes for some milliseconds: as many products on each rank, not as long."""
+    a, b, out = (torch.ones(BUSY_SIDE, BUSY_SIDE, device=device) for _ in range(3))
+
+    def run() -> None:
+        for _ in range(BUSY_PRODUCTS):
+            torch.mm(a, b, out=out)
+
+    return run
+
+
+def _exchanges(peer: int | None, count: int) -> list[float]:
+    """Seconds of messages both ways at once in all pairs of a round; every rank calls it."""
+    device = link_device()
+    out = torch.ones(count, dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
+
+    def exchange() -> None:
+        if peer is None:
+            return
+        # The receive is posted first, or the two would take turns.
+        operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def met() -> float:
+        dist.barrier()
+        return once(exchange, device)
+
+    took = [0.0] * dist.get_world_size()
+    dist.all_gather_object(took, met())
+    return [met() for _ in range(max(1, min(EXCHANGES, int(EXCHANGES_S / max(took)))))]
+
+
+def _warmed_up(
+    runs: Mapping[tuple[str, int], Callable[[], object]], turns: int, progress: Progress
+) -> dict[tuple[str, int], int]:
+    """How many turns each operation gets, after it has run once; all ranks agree."""
+    found: dict[tuple[str, int], int] = {}
+    too_long: set[str] = set()
+    for name, count in sorted(runs, key=lambda key: key[1]):
+        if name in too_long:
+            continue
+        progress(f"{name.replace('_', '-')} of {count} bytes")
+        dist.barrier()
+        took = [0.0] * dist.get_world_size()
+        dist.all_gather_object(took, once(runs[name, count], link_device()))
+        found[name, count] = max(3, min(turns, int(BUDGET_S / max(took))))
+        if max(took) > LONG_S:
+            too_long.add(name)
+    return found
+
+
+def _slowest(links: Mapping[Pair, Link], pairs: set[Pair]) -> Link:
+    return max((links[pair] for pair in pairs), key=_seen_seconds)
+
+
+def _seen_seconds(link: Link) -> float:
+    return point_to_point_seconds(link, SEEN_BY)

@@ -1,0 +1,606 @@
+"""Seconds and bytes of a sample: analytic terms of tokens and attention, with few measured rates.
+
+A micro-batch of b samples in a model of L blocks, on a group of d ranks, all blocks recomputed:
+
+    seconds = fixed + L call + b (4 L F / rate + token N + pixel P) / d + messages
+    F       = 2 weights N + 4 hidden pairs + 4 hidden N text           (one forward of one block)
+    bytes   = states + b N (token + L block) / d
+
+N are tokens, P pixels that an autoencoder encodes, and 4 F a forward, its repetition and a backward
+of two. Two depths tell the blocks from the rest, two sizes of batch what is fixed from what grows:
+four points fix the lot, more points give an error. Messages are Ulysses's: four exchanges of heads
+in each of three passes. Where each rank is several, which share each layer's tensors, blocks take
+as much less, and their outputs are summed in each pass; what lies around them is on each whole.
+`samples.py` corrects the seconds by real steps.
+
+Read `fit_samples` first, then `SampleCosts.batches`. It does not know how anything is measured:
+`measure_samples` calls back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, HostRoom, place_blocks
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.costs import ITEM_BYTES, all_reduce_seconds, all_to_all_seconds
+from gulliver.hardware.offload import HOST, MovePoint, TierRates, fit_moves
+from gulliver.hardware.probe import machine_facts
+from gulliver.io.files import write_text
+
+PASSES, EXCHANGES = 4, 4
+"""Forwards' worth of compute with recompute; exchanges of heads in a pass (q, k, v, output)."""
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """Sizes of a sample that its costs depend on.
+
+    Attributes:
+        tokens: tokens of the sample.
+        pairs: pairs of a query and a key in one block, the mean over blocks.
+        text: tokens of a text that every token attends to.
+        pixels: pixels that the autoencoder encodes while training; 0 for kept latents.
+        name: name in messages.
+    """
+
+    tokens: int
+    pairs: float
+    text: int = 0
+    pixels: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.pairs < 0 or self.text < 0 or self.pixels < 0:
+            raise GulliverError(
+                f"sample shape {self.name or self.tokens}: its lengths lie: tokens must be at "
+                "least 1, and the other sizes at least 0"
+            )
+
+    @classmethod
+    def clip(
+        cls, frames: int, rows: int, columns: int, text: int = 0, pixels: int = 0
+    ) -> SampleShape:
+        """Latent frames of rows x columns tokens whose blocks attend in space and time in turn."""
+        place = rows * columns
+        tokens = frames * place
+        name = f"{frames}x{rows}x{columns}"
+        return cls(tokens, tokens * (place + frames) / 2, text, pixels, name)
+
+    @classmethod
+    def document(cls, length: int, causal: bool = True) -> SampleShape:
+        """One text of so many tokens."""
+        return cls(length, length * length / (2 if causal else 1), name=f"{length} tokens")
+
+    @classmethod
+    def documents(cls, lengths: Sequence[int], causal: bool = True) -> SampleShape:
+        """Texts that are packed into one row and do not see each other."""
+        pairs = sum(length * length for length in lengths) / (2 if causal else 1)
+        return cls(sum(lengths), pairs, name=f"{len(lengths)} in {sum(lengths)} tokens")
+
+    def __str__(self) -> str:
+        return self.name or f"{self.tokens} tokens"
+
+
+@dataclass(frozen=True)
+class SampleModel:
+    """Sizes of a model that the costs of its samples depend on."""
+
+    # Name of the model; a file of another one is refused.
+    name: str
+    # Elements of the matrices of one block, the mean.
+    weights: int
+    # Dims of a token.
+    hidden: int
+    # Kinds of blocks; their counts are the depth.
+    kinds: tuple[BlockKind, ...]
+    # Dtype of activations.
+    dtype: str = "float32"
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the model."""
+        return sum(kind.count for kind in self.kinds)
+
+    def forward_flops(self, shape: SampleShape) -> float:
+        """FLOPs of one forward of one block for one sample."""
+        linear = 2.0 * self.weights * shape.tokens
+        return linear + 4.0 * self.hidden * (shape.pairs + shape.tokens * shape.text)
+
+
+@dataclass(frozen=True)
+class SamplePoint:
+    """One measurement on one rank, all blocks recomputed."""
+
+    # Shape of the samples.
+    shape: SampleShape
+    # Number of samples.
+    batch: int
+    # Blocks that ran.
+    depth: int
+    # Median seconds of forward and backward.
+    seconds: float
+    # Bytes at the peak, the model's states with them.
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SampleFit:
+    """Rates that were fitted to points."""
+
+    # Seconds of a micro-batch whatever is in it.
+    fixed_s: float
+    # Seconds of a block whatever is in it.
+    call_s: float
+    # Seconds of a FLOP of a block.
+    flop_s: float
+    # Seconds of a token outside of the blocks.
+    token_s: float
+    # Seconds of a pixel in the autoencoder.
+    pixel_s: float
+    # Bytes of parameters, gradients and states.
+    states: float
+    # Bytes of a token outside of the blocks.
+    token_bytes: float
+    # Bytes of a token in one recomputed block.
+    block_bytes: float
+    # Median relative error of the seconds of points that were left out of the fit one by one; of
+    # the fitted points where there are no more than rates.
+    error: float = 0.0
+    # Largest of those.
+    worst: float = 0.0
+    # Seconds of a byte that moves to the host's memory; 0: not known.
+    to_host_s: float = 0.0
+    # Seconds of a byte that comes back; 0: not known.
+    from_host_s: float = 0.0
+    # Largest relative error of those.
+    move_error: float = 0.0
+
+    def host_room(self, limit: float) -> HostRoom | None:
+        """Room for activations in so many bytes of the host; None where no rate is known."""
+        if not (self.to_host_s and self.from_host_s):
+            return None
+        rates = TierRates(HOST, 1 / self.from_host_s, 1 / self.to_host_s)
+        return HostRoom.within(limit, rates)
+
+    def with_moves(self, moves: Sequence[MovePoint]) -> SampleFit:
+        """These rates, and those of measured moves to the host and back."""
+        found = fit_moves(moves)
+        return replace(
+            self,
+            to_host_s=found.to_host_s,
+            from_host_s=found.from_host_s,
+            move_error=found.error,
+        )
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """Costs of micro-batches of any shape, batch and degree.
+
+    Attributes:
+        model: sizes of the model.
+        fit: rates of this machine.
+        memory: bytes of a rank.
+        cluster: ranks and links; None: groups of one rank only.
+        allowed: degrees that the model takes, such as divisors of its heads; None: all.
+        encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
+        tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are given
+            as without them: never too few.
+        host: host memory that activations may move to; None: they are kept or computed again.
+    """
+
+    model: SampleModel
+    fit: SampleFit
+    memory: float
+    cluster: Cluster | None = None
+    allowed: tuple[int, ...] | None = None
+    encoded_alike: bool = False
+    tensor: int = 1
+    host: HostRoom | None = None
+
+    @property
+    def alone(self) -> SampleCosts:
+        """Costs without tensor ranks: which samples make a step depends on these."""
+        return replace(self, tensor=1)
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Parts of the seconds that are known."""
+        return "communication", "recompute"
+
+    @property
+    def identity(self) -> str:
+        """Name that a saved state is held against: model and dtype."""
+        return f"{self.model.name}, {self.model.dtype}"
+
+    @property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """Kinds of blocks, in the order in which recomputed ones are counted."""
+        return self.model.kinds
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """Degrees up to a number of ranks, as far as there are links and heads."""
+        most = min(ranks, self.cluster.size if self.cluster else 1)
+        return tuple(d for d in range(1, most + 1) if self.allowed is None or d in self.allowed)
+
+    def tokens(self, shape: SampleShape) -> int:
+        """Tokens of a sample."""
+        return shape.tokens
+
+    def batches(
+        self, shape: SampleShape, degree: int, pac: bool = True, most: int = 4096
+    ) -> BatchCosts:
+        """Costs of micro-batches of 1, 2, ... samples on a group of ranks, as many as fit.
+
+        Args:
+            shape: shape of the samples.
+            degree: ranks of the group.
+            pac: keep or move activations where memory is left; else all blocks are recomputed.
+            most: largest batch that is looked at.
+        """
+        fit, model = self.fit, self.model
+        tokens = shape.tokens / degree
+        each = tokens * (fit.token_bytes + model.depth * fit.block_bytes)
+        room = self.memory - fit.states
+        largest = max(0, min(most, int(room / each + 1e-9))) if each > 0 else most
+        size = np.arange(1, largest + 1)
+        blocks = model.depth * model.forward_flops(shape) * fit.flop_s
+        repeated = size * blocks / (degree * self.tensor)
+        encoders = 1 if self.encoded_alike else degree
+        around = size * (
+            fit.token_s * shape.tokens / degree + fit.pixel_s * shape.pixels / encoders
+        )
+        sent = self._messages(tokens, degree, size) + self._sums(shape, tokens, size)
+        fixed = fit.fixed_s + model.depth * fit.call_s
+        counts = np.tile([kind.count for kind in model.kinds], (largest, 1)).astype(np.int64)
+        seconds = fixed + PASSES * repeated + around + sent
+        costs = BatchCosts(seconds, fit.states + each * size, sent, repeated, counts)
+        if not pac:
+            return costs
+        return place_blocks(costs, tokens, self.memory, model.kinds, self.host)
+
+    def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
+        """Seconds of exchanges of heads: [B]; a line through two sizes, which they are."""
+        if degree == 1 or not len(size):
+            return np.zeros(len(size))
+        assert self.cluster is not None, "degrees() gives one rank without a cluster"
+        axes = self.cluster.crossed(self.tensor, degree)
+        unit = tokens * self.model.hidden * ITEM_BYTES[self.model.dtype]
+        count = EXCHANGES * (PASSES - 1) * self.model.depth
+        ends = [all_to_all_seconds(axes, int(n * unit)) for n in (1, max(2, len(size)))]
+        return count * np.interp(size, [1, max(2, len(size))], ends)
+
+    def _sums(self, shape: SampleShape, tokens: float, size: np.ndarray) -> np.ndarray:
+        """Seconds in which tensor ranks sum what blocks give: [B], as of `_messages`."""
+        if self.tensor == 1 or not len(size):
+            return np.zeros(len(size))
+        if self.cluster is None:
+            raise GulliverError(f"tensor={self.tensor}: give the cluster of these ranks, too")
+        axes = self.cluster.crossed(1, self.tensor)
+        unit = tokens * self.model.hidden * ITEM_BYTES[self.model.dtype]
+        # After attention and MLP, and after the attention to a text where there is one.
+        count = (2 + (shape.text > 0)) * (PASSES - 1) * self.model.depth
+        ends = [all_reduce_seconds(axes, int(n * unit)) for n in (1, max(2, len(size)))]
+        return count * np.interp(size, [1, max(2, len(size))], ends)
+
+
+def fit_samples(
+    model: SampleModel,
+    points: Sequence[SamplePoint],
+    states: float | None = None,
+    moves: Sequence[MovePoint] = (),
+) -> SampleFit:
+    """Fits rates to measured points.
+
+    Args:
+        model: sizes of the model.
+        points: points of at least two depths times two sizes of batch.
+        states: bytes of the states at full depth, where points do not tell.
+        moves: measured moves to the host and back; none: nothing is planned to move.
+
+    Raises:
+        GulliverError: too few points, or points that are no measurements.
+    """
+    if len({p.depth for p in points}) < 2 or len({(p.shape, p.batch) for p in points}) < 2:
+        raise GulliverError("costs of samples need points of two depths and two sizes of batch")
+    if any(not (math.isfinite(p.seconds) and p.seconds > 0 and p.bytes > 0) for p in points):
+        raise GulliverError("costs of samples need points with seconds and bytes above 0")
+    rows = np.array([_terms(model, point) for point in points])
+    seconds = np.array([point.seconds for point in points])
+    # Relative errors: otherwise the longest samples alone would decide.
+    rates = _not_negative(rows / seconds[:, None], np.ones(len(points)))
+    errors = np.abs(rows @ rates / seconds - 1)
+    # With as many rates as points a fit has no error; left-out points show what it is worth.
+    if len(points) > rows.shape[1]:
+        errors = np.array([_left_out(rows, seconds, n) for n in range(len(points))])
+    size = np.array([point.bytes for point in points], dtype=float)
+    memory = np.array([_byte_terms(point) for point in points], dtype=float)
+    held = _not_negative(memory / size[:, None], np.ones(len(points)))
+    whole = held[0] + held[1] * model.depth if states is None else states
+    fixed, call, flop, token, pixel = map(float, rates)
+    told = float(np.median(errors)), float(np.max(errors))
+    fit = SampleFit(
+        fixed, call, flop, token, pixel, float(whole), float(held[2]), float(held[3]), *told
+    )
+    return fit.with_moves(moves) if moves else fit
+
+
+def measure_samples(
+    run: Callable[[SampleShape, int, int], tuple[float, int]],
+    shapes: Iterable[SampleShape],
+    batches: Sequence[int] = (1, 2),
+    depths: Sequence[int] = (1, 2),
+    repeats: int = 3,
+) -> list[SamplePoint]:
+    """Measures points: the median of several runs after one that is not counted.
+
+    Args:
+        run: runs forward and backward of (shape, batch, depth); returns seconds and peak bytes.
+        shapes: shapes to measure.
+        batches: sizes of batch.
+        depths: numbers of blocks.
+        repeats: runs of each point.
+    """
+    points = []
+    for shape, batch, depth in itertools.product(shapes, batches, depths):
+        run(shape, batch, depth)
+        found = [run(shape, batch, depth) for _ in range(repeats)]
+        seconds = statistics.median(second for second, _ in found)
+        points.append(SamplePoint(shape, batch, depth, seconds, max(size for _, size in found)))
+    return points
+
+
+def _terms(model: SampleModel, point: SamplePoint) -> list[float]:
+    batch, shape = point.batch, point.shape
+    flops = PASSES * batch * point.depth * model.forward_flops(shape)
+    return [1.0, point.depth, flops, batch * shape.tokens, batch * shape.pixels]
+
+
+def _byte_terms(point: SamplePoint) -> list[float]:
+    tokens = point.batch * point.shape.tokens
+    return [1.0, point.depth, tokens, tokens * point.depth]
+
+
+def _left_out(rows: np.ndarray, seconds: np.ndarray, place: int) -> float:
+    """Relative error of a point that the fit does not see."""
+    others = np.arange(len(seconds)) != place
+    scaled = rows[others] / seconds[others, None]
+    rates = _not_negative(scaled, np.ones(int(others.sum())))
+    return float(abs(rows[place] @ rates / seconds[place] - 1))
+
+
+def _not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares without negative rates: terms that come out negative are left out one by one.
+
+    Columns are scaled to one another: FLOPs and counts of calls lie ten orders apart.
+    """
+    scale = np.abs(rows).max(axis=0)
+    used = [column for column in range(rows.shape[1]) if scale[column] > 0]
+    found = np.zeros(rows.shape[1])
+    while used:
+        part = np.linalg.lstsq(rows[:, used] / scale[used], values, rcond=None)[0]
+        worst = int(np.argmin(part))
+        if part[worst] >= -1e-12:
+            found[used] = np.maximum(part, 0.0) / scale[used]
+            break
+        used.pop(worst)
+    return found
+
+
+# Files of costs of samples, which are good for one machine, one model, one dtype and one torch.
+#
+# The file says what it was measured on. `load_samples` refuses another machine, model, dtype or
+# version by name.
+
+
+FORMAT = 2
+WORDS = {"machine": "another machine", "model": "another model", "dtype": "another dtype"}
+
+
+@dataclass(frozen=True)
+class SavedSamples:
+    """Costs of samples as a file has them, wherever they were measured."""
+
+    # Sizes of the model.
+    model: SampleModel
+    fit: SampleFit
+    # The machine in words.
+    machine: str
+    # Shapes of the samples that it was measured for; none where the file does not say.
+    shapes: tuple[SampleShape, ...]
+
+
+def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
+    """What costs of samples depend on: machine and torch, the model's sizes, and its dtype."""
+    machine = {name: str(value) for name, value in machine_facts().items()}
+    version = machine.pop("torch")
+    kinds = [[kind.name, kind.count] for kind in model.kinds]
+    sizes = {"name": model.name, "weights": model.weights, "hidden": model.hidden, "kinds": kinds}
+    return {"machine": machine, "model": sizes, "dtype": model.dtype, "torch": version}
+
+
+def save_samples(
+    path: Path | str, model: SampleModel, fit: SampleFit, shapes: Iterable[SampleShape] = ()
+) -> None:
+    """Writes costs of samples with what they were measured on.
+
+    Args:
+        path: path to the file.
+        model: sizes of the model.
+        fit: rates.
+        shapes: shapes of the samples, for who plans with the file alone.
+    """
+    values = {
+        "format": FORMAT,
+        "fingerprint": sample_fingerprint(model),
+        "fit": asdict(fit),
+        "kinds": [asdict(kind) for kind in model.kinds],
+        "shapes": [asdict(shape) for shape in shapes],
+    }
+    write_text(Path(path), json.dumps(values, indent=1))
+
+
+def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
+    """Reads costs of samples that were measured here, of this model.
+
+    Raises:
+        GulliverError: the file is of another machine, model, dtype or version, or is none.
+    """
+    values = _read(path)
+    expected = json.loads(json.dumps(sample_fingerprint(model)))
+    found = values["fingerprint"]
+    for name, value in expected.items():
+        if found.get(name) != value:
+            raise GulliverError(
+                f"{path} is of {WORDS.get(name, 'another version of torch')} "
+                f"({_told(found.get(name))}, here {_told(value)}): measure it again"
+            )
+    return _fit(path, values["fit"])
+
+
+def read_samples(path: Path | str) -> SavedSamples:
+    """Reads costs of samples of any machine and model, to plan with."""
+    values = _read(path)
+    found = values["fingerprint"]
+    try:
+        sizes = found["model"]
+        kinds = tuple(BlockKind(**kind) for kind in values["kinds"])
+        model = SampleModel(sizes["name"], sizes["weights"], sizes["hidden"], kinds, found["dtype"])
+        shapes = tuple(SampleShape(**shape) for shape in values.get("shapes", ()))
+        machine = _told(found["machine"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GulliverError(f"{path} holds no costs of samples ({error!r})") from None
+    return SavedSamples(model, _fit(path, values["fit"]), machine, shapes)
+
+
+def holds_samples(path: Path | str) -> bool:
+    """Whether a file looks like costs of samples, rather than a table or anything else."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and "fit" in values and "fingerprint" in values
+
+
+def _read(path: Path | str) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        format_, found = values["format"], values["fingerprint"]
+        whole = isinstance(found, Mapping) and isinstance(values["fit"], Mapping)
+    except OSError as error:
+        raise GulliverError(f"costs of samples {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise GulliverError(f"{path} holds no costs of samples ({error!r})") from None
+    if not whole:
+        raise GulliverError(f"{path} holds no costs of samples (no tables of fingerprint and fit)")
+    if format_ != FORMAT:
+        raise GulliverError(
+            f"{path} has format {format_}, this version reads {FORMAT}: measure it again"
+        )
+    return values
+
+
+def _fit(path: Path | str, rates: Mapping[str, Any]) -> SampleFit:
+    """The rates of a file, each of which is looked at."""
+    known = {field.name: field.default is MISSING for field in fields(SampleFit)}
+    for name, needed in known.items():
+        if needed and name not in rates:
+            raise GulliverError(f"{path} has no rate {name}: measure it again")
+    for name, rate in rates.items():
+        if name not in known:
+            raise GulliverError(f"{path} has a rate {name}, which nothing here knows")
+        number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not number or not math.isfinite(rate) or rate < 0:
+            raise GulliverError(
+                f"{path}: its rate {name} is {rate}, and rates are finite numbers of at least 0: "
+                "measure it again"
+            )
+    return SampleFit(**{name: float(rate) for name, rate in rates.items()})
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    return str(value)
+
+
+# Predictions that learn from real steps: a factor for each shape, on top of the fitted costs.
+#
+# Clocks, neighbours and kernels make real seconds differ from a fit by a factor that hardly
+# depends on the batch. So each shape has one, a mean in logarithms of measured over predicted
+# seconds in which the last ones count most; shapes not seen yet take the mean of all.
+
+
+LEAST_WEIGHT = 0.1
+"""Weight of the last measurement in the mean, once there are many."""
+FARTHEST = 8.0
+"""Factor beyond which a measurement is taken for a stall, not for a cost."""
+LAST = 64
+"""Measurements that the error is the median of."""
+
+
+class Refinement:
+    """Factors from predicted to measured seconds, and the error that is left."""
+
+    # All ranks must get the same measurements, for they plan with what they have learned.
+
+    def __init__(self) -> None:
+        self._means: dict[str, tuple[float, int]] = {}
+        self._all = (0.0, 0)
+        self._errors: deque[float] = deque(maxlen=LAST)
+
+    def observe(self, shape: Hashable, predicted: float, measured: float) -> None:
+        """Learns from one micro-batch."""
+        if not (
+            math.isfinite(predicted) and math.isfinite(measured) and min(predicted, measured) > 0
+        ):
+            raise GulliverError(f"seconds must be above 0, not {predicted} and {measured}")
+        self._errors.append(abs(predicted * self.factor(shape) / measured - 1))
+        ratio = measured / predicted
+        if not 1 / FARTHEST <= ratio <= FARTHEST:
+            return
+        name = repr(shape)
+        self._means[name] = _with(self._means.get(name, self._all), math.log(ratio))
+        self._all = _with(self._all, math.log(ratio))
+
+    def factor(self, shape: Hashable) -> float:
+        """Measured over predicted seconds of a shape; 1 before anything was measured."""
+        return math.exp(self._means.get(repr(shape), self._all)[0])
+
+    @property
+    def error(self) -> float | None:
+        """Median relative error of the last predictions, each made before its measurement."""
+        return statistics.median(self._errors) if self._errors else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was learned, as plain values."""
+        means = {name: list(mean) for name, mean in self._means.items()}
+        return {"shapes": means, "all": list(self._all), "errors": list(self._errors)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what was learned before."""
+        try:
+            means = {str(k): (float(v[0]), int(v[1])) for k, v in state["shapes"].items()}
+            whole = float(state["all"][0]), int(state["all"][1])
+            errors = [float(error) for error in state["errors"]]
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            raise GulliverError("the saved refinement of costs is broken") from None
+        self._means, self._all = means, whole
+        self._errors = deque(errors, maxlen=LAST)
+
+
+def _with(mean: tuple[float, int], value: float) -> tuple[float, int]:
+    weight = max(LEAST_WEIGHT, 1 / (mean[1] + 1))
+    return mean[0] + weight * (value - mean[0]), mean[1] + 1

@@ -1,1 +1,0 @@
-"""Parts of ``gulliver.integrations.lightning``: read `_strategy.py` first."""

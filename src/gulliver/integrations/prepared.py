@@ -1,0 +1,323 @@
+"""Arguments of an accelerator: the plugin, and what does not go with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import InitProcessGroupKwargs
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin
+from gulliver.comm.world import current_world, init_world
+from gulliver.errors import GulliverError
+from gulliver.integrations.refusals import refuse_arguments
+from gulliver.parallel.optimizer import BoostedOptimizer
+
+# What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``.
+LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+
+Options = Plugin | Mapping[str, Any] | str | None
+
+
+def plugin_of(options: Options) -> Plugin:
+    """The plugin that options ask for."""
+    options = _read(options)
+    if isinstance(options, LowLevelZeroPlugin | GeminiPlugin):
+        return options
+    if options is None or isinstance(options, Mapping):
+        given = {"verbose": False, **(options or {})}
+        return GeminiPlugin(**given) if "memory_limit" in given else LowLevelZeroPlugin(**given)
+    raise GulliverError(
+        f"gulliver={type(options).__name__} does not run in a loop of one loss per batch and rank: "
+        "pass LowLevelZeroPlugin(...), GeminiPlugin(...), or a dict of their arguments"
+    )
+
+
+def one_of(given: Options, of_arguments: Options) -> Options:
+    """The options of a trainer."""
+    if given is None or of_arguments is None:
+        return of_arguments if given is None else given
+    if _read(given) != _read(of_arguments):
+        raise GulliverError(
+            f"Trainer(gulliver={given!r}) and TrainingArguments(gulliver={of_arguments!r}) differ: "
+            "say it once"
+        )
+    return given
+
+
+def _read(options: Options) -> Plugin | Mapping[str, Any] | None:
+    if not isinstance(options, str):
+        return options
+    try:
+        return json.loads(options)
+    except ValueError as error:
+        raise GulliverError(f"gulliver={options!r} is no JSON: {error}") from error
+
+
+def check_precision(name: str | None) -> None:
+    """Refuses precisions whose scaler or kernels need whole gradients."""
+    if name in ("fp16", "fp8"):
+        raise GulliverError(
+            f"mixed_precision={name!r} is not supported: use 'bf16'"
+            + (", or gulliver={'precision': 'fp16'} for a model in float16" * (name == "fp16"))
+        )
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments and variables that let another library run the model."""
+    refuse_arguments("Accelerator", arguments)
+    for name in LAUNCHED:
+        variable = f"ACCELERATE_USE_{name}"
+        if os.environ.get(variable, "").lower() == "true":
+            raise GulliverError(f"{variable} is set: launch without it, by torchrun for instance")
+    check_precision(
+        arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    )
+
+
+def join_world(arguments: Mapping[str, Any]) -> None:
+    """Joins the world before accelerate does, which would start a group that knows no host."""
+    # accelerate takes a process group that is there; ours reaches host memory, too (gloo).
+    handlers = arguments.get("kwargs_handlers") or ()
+    given = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
+    options = dict(given[0]) if given else {}
+    timeout = options.pop("timeout", None)
+    if options:
+        raise GulliverError(
+            f"InitProcessGroupKwargs({', '.join(options)}): of these only timeout is supported"
+        )
+    chosen = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
+    asked = arguments.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    init_world(**chosen, device=torch.device("cpu") if asked else None)
+
+
+def join_group(device: torch.device) -> None:
+    """Joins the world of a process group that a framework has made."""
+    on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
+    if on_gpu and "cpu:" not in str(dist.get_backend_config()):
+        raise GulliverError(
+            "a process group without gloo was made before: take TrainingArguments from "
+            "gulliver.integrations.trainer, or call gulliver.init_world() before them"
+        )
+    init_world(device=device if device.type == "cpu" else None)
+
+
+# Marks models with the accelerator that runs them, and hands them to the next optimizer.
+#
+# A second Trainer may evaluate with a boosted model as it is. The optimizer of a second phase,
+# which another Trainer brings or which follows `free_memory`, has the parameters given back first.
+
+
+_KEY = "_gulliver_owned"
+
+
+class Owner(Protocol):
+    """The accelerator that has boosted a model."""
+
+    booster: Booster
+
+    def get_state_dict(
+        self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
+    ) -> dict[str, Any]: ...
+    def has_ended(self, model: nn.Module) -> bool: ...
+    def release(self, model: nn.Module) -> None: ...
+
+
+class _Owned:
+    """Entry of a module that names its accelerator; a copy of the module has none."""
+
+    def __init__(self, owner: Owner | None = None) -> None:
+        self.owner = owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owned:
+        return _Owned()
+
+    def __reduce__(self) -> Any:
+        return _Owned, ()
+
+
+def mark_owned(model: nn.Module, owner: Owner | None) -> None:
+    """Sets the accelerator that runs a model."""
+    # Not by setattr, nor in a table: it lives as long as the model, and is no part of it.
+    vars(model)[_KEY] = _Owned(owner)
+
+
+def owner_of(model: nn.Module) -> tuple[nn.Module, Owner] | None:
+    """Finds the part of a model that is boosted, and the accelerator that runs it."""
+    for part in model.modules():
+        mark = vars(part).get(_KEY)
+        if mark is not None and mark.owner is not None:
+            return part, mark.owner
+    return None
+
+
+def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Module:
+    """Finds the model that an optimizer steps."""
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    found = [model for model in dict.fromkeys(known) if not stepped.isdisjoint(model.parameters())]
+    if not found:
+        raise GulliverError(
+            f"the model of {type(optimizer).__name__} is not prepared: prepare it before, or in "
+            "the same call; where it was trained before, make the optimizer anew"
+        )
+    if len(found) > 1 or not stepped.issubset(found[0].parameters()):
+        raise GulliverError(
+            f"{type(optimizer).__name__} steps parameters of several models: give each model an "
+            "optimizer, or put them into one nn.ModuleList"
+        )
+    return found[0]
+
+
+def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) -> None:
+    """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
+    found = owner_of(model)
+    if found is None:
+        return
+    part, owner = found
+    if owner is taker and not owner.has_ended(part):
+        raise GulliverError(
+            "the model has an optimizer already: one with several groups does what several do; "
+            "for a second phase end the first with accelerator.free_memory(model, optimizer)"
+        )
+    if getattr(owner.booster.plugin, "memory", None) is not None:
+        raise GulliverError(
+            "the model was trained under a memory limit, which has no room to give it back whole: "
+            "save it (trainer.save_model, accelerator.save_model), load a new model from there and "
+            "train that"
+        )
+    before = list(model.parameters())
+    owner.release(part)
+    fresh: dict[Any, nn.Parameter] = dict(zip(before, model.parameters(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [fresh.get(p, p) for p in group["params"]]
+    for old in [p for p in optimizer.state if p in fresh]:
+        optimizer.state[fresh[old]] = optimizer.state.pop(old)
+
+
+# Boosted models and optimizers as a loop of accelerate calls them.
+
+
+class Accelerating(Protocol):
+    """What an optimizer reads of the accelerator that prepared it."""
+
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def sync_gradients(self) -> bool: ...
+    @property
+    def holds_back(self) -> bool: ...
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """A boosted optimizer that steps when gradients are complete."""
+
+    def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerating) -> None:
+        super().__init__(boosted, device_placement=False)
+        self.boosted, self._accelerator = boosted, accelerator
+
+    def step(self, closure: Any = None) -> None:
+        accelerator, boosted = self._accelerator, self.boosted
+        if accelerator.holds_back and accelerator.sync_gradients and accelerator.num_processes > 1:
+            raise GulliverError(
+                "a step inside no_sync is one of this rank alone (LocalSGD), and optimizer state "
+                "is shared: step outside"
+            )
+        before = getattr(boosted, "skipped", 0)
+        super().step(closure)
+        self._is_overflow = getattr(boosted, "skipped", 0) > before
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole averaged gradients by name; every rank calls it."""
+        return self.boosted.full_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise GulliverError("the optimizer's state lies with all ranks: accelerator.save_state")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise GulliverError("the optimizer's state lies with all ranks: accelerator.load_state")
+
+
+def work_together(model: nn.Module) -> None:
+    """Makes ranks generate and save together where each needs the others' parameters."""
+    # They generate until the last has its text, and save what was gathered by all.
+    for module in model.modules():
+        if hasattr(type(module), "generate"):
+            # A method, so that a copy of the model generates by itself.
+            module.generate = MethodType(_generate, module)  # type: ignore[assignment]
+    if hasattr(type(model), "save_pretrained"):
+        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
+
+
+def work_alone(model: nn.Module) -> None:
+    """Undoes `work_together`."""
+    ours = (_generate, _save_pretrained)
+    for module in model.modules():
+        for name in ("generate", "save_pretrained"):
+            if getattr(vars(module).get(name), "__func__", None) in ours:
+                del vars(module)[name]
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    state, save = kwargs.get("state_dict"), type(model).save_pretrained
+    if state is None:
+        return save(model, *args, **kwargs)
+    if state:  # else another rank has it, and writes
+        with _states_from(model, state):
+            return save(model, *args, **kwargs)
+    return None
+
+
+@contextmanager
+def _states_from(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Makes modules answer ``state_dict()`` with what was gathered."""
+    # peft asks the modules of ``modules_to_save`` for the names of their entries, on the rank that
+    # writes; to read parameters takes all ranks.
+    parts = [(name, part) for name, part in model.named_modules() if name]
+    for name, part in parts:
+        vars(part)["state_dict"] = partial(_state_below, part, f"{name}.", state)
+    try:
+        yield
+    finally:
+        for _, part in parts:
+            del vars(part)["state_dict"]
+
+
+def _state_below(
+    part: nn.Module, prefix: str, state: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    if args or kwargs:  # a call from above, whose state is wanted as a whole
+        return type(part).state_dict(part, *args, **kwargs)
+    return {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+
+
+def mapped_state(booster: Booster, model: nn.Module, folder: Path | None) -> dict[str, Tensor]:
+    """Gathers one tensor at a time, so that the whole model is never in memory."""
+    main = current_world().is_main
+    with TemporaryDirectory(dir=folder if main else None, prefix=".gulliver-") as place:
+        path = Path(place) / "model.safetensors"
+        booster.save_model(model, path)
+        # The pages of a file that is gone stay for those who have mapped it.
+        read = load_file(path) if main else {}
+    # As a state dict of the model's own: in its order, and tied tensors are one.
+    known, state = dict[int, str](), dict[str, Tensor]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in read:
+            state[name] = read[known.setdefault(id(parameter), name)]
+    return {**state, **{name: value for name, value in read.items() if name not in state}}

@@ -1,0 +1,149 @@
+"""Progress for people: a bar on a terminal, plain lines elsewhere; scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from gulliver.errors import GulliverError, missing_extra
+from gulliver.io.files import named_errors, require_space
+
+UNWRITTEN = 1 << 16
+"""Bytes of scalars that a log of TensorBoard may still have to write, and more."""
+SECONDS_BETWEEN_LINES = 15.0
+
+
+def console() -> Console:
+    """The console of messages for people; standard output stays free for results."""
+    # Names are shown as they are: a folder called ``run[v2]`` is no markup.
+    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def memory_in_use() -> int:
+    """Peak bytes of this process: of the GPU if there is one, else resident."""
+    torch = sys.modules.get("torch")  # commands that need none start without its two seconds
+    if torch is not None and torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Display:
+    """Progress of `total` steps, under a title, with figures next to the bar."""
+
+    # A context manager. On a terminal it is a live bar; elsewhere a line now and then, so that logs
+    # stay readable. A disabled display shows nothing (ranks other than 0).
+
+    def __init__(self, title: str, total: int, start: int = 0, enabled: bool = True) -> None:
+        self.title, self.total, self.done, self.enabled = title, total, start, enabled
+        self.console = console()
+        self._first, self._started = start, time.monotonic()
+        self._last_line = self._started
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        self._started = self._last_line = time.monotonic()
+        if self.enabled and self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=28),
+                MofNCompleteColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeElapsedColumn(),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=self.console)
+            self._bar.add_task(self.title, total=self.total, completed=self.done, figures="")
+            self._bar.start()
+        return self
+
+    def advance(self, steps: int = 1, **figures: str) -> None:
+        """Counts finished steps; `figures` are shown as they are given."""
+        self.done += steps
+        text = "  ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self.done, figures=text)
+            return
+        now = time.monotonic()
+        if self.enabled and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self._line(text, now)
+
+    def _line(self, text: str, now: float) -> None:
+        rate = (self.done - self._first) / max(now - self._started, 1e-9)
+        left = (self.total - self.done) / rate if rate else float("inf")
+        self.console.print(f"{self.title} {self.done}/{self.total}  {text}  eta {left:.0f} s")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self.enabled and kind is None:
+            seconds = time.monotonic() - self._started
+            self.console.print(f"{self.title} {self.done}/{self.total}  done in {seconds:.0f} s")
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Writes named numbers of a step, and pictures."""
+
+    folder: Path
+    writer: Any
+
+    def __call__(self, name: str, value: float, step: int) -> None:
+        """Writes a number."""
+        if self.writer is not None:
+            with named_errors(self.folder):
+                self.writer.add_scalar(name, value, step)
+
+    def picture(self, name: str, pixels: Any, step: int) -> None:
+        """Writes a picture, uint8 [H, W, 3]."""
+        if self.writer is not None:
+            with named_errors(self.folder):
+                self.writer.add_image(name, pixels, step, dataformats="HWC")
+
+
+@contextmanager
+def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Scalars]:
+    """Yields what writes scalars and pictures to TensorBoard, where that is installed."""
+    if not enabled:
+        yield Scalars(folder, None)
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        console().print(str(missing_extra("no TensorBoard log", "train")))
+        yield Scalars(folder, None)
+        return
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    try:
+        yield Scalars(folder, writer)
+    finally:
+        # On a full disk its thread ends at a value, and closing would wait for that one forever.
+        with suppress(GulliverError):
+            require_space(folder, UNWRITTEN)
+            writer.close()

@@ -1,0 +1,57 @@
+"""Seeds that depend on what they are for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gulliver.io.files import named_errors, write_text
+
+
+def derive(*parts: int) -> int:
+    """A 63-bit seed from several numbers: streams that differ in any of them are independent."""
+    text = ":".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+# The log of a job: a line of JSON for each logged step, cut where a job resumes.
+
+
+@dataclass(frozen=True)
+class Log:
+    """A file with one JSON object per line, each with its ``step``."""
+
+    path: Path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Reads the log, a mapping for each line."""
+        # What is no line of a log is left out: the last one of a run that was killed may be torn.
+        if not self.path.is_file():
+            return []
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in map(_parsed, lines) if line is not None]
+
+    def cut(self, step: int) -> None:
+        """Drops lines after `step`: a resumed run writes them again."""
+        if self.path.is_file():
+            lines = [line for line in self.read() if line["step"] <= step]
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Adds a line."""
+        with named_errors(self.path):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            with os.fdopen(os.open(self.path, flags, 0o666), "w") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None

@@ -1,0 +1,587 @@
+"""Calls of modules with something around them, such as computing again in backward.
+
+What is around replaces `forward` of one module, or its compiled call. Copies of the module have a
+plain call again.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from gulliver._compat import (
+    at_end_of_backward,
+    backward_number,
+    compiled_call,
+    replace_compiled_call,
+    storage_users,
+)
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import ACTIVATIONS
+from gulliver.memory.host import HostStore
+from gulliver.memory.manager import Manager
+from gulliver.memory.stores import ManagedTensor, Residency, page_aligned, typed, whole_pages
+from gulliver.memory.streams import Copier
+from gulliver.options import size_text
+from gulliver.solve.replacement import NoRoom
+
+Around = Callable[..., Any]
+"""Called with the call, its positional and its keyword arguments."""
+
+
+class AroundCall:
+    """Call of a module with something around it."""
+
+    # [Note: copies] A function in the place of `forward` is shared by the copies of a module, whose
+    # calls would all run the first one. So a copy, such as an average of the weights, gets what is
+    # inside, which is copied with it.
+
+    def __init__(self, call: Callable[..., Any], around: Around) -> None:
+        self._call, self.around = call, around
+        update_wrapper(self, call)  # its signature is read
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.around(self._call, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._call, memo)
+
+
+def wrap_call(module: nn.Module, around: Around) -> None:
+    """Puts something around a module's calls; one that is compiled by itself stays compiled."""
+    compiled = compiled_call(module)
+    if compiled is not None:
+        replace_compiled_call(module, AroundCall(compiled, around))
+    else:
+        module.forward = AroundCall(module.forward, around)
+
+
+def recompute_modules(model: nn.Module, paths: Iterable[str]) -> None:
+    """Makes backward compute modules again instead of keeping what they computed."""
+    # Random numbers are drawn as they were in the forward.
+    for path in paths:
+        wrap_call(model.get_submodule(path), _again)
+
+
+def _again(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    return checkpoint(call, *args, use_reentrant=False, **kwargs)
+
+
+# Activations as objects of a manager: what forward saves for backward may leave the fast tier.
+#
+# Around chosen blocks, tensors that autograd saves are copied into objects of the manager, which
+# keeps or moves them as it does chunks, and brings them back in the reverse order. Bits, shapes,
+# strides and shared memory are as they were.
+
+
+LEAST_BYTES = 1 << 16
+"""Size of memory from which moving it away is worth its bookkeeping."""
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What is called with what autograd saves, and with that to have it back."""
+
+
+# [Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
+# of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
+# between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
+# Autograd does not compare versions where hooks are in force, so that is done here, with its words.
+# Nor does it call hooks that were in force before these: who has some that matter, such as those
+# that give parameters back between forward and backward, names them (`outer`).
+#
+# [Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
+# the graph is freed without a backward. Its object is then discarded, which neither writes nor
+# reads, and taken again for a copy of that size: in each step the same objects come in the same
+# order, from which the manager learns when to fetch them. A finalizer may run anywhere, also inside
+# the manager. So it only notes what died; that is worked off at the next save or use, and at the
+# end of backward.
+class Keeper(Protocol):
+    """What is needed of a manager."""
+
+    device: torch.device
+
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
+        """Takes a new object."""
+        ...
+
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object, and keeps it there until `done`."""
+        ...
+
+    def done(self, managed: ManagedTensor) -> None:
+        """Ends a use."""
+        ...
+
+    def discard(self, managed: ManagedTensor) -> None:
+        """Forgets the content of an object."""
+        ...
+
+    def remove(self, managed: ManagedTensor) -> None:
+        """Forgets an object."""
+        ...
+
+    def view(self, managed: ManagedTensor) -> Tensor:
+        """Shows the content of an object wherever it lies."""
+        ...
+
+
+class _ActivationCopy:
+    """Memory of saved tensors, copied into an object of the manager."""
+
+    __slots__ = ("__weakref__", "managed", "source", "version")
+
+    def __init__(self, managed: ManagedTensor, source: weakref.ref[Any], version: int) -> None:
+        self.managed, self.source, self.version = managed, source, version
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A saved tensor that was copied: how it lay in its memory."""
+
+    copy: _ActivationCopy
+    tensor: weakref.ref[Tensor]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    version: int
+
+
+@dataclass(frozen=True)
+class _KeptTensor:
+    """A saved tensor that stayed where it is."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """What other hooks have saved in the place of a tensor."""
+
+    saved: Any
+
+
+class ActivationOffload:
+    """Gives what forward saves for backward to a manager."""
+
+    def __init__(
+        self, manager: Keeper, least: int = LEAST_BYTES, outer: Hooks | None = None
+    ) -> None:
+        self.manager, self.least, self._outer = manager, least, outer
+        self.moved = self.kept = 0
+        # Whether an operation is saving: it reads its parameters yet, which have to stay.
+        self.saves = False
+        self._copies: dict[int, weakref.ref[_ActivationCopy]] = {}
+        self._free: dict[int, list[tuple[int, ManagedTensor]]] = {}
+        self._dead: deque[ManagedTensor] = deque()
+        self._used: dict[int, tuple[ManagedTensor, int]] = {}
+        self._backward = -1
+
+    @contextmanager
+    def saving(
+        self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
+    ) -> Iterator[None]:
+        """Takes what is saved inside, in this thread."""
+        self.sweep()
+        buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
+        buffers |= {_key(tensor) for tensor in others}
+        with saved_tensors_hooks(lambda tensor: self._pack(tensor, buffers), self._unpack):
+            yield
+
+    def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
+        """Takes what modules save in each of their calls."""
+        # A module that is compiled by itself is taken around its compiled call.
+        for path in paths:
+            module = model.get_submodule(path)
+            wrap_call(module, self._around(module))
+
+    def sweep(self) -> None:
+        """Discards what died, and unpins what no node uses any more."""
+        for managed, users in list(self._used.values()):
+            if managed.tensor is not None and storage_users(managed.tensor) <= users:
+                del self._used[managed.number]
+                self.manager.done(managed)
+        for _ in range(len(self._dead)):
+            managed = self._dead.popleft()
+            if managed.number in self._used:
+                self._dead.append(managed)  # its node is gone, but a view of it is not
+                continue
+            self.manager.discard(managed)
+            heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
+
+    def forget_unused(self) -> None:
+        """Forgets the objects that were discarded, which are kept for copies of their size."""
+        for unused in self._free.values():
+            while unused:
+                self.manager.remove(unused.pop()[1])
+
+    def _around(self, module: nn.Module) -> Callable[..., Any]:
+        def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return call(*args, **kwargs)
+            with self.saving(module):
+                return call(*args, **kwargs)
+
+        return run
+
+    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _KeptTensor | _Outer:
+        self.sweep()
+        if self._outer is not None and (saved := self._outer[0](tensor)) is not tensor:
+            return _Outer(saved)
+        if _is_own(tensor):
+            # The leaf itself: its data may be exchanged, and other data be there in backward.
+            return _KeptTensor(tensor, tensor._version)
+        self.saves = True
+        try:
+            copy = self._copy(tensor) if self._wanted(tensor, outside) else None
+        finally:
+            self.saves = False
+        if copy is None:
+            self.kept += tensor.nbytes
+            # A view of its own, with the same version: the tensor would hold the graph that holds
+            # it, if a node saves its output.
+            return _KeptTensor(tensor.detach(), tensor._version)
+        return _Saved(
+            copy,
+            weakref.ref(tensor),
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor._version,
+        )
+
+    def _unpack(self, saved: _Saved | _KeptTensor | _Outer) -> Tensor:
+        self.sweep()
+        if isinstance(saved, _Outer):
+            assert self._outer is not None
+            return self._outer[1](saved.saved)
+        tensor = saved.tensor if isinstance(saved, _KeptTensor) else saved.tensor()
+        if tensor is not None and tensor._version != saved.version:
+            raise RuntimeError(_modified(tensor, saved.version))
+        if isinstance(saved, _KeptTensor):
+            return saved.tensor
+        number = backward_number()
+        if number not in (-1, self._backward):
+            self._backward = number
+            at_end_of_backward(self.sweep)
+        memory = self._brought(saved.copy.managed)
+        whole = memory.numel() // saved.dtype.itemsize * saved.dtype.itemsize
+        flat = memory[:whole].view(saved.dtype)
+        return flat.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _brought(self, managed: ManagedTensor) -> Tensor:
+        """Memory of an object, which stays until no node refers to it any more."""
+        if managed.number not in self._used:
+            try:
+                memory = self.manager.use(managed)
+            except NoRoom:
+                # Backward has to go on: a copy on top of the budget, which measurements then lower.
+                return self.manager.view(managed).to(self.manager.device, copy=True)
+            self._used[managed.number] = (managed, storage_users(memory))
+        assert managed.tensor is not None
+        return managed.tensor
+
+    def _wanted(self, tensor: Tensor, outside: set[int]) -> bool:
+        if not self._is_plain(tensor) or tensor.layout != torch.strided:
+            return False
+        if tensor.device != self.manager.device or tensor.is_conj() or tensor.is_neg():
+            return False
+        base = tensor._base
+        if (base is not None and _is_own(base)) or _key(tensor) in outside:
+            return False
+        return tensor.untyped_storage().nbytes() >= self.least
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return type(tensor) is Tensor
+
+    def _fill(self, memory: Tensor, tensor: Tensor) -> None:
+        """Copies all memory behind a tensor."""
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory.copy_(source.set_(tensor.untyped_storage()))
+
+    def _copy(self, tensor: Tensor) -> _ActivationCopy | None:
+        """The copy of a tensor's memory; None where it does not fit the budget."""
+        storage = tensor.untyped_storage()
+        known = self._copies.get(storage._cdata)
+        copy = known() if known is not None else None
+        # Memory that is gone may have been given out again, at the same address.
+        if copy is not None and copy.source() is storage and copy.version == tensor._version:
+            return copy
+        try:
+            managed = self._take(storage.nbytes())
+        except GulliverError:  # nor is there room behind
+            return None
+        try:
+            memory = self.manager.use(managed, write=True, fresh=True)
+        except GulliverError:
+            heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
+            return None
+        try:
+            self._fill(memory, tensor)
+        finally:
+            self.manager.done(managed)
+        self.moved += managed.nbytes
+        copy = _ActivationCopy(managed, weakref.ref(storage), tensor._version)
+        self._copies[storage._cdata] = weakref.ref(copy, self._forget(storage._cdata))
+        weakref.finalize(copy, self._dead.append, managed).atexit = False
+        return copy
+
+    def _forget(self, key: int) -> Callable[[weakref.ref[_ActivationCopy]], None]:
+        def forget(gone: weakref.ref[_ActivationCopy]) -> None:
+            if self._copies.get(key) is gone:
+                del self._copies[key]
+
+        return forget
+
+    def _take(self, nbytes: int) -> ManagedTensor:
+        """An object of a size: the first that is free, so that steps take the same."""
+        free = self._free.setdefault(nbytes, [])
+        if free:
+            return heapq.heappop(free)[1]
+        new = f"activation of {nbytes} bytes", ACTIVATIONS, nbytes, torch.uint8
+        try:
+            return self.manager.add(*new)
+        except GulliverError:
+            # Those of a batch of another size are in the way.
+            self.forget_unused()
+            return self.manager.add(*new)
+
+
+@contextmanager
+def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[ActivationOffload]:
+    """Gives a manager what the forward inside saves for backward.
+
+    Args:
+        manager: manager that places the activations among its other objects.
+        least: size of memory from which it is taken, in bytes.
+
+    Example:
+        with offload_activations(manager):
+            loss = model(batch)
+        loss.backward()
+    """
+    # The manager keeps it: the objects of a step are those of the step before.
+    offload = vars(manager).setdefault("_activations", ActivationOffload(manager))
+    offload.least = least
+    with offload.saving():
+        yield offload
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_own(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a leaf of the user's: it lives on anyway."""
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _modified(tensor: Tensor, version: int) -> str:
+    kind = tensor.type()
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{kind} {list(tensor.shape)}] is at version {tensor._version}; expected "
+        f"version {version} instead. Hint: enable anomaly detection to find the operation that "
+        "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+# Activations that wait for their backward in host memory, last in, first out.
+#
+# A backward uses what its forward saved in the reverse order. So nothing has to be learned or
+# guessed, as a `Manager` does of state that comes in every step: what a block saved leaves while
+# the blocks after it run, and comes back while those are in backward.
+
+
+# [Note: two blocks] On the device there is what one block has saved, or needs now, and what one
+# other has on its way. Copies of a block are given up one by one as the next one that moves saves
+# its own: the blocks between have hidden their way, and if not, it is waited for. What the last one
+# saved is still there when backward begins. When the first of a block's activations is used, those
+# of the block before are sent for.
+#
+# Copies are queued on streams of their own; see [Note: order of copies] in `streams.py`. What a
+# step leaves behind lies in the host's memory until it is discarded.
+class HostArena(HostStore):
+    """Host memory in one piece, whose pages are locked when it is first used."""
+
+    # Slabs, of which objects share none, would leave up to half of themselves free where objects
+    # are as large as activations are.
+
+    def __init__(self, capacity: int, device: torch.device, copier: Copier | None = None) -> None:
+        super().__init__(whole_pages(capacity), device, copier)
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and unlocks the pages."""
+        slabs = list(self._slabs)
+        super().close()
+        for slab in slabs:
+            self._copier.unlock_pages(slab)
+
+    def _add_slab(self, size: int) -> None:
+        if self._slabs or size > self.capacity:
+            raise GulliverError(
+                f"the {size_text(self.capacity)} of host memory for activations are full: "
+                f"{size_text(size)} more do not fit"
+            )
+        slab = page_aligned(self.capacity)
+        self._copier.lock_pages(slab)
+        self._extents.add(0, self.capacity)
+        self._starts.append(0)
+        self._slabs.append(slab)
+        self.pinned = self.capacity
+
+
+class ActivationStack:
+    """Keeps activations of an `ActivationOffload` in host memory."""
+
+    def __init__(self, store: HostStore, device: torch.device) -> None:
+        self.store, self.device = store, device
+        self.held = self.most = 0
+        self._number = self._block = self._room = 0
+        self._blocks: dict[int, list[ManagedTensor]] = {}
+        self._block_of: dict[int, int] = {}
+        self._here: dict[int, ManagedTensor] = {}
+        self._new, self._used = set[int](), set[int]()
+        self._coming = -1
+
+    def begin(self) -> None:
+        """Another block is about to save."""
+        own = sum(managed.nbytes for managed in self._blocks.get(self._block, ()))
+        self._room = max(self._room, own)
+        self._block += 1
+
+    def leave(self) -> None:
+        """Gives up what is on the device and in no use, such as at the end of a step."""
+        for number, managed in list(self._here.items()):
+            self._give_up_unused(number, managed)
+        self._room = 0
+        self._block += 1
+
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
+        """Takes a new object."""
+        managed = ManagedTensor(name, kind, numel, dtype, number=self._number)
+        managed.offset = self.store.allocate(managed.nbytes)
+        self._number += 1
+        return managed
+
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object, and keeps it until `done`; a fresh one is new memory to be filled."""
+        if fresh:
+            self._make_room(managed.nbytes)
+            self._hold(managed, Residency.HERE)
+            self._new.add(managed.number)
+            self._blocks.setdefault(self._block, []).append(managed)
+            self._block_of[managed.number] = self._block
+        else:
+            self._used.add(managed.number)
+            self._fetch(managed)
+            if managed.residency is Residency.LEAVING:
+                managed.enter(Residency.HERE)  # its memory may be read while it is copied
+            elif managed.residency is Residency.ARRIVING:
+                self._settle(managed)
+            self._send_for(self._block_of[managed.number])
+        assert managed.tensor is not None
+        return managed.tensor
+
+    def done(self, managed: ManagedTensor) -> None:
+        """Ends a use; what was filled leaves."""
+        self._used.discard(managed.number)
+        if managed.number in self._new:
+            self._new.remove(managed.number)
+            assert managed.memory is not None
+            assert managed.offset is not None
+            managed.transfer = self.store.write(managed.offset, managed.memory)
+            managed.enter(Residency.LEAVING)
+
+    def discard(self, managed: ManagedTensor) -> None:
+        """Forgets the content of an object."""
+        self._used.discard(managed.number)
+        self._give_up(managed)
+        number = self._block_of.pop(managed.number, None)
+        if number is not None:
+            self._blocks[number].remove(managed)
+            if not self._blocks[number]:
+                del self._blocks[number]
+
+    def remove(self, managed: ManagedTensor) -> None:
+        """Forgets an object that has no content."""
+        assert managed.offset is not None
+        self.store.free(managed.offset, managed.nbytes)
+
+    def view(self, managed: ManagedTensor) -> Tensor:
+        """Shows the content of an object in host memory."""
+        assert managed.offset is not None
+        return typed(
+            self.store.mapped(managed.offset, managed.nbytes), managed.nbytes, managed.dtype
+        )
+
+    def _make_room(self, size: int) -> None:
+        """Gives up the oldest copies, until what a block saves fits; its own stay."""
+        for number, managed in list(self._here.items()):
+            if self.held + size <= self._room or self._block_of[number] == self._block:
+                return
+            self._give_up_unused(number, managed)
+
+    def _give_up_unused(self, number: int, managed: ManagedTensor) -> None:
+        if number not in self._new and number not in self._used:
+            self._give_up(managed)
+
+    def _hold(self, managed: ManagedTensor, residency: Residency) -> Tensor:
+        """Takes memory of the device for an object."""
+        managed.memory = torch.empty(managed.nbytes, dtype=torch.uint8, device=self.device)
+        managed.enter(Residency.QUEUED)
+        managed.enter(residency)
+        self._here[managed.number] = managed
+        self.held += managed.nbytes
+        self.most = max(self.most, self.held)
+        return managed.memory
+
+    def _fetch(self, managed: ManagedTensor) -> None:
+        if managed.residency is Residency.AWAY:
+            assert managed.offset is not None
+            managed.transfer = self.store.read(
+                managed.offset, self._hold(managed, Residency.ARRIVING)
+            )
+
+    def _send_for(self, block: int) -> None:
+        """Sends for what is left of a block, and for the one that backward uses next."""
+        if block == self._coming:
+            return
+        self._coming = block
+        before = max((number for number in self._blocks if number < block), default=block)
+        for number in dict.fromkeys((block, before)):
+            for managed in reversed(self._blocks[number]):
+                self._fetch(managed)
+
+    def _settle(self, managed: ManagedTensor) -> None:
+        """Makes all later work of the device wait for a copy in flight."""
+        if managed.transfer is not None:
+            managed.transfer.wait()
+            managed.transfer = None
+        if managed.residency is not Residency.HERE:
+            managed.enter(Residency.HERE)
+
+    def _give_up(self, managed: ManagedTensor) -> None:
+        """Frees an object's memory on the device."""
+        if managed.residency is not Residency.AWAY:
+            self._settle(managed)
+            managed.enter(Residency.AWAY)
+            managed.memory = None
+            del self._here[managed.number]
+            self.held -= managed.nbytes

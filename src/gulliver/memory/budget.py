@@ -1,0 +1,610 @@
+"""Freed memory goes back to the system: glibc's malloc is set to return it, while a limit is set.
+
+By default glibc keeps what is freed, below a size that grows up to 32 MiB, in heaps where it serves
+whoever asks for less next. A manager that shares a limit with activations needs it back: their
+memory would stay resident after backward, while chunks want the room.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gulliver.errors import GulliverError
+from gulliver.memory.symbolic import ActivationPeak
+
+# From malloc.h: parameters of mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+MAPPED = 1 << 20
+"""Bytes from which memory is mapped by itself and goes back as soon as it is freed."""
+# Once set, glibc's thresholds do not move by themselves again, and cannot be asked where they were.
+# So they are put to where they end up in a process that trains, or to what its environment says.
+_GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
+_ALL = (1 << 31) - 1
+
+
+# [Note: page faults] The price is that each large tensor of a step begins on pages that the system
+# clears one by one: 0.7 million faults of a step of 250 M parameters and 512 tokens, a tenth of its
+# seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
+# takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
+class FreedMemory:
+    """Returns freed memory to the system until `close`; of several, until the last one's."""
+
+    _open = 0
+
+    def __init__(self, mapped: int = MAPPED) -> None:
+        # Why nothing is done here; empty where it is.
+        self.reason = _reason()
+        self._libc = None if self.reason else ctypes.CDLL(None)
+        self._mapped = mapped
+        if self._libc is not None:
+            FreedMemory._open += 1
+            self.keep(False)
+
+    def keep(self, keeps: bool) -> None:
+        """Keeps freed memory for the next allocations of the process, or returns it at once."""
+        if self._libc is not None:
+            self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP if keeps else self._mapped)
+            self._libc.mallopt(_M_TRIM_THRESHOLD, _ALL if keeps else self._mapped)
+            if not keeps:
+                self.trim()
+
+    def trim(self) -> None:
+        """Gives back free pages between what is used; costs a walk over all heaps."""
+        if self._libc is not None:
+            trim_heaps()
+
+    def close(self) -> None:
+        """Makes glibc keep freed memory again, as its environment says or as it does by itself."""
+        libc, self._libc = self._libc, None
+        if libc is None:
+            return
+        FreedMemory._open -= 1
+        if not FreedMemory._open:
+            libc.mallopt(_M_MMAP_THRESHOLD, _said("MALLOC_MMAP_THRESHOLD_", _GROWN_MMAP))
+            libc.mallopt(_M_TRIM_THRESHOLD, _said("MALLOC_TRIM_THRESHOLD_", _GROWN_TRIM))
+
+
+def trim_heaps() -> None:
+    """Gives back what is freed already, where malloc is glibc's."""
+    if not _reason():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _said(name: str, default: int) -> int:
+    """What glibc's variable says, if it is one that glibc would have understood."""
+    text = os.environ.get(name, "")
+    return min(int(text), (1 << 31) - 1) if text.isdecimal() else default
+
+
+def _reason() -> str:
+    try:
+        version = os.confstr("CS_GNU_LIBC_VERSION")
+    except (ValueError, OSError):
+        version = None
+    if not version or not version.startswith("glibc"):
+        return "freed memory stays in the process's heaps: only glibc's malloc is told to free it"
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    for other in ("jemalloc", "tcmalloc", "mimalloc"):
+        if other in preloaded:
+            return f"freed memory goes back as {other} likes: only glibc's malloc is told to"
+    return ""
+
+
+# What a process uses besides what a manager holds: activations, temporary and all other memory.
+#
+# On a CPU a thread reads the process's own memory a few hundred times a second; on CUDA the
+# caching allocator knows. `Footprint` keeps the most of each step. It decides nothing.
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+INTERVAL_S = 0.002
+
+
+class Gauge(Protocol):
+    """Reads how many bytes of the fast tier the process uses for any purpose."""
+
+    def used(self) -> int:
+        """Bytes that are used now."""
+        ...
+
+    def most(self) -> int:
+        """Most bytes since the last call, as far as the gauge knows by itself."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the gauge has open."""
+        ...
+
+
+class ProcessGauge:
+    """Anonymous resident memory of this process: what a limit cannot take back."""
+
+    # Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def used(self) -> int:
+        """Bytes that are used now."""
+        fields = os.pread(self._file, 128, 0).split(None, 3)
+        return (int(fields[1]) - int(fields[2])) * PAGE
+
+    most = used
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+class CudaGauge:
+    """Memory of a CUDA device that PyTorch's caching allocator has given out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def used(self) -> int:
+        """Bytes that are used now."""
+        return int(torch.cuda.memory_stats(self._device).get("allocated_bytes.all.current", 0))
+
+    def most(self) -> int:
+        """Most bytes since the last call: the allocator misses none."""
+        peak = torch.cuda.memory_stats(self._device).get("allocated_bytes.all.peak", 0)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(peak)
+
+    def close(self) -> None:
+        """Frees nothing: there is nothing open."""
+
+
+@dataclass(frozen=True)
+class StepFootprint:
+    """Memory of a step."""
+
+    # Most bytes that no manager holds.
+    other: int
+    total: int
+
+
+class Footprint:
+    """Measures memory that is no model state, in steps.
+
+    Args:
+        held: tells the bytes of the fast tier that the manager holds now.
+        device: device whose memory is the fast tier.
+        base: bytes that were used before there was a model; None takes what is used now and not
+            held: then nothing of the model may lie outside of the manager.
+        interval: seconds between two looks, on a CPU.
+        gauge: gauge to read; None takes the device's.
+
+    Attributes:
+        alarm: total bytes from which `alarmed` is set; None for none.
+        alarmed: set as soon as a look saw more than that, until `clear_alarm`.
+
+    Raises:
+        OSError: the system has no /proc.
+    """
+
+    def __init__(
+        self,
+        held: Callable[[], int],
+        device: torch.device | str = "cpu",
+        *,
+        base: int | None = None,
+        interval: float = INTERVAL_S,
+        gauge: Gauge | None = None,
+    ) -> None:
+        device = torch.device(device)
+        self.gauge = gauge or (CudaGauge(device) if device.type == "cuda" else ProcessGauge())
+        self._held, self._interval = held, interval
+        if base is None:
+            # What was freed and kept by malloc would leave later, and the base be too high.
+            trim_heaps()
+            base = self.gauge.used() - held()
+        self.base = base
+        self.alarm: int | None = None
+        self.alarmed = False
+        self._lock = threading.Lock()
+        self._restart()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if device.type != "cuda":
+            self._thread = threading.Thread(target=self._watch, name="footprint", daemon=True)
+            self._thread.start()
+
+    def watch(self, alarm: int) -> None:
+        """Sets `alarmed` as soon as a look sees more than this total."""
+        self.alarm = alarm
+
+    def clear_alarm(self) -> None:
+        """The alarm was reacted to; the next look may give another."""
+        self.alarmed = False
+
+    def now(self) -> tuple[int, int]:
+        """Bytes that no manager holds, and all, above the base; counted as seen."""
+        return self._look(self.gauge.used)
+
+    def end_step(self) -> StepFootprint:
+        """Returns what the step used that ends now; the next begins."""
+        self._look(self.gauge.most)
+        with self._lock:
+            step = StepFootprint(self._other, self._total)
+            self._restart()
+        return step
+
+    def close(self) -> None:
+        """Stops looking."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.gauge.close()
+
+    def _restart(self) -> None:
+        self._other = self._total = 0
+
+    def _look(self, read: Callable[[], int]) -> tuple[int, int]:
+        # Reading lets other threads run. Where the manager took or gave memory meanwhile, the look
+        # is rather too low by that than too high: the next one is right.
+        before = self._held()
+        total = read() - self.base
+        other = max(0, total - max(before, self._held()))
+        with self._lock:
+            self._other, self._total = max(self._other, other), max(self._total, total)
+        if self.alarm is not None and total > self.alarm:
+            self.alarmed = True
+        return other, total
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._look(self.gauge.used)
+
+
+# How much of a limit the manager may hold: what activations and all other memory leave of it.
+#
+# `BudgetRule` decides from numbers alone, so that the same measurements give the same budgets.
+# `BudgetController` gives it the measurements of a `Footprint`, and its decisions to a manager.
+
+
+MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
+UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
+RISE_SHARE = 4
+STEADY_SHARE = 4
+"""Part of the margin that a budget may be off: a new one is not worth a new schedule."""
+WINDOW = 8
+KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
+"""Share of other memory that is added where freed memory is kept, and what is too little for it."""
+FEW_WAITS, MANY_WAITS = 0.1, 0.25
+"""Shares of a step's seconds in which it waits: below which freed memory is kept, above not."""
+
+
+# [Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
+# took in the last steps (before the first, less what was predicted). It falls at once and rises by
+# a quarter of the room in each step, so that lengths of sequences that alternate do not move chunks
+# to and fro. A change needs a new schedule of all moves, which takes longer than a small step: so
+# what differs by a quarter of the margin only, as measurements do from step to step, changes
+# nothing. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
+# position is passed, by twice what is missing: what grew so far goes on growing. A budget never
+# falls below what the manager has to hold at once: there the loop can do no more, and says so.
+#
+# [Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory
+# is kept for the next tensors, which spares page faults; budgets then leave room for what does not
+# fit. The first alarm, or steps that wait after all, end that for good.
+@dataclass(frozen=True)
+class Change:
+    """A change of a budget."""
+
+    step: int
+    at: str
+    before: int
+    after: int
+    why: str
+
+    def __str__(self) -> str:
+        where = f" at {self.at}" if self.at else ""
+        sizes = f"{_mib(self.before)} -> {_mib(self.after)}"
+        return f"step {self.step}{where}: budget {sizes}: {self.why}"
+
+
+class BudgetRule:
+    """Decides the budgets of coming steps; knows no clock, no thread and no memory."""
+
+    def __init__(self, limit: int, minimum: int = 0) -> None:
+        self.limit, self.minimum = limit, minimum
+        # Whether freed memory is kept; None before that was decided, False for good.
+        self.keeps: bool | None = None
+        # Reason of that, with figures.
+        self.keeps_why = ""
+        self.margin = limit // MARGIN_SHARE + MARGIN_BYTES
+        self.step = 0
+        self.changes: list[Change] = []
+        self._peaks: deque[int] = deque(maxlen=WINDOW)
+        self.budget = 0
+
+    @property
+    def alarm(self) -> int:
+        """Total bytes from which the rule wants to be asked inside a step."""
+        return self.limit - self.margin // 2
+
+    def begin(self, predicted: ActivationPeak | None, decides: str = "") -> int:
+        """Sets the budget of the first step."""
+        known = None if predicted is None else predicted.bytes
+        other = 0 if known is None else with_unseen(known)
+        room = self.limit - self.margin - other
+        if room < self.minimum:
+            raise GulliverError(_too_small(self, predicted, decides))
+        if predicted is not None and known is not None:
+            return self._set(room, "", f"{_mib(other)} predicted in {predicted.where}")
+        why = predicted.reason if predicted is not None else "no prediction"
+        return self._set(max(self.minimum, room // 4), "", f"first step, {why}")
+
+    def end_step(self, other: int, waits: float | None = None) -> int:
+        """Sets the budget of the next step."""
+        self.step += 1
+        self._peaks.append(other)
+        if waits is not None:
+            self._decide_keeping(other, waits)
+        most = max(self._peaks)
+        room = max(self.limit - self.margin - most, self.minimum)
+        why = f"other memory took {_mib(most)}"
+        steady = self.margin // STEADY_SHARE
+        if abs(room - self.budget) <= steady and self.budget >= self.minimum:
+            return self.budget
+        if room < self.budget:
+            return self._set(room, "", why)
+        rise = max((room - self.budget) // RISE_SHARE, min(room - self.budget, steady))
+        return self._set(self.budget + rise, "", why)
+
+    def _decide_keeping(self, other: int, waits: float) -> None:
+        """Keeps freed memory where steps hardly wait and it fits; gives that up where they do."""
+        if self.keeps and waits > MANY_WAITS:
+            self.stop_keeping(f"a step waits {waits:.0%} of its time")
+        if self.keeps is not None or waits > FEW_WAITS or other < KEPT_BYTES:
+            return
+        more = other + int(KEPT_SHARE * other)
+        if self.limit - self.margin - more < self.minimum + self.minimum // RISE_SHARE:
+            return
+        self._peaks.append(more)
+        self._set_keeping(True, f"freed memory is kept: a step waits {waits:.0%} of its time")
+
+    def stop_keeping(self, why: str, at: str = "") -> None:
+        """Gives freed memory back from now on."""
+        self._set_keeping(False, f"freed memory goes back: {why}", at)
+
+    def _set_keeping(self, keeps: bool, why: str, at: str = "") -> None:
+        self.keeps, self.keeps_why = keeps, why
+        self.changes.append(Change(self.step, at, self.budget, self.budget, why))
+
+    def press(self, other: int, total: int, at: str = "") -> int:
+        """Lowers the budget inside a step, if what is used now is close to the limit."""
+        if total <= self.alarm:
+            return self.budget
+        expected = self.limit - self.margin - self.budget
+        missing = max(other - expected, total - self.alarm)
+        room = max(self.limit - self.margin - expected - 2 * missing, self.minimum)
+        if room >= self.budget:
+            return self.budget
+        why = f"{_mib(total)} of {_mib(self.limit)} used, {_mib(other)} by other memory"
+        return self._set(room, at, why)
+
+    def grow(self, needed: int, other: int) -> int:
+        """Raises the budget inside a step for what is in use at once, where the limit has room."""
+        room = self.limit - self.margin - other
+        if needed > room:
+            return self.budget
+        self.minimum = max(self.minimum, needed)
+        # With some to spare: views of what was given back may live a little longer.
+        wanted = needed + (room - needed) // RISE_SHARE
+        return self._set(max(self.budget, wanted), "", "more is in use at once")
+
+    def hold_minimum(self) -> int:
+        """Sets the budget to the minimum, which the manager cannot go below."""
+        return self._set(max(self.budget, self.minimum), "", "as much is in use at once")
+
+    def _set(self, budget: int, at: str, why: str) -> int:
+        if budget != self.budget:
+            self.changes.append(Change(self.step, at, self.budget, budget, why))
+            self.budget = budget
+        return budget
+
+
+class Budgeted(Protocol):
+    """What a controller needs of a manager."""
+
+    @property
+    def minimum(self) -> int:
+        """Most bytes that were in use at once so far."""
+        ...
+
+    def set_budget(self, nbytes: int) -> None:
+        """Holds at most so much from the next chance on."""
+        ...
+
+
+class BudgetController:
+    """Keeps a process within its limit.
+
+    Args:
+        limit: bytes that the process may use above the footprint's base.
+        manager: manager of model states.
+        footprint: measures the process; None without measurements (no /proc): the prediction stays.
+        predicted: memory of a step as it was predicted.
+        minimum: least bytes that the manager has to hold at once, as planned.
+        decides: what that minimum comes from.
+        keeps: whether freed memory may be kept where steps hardly wait for transfers.
+
+    Attributes:
+        steps: footprint of every step so far.
+
+    Raises:
+        GulliverError: limit below what a step needs; names the smallest that would do.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        manager: Budgeted,
+        footprint: Footprint | None,
+        predicted: ActivationPeak | None = None,
+        minimum: int = 0,
+        decides: str = "",
+        keeps: bool = True,
+    ) -> None:
+        self._keeps = keeps
+        self.rule = BudgetRule(limit, max(minimum, manager.minimum))
+        self._least, self._warned = minimum or manager.minimum, False
+        self.steps: list[StepFootprint] = []
+        self._manager, self._footprint = manager, footprint
+        self._predicted = 0 if predicted is None else predicted.bytes or 0
+        manager.set_budget(self.rule.begin(predicted, decides))
+        self._freed = FreedMemory()
+        if footprint is not None:
+            footprint.watch(self.rule.alarm)
+
+    def check(self, at: str = "") -> None:
+        """Reacts to an alarm; where none was given it costs nothing.
+
+        Args:
+            at: position in the step.
+        """
+        footprint = self._footprint
+        if footprint is None or not footprint.alarmed:
+            return
+        # Memory that was freed and kept is given back first: it may be all that is missing.
+        if self.rule.keeps:
+            self.rule.stop_keeping("the limit is near", at)
+            self._follow_keeping()
+        self._freed.trim()
+        other, total = footprint.now()
+        self._apply(self.rule.press(other, total, at))
+        footprint.clear_alarm()
+
+    def grow(self, needed: int) -> bool:
+        """Raises the budget for what does not fit it, if it fits the limit; says whether it did.
+
+        Args:
+            needed: least budget that would do.
+        """
+        other = self._predicted if self._footprint is None else self._footprint.now()[0]
+        budget = self.rule.grow(needed, other)
+        if budget < needed:
+            return False
+        self._manager.set_budget(budget)
+        return True
+
+    def least_limit(self, needed: int) -> str:
+        """Says which limit would do where the budget cannot grow.
+
+        Args:
+            needed: least budget that would do.
+        """
+        other = self._predicted if self._footprint is None else self._footprint.now()[0]
+        least = math.ceil(_limit_for(needed + other) / 2**20)
+        return f"with {_mib(other)} besides state, a limit of about {least}MiB"
+
+    def end_step(self, waits: float | None = None) -> None:
+        """Takes the measurements of the step that ends, and sets the budget of the next.
+
+        Args:
+            waits: share of its seconds in which it waited for transfers; None where not known.
+        """
+        if self._footprint is None:
+            return
+        step, kept = self._footprint.end_step(), self.rule.keeps
+        self.steps.append(step)
+        self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
+        self._apply(self.rule.end_step(step.other, waits if self._keeps else None))
+        if self.rule.keeps != kept:
+            self._follow_keeping()
+        self._warn(step.other)
+
+    def _follow_keeping(self) -> None:
+        """Does with freed memory what the rule has decided, and says so."""
+        self._freed.keep(bool(self.rule.keeps))
+        logging.getLogger("gulliver").info("memory limit: %s", self.rule.keeps_why)
+
+    def _warn(self, other: int) -> None:
+        """Says once that a step needs more than the limit, whatever state makes room for it."""
+        limit, least = self.rule.limit, self._least
+        if other + least <= limit or self._warned:
+            return
+        self._warned = True
+        logging.getLogger("gulliver").warning(
+            "a step takes more than the memory limit of %s: %s of state at once and %s besides "
+            "(activations, what operations need); the smallest limit that would do is %dMiB",
+            _mib(limit),
+            _mib(least),
+            _mib(other),
+            math.ceil(_limit_for(least + other) / 2**20),
+        )
+
+    def explain(self) -> str:
+        """Describes every change of the budget, one a line."""
+        return "\n".join(map(str, self.rule.changes))
+
+    def close(self) -> None:
+        """Stops measuring; the process's malloc keeps freed memory again."""
+        self._freed.close()
+        if self._footprint is not None:
+            self._footprint.close()
+
+    def _apply(self, budget: int) -> None:
+        try:
+            self._manager.set_budget(budget)
+        except GulliverError:
+            # More is pinned at this moment: as low as that, and the end of the step tries again.
+            self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
+            self._manager.set_budget(self.rule.hold_minimum())
+
+
+def with_unseen(nbytes: int) -> int:
+    """Adds to a prediction what kernels use inside, and threads and libraries at first use."""
+    return nbytes + nbytes // UNSEEN_SHARE + min(nbytes, UNSEEN_BYTES)
+
+
+def room_without_unseen(nbytes: int) -> int:
+    """Most bytes that fit with what `with_unseen` adds to them."""
+    small = nbytes * UNSEEN_SHARE // (2 * UNSEEN_SHARE + 1)
+    large = (nbytes - UNSEEN_BYTES) * UNSEEN_SHARE // (UNSEEN_SHARE + 1)
+    return max(small, large) if large >= UNSEEN_BYTES else min(small, UNSEEN_BYTES)
+
+
+def smallest_limit(minimum: int, predicted: int) -> int:
+    """Least limit that leaves a step what it needs."""
+    return _limit_for(minimum + with_unseen(predicted))
+
+
+def _limit_for(need: int) -> int:
+    """Least limit that is `need` and its margin."""
+    limit = (need + MARGIN_BYTES) * MARGIN_SHARE // (MARGIN_SHARE - 1) - 2
+    while limit - limit // MARGIN_SHARE - MARGIN_BYTES < need:
+        limit += 1
+    return limit
+
+
+def _too_small(rule: BudgetRule, predicted: ActivationPeak | None, decides: str) -> str:
+    """Names the smallest limit that works, and what decides."""
+    other = predicted.bytes if predicted is not None and predicted.bytes is not None else 0
+    least = smallest_limit(rule.minimum, other)
+    needs = [f"{_mib(rule.minimum)} at once for {decides or 'model states'}"]
+    if predicted is not None and other:
+        needs.append(f"{_mib(with_unseen(other))} for activations in {predicted.where}")
+    return (
+        f"a memory limit of {_mib(rule.limit)} is too small: a step needs {' and '.join(needs)}; "
+        f"with {_mib(MARGIN_BYTES)} and 1/{MARGIN_SHARE} of it, which stay free, "
+        f"the smallest limit that works is {math.ceil(least / 2**20)}MiB"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**20:.1f} MiB"

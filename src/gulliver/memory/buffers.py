@@ -1,0 +1,313 @@
+"""Bytes of model state by kind: what is held now, and at most.
+
+The buffers of chunks are counted where they are made and given back. A
+prediction counts with the same class what it only imagines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gulliver._compat import storage_users
+from gulliver.errors import GulliverError
+from gulliver.solve.partition import balanced_parts
+
+KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = KINDS
+ACTIVATIONS = "activations"
+"""What forward saves for backward, where a manager holds it: no model state, so none of `KINDS`."""
+
+
+class ByteCounter:
+    """Counts bytes by kind."""
+
+    def __init__(self) -> None:
+        self.live = dict.fromkeys(KINDS, 0)
+        self._total = 0
+        self.restart()
+
+    @property
+    def total(self) -> int:
+        """Bytes held now, of all kinds."""
+        return self._total
+
+    def restart(self) -> None:
+        """Forgets the peaks: what is held now is the most from here on."""
+        self.peak, self.fullest, self._most = dict(self.live), dict(self.live), self._total
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Counts bytes that were made, or with a minus given back."""
+        held = self.live[kind] = self.live.get(kind, 0) + nbytes
+        self._total += nbytes
+        if held > self.peak.get(kind, 0):
+            self.peak[kind] = held
+        if self._total > self._most:
+            self._most, self.fullest = self._total, dict(self.live)
+
+
+# Flat buffers that are counted, and used again where fresh memory is slow.
+#
+# On a CPU the first touch of fresh memory costs several times a copy. The buffers of chunks come
+# and go in few sizes, so a small store of them pays. Devices with a caching allocator need none.
+
+
+class BufferPool:
+    """Lends flat buffers; what is given back is lent again once no view of it is left."""
+
+    def __init__(self, kept: int = 4) -> None:
+        self.kept = kept
+        self.counter = ByteCounter()
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
+        """A buffer of `size` elements with any content, counted as of a kind."""
+        self.counter.add(kind, size * dtype.itemsize)
+        free = self._free.get((size, dtype, device), ())
+        for number, buffer in enumerate(free):
+            # A view may have been kept: by a graph, or by somebody who read a gradient.
+            if storage_users(buffer) == 1:
+                assert isinstance(free, list)
+                return free.pop(number)
+        with torch.inference_mode(
+            False
+        ):  # first asked for in an evaluation, it serves training too
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor, kind: str) -> None:
+        """Gives a buffer back; views of it stay right as long as they live."""
+        self.counter.add(kind, -buffer.nbytes)
+        if buffer.device.type != "cpu":
+            return
+        free = self._free.setdefault((buffer.numel(), buffer.dtype, buffer.device), [])
+        if len(free) < self.kept:
+            free.append(buffer)
+
+    def clear(self) -> None:
+        """Frees what is kept."""
+        self._free.clear()
+
+
+# Buffers of optimizer state: what an optimizer keeps of one kind for the parameters of a chunk.
+
+
+ALIGN = 16
+"""Elements: each tensor begins on a multiple of so many, as in a chunk's layout."""
+
+
+def moment_size(sizes: Iterable[int]) -> int:
+    """Elements of a buffer with room for parameters of these sizes."""
+    return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
+
+
+def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
+    """First elements in a buffer with room for parameters of these sizes, in their order."""
+    starts, end = dict[str, int](), 0
+    for name, numel in sizes.items():
+        starts[name] = end
+        end += moment_size([numel])
+    return starts
+
+
+@dataclass(eq=False)
+class Moment:
+    """A flat buffer of state, and where in it the state of which parameter begins."""
+
+    # Flat tensor; on meta while its bytes are elsewhere.
+    buffer: Tensor
+    starts: Mapping[str, int]
+
+    def filled(self, name: str, value: Tensor) -> Tensor:
+        """A parameter's run of the buffer, with the elements of `value`."""
+        start = self.starts[name]
+        run = self.buffer[start : start + value.numel()]
+        if run.data_ptr() != value.data_ptr() and not value.is_meta:
+            run.view(value.shape).copy_(value)
+        return run
+
+
+# Layouts of chunks: which tensor lies where in which chunk, as plain numbers.
+#
+# A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there
+# are ranks, so a tensor may lie on two parts and more. Tensors and parts begin on multiples of an
+# alignment; the gaps, and what the tensors do not fill of the last part, are padding.
+
+
+UNEVEN = 4
+"""A chunk of whole tensors grows while more than one part in so many would be padding."""
+
+
+# [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor lies on two
+# parts: those of a chunk are dealt out to the parts by size, and every part is as large as the
+# fullest, for collectives move equal parts. The obvious way, to keep the size of chunks, would pad
+# most of them to a multiple of what they hold: one matrix over eight ranks to eight times. So a
+# chunk goes on beyond its size until its tensors fill the parts evenly, and what is left over at
+# the end joins the chunk before it. A matrix that is more than a rank's share of the model still
+# pads, as no rank can hold less than one tensor.
+@dataclass(frozen=True)
+class Slot:
+    """The run of a chunk that a tensor has, in elements."""
+
+    name: str
+    start: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """The element after the last."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """The part of a tensor that one rank owns: `numel` elements from `start` of the rank's shard.
+
+    `offset` is where the piece begins in the flattened tensor.
+    """
+
+    name: str
+    start: int
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """The shard's element after the last."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The tensors of a chunk in their order, and the chunk's size with padding, in elements."""
+
+    # Runs of the tensors, in the order of use, which need not be that in the buffer.
+    slots: tuple[Slot, ...]
+    size: int
+    parts: int
+    # Whether every tensor lies on one part.
+    whole: bool = False
+
+    @property
+    def part_size(self) -> int:
+        """Elements of one rank's shard."""
+        return self.size // self.parts
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no tensor."""
+        return self.size - sum(slot.numel for slot in self.slots)
+
+    def by_address(self) -> list[Slot]:
+        """Runs of the tensors as they follow each other in the buffer."""
+        return sorted(self.slots, key=lambda slot: (slot.start, slot.end))
+
+    def _edges(self) -> list[int]:
+        runs = (edge for slot in self.by_address() for edge in (slot.start, slot.end))
+        return [0, *runs, self.size]
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Beginnings and ends of what belongs to no tensor."""
+        edges = self._edges()
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(start, end) for start, end in pairs if start < end]
+
+    def cuts(self) -> list[int]:
+        """Sizes that cut the buffer into runs: a gap before each tensor, then one at the end."""
+        return [end - start for start, end in pairwise(self._edges())]
+
+    def pieces(self, part: int) -> list[ShardPiece]:
+        """Pieces of tensors that lie on part number `part`, in order."""
+        low, high = part * self.part_size, (part + 1) * self.part_size
+        found = []
+        for slot in self.slots:
+            start, end = max(slot.start, low), min(slot.end, high)
+            if start < end:
+                found.append(ShardPiece(slot.name, start - low, start - slot.start, end - start))
+        return found
+
+
+def plan_chunks(
+    tensors: Sequence[tuple[str, int]],
+    capacity: int,
+    parts: int,
+    align: int = 16,
+    whole: bool = False,
+) -> list[ChunkLayout]:
+    """Packs tensors in their order into chunks."""
+    if min(capacity, parts, align) < 1:
+        raise GulliverError(
+            f"chunks need positive sizes, not capacity {capacity}, parts {parts}, align {align}"
+        )
+    if whole and parts > 1:
+        return [_dealt(run, parts, align) for run in _even_runs(tensors, capacity, parts, align)]
+    layouts: list[ChunkLayout] = []
+    slots: list[Slot] = []
+    for name, numel in tensors:
+        start = _rounded(slots[-1].end, align) if slots else 0
+        if slots and start + numel > capacity:
+            layouts.append(_layout(slots, parts, align))
+            slots, start = [], 0
+        slots.append(Slot(name, start, numel))
+    if slots:
+        layouts.append(_layout(slots, parts, align))
+    return layouts
+
+
+def _layout(slots: Sequence[Slot], parts: int, align: int) -> ChunkLayout:
+    # A chunk of empty tensors still has a part for every rank: collectives need something to move.
+    size = _rounded(max(slots[-1].end, 1), parts * align)
+    return ChunkLayout(tuple(slots), size, parts)
+
+
+def _even_runs(
+    tensors: Sequence[tuple[str, int]], capacity: int, parts: int, align: int
+) -> list[list[tuple[str, int]]]:
+    """Cuts a list of tensors into runs that fill their parts evenly, where there are any."""
+    runs: list[list[tuple[str, int]]] = [[]]
+    held = 0
+    for name, numel in tensors:
+        if runs[-1] and held + numel > capacity and _is_even(runs[-1], parts, align):
+            runs.append([])
+            held = 0
+        runs[-1].append((name, numel))
+        held += _rounded(numel, align)
+    while len(runs) > 1 and not _is_even(runs[-1], parts, align):
+        last = runs.pop()
+        runs[-1] += last
+    return runs if runs[0] else []
+
+
+def _is_even(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> bool:
+    """Whether little is padding once tensors are dealt out to parts."""
+    sizes = [_rounded(numel, align) for _, numel in tensors]
+    held = sum(sizes)
+    if UNEVEN * (parts * max(sizes, default=0) - held) > held:
+        return False  # however they are dealt out: a part has at least the largest
+    return UNEVEN * (parts * max(_loads(sizes, parts)) - held) <= held
+
+
+def _loads(sizes: Sequence[int], parts: int) -> list[int]:
+    loads = [0] * parts
+    for size, part in zip(sizes, balanced_parts(sizes, parts), strict=True):
+        loads[part] += size
+    return loads
+
+
+def _dealt(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> ChunkLayout:
+    """Lays out a chunk in which every tensor lies on one part."""
+    sizes = [_rounded(numel, align) for _, numel in tensors]
+    part_size = max(align, *_loads(sizes, parts))
+    ends = [part * part_size for part in range(parts)]
+    slots = []
+    for (name, numel), size, part in zip(tensors, sizes, balanced_parts(sizes, parts), strict=True):
+        slots.append(Slot(name, ends[part], numel))
+        ends[part] += size
+    return ChunkLayout(tuple(slots), parts * part_size, parts, whole=True)
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

@@ -1,0 +1,546 @@
+"""What stands in ``parameter.grad`` when the gradient itself has left for its shard.
+
+None would be wrong in two ways: `torch.nn.utils.clip_grad_norm_` would find nothing and clip
+nothing, and ``model.zero_grad()`` could not be noticed. So there is a stand-in of the right
+shape and of one element's memory. It reads as nan, and refuses norms and changes in
+place with a line that says what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver._compat import without_torch_functions
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    BufferPool,
+    ChunkLayout,
+    Moment,
+    first_elements,
+    moment_size,
+)
+from gulliver.memory.pending import INSTEAD, any_read_lock, before_write, mark_ready
+from gulliver.memory.stores import ManagedTensor
+from gulliver.precision.wire.formats import IDENTITY, WireFormat
+from gulliver.precision.wire.packing import pack, unpack
+
+ADVICE = (
+    "gradients were reduced to the ranks' shards and are no longer in the parameters: use "
+    "optimizer.clip_grad_by_norm, clip_grad_by_value, zero_grad, step and full_gradients of the "
+    "optimizer that boost returned (accelerate, Trainer: accelerator.clip_grad_norm_, "
+    "clip_grad_value_, and optimizer.full_gradients)"
+)
+
+
+class ReducedGradient(Tensor):
+    """Says that a parameter's gradient lies in the ranks' shards."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses norms and in-place changes; the rest sees nan."""
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        # Not everything is refused: torch.compile looks at the gradients of what it traces.
+        if in_place or "norm" in name:
+            raise GulliverError(ADVICE)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def reduced_gradient(parameter: Tensor) -> ReducedGradient:
+    """A stand-in for the gradient of `parameter`."""
+    nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    return nan.expand(parameter.shape).as_subclass(ReducedGradient)
+
+
+# Sums by which it is seen whether a buffer was written, at the price of one read.
+
+
+COLUMNS = 1021
+
+
+def column_sums(values: Tensor) -> Tensor:
+    """Column sums of 64-bit words; what fills no row stands for itself."""
+    words = values.view(torch.int64)
+    whole = words.numel() // COLUMNS * COLUMNS
+    return torch.cat([words[:whole].view(-1, COLUMNS).sum(0), words[whole:]])
+
+
+# The gradients of a chunk: added up in one flat buffer, then handed over to be reduced.
+
+
+# A parameter's first gradient is moved to its place in the buffer, and autograd adds later ones in
+# that place: to write it there once costs less than to add it to zeros. When the buffer is reduced,
+# the parameters' gradients are exchanged for `ReducedGradient`s.
+class ChunkGradients:
+    """Collects the gradients of the parameters of a chunk, and keeps the reduced one."""
+
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        parameters: Mapping[str, nn.Parameter],
+        pool: BufferPool,
+        named_views: Callable[[Tensor], dict[str, Tensor]],
+    ) -> None:
+        self.layout, self.parameters, self.pool = layout, parameters, pool
+        self._members, self._named_views = list(parameters.values()), named_views
+        first = self._members[0]
+        self.dtype = self.reduced_dtype = first.dtype
+        self._device, self._gaps = first.device, layout.gaps()
+        self.buffer: Tensor | None = None
+        # Whether what was collected has left until it is reduced.
+        self.parked = False
+        # What is being collected, while it may leave until more comes.
+        self.resting: ManagedTensor | None = None
+        # Parameters whose gradients lie in the buffer. Written for every parameter of a backward:
+        # adding to a set would be a call.
+        self.placed: dict[str, bool] = {}
+        # Parameters that had no gradient when the chunk began to collect.
+        self.blank: frozenset[str] = frozenset()
+        self._views: dict[str, Tensor] = {}
+        self._stand_ins = [reduced_gradient(p) for p in self._members]
+
+    def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
+        """Reduces to the dtype of the master shard; `in_place` collects where that will lie."""
+        self.reduced_dtype = dtype
+
+    # Collecting.
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients are being collected."""
+        return bool(self._views)
+
+    def begin(self) -> None:
+        """Makes the buffer ready to collect."""
+        if self.buffer is None:
+            self.buffer = self._take_buffer()
+        for start, end in self._gaps:
+            self.buffer[start:end].zero_()  # padding is reduced and measured, too
+        self._views = self._named_views(self.buffer)
+        self.placed = {}
+        self.blank = frozenset(self.cleared_names())
+
+    def _take_buffer(self) -> Tensor:
+        return self.pool.take(self.layout.size, self.dtype, self._device, GRADIENTS)
+
+    def rest(self) -> None:
+        """Unpins what is being collected until more comes, where a manager has it."""
+
+    def wake(self) -> None:
+        """Brings it back, for more to be added."""
+
+    def park(self) -> None:
+        """Unpins what was collected until it is reduced, where a manager has it."""
+
+    def fetch(self) -> None:
+        """Brings it back."""
+
+    def place(self, name: str) -> None:
+        """Moves a parameter's first gradient to its place in the buffer."""
+        parameter, view = self.parameters[name], self._views[name]
+        gradient = parameter.grad
+        if gradient is view:
+            return
+        if name in self.placed or gradient is None or gradient.requires_grad:
+            raise _left(name)
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        parameter.grad = view
+        self.placed[name] = True
+
+    def complete(self) -> None:
+        """Fills the places of gradients that did not come with zeros."""
+        for name, view in self._views.items():
+            gradient = self.parameters[name].grad
+            if name in self.placed:
+                if gradient is not view:
+                    raise _left(name)
+            elif gradient is None or type(gradient) is ReducedGradient:
+                view.zero_()
+            else:
+                raise _left(name)
+
+    def mark_reduced(self) -> None:
+        """Puts stand-ins in place of the parameters' gradients: the buffer is to be reduced."""
+        for parameter, stand_in in zip(self._members, self._stand_ins, strict=True):
+            parameter.grad = stand_in
+        self._views, self.placed = {}, {}
+
+    def take(self) -> Tensor:
+        """Hands the buffer over; the next gradient gets another."""
+        assert self.buffer is not None
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+    def free(self) -> None:
+        """Gives the buffer back."""
+        if self.buffer is not None:
+            self.give_reduced(self.take())
+
+    # What users do to ``parameter.grad``.
+
+    def clear(self) -> None:
+        """Sets the parameters' gradients to None."""
+        with without_torch_functions():
+            for parameter in self._members:
+                parameter.grad = None
+        self._views, self.placed = {}, {}
+
+    def cleared_names(self) -> list[str]:
+        """Parameters whose gradient was set to None, such as by ``model.zero_grad()``."""
+        with without_torch_functions():
+            return [name for name, p in self.parameters.items() if p.grad is None]
+
+    def note_cleared(self, cleared: Sequence[str]) -> None:
+        """Forgets what was collected of gradients that were set to None."""
+        self.placed = {name: True for name in self.placed if name not in cleared}
+        self.blank = frozenset(cleared)
+
+    def foreign_names(self) -> list[str]:
+        """Parameters whose gradient the user has set to a tensor of their own."""
+        views = self._views
+        with without_torch_functions():
+            gradients = [p.grad for p in self._members]
+        if all(map(is_, gradients, self._stand_ins)):
+            return []
+        return [
+            name
+            for name, gradient, stand_in in zip(
+                self.parameters, gradients, self._stand_ins, strict=True
+            )
+            if gradient is not None
+            and gradient is not stand_in
+            and not (name in views and gradient is views[name])
+        ]
+
+    # The reduced gradient: a shard of what was collected, or the buffer itself.
+
+    def take_reduced(self) -> Tensor:
+        """A buffer for this rank's shard of the reduced gradient."""
+        return self.pool.take(self.layout.part_size, self.reduced_dtype, self._device, GRADIENTS)
+
+    def give_reduced(self, gradient: Tensor) -> None:
+        """Gives a gradient up."""
+        self.pool.give(gradient, GRADIENTS)
+
+    def keep_reduced(self, gradient: Tensor) -> Tensor:
+        """Keeps a gradient for later; returns what stands for it."""
+        return gradient
+
+    @contextmanager
+    def reduced(self, kept: Tensor, write: bool = False) -> Iterator[Tensor]:
+        """Shows a gradient that is kept."""
+        yield kept
+
+    @contextmanager
+    def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Shows a gradient that is kept times a factor, and whether it stays multiplied."""
+        yield kept.mul_(factor.to(kept.dtype)), True
+
+
+def _left(name: str) -> GulliverError:
+    return GulliverError(
+        f"the gradient of {name!r} left its chunk: backward(create_graph=True) and setting "
+        ".grad are not supported with ZeRO, use TorchDDPPlugin for them"
+    )
+
+
+# A chunk in memory: parameters, gradients and optimizer state are views of a few flat buffers.
+
+
+_form = attrgetter("shape", "dtype")
+_ALWAYS = nullcontext()
+
+
+# [Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
+# chunk owns by name, so that it can be counted, and moved, as a whole:
+#
+# - ``parameter``: the whole chunk; it may go, and come back when it is gathered.
+# - `master_shard`: this rank's shard of the parameters, as the optimizer steps it. A view of the
+#   parameter buffer where nothing is sharded and no float32 copy is kept.
+# - `gradients`: see `ChunkGradients`.
+# - one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
+#   which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
+#   moved here once, and the optimizer goes on with views, with the same bits.
+#
+# Where the parameter buffer is gone, every parameter is one nan, stretched to its shape. A buffer
+# is never emptied behind the back of a graph that still refers to it; it lives as long as somebody
+# does.
+class Chunk:
+    """Parameters of one dtype and device in one buffer, of which this rank owns one part."""
+
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        parameters: Mapping[str, nn.Parameter],
+        part: int,
+        pool: BufferPool | None = None,
+    ) -> None:
+        self.layout, self.part, self.pool = layout, part, pool or BufferPool()
+        self.parameters = {slot.name: parameters[slot.name] for slot in layout.slots}
+        self.members = list(self.parameters.values())
+        first = self.members[0]
+        self.dtype, self.device = first.dtype, first.device
+        whole = self.pool.take(layout.size, self.dtype, self.device, PARAMETERS)
+        self.buffer: Tensor | None = whole
+        self.master_shard = self.shard
+        self._separate = False
+        # Number of times that writes to parameters were brought to `master_shard`.
+        self.writes = 0
+        # Format that the parameters travel in; `master_shard` keeps what that loses.
+        self.wire = IDENTITY
+        # This rank's part as all ranks have it, where it follows from what was sent.
+        self.shown_part: Tensor | None = None
+        self._sums: Tensor | None = None
+        self.moments: dict[str, Moment] = {}
+        self.shapes = {name: p.shape for name, p in self.parameters.items()}
+        self._cuts = _Cuts(layout, self.shapes)
+        for start, end in layout.gaps():
+            whole[start:end].zero_()
+        views = self.named_views(whole)
+        for name, parameter in self.parameters.items():
+            views[name].copy_(parameter.detach())
+            mark_ready([parameter])
+            parameter.data = views[name]
+            parameter.grad = None  # one from before lies outside the chunk
+        self._forms = [_form(p) for p in self.members]
+        for name, parameter in self.parameters.items():
+            vars(parameter)["_chunk_name"] = name  # for who refuses to exchange its memory
+        self.gradients = self._make_gradients()
+        self._absent = [_one_nan(p) for p in self.members]
+        self._nowhere = [nan.data_ptr() for nan in self._absent]
+        self._addresses = [view.data_ptr() for view in views.values()]
+
+    def _make_gradients(self) -> ChunkGradients:
+        return ChunkGradients(self.layout, self.parameters, self.pool, self._cuts.views)
+
+    @property
+    def data(self) -> Tensor:
+        """The whole buffer of parameters; only while it is there."""
+        assert self.buffer is not None, "the chunk has been released"
+        return self.buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole chunk."""
+        return self.layout.size * self.dtype.itemsize
+
+    @property
+    def has_master(self) -> bool:
+        """Whether `master_shard` is a copy in a wider dtype."""
+        return self.master_shard.dtype != self.dtype
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard of the parameter buffer: a flat view."""
+        size = self.layout.part_size
+        return self.data[self.part * size : (self.part + 1) * size]
+
+    def set_master_shard(self, dtype: torch.dtype, separate: bool) -> None:
+        """Makes what the optimizer steps: a view of the buffer, or a tensor of its own."""
+        self._separate = separate or dtype != self.dtype
+        self.master_shard = self.shard.to(dtype, copy=True) if self._separate else self.shard
+        if self._separate:
+            self._count_master(self.master_shard.nbytes)
+        self.gradients.follow_shard(dtype)
+
+    def pack_parameters(self, wire: WireFormat, kept: bool) -> None:
+        """Sends parameters packed, or if the buffer is `kept` changes of them (`change`)."""
+        self.wire = wire
+        if kept:
+            self.shown_part = self.shard.clone()
+            self.pool.counter.add(PARAMETERS, self.shown_part.nbytes)
+
+    def change(self) -> Tensor:
+        """What this rank's part of the buffer lacks to be `master_shard`."""
+        return self.master_shard - self.shard.to(self.master_shard.dtype)
+
+    def note_gathered(self) -> None:
+        """Takes this rank's part of the buffer for what all ranks have of it."""
+        if self.shown_part is not None:
+            self.shown_part.copy_(self.shard)
+        elif self.wire is not IDENTITY:
+            self._sums = column_sums(self.shard)  # packing it again would cost more
+
+    def widen_master_shard(self, dtype: torch.dtype) -> None:
+        """Keeps `master_shard`, a tensor of its own, in another dtype from here on."""
+        self._count_master(-self.master_shard.nbytes)
+        self.master_shard = self.master_shard.to(dtype)
+        self._count_master(self.master_shard.nbytes)
+        self.gradients.follow_shard(dtype)
+
+    def _count_master(self, nbytes: int) -> None:
+        self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
+
+    def opened(self, write: bool = False, moments: bool = False) -> AbstractContextManager[None]:
+        """Block in which `master_shard`, and with `moments` all state, is there."""
+        return _ALWAYS
+
+    def shown(self, fill: bool = False) -> AbstractContextManager[None]:
+        """Block in which `master_shard` and all state can be read, or filled, wherever they lie."""
+        return _ALWAYS
+
+    @property
+    def master_is_view(self) -> bool:
+        """Whether what is written to `master_shard` is in the parameters already."""
+        return not self._separate and self.buffer is not None
+
+    def publish(self) -> None:
+        """Writes `master_shard` to this rank's part of the buffer."""
+        if not self.master_is_view:
+            self.shard.copy_(self.master_shard)
+
+    def release(self, viewed: bool = False) -> None:
+        """Gives the parameter buffer back; `master_shard` and the gradients stay."""
+        with without_torch_functions():
+            for parameter, nan in zip(self.members, self._absent, strict=True):
+                parameter.data = nan
+        buffer, self.buffer, self._addresses = self.buffer, None, self._nowhere
+        if buffer is not None:
+            self._give_buffer(buffer, viewed)
+
+    def _give_buffer(self, buffer: Tensor, viewed: bool = False) -> None:
+        self.pool.give(buffer, PARAMETERS)
+
+    def _take_buffer(self) -> Tensor:
+        return self.pool.take(self.layout.size, self.dtype, self.device, PARAMETERS)
+
+    def materialise(self) -> None:
+        """Gives every parameter its place in a buffer, of which only this rank's part is filled."""
+        self.buffer = self._take_buffer()
+        views = self.named_views(self.buffer).values()
+        with without_torch_functions():
+            for parameter, view in zip(self.members, views, strict=True):
+                parameter.data = view
+        self._addresses = list(map(Tensor.data_ptr, views))
+        self.publish()
+
+    def discard(self) -> None:
+        """Counts its buffers as given back: its parameters have another chunk."""
+        if self.buffer is not None:
+            self.pool.counter.add(PARAMETERS, -self.nbytes)
+        if self._separate:
+            self._count_master(-self.master_shard.nbytes)
+        if self.shown_part is not None:
+            self.pool.counter.add(PARAMETERS, -self.shown_part.nbytes)
+        self.gradients.free()
+        self.drop_moments()
+
+    def take_writes(self) -> None:
+        """Brings what the user has written to parameters, on all ranks alike, to the shard."""
+        # Values are compared: a write through ``.data`` leaves no other trace, as no version
+        # counter moves. Nothing is compared where `master_shard` is a view.
+        known = self._sums is not None and torch.equal(self._sums, column_sums(self.shard))
+        if not known and not self.master_is_view:
+            self.merge(self.master_shard, self.shard, self._as_sent())
+            self.note_gathered()
+
+    def _as_sent(self) -> Tensor | None:
+        """This rank's part as it is on all ranks if nobody has written to it; None: rounded."""
+        if self.shown_part is not None or self.wire is IDENTITY:
+            return self.shown_part
+        rounded = self.master_shard.to(self.dtype)
+        return unpack(pack(rounded, self.wire), self.wire, rounded.numel(), self.dtype)
+
+    def merge(self, master: Tensor, values: Tensor, rounded: Tensor | None = None) -> None:
+        """Writes what differs from `rounded`, or else `master_shard`; the rest keeps more bits."""
+        rounded = master.to(values.dtype) if rounded is None else rounded
+        # A device would be waited for; to write what is there already costs it less.
+        if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
+            return
+        before_write([self.master_shard])
+        self.writes += 1
+        master.copy_(torch.where(rounded == values, master, values.to(master.dtype)))
+
+    # Optimizer state.
+
+    def place_moment(
+        self, key: str, values: Mapping[str, Tensor], sizes: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """Moves state of one kind into a buffer of this chunk."""
+        dtype = next(iter(values.values())).dtype
+        old = self.moments.get(key)
+        if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
+            return {name: old.filled(name, value) for name, value in values.items()}
+        moment = self._take_moment(key, sizes, dtype)
+        # An optimizer in torch keeps what it has of others meanwhile.
+        found = {name: moment.filled(name, value) for name, value in values.items()}
+        if old is not None:
+            self._give_moment(old)
+        self.moments[key] = moment
+        return found
+
+    def _take_moment(self, key: str, sizes: Mapping[str, int], dtype: torch.dtype) -> Moment:
+        size = moment_size(sizes.values())
+        self.pool.counter.add(OPTIMIZER_STATE, size * dtype.itemsize)
+        return Moment(torch.empty(size, dtype=dtype, device=self.device), first_elements(sizes))
+
+    def _give_moment(self, moment: Moment) -> None:
+        self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
+
+    def drop_moments(self) -> None:
+        """Gives the buffers of optimizer state up: other state takes its place."""
+        for moment in self.moments.values():
+            self._give_moment(moment)
+        self.moments = {}
+
+    def check_parameters(self) -> None:
+        """Refuses parameters that no longer lie in this chunk."""
+        with without_torch_functions():
+            addresses = list(map(Tensor.data_ptr, self.members))
+            forms = list(map(_form, self.members))
+        if addresses == self._addresses and forms == self._forms:
+            return
+        known = zip(self._addresses, self._forms, addresses, forms, strict=True)
+        for name, (address, form, address_now, form_now) in zip(
+            self.parameters, known, strict=True
+        ):
+            device = self.parameters[name].device
+            if form == form_now and device == self.device and address != address_now:
+                raise GulliverError(
+                    f"parameter {name!r} was given other memory (p.data = ...) after boost: "
+                    f"{INSTEAD}"
+                )
+            if (address, form) != (address_now, form_now):
+                raise GulliverError(
+                    f"parameter {name!r} was moved, converted or reshaped after boost "
+                    f"({tuple(form[0])} {form[1]} on {self.device} then, {tuple(form_now[0])} "
+                    f"{form_now[1]} on {device} now): do that before boost"
+                )
+
+    def named_views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Cuts a buffer of the chunk's size into tensors of the parameters' shapes."""
+        return self._cuts.views(buffer)
+
+
+class _Cuts:
+    """Cuts buffers of a chunk's size into tensors of its parameters' shapes."""
+
+    def __init__(self, layout: ChunkLayout, shapes: Mapping[str, torch.Size]) -> None:
+        self._sizes = layout.cuts()
+        runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
+        self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in shapes.items()]
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Views of a buffer by parameter."""
+        # One call of torch for all: this runs for every chunk in every step.
+        runs = buffer.split_with_sizes(self._sizes)[1::2]
+        return {
+            name: runs[number] if shape is None else runs[number].view(shape)
+            for name, shape, number in self._shaped
+        }
+
+
+def _one_nan(parameter: Tensor) -> Tensor:
+    # Made in inference mode it would make an inference tensor of the parameter that it stands for.
+    with torch.inference_mode(False):
+        nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    return nan.expand(parameter.shape)

@@ -1,0 +1,444 @@
+"""Pinned host memory behind the memory of a GPU, with copies on streams of their own."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.io.engine import BLOCK
+from gulliver.memory.manager import Manager
+from gulliver.memory.stores import DiskStore, ManagedTensor, Middle, Pages, Transfer, whole_pages
+from gulliver.memory.streams import Copier, Copy, CudaCopier
+from gulliver.solve.extents import Extents
+from gulliver.solve.transit import Transit
+
+SLAB = 1 << 30
+"""Bytes of a slab of pinned memory, where objects are not larger."""
+
+
+class HostStore:
+    """Space in slabs of pinned host memory."""
+
+    # Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two,
+    # and objects share them: nothing is lost to rounding but the end of the last slabs.
+
+    name = "host"
+    in_stream = True
+    middle = Middle()
+
+    def __init__(
+        self, capacity: int, device: torch.device | str = "cuda", copier: Copier | None = None
+    ) -> None:
+        if copier is None and torch.device(device).type != "cuda":
+            raise GulliverError(
+                f"pinned host memory serves a GPU, not {device}: on a CPU machine the tier behind "
+                "the process's memory is a disk"
+            )
+        self.capacity, self.used, self.pinned = capacity, 0, 0
+        self._copier: Copier = copier or CudaCopier(torch.device(device))
+        self._slabs: list[Tensor] = []
+        self._starts: list[int] = []
+        self._extents = Extents()
+
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
+        """Reserves whole pages and returns their offset."""
+        size = whole_pages(nbytes)
+        found = self._extents.take(size)
+        if found is None:
+            self._add_slab(size)
+            found = self._extents.take(size)
+        assert found is not None
+        self.used += size
+        return self._starts[found[0]] + found[1]
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Gives back what `allocate` reserved; the memory stays pinned."""
+        slab, begin = self._place(offset)
+        self._extents.give(slab, begin, whole_pages(nbytes))
+        self.used -= whole_pages(nbytes)
+
+    def read(self, offset: int, into: Tensor) -> Transfer:
+        """Starts to copy to the device."""
+        return self._copier.copy(into, self._bytes(offset, into.numel()), incoming=True)
+
+    def write(self, offset: int, data: Tensor) -> Transfer:
+        """Starts to copy from the device."""
+        return self._copier.copy(self._bytes(offset, data.numel()), data, incoming=False)
+
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
+        """Shows bytes as a flat uint8 tensor of pinned memory."""
+        self._copier.synchronize()
+        return self._bytes(offset, nbytes)
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and frees everything."""
+        self._copier.synchronize()
+        self._slabs.clear()
+
+    def _add_slab(self, size: int) -> None:
+        left = self.capacity - self.pinned
+        least = 1 << (size - 1).bit_length()
+        if least > left:
+            raise GulliverError(
+                f"the host memory of {self.capacity} bytes is full: pinned memory comes in powers "
+                f"of two, {least} bytes are needed and {left} are left: give it more"
+            )
+        slab = max(least, min(SLAB, 1 << (left.bit_length() - 1)))
+        self._extents.add(len(self._slabs), slab)
+        self._starts.append(self.pinned)
+        self._slabs.append(self._copier.pinned(slab))
+        self.pinned += slab
+
+    def _place(self, offset: int) -> tuple[int, int]:
+        slab = bisect_right(self._starts, offset) - 1
+        return slab, offset - self._starts[slab]
+
+    def _bytes(self, offset: int, nbytes: int) -> Tensor:
+        slab, begin = self._place(offset)
+        return self._slabs[slab][begin : begin + nbytes]
+
+
+# Page-locked host memory behind a GPU, and a disk behind that: three tiers in all.
+#
+# The host's memory is a fast tier as well, before the disk, so a manager of its own keeps it
+# within its budget (`Manager`): it evicts to the disk by farthest next use, and reads from there
+# ahead of the device's loads. What is used when follows from the device's moves alone
+# (`solve.Transit`).
+
+
+# [Note: who waits for whom] Copies between device and host run on streams, in the order in which
+# the device computes; the disk knows no streams. Three orders are kept here by waiting on the host:
+#
+# 1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
+# 2. What leaves the host is written when the device has copied it there: `LateWrite`.
+# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
+#
+# Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
+# the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
+# device that were begun before.
+class CopiedPages(Pages):
+    """Buffers of page-locked memory, and the copies to and from each that may be in flight."""
+
+    def __init__(self, copier: Copier) -> None:
+        super().__init__(torch.device("cpu"))
+        self.keeps = False  # pages that are locked stay where they are
+        self._copier, self._lock = copier, threading.Lock()
+        self._copies: dict[int, list[Copy]] = {}
+
+    def fresh(self, size: int) -> Tensor:
+        """Makes a buffer, and locks its pages."""
+        memory = super().fresh(size)
+        self._copier.lock_pages(memory)
+        return memory
+
+    def drop(self, memory: Tensor) -> None:
+        """Unlocks the pages of a buffer, and gives them back."""
+        self._copier.unlock_pages(memory)
+        super().drop(memory)
+
+    def add(self, memory: Tensor, copy: Copy) -> None:
+        """Notes a copy to or from a buffer."""
+        with self._lock:
+            self._copies.setdefault(memory.data_ptr(), []).append(copy)
+
+    def copies(self, memory: Tensor) -> list[Copy]:
+        """Returns the copies to and from a buffer that are in flight."""
+        with self._lock:
+            found = [c for c in self._copies.pop(memory.data_ptr(), ()) if not c.done]
+            if found:
+                self._copies[memory.data_ptr()] = found
+            return [*found]
+
+    def settle(self, memory: Tensor) -> None:
+        """Waits until a buffer may be used for something else."""
+        for copy in self.copies(memory):
+            copy.synchronize()
+
+    def close(self) -> None:
+        """Unlocks all pages."""
+        for room in self._rooms.values():
+            self._copier.unlock_pages(room.shown(room.nbytes))
+        self._rooms.clear()
+
+
+class LateWrite:
+    """A write to the disk that begins when the device has copied what is to be written."""
+
+    def __init__(self, disk: DiskStore, offset: int, data: Tensor, copies: list[Copy]) -> None:
+        self._disk, self._offset, self._data, self._copies = disk, offset, data, copies
+        self._lock = threading.Lock()
+        self._write: Transfer | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not; begins it as soon as it may."""
+        if self._write is None and all(copy.done for copy in self._copies):
+            self._begin()
+        return self._write is not None and self._write.done
+
+    def wait(self) -> None:
+        """Waits until it has ended."""
+        for copy in self._copies:
+            copy.synchronize()
+        self._begin().wait()
+
+    def _begin(self) -> Transfer:
+        with self._lock:
+            if self._write is None:
+                self._write = self._disk.write(self._offset, self._data)
+            return self._write
+
+
+class CopiedDisk:
+    """The disk behind host memory that a device copies to and from."""
+
+    name = "disk"
+    in_stream = False
+    middle = Middle()
+
+    def __init__(self, disk: DiskStore, pages: CopiedPages) -> None:
+        self._disk, self._pages = disk, pages
+        # The waiting side holds it; held longer, its memory could not be freed.
+        self._late = list[weakref.ref[LateWrite]]()
+        self.capacity = disk.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated."""
+        return self._disk.used
+
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
+        """Reserves whole pages and returns their offset."""
+        return self._disk.allocate(nbytes)
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Gives back what `allocate` reserved."""
+        self._disk.free(offset, nbytes)
+
+    def read(self, offset: int, into: Tensor) -> Transfer:
+        """Starts to read."""
+        return self._disk.read(offset, into)
+
+    def write(self, offset: int, data: Tensor) -> Transfer:
+        """Starts to write, once the device has copied what is to be written."""
+        copies = self._pages.copies(data)
+        if not copies:
+            return self._disk.write(offset, data)
+        late = LateWrite(self._disk, offset, data, copies)
+        self._late.append(weakref.ref(late))
+        return late
+
+    def advance(self) -> None:
+        """Begins the writes whose data are there."""
+        left = list[weakref.ref[LateWrite]]()
+        for found in self._late:
+            late = found()
+            if late is not None and not late.done:
+                left.append(found)
+        self._late = left
+
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
+        """Shows bytes as a flat tensor."""
+        return self._disk.mapped(offset, nbytes)
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and frees the space."""
+        self._disk.close()
+
+
+class StagedRead:
+    """A load that may come from the disk, through the host's memory, to the device."""
+
+    def __init__(self, store: HostDiskStore, key: int, into: Tensor, after: Any) -> None:
+        self._store, self.key, self.into, self.after = store, key, into, after
+        self.copy: Copy | None = None
+        self.error: GulliverError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        self._store.advance()
+        return self.error is not None or (self.copy is not None and self.copy.done)
+
+    def wait(self) -> None:
+        """Waits for the disk; what the device is given from now on waits for the copy."""
+        self._store.send(self)
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # which holds this frame, and so what its callers have
+        assert self.copy is not None
+        self.copy.wait()
+
+
+class HostDiskStore(Middle):
+    """Space in page-locked host memory and, for what does not fit there, on a disk."""
+
+    name = "host memory and disk"
+    in_stream = True
+
+    def __init__(
+        self,
+        host: int,
+        disk: DiskStore,
+        device: torch.device | str = "cuda",
+        copier: Copier | None = None,
+    ) -> None:
+        host = host // BLOCK * BLOCK
+        self._copier: Copier = copier or CudaCopier(torch.device(device))
+        self._pages = CopiedPages(self._copier)
+        self._disk = CopiedDisk(disk, self._pages)
+        self.host = Manager(host, "cpu", self._disk, pages=self._pages)
+        self.transit = Transit(self, disk.capacity)
+        self.capacity = host + disk.capacity
+        self._objects: dict[Hashable, ManagedTensor] = {}
+        self._reads: dict[Hashable, StagedRead] = {}
+        self._stored: dict[Hashable, bool] = {}
+        weakref.finalize(self, self._pages.close).atexit = False
+
+    @property
+    def middle(self) -> Middle:
+        """The store itself: it decides what lies in the host's memory."""
+        return self
+
+    @property
+    def used(self) -> int:
+        """Bytes of objects that have content here."""
+        return self.transit.used
+
+    def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
+        """Takes an object of the device, and returns its number, by which it is known."""
+        assert owner is not None, "objects keep their place from step to step"
+        number = owner.number
+        if number not in self._objects:
+            about = owner.name, owner.kind, nbytes, torch.uint8
+            self._objects[number] = self.host.add(*about, brief=owner.brief)
+            self.transit.add(number, nbytes)
+        self.transit.fill(number)
+        return number
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Forgets the content of an object."""
+        self.transit.forget(offset)
+
+    def read(self, offset: int, into: Tensor) -> StagedRead:
+        """Starts to copy to the device, from the disk where it lies only there."""
+        self.transit.expect(offset)
+        read = self._reads[offset] = StagedRead(self, offset, into, self._copier.mark())
+        self.advance()
+        return read
+
+    def write(self, offset: int, data: Tensor) -> Transfer:
+        """Starts to copy from the device; waits for room in the host's memory."""
+        self.transit.begin_write(offset)
+        memory = self._arrived(offset, fresh=True)
+        copy = self._copier.copy(memory, data, incoming=False)
+        self._pages.add(memory, copy)
+        self.transit.end_write(offset)
+        self.advance()
+        return copy
+
+    def advance(self) -> None:
+        """Goes on with all that has come, and does not wait."""
+        for read in [*self._reads.values()]:
+            if self.host.has_come(self._objects[read.key]):
+                self.send(read)
+        self._disk.advance()
+
+    def send(self, read: StagedRead) -> None:
+        """Waits for the disk, and starts the copy to the device; an error is kept for who waits."""
+        if self._reads.get(read.key) is not read:
+            return
+        del self._reads[read.key]
+        try:
+            memory = self._arrived(read.key)
+        except GulliverError as error:
+            read.error = error
+            self.transit.lost(read.key)
+            return
+        read.copy = self._copier.copy(read.into, memory, incoming=True, after=read.after)
+        self._pages.add(memory, read.copy)
+
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
+        """Shows the content of an object, in the host's memory or on the disk."""
+        if write and self.transit.needs_place(offset):
+            self.transit.begin_write(offset)
+            self._arrived(offset, fresh=True)
+            self.transit.end_write(offset)
+        self._copier.synchronize()
+        return self.host.view(self._objects[offset], write)[:nbytes]
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and frees everything."""
+        for read in [*self._reads.values()]:
+            self.send(read)
+        self._copier.synchronize()
+        self.host.close()
+        self._pages.close()
+
+    def _arrived(self, key: Hashable, fresh: bool = False) -> Tensor:
+        """Waits for an object in the host's memory."""
+        managed = self._objects[key]
+        self.host.arrive(managed, self._stored.pop(key), fresh)
+        assert managed.memory is not None
+        return managed.memory
+
+    # Events of the manager of the device's memory.
+
+    def expect(self, number: int) -> None:
+        """An object will be read."""
+        self.transit.expect(number)
+
+    def landed(self, number: int) -> None:
+        """An object was read, or is no longer wanted."""
+        self.transit.landed(number)
+
+    def remove(self, number: int) -> None:
+        """Drops the object's bookkeeping."""
+        if number in self._objects:
+            self.transit.remove(number)
+            self.host.remove(self._objects.pop(number))
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        self.host.end_step()
+
+    def tell(self) -> None:
+        """Raises the error of a write to the disk that has failed."""
+        self.advance()
+        self.host.tell()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what has moved between the host's memory and the disk."""
+        return self.host.stats()
+
+    def explain(self, step: int) -> str:
+        """Says what was decided of the host's memory."""
+        return f"\nhost memory before the disk:\n{self.host.explain(step)}"
+
+    # What `Transit` asks for.
+
+    def use(self, key: Hashable, fresh: bool) -> None:
+        """Pins an object in the host's memory, and starts to load it there."""
+        self._stored[key] = self.host.want(self._objects[key], fresh=fresh)
+
+    def done(self, key: Hashable) -> None:
+        """Unpins it, once it has been copied to the device."""
+        read = self._reads.get(key)
+        if read is not None:
+            self.send(read)
+        if read is None or read.error is None:
+            self.host.done(self._objects[key])
+
+    def discard(self, key: Hashable) -> None:
+        """Forgets its content."""
+        self.host.discard(self._objects[key])

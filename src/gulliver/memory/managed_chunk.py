@@ -1,0 +1,441 @@
+"""A chunk whose bytes a `Manager` moves between tiers of memory.
+
+The shard of the parameters, every moment and the reduced gradient are objects of the manager; whole
+buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta stands for
+it: dtype and size can be asked for, the content cannot be read by mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from gulliver._compat import without_torch_functions
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    BufferPool,
+    ByteCounter,
+    ChunkLayout,
+    Moment,
+    first_elements,
+    moment_size,
+)
+from gulliver.memory.chunk import Chunk, ChunkGradients, ReducedGradient, column_sums
+from gulliver.memory.manager import Manager
+from gulliver.memory.pending import before_write
+from gulliver.memory.stores import ManagedTensor
+
+
+# [Note: in place] Where nothing is sharded and no wider copy is kept, the parameter buffer is the
+# shard itself, pinned while it is in use: there is no second copy, and what is trained takes what
+# the optimizer needs and no more. The same holds for the gradient: it is collected in the object.
+#
+# [Note: writes to parameters] A user may write to a parameter while it is here, as in
+# ``weight.data.clamp_()``. No counter moves (see `Chunk.take_writes`), and there is no second copy
+# to compare with. So the sum of every column of the buffer, seen as rows of 64-bit words, is taken
+# when it comes and when it goes. The number of columns is prime: rows that change places are
+# noticed too. What has changed already since it was last written behind is not summed: it will be
+# written anyway.
+#
+# [Note: copies] Where ranks do unequal work, none can wait for another to use a chunk. So for the
+# length of such a step a whole copy of the parameters is an object of the manager, too, and the
+# buffer is that object, pinned while it is in use.
+class ManagedBufferPool(BufferPool):
+    """Lends flat buffers of a manager, which makes room for them and counts them."""
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(0)
+        self.manager = manager
+        self.counter: ByteCounter = manager.counter
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
+        """A buffer of `size` elements with any content, counted as of a kind."""
+        return self.manager.lend(size, dtype, kind)
+
+    def give(self, buffer: Tensor, kind: str) -> None:
+        """Gives a buffer back."""
+        self.manager.give(buffer, kind)
+
+
+@dataclass(eq=False)
+class ManagedMoment(Moment):
+    """A buffer of state that is an object of a manager."""
+
+    managed: ManagedTensor
+
+
+class ManagedGradients(ChunkGradients):
+    """Gradients of a chunk whose buffers are objects of a manager."""
+
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        parameters: Mapping[str, nn.Parameter],
+        pool: ManagedBufferPool,
+        named_views: Callable[[Tensor], dict[str, Tensor]],
+    ) -> None:
+        super().__init__(layout, parameters, pool, named_views)
+        self._manager = pool.manager
+        self._in_place = False
+        # The reduced gradient, while it is being made.
+        self._filled: Tensor | None = None
+        self._kept = False
+
+    # Frozen parameters have no gradients, so the objects are made when they are first wanted.
+
+    @cached_property
+    def _reduced(self) -> ManagedTensor:
+        """The shard of the reduced gradient."""
+        name = f"gradients from {self.layout.slots[0].name}"
+        return self._manager.add(name, GRADIENTS, self.layout.part_size, self.reduced_dtype)
+
+    @cached_property
+    def _whole(self) -> ManagedTensor:
+        """What this rank collects, where that is not the reduced gradient itself."""
+        name = f"gradients of this rank from {self.layout.slots[0].name}"
+        return self._manager.add(name, GRADIENTS, self.layout.size, self.dtype, brief=True)
+
+    def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
+        """Reduces to the dtype of the master shard; `in_place` collects where that will lie."""
+        super().follow_shard(dtype)
+        self._in_place = in_place
+
+    def discard(self) -> None:
+        """Gives everything up."""
+        self.free()
+        for made in {"_reduced", "_whole"} & vars(self).keys():
+            self._manager.remove(vars(self).pop(made))
+
+    def _take_buffer(self) -> Tensor:
+        if self._in_place and not self._kept:
+            return self._fill()
+        return self._manager.use(self._whole, fresh=True)
+
+    def rest(self) -> None:
+        """Unpins what is being collected until more comes; what is in flight stays."""
+        if not self.begun:
+            return
+        assert self.buffer is not None, "something is being collected"
+        filled = self.buffer is self._filled
+        self.resting = self._reduced if filled else self._whole
+        with without_torch_functions():
+            for parameter, name, stand_in in zip(
+                self._members, self.parameters, self._stand_ins, strict=True
+            ):
+                if name in self.placed and parameter.grad is self._views[name]:
+                    parameter.grad = stand_in  # nothing may refer to memory that leaves
+        self._views = {}
+        self.buffer = _on_meta(self.resting)
+        self._filled = self.buffer if filled else self._filled
+        self._manager.done(self.resting)
+
+    def wake(self) -> None:
+        """Brings it back, for more to be added."""
+        if self.resting is None:
+            return
+        buffer = self._manager.use(self.resting, write=True)
+        self._filled = buffer if self.buffer is self._filled else self._filled
+        self.buffer, self.resting = buffer, None
+        self._views = self._named_views(buffer)
+        with without_torch_functions():
+            for parameter, name in zip(self._members, self.parameters, strict=True):
+                if name in self.placed and type(parameter.grad) is ReducedGradient:
+                    parameter.grad = self._views[name]
+
+    def park(self) -> None:
+        """Unpins what was collected until it is reduced."""
+        self.buffer, self.parked = _on_meta(self._whole), True
+        self._manager.done(self._whole)
+
+    def fetch(self) -> None:
+        """Brings it back."""
+        if self.parked:
+            self.buffer, self.parked = self._manager.use(self._whole, write=True), False
+
+    def free(self) -> None:
+        """Gives the buffer back."""
+        if self.resting is not None:
+            managed, self.resting, self.buffer = self.resting, None, None
+            self._manager.discard(managed)
+            if managed is self._reduced:
+                self._filled, self._kept = None, False
+        elif self._in_place:
+            super().free()
+        elif self.buffer is not None:
+            if not self.parked:
+                self._manager.done(self._whole)
+            self._manager.discard(self._whole)
+            self.buffer, self.parked = None, False
+
+    def take_reduced(self) -> Tensor:
+        """A buffer for this rank's shard of the reduced gradient."""
+        return super().take_reduced() if self._kept else self._fill()
+
+    def _fill(self) -> Tensor:
+        self._kept = True
+        self._filled = self._manager.use(self._reduced, fresh=True)
+        return self._filled
+
+    def keep_reduced(self, gradient: Tensor) -> Tensor:
+        """Keeps a gradient for later; returns what stands for it."""
+        assert gradient is self._filled, "the first gradient is made in its object"
+        self._filled = None
+        self._manager.done(self._reduced)
+        return _on_meta(self._reduced)
+
+    @contextmanager
+    def reduced(self, kept: Tensor, write: bool = False) -> Iterator[Tensor]:
+        """Shows a gradient that is kept."""
+        with self._manager.using(self._reduced, write) as gradient:
+            yield gradient
+
+    @contextmanager
+    def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Shows a gradient that is kept times a factor, and whether it stays multiplied."""
+        # It does where the fast tier alone has it; a copy behind stays as it is, and serves later.
+        behind = self._reduced.offset is not None
+        try:
+            with self._manager.using(self._reduced, write=not behind) as gradient:
+                yield gradient.mul_(factor.to(gradient.dtype)), not behind
+        finally:
+            if behind:
+                self._manager.revert(self._reduced)
+
+    def give_reduced(self, gradient: Tensor) -> None:
+        """Gives a gradient up."""
+        if "_whole" in vars(self) and gradient is self._whole.tensor:
+            self._manager.done(self._whole)
+            self._manager.discard(self._whole)
+            return
+        if gradient is not self._filled and not gradient.is_meta:
+            self.pool.give(gradient, GRADIENTS)
+            return
+        if self._filled is not None:
+            self.keep_reduced(gradient)
+        self._manager.discard(self._reduced)
+        self._kept = False
+
+
+class ManagedChunk(Chunk):
+    """A chunk whose shard, moments and reduced gradient are objects of a manager."""
+
+    moments: dict[str, ManagedMoment]  # type: ignore[assignment]
+    gradients: ManagedGradients
+
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        parameters: Mapping[str, nn.Parameter],
+        part: int,
+        pool: ManagedBufferPool,
+    ) -> None:
+        self._manager = pool.manager
+        self._in_place = False
+        self._stack: ExitStack | None = None
+        self._leaving: list[ManagedTensor] = []
+        self._copy_sums: Tensor | None = None
+        self.has_copy = False
+        self._managed_pool = pool
+        super().__init__(layout, parameters, part, pool)
+
+    def _make_gradients(self) -> ManagedGradients:
+        return ManagedGradients(self.layout, self.parameters, self._managed_pool, self._cuts.views)
+
+    # The shard of the parameters.
+
+    def set_master_shard(self, dtype: torch.dtype, separate: bool) -> None:
+        """Makes `master_shard` an object of the manager."""
+        self._separate = True
+        self._place_master(dtype, self.shard)
+        self.release()
+        self._in_place = self.layout.parts == 1 and dtype == self.dtype
+        self.gradients.follow_shard(dtype, self._in_place)
+
+    def _place_master(self, dtype: torch.dtype, values: Tensor) -> None:
+        name, size = self.layout.slots[0].name, self.layout.part_size
+        kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
+        self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
+        with self._manager.using(self._shard, fresh=True) as master:
+            master.copy_(values)
+        self.master_shard = self._elsewhere = _on_meta(self._shard)
+
+    def widen_master_shard(self, dtype: torch.dtype) -> None:
+        """Keeps `master_shard` in another dtype from here on."""
+        narrow = self._shard
+        if dtype == narrow.dtype:
+            return
+        with self._manager.using(narrow) as values:
+            self._place_master(dtype, values)
+        self._manager.remove(narrow)
+        self._in_place, self._sums = False, None
+        self.gradients.follow_shard(dtype)
+
+    def _take_buffer(self) -> Tensor:
+        if self.has_copy:
+            return self._manager.use(self._copy)
+        if not self._in_place:
+            return super()._take_buffer()
+        self.master_shard = self._manager.use(self._shard)
+        before_write([self.master_shard])  # parameters may be written without asking
+        return self.master_shard
+
+    def _give_buffer(self, buffer: Tensor, viewed: bool = False) -> None:
+        if not self.has_copy and not self._in_place:
+            super()._give_buffer(buffer)
+            return
+        placed = self._copy if self.has_copy else self._shard
+        self.master_shard = self.master_shard if self.has_copy else self._elsewhere
+        placed.viewed = placed.viewed or viewed
+        self._manager.done(placed)
+
+    def publish(self) -> None:
+        """Writes `master_shard` to this rank's part of the buffer."""
+        if self.has_copy:
+            if self._copy_sums is None:
+                self._copy_sums = column_sums(self.data)
+            return
+        if not self._in_place:
+            with self.opened():
+                self.shard.copy_(self.master_shard)
+        if self._in_place and self._is_written():
+            self._sums = None
+        elif self._sums is None:
+            self._sums = column_sums(self.shard)
+
+    def _is_written(self) -> bool:
+        """Whether the shard's content lies in the fast tier only."""
+        return self._shard.offset is None
+
+    def take_writes(self) -> None:
+        """Brings what the user has written to parameters, on all ranks alike, to the shard."""
+        if self.has_copy:
+            before, self._copy_sums = self._copy_sums, column_sums(self.data)
+            if before is not None and not torch.equal(before, self._copy_sums):
+                self.refuse_write()
+            return
+        if self._sums is None or torch.equal(self._sums, column_sums(self.shard)):
+            return
+        with self.opened(write=True):
+            if self._in_place:
+                self.writes += 1
+            else:
+                self.merge(self.master_shard, self.shard, self._as_sent())
+
+    @contextmanager
+    def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
+        """Brings `master_shard`, and with `moments` all state, into the fast tier for a block."""
+        before, outer = self.master_shard, self._stack
+        try:
+            with ExitStack() as self._stack:
+                self.master_shard = self._stack.enter_context(
+                    self._manager.using(self._shard, write)
+                )
+                for moment in self.moments.values() if moments else ():
+                    moment.buffer = self._stack.enter_context(
+                        self._manager.using(moment.managed, write)
+                    )
+                yield
+        finally:
+            self._stack = outer
+            self._set(before, moments)
+            if write:
+                self._sums = None
+            for placed in self._leaving:
+                self._manager.remove(placed)
+            self._leaving = []
+
+    @contextmanager
+    def shown(self, fill: bool = False) -> Iterator[None]:
+        """Shows the shard and all state wherever they lie, without moving them, for a block."""
+        before = self.master_shard
+        if fill:
+            self._sums = None
+        try:
+            self.master_shard = self._manager.view(self._shard, write=fill)
+            for moment in self.moments.values():
+                moment.buffer = self._manager.view(moment.managed, write=fill)
+            yield
+        finally:
+            self._set(before, True)
+
+    def _set(self, master: Tensor, moments: bool) -> None:
+        """Ends a view of the shard and the state."""
+        self.master_shard = master
+        for moment in self.moments.values() if moments else ():
+            moment.buffer = _on_meta(moment.managed)
+
+    def discard(self) -> None:
+        """Gives everything up: its parameters have another chunk."""
+        if self.buffer is not None:
+            self._give_buffer(self.buffer)
+            self.buffer = None
+        self.gradients.discard()
+        self.drop_moments()
+        self._manager.remove(self._shard)
+        if "_copy" in vars(self):
+            self._manager.remove(self._copy)
+            del self._copy
+
+    # A whole copy of the parameters, as long as no other rank takes part.
+
+    @cached_property
+    def _copy(self) -> ManagedTensor:
+        name = f"copy of parameters from {self.layout.slots[0].name}"
+        return self._manager.add(name, PARAMETERS, self.layout.size, self.dtype, brief=True)
+
+    @contextmanager
+    def making_copy(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Block in which the copy is to be filled: all of it, and this rank's part, which is."""
+        with self._manager.using(self._copy, fresh=True) as whole:
+            size = self.layout.part_size
+            part = whole[self.part * size : (self.part + 1) * size]
+            with self.opened():
+                part.copy_(self.master_shard)
+            yield whole, part
+        self.has_copy, self._copy_sums = True, None
+
+    def end_copy(self) -> None:
+        """Forgets the copy: from here on a buffer is gathered."""
+        self.has_copy = False
+        self._manager.discard(self._copy)
+
+    def copied(self) -> Tensor:
+        """A tensor of its own with what the copy has."""
+        with self._manager.using(self._copy) as whole:
+            return whole.clone()
+
+    def refuse_write(self) -> None:
+        """Says that parameters cannot be written now."""
+        raise GulliverError(
+            f"a parameter of the chunk of {self.layout.slots[0].name!r} was written inside a step "
+            "whose ranks have unequal work: under a memory limit write parameters on all ranks, "
+            "before the loop over the step or after optimizer.step()"
+        )
+
+    # Optimizer state.
+
+    def _take_moment(self, key: str, sizes: Mapping[str, int], dtype: torch.dtype) -> ManagedMoment:
+        assert self._stack is not None, "state is placed while the chunk is open"
+        size, name = moment_size(sizes.values()), self.layout.slots[0].name
+        placed = self._manager.add(f"{key} from {name}", OPTIMIZER_STATE, size, dtype)
+        buffer = self._stack.enter_context(self._manager.using(placed, fresh=True))
+        return ManagedMoment(buffer, first_elements(sizes), placed)
+
+    def _give_moment(self, moment: Moment) -> None:
+        assert isinstance(moment, ManagedMoment)
+        if self._stack is not None:
+            self._leaving.append(moment.managed)  # it is in use until the chunk is closed
+        else:
+            self._manager.remove(moment.managed)
+
+
+def _on_meta(placed: ManagedTensor) -> Tensor:
+    return torch.empty(placed.numel, dtype=placed.dtype, device="meta")

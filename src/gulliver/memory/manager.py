@@ -1,0 +1,524 @@
+"""What a memory manager did in its last steps, as text."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import ACTIVATIONS, KINDS, ByteCounter
+from gulliver.memory.pending import before_write, before_write_at, storage_of
+from gulliver.memory.stores import (
+    ManagedTensor,
+    Middle,
+    Pages,
+    Residency,
+    Store,
+    typed,
+    whole_pages,
+)
+from gulliver.memory.traffic import Traffic
+from gulliver.solve.replacement import Action, Move, Replacement
+
+STEPS = 4
+"""Steps that are remembered."""
+LONGEST = 1 << 16
+"""Most events of a step that are remembered."""
+
+
+@dataclass
+class MovesOfStep:
+    """Events and moves of a step, with names: objects may be gone when they are described."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+    moves: list[tuple[int, Move, str, str, int, str]] = field(default_factory=list)
+
+
+class MoveHistory:
+    """Notes events and moves."""
+
+    def __init__(self) -> None:
+        self.steps = self.evictions = 0
+        self._now = MovesOfStep()
+        self._past: deque[MovesOfStep] = deque(maxlen=STEPS)
+
+    def event(self, what: str, about: ManagedTensor | int) -> None:
+        """Notes an event of an object, or of a number of bytes."""
+        if len(self._now.events) < LONGEST:
+            told = _mib(about) if isinstance(about, int) else about.name
+            self._now.events.append((what, told))
+
+    def move(self, action: Action, managed: ManagedTensor) -> None:
+        """Notes a move."""
+        self.evictions += action.move in (Move.WRITE, Move.DROP)
+        if len(self._now.moves) < LONGEST:
+            about = managed.name, managed.kind, managed.size
+            self._now.moves.append((len(self._now.events), action.move, *about, action.reason))
+
+    def end_step(self) -> None:
+        """Begins a new step."""
+        self.steps += 1
+        self._past.append(self._now)
+        self._now = MovesOfStep()
+
+    def explain(self, step: int) -> str:
+        """Says the decisions of a step, one a line, with the number of the event that led to it."""
+        found = self._step(step)
+        counts = {move: [0, 0] for move in Move}
+        lines = []
+        for position, move, name, kind, size, reason in found.moves:
+            counts[move][0] += 1
+            counts[move][1] += size
+            at = f"{position:5d}" if position else "start"
+            event = found.events[position - 1] if 0 < position <= len(found.events) else None
+            during = f"{event[0]} {event[1]}" if event else ""
+            lines.append(
+                f"{at}  {during:32s} {move.value:6s} {name} ({kind}, {_mib(size)}): {reason}"
+            )
+        total = ", ".join(f"{n} {m.value} {_mib(b)}" for m, (n, b) in counts.items() if n)
+        return "\n".join([*lines, f"{len(found.events)} events: {total or 'nothing moved'}"])
+
+    def _step(self, step: int) -> MovesOfStep:
+        if not self._past:
+            return self._now
+        try:
+            return self._past[step]
+        except IndexError:
+            raise GulliverError(
+                f"step {step} is not remembered: the last {len(self._past)} are (-1 is the last)"
+            ) from None
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.3g} MiB"
+
+
+# The memory manager: keeps the bytes of its objects within a budget, the rest in a store.
+#
+# `solve.Replacement` decides what is in the fast tier, from the order of calls alone; `Traffic`
+# carries that out beside the compute. Between the two this file keeps the books: objects by
+# number, buffers that are lent, the log that `explain` tells.
+#
+# It knows nothing of training. Users call::
+#
+#     managed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
+#     tensor = manager.use(managed, write=True)       # here from now on, at an address of its own
+#     ...                                            # new views of it
+#     manager.done(managed)                           # may leave: no view of it is used any more
+#     manager.end_step()                             # the same again: loads run ahead of use
+#
+# All sizes are whole pages of 4096 bytes for the budget; `counter` has the bytes of tensors.
+
+
+class Manager:
+    """Keeps objects in a fast tier of a given size, and what does not fit in a store."""
+
+    def __init__(
+        self,
+        budget: int,
+        device: torch.device | str,
+        store: Store | None,
+        *,
+        ahead: int | None = None,
+        pages: Pages | None = None,
+    ) -> None:
+        if budget < 1 or (ahead is not None and ahead < 0):
+            raise GulliverError(f"budget {budget}, ahead {ahead}: a number of bytes is expected")
+        self.device, self.store = torch.device(device), store
+        if self.device.type != "cpu" and store is not None and not store.in_stream:
+            raise GulliverError(
+                f"a {store.name} store serves the memory of a CPU machine, not of {self.device}: "
+                "give the host memory behind it (HostStore)"
+            )
+        # Bytes of the tensors that exist, by kind: of objects that arrive, are here or are being
+        # written, and of buffers that are lent.
+        self.counter = ByteCounter()
+        self._process, self._lock = os.getpid(), threading.RLock()
+        self._core = Replacement(budget, backed=store is not None, ahead=ahead)
+        self._traffic = Traffic(budget, self.device, store, self.counter, self._lock, pages)
+        self._middle = Middle() if store is None else store.middle
+        self._history = MoveHistory()
+        self._placed: dict[int, ManagedTensor] = {}
+        self._lent: dict[int, Tensor] = {}
+        self._number = self._total = 0
+        self._closed = False
+        # Ends the uses that can be begun again later, where there is no room; None while it runs.
+        self.release_idle: Callable[[], None] | None = None
+
+    @property
+    def budget(self) -> int:
+        """Size of the fast tier, in bytes."""
+        return self._core.budget
+
+    @property
+    def minimum(self) -> int:
+        """Most bytes that were in use at once so far: no smaller budget would have done."""
+        return self._core.minimum
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory held now, in whole pages, with those that are kept for reuse."""
+        return self._traffic.held
+
+    def release_with(self, release_idle: Callable[[], None]) -> None:
+        """Ends uses that can be begun again later by `release_idle`, where there is no room."""
+        self.release_idle = release_idle
+
+    # Objects
+
+    def add(
+        self,
+        name: str,
+        kind: str,
+        numel: int,
+        dtype: torch.dtype,
+        value: Tensor | None = None,
+        brief: bool = False,
+    ) -> ManagedTensor:
+        """Takes a new object; without a value it is zeros, without memory until it is used."""
+        with self._entered():
+            if kind not in (*KINDS, ACTIVATIONS):
+                raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
+            managed = ManagedTensor(name, kind, numel, dtype, number=self._number, brief=brief)
+            self._check_total(managed)
+            self._tell()
+            self._number += 1
+            actions = self._core.add(managed.number, name, managed.size, value is not None)
+            self._placed[managed.number] = managed
+            self._total += managed.kept
+            try:
+                self._run(actions)
+                if value is not None:
+                    self._traffic.settle(managed)
+                    assert managed.tensor is not None
+                    managed.tensor.copy_(value.detach().reshape(-1))
+            except BaseException:
+                self.remove(managed)
+                raise
+            return managed
+
+    def remove(self, managed: ManagedTensor) -> None:
+        """Forgets an object."""
+        with self._entered():
+            self._check(managed)
+            self._run(self._core.remove(managed.number))
+            self._middle.remove(managed.number)
+            del self._placed[managed.number]
+            self._total -= managed.kept
+
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object into the fast tier, and keeps it there until `done`."""
+        with self._entered():
+            self._check(managed)
+            self._tell()
+            return self.arrive(managed, self.want(managed, write, fresh), write or fresh)
+
+    def want(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
+        """Begins a `use`, without waiting; `arrive` takes what it returns."""
+        with self._entered():
+            stored = self._core.is_stored(managed.number)
+            actions = self._decided(lambda: self._core.use(managed.number, write, fresh))
+            self._history.event("use", managed)
+            self._run(actions)
+            return stored
+
+    def arrive(self, managed: ManagedTensor, stored: bool, write: bool) -> Tensor:
+        """Waits for what `want` has begun; where that fails, it is as if it had not been."""
+        with self._entered():
+            try:
+                self._traffic.settle(managed)
+            except BaseException:
+                self._traffic.cancel(managed)
+                arrived = managed.residency in (Residency.ARRIVING, Residency.HERE)
+                self._core.undo(managed.number, stored, arrived)
+                raise
+            self._middle.landed(managed.number)
+            assert managed.tensor is not None
+            if write:
+                self._written(managed)
+            return managed.tensor
+
+    def has_come(self, managed: ManagedTensor) -> bool:
+        """Whether `arrive` would not wait."""
+        with self._entered():
+            return self._traffic.has_come(managed)
+
+    def tell(self) -> None:
+        """Raises the error of a write that has failed."""
+        with self._entered():
+            self._tell()
+
+    def done(self, managed: ManagedTensor) -> None:
+        """Ends one `use`: after the last the object may leave, and its memory serve others."""
+        with self._entered():
+            actions = self._core.done(self._check(managed).number)
+            self._history.event("done", managed)
+            self._run(actions)
+
+    def revert(self, managed: ManagedTensor) -> None:
+        """Takes back changes that `use` did not announce, if the store has the content."""
+        with self._entered():
+            self._run(self._core.revert(self._check(managed).number))
+
+    @contextmanager
+    def using(
+        self, managed: ManagedTensor, write: bool = False, fresh: bool = False
+    ) -> Iterator[Tensor]:
+        """Uses an object for a block, which may fail."""
+        tensor = self.use(managed, write, fresh)
+        try:
+            yield tensor
+        finally:
+            self.done(managed)
+
+    def discard(self, managed: ManagedTensor) -> None:
+        """Forgets the content of an object: it is zeros from now on, and takes no memory."""
+        with self._entered():
+            actions = self._core.discard(self._check(managed).number)
+            self._history.event("discard", managed)
+            self._run(actions)
+
+    def view(self, managed: ManagedTensor, write: bool = False) -> Tensor:
+        """Shows the content of an object wherever it lies, without making room for it."""
+        # The tensor is good until the object is used again, or room is made for others. What a
+        # checkpoint copies from it in the background is waited for before its place is written.
+        with self._entered():
+            self._check(managed)
+            if write:
+                if managed.residency is not Residency.AWAY:
+                    self._traffic.settle(managed)
+                self._make_writable(managed)
+            self._traffic.let_leave(managed)  # a thread gives its memory to others once written
+            if managed.residency in (Residency.HERE, Residency.LEAVING):
+                assert managed.memory is not None
+                return typed(managed.memory, managed.nbytes, managed.dtype)
+            if managed.offset is None:  # one zero stands for all
+                return torch.zeros((), dtype=managed.dtype, device=self.device).expand(
+                    managed.numel
+                )
+            assert self.store is not None
+            shown = self.store.mapped(managed.offset, managed.size, write)
+            managed.shown.add(storage_of(shown))
+            return typed(shown, managed.nbytes, managed.dtype)
+
+    # Loans, budget, steps
+
+    def lend(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
+        """Lends a flat buffer with any content, for which room is made."""
+        with self._entered():
+            self._tell()
+            nbytes = numel * dtype.itemsize
+            size = whole_pages(nbytes)
+            actions = self._decided(lambda: self._core.lend(size, f"a buffer of {kind}"))
+            self._history.event(f"lend {kind}", size)
+            self._run(actions)
+            try:
+                memory = self._traffic.memory(size)
+            except BaseException:
+                self._run(self._core.give(size))
+                raise
+            tensor = typed(memory, nbytes, dtype)
+            self._lent[tensor.data_ptr()] = memory
+            self.counter.add(kind, nbytes)
+            return tensor
+
+    def give(self, tensor: Tensor, kind: str) -> None:
+        """Takes back what was lent; its memory is used again once no view of it is left."""
+        with self._entered():
+            memory = self._lent.pop(tensor.data_ptr(), None)
+            if memory is None:
+                raise GulliverError("this tensor was not lent by this manager, or was given back")
+            self.counter.add(kind, -tensor.nbytes)
+            self._traffic.give(memory)
+            actions = self._core.give(memory.numel())
+            self._history.event(f"give {kind}", memory.numel())
+            self._run(actions)
+
+    @contextmanager
+    def reserved(self, nbytes: int, kind: str) -> Iterator[None]:
+        """Leaves room for memory that somebody else takes, for a block, and counts it."""
+        size = whole_pages(nbytes)
+        with self._entered():
+            self._tell()
+            actions = self._decided(lambda: self._core.lend(size, f"new {kind}"))
+            self._history.event(f"lend {kind}", size)
+            self._run(actions)
+            try:
+                self._traffic.reserve(size)
+            except BaseException:
+                self._run(self._core.give(size))
+                raise
+            self.counter.add(kind, nbytes)
+        try:
+            yield
+        finally:
+            with self._entered():
+                self.counter.add(kind, -nbytes)
+                self._traffic.held -= size
+                self._history.event(f"give {kind}", size)
+                self._run(self._core.give(size))
+
+    def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
+        """Changes the size of the fast tier (and `ahead`), and waits until no more is held."""
+        with self._entered():
+            actions = self._decided(lambda: self._core.set_budget(nbytes))
+            self._traffic.budget = nbytes
+            self._core.ahead = self._core.ahead if ahead is None else ahead
+            self._history.event("budget", nbytes)
+            self._run(actions)
+            self._traffic.fit()
+
+    def end_step(self) -> None:
+        """Ends a step: its accesses are the schedule of the next, which may differ all the same."""
+        with self._entered():
+            self._core.end_step()
+            self._history.end_step()
+            self._middle.end_step()
+
+    # What was done
+
+    def stats(self) -> dict[str, Any]:
+        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far."""
+        # Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
+        # ``behind`` has the same of the tier behind, where that has another one behind it.
+        done: dict[str, Any] = {"evictions": self._history.evictions, "steps": self._history.steps}
+        done |= {"held": self.held, "minimum": self.minimum, "behind": self._middle.stats()}
+        return {**self._traffic.moved, **done}
+
+    def explain(self, step: int = -1) -> str:
+        """Says every decision of one of the last few steps as text; -1 is the last that ended."""
+        text = self._history.explain(step) + self._middle.explain(step)
+        cycle = self._core.cycle
+        if cycle is None or not cycle.cost:
+            return text
+        cost, bound = cycle.cost, cycle.bound
+        return (
+            f"{text}\nplan for the next: {cost / 2**20:.1f} MiB read and written; with loads this "
+            f"far ahead ({cycle.margin / 2**20:.1f} MiB) none needs less than {bound / 2**20:.1f}"
+        )
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and frees everything, the store too."""
+        with self._entered():
+            self._closed = True
+            self._traffic.close()
+            for managed in self._placed.values():
+                self._traffic.drop(managed)
+            self._placed.clear()
+            if self.store is not None:
+                self.store.close()
+
+    # Inside
+
+    def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
+        """Decides; where there is no room, again when its users have let go of what they can."""
+        try:
+            return decide()
+        except GulliverError:
+            release_idle, self.release_idle = self.release_idle, None
+            if release_idle is None:
+                raise
+            try:
+                release_idle()
+            finally:
+                self.release_idle = release_idle
+        return decide()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise GulliverError(
+                "this memory manager belongs to the parent process, whose disk and threads it "
+                "uses: make another after forking"
+            )
+        with self._lock:
+            if self._closed:
+                raise GulliverError("this memory manager is closed")
+            yield
+
+    def _tell(self) -> None:
+        """Raises what went wrong behind, unless there is room now for what could not be written."""
+        for managed in self._traffic.unwritten():
+            if self._core.restore(managed.number):
+                self._traffic.keep(managed)
+                self._free(managed)
+        self._traffic.tell()
+        self._middle.tell()
+
+    def _check(self, managed: ManagedTensor) -> ManagedTensor:
+        if self._placed.get(managed.number) is not managed:
+            raise GulliverError(f"{managed.name} is not an object of this memory manager")
+        return managed
+
+    def _check_total(self, managed: ManagedTensor) -> None:
+        """Refuses early what will not fit anywhere."""
+        total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
+        if self.store is not None and total > self.budget + behind:
+            raise GulliverError(
+                f"{managed.name} does not fit: all objects need {total} bytes, the memory budget "
+                f"of {self.budget} and the {self.store.name} of {behind} have "
+                f"{total - self.budget - behind} too few"
+            )
+
+    def _run(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            assert isinstance(action.key, int)
+            managed = self._placed[action.key]
+            self._history.move(action, managed)
+            match action.move:
+                case Move.MAKE:
+                    self._traffic.bring(managed, reads=False, zero=action.zero)
+                case Move.LOAD:
+                    self._middle.expect(managed.number)
+                    self._traffic.bring(managed, reads=True)
+                case Move.WRITE:
+                    self._traffic.send(managed)
+                case Move.DROP:
+                    self._drop(managed)
+                case Move.FORGET:
+                    self._drop(managed)
+                    self._free(managed)
+
+    def _drop(self, managed: ManagedTensor) -> None:
+        self._traffic.drop(managed)
+        self._middle.landed(managed.number)
+
+    def _written(self, managed: ManagedTensor) -> None:
+        """Frees an object's space in the store, whose content is out of date."""
+        if managed.tensor is not None:
+            before_write([managed.tensor])
+        self._free(managed)
+
+    def _make_writable(self, managed: ManagedTensor) -> None:
+        """Gives an object a place to be filled at; nothing leaves the fast tier for it."""
+        self._wait_shown(managed)
+        if managed.residency is Residency.HERE:
+            self._core.changed(managed.number)
+            self._written(managed)
+        elif self.store is None:
+            with self.using(managed, fresh=True):
+                pass
+        elif managed.offset is None:
+            managed.offset = self.store.allocate(managed.size, managed)
+            self._core.keep(managed.number)
+
+    def _free(self, managed: ManagedTensor) -> None:
+        if managed.offset is not None:
+            assert self.store is not None
+            self._wait_shown(managed)
+            self.store.free(managed.offset, managed.size)
+            managed.offset = None
+
+    def _wait_shown(self, managed: ManagedTensor) -> None:
+        """Waits for who still reads what was shown of the store."""
+        if managed.shown:
+            before_write_at(managed.shown)
+            managed.shown.clear()

@@ -1,0 +1,207 @@
+"""Read locks: a snapshot still reads memory that the next step is about to write.
+
+A snapshot that is copied while training goes on holds a read lock (`ReadLock`) on memory that it
+has not copied yet. Whoever writes such memory in place asks `before_write` first, and is held up
+for just that part. Autograd's version counters would only tell of a write when it is too late.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+
+ASKS = "asks_before_write"
+"""Attribute of an optimizer that calls `before_write` itself, part by part; it is a function that
+yields the tensors that a step changes."""
+
+
+class ReadLock(Protocol):
+    """A read lock on memory."""
+
+    def release(self, storages: set[int] | None) -> None:
+        """Returns once it needs these storages no more; None means all of its own."""
+        ...
+
+
+_read_locks: list[ReadLock] = []
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
+# A child has its memory to itself, and no threads that could give a read lock up.
+os.register_at_fork(after_in_child=_read_locks.clear)
+
+
+def add_read_lock(lock: ReadLock) -> None:
+    """Makes `before_write` wait for a read lock."""
+    _read_locks.append(lock)
+
+
+def drop_read_lock(lock: ReadLock) -> None:
+    """Forgets a read lock; one that is not there is no error."""
+    if lock in _read_locks:
+        _read_locks.remove(lock)
+
+
+def add_writer(optimizer: Any) -> None:
+    """Notes an optimizer whose steps call `before_write` for all that they change."""
+    _writers.add(optimizer)
+
+
+def writers() -> tuple[Any, ...]:
+    """Returns the optimizers that were noted and still exist."""
+    return tuple(_writers)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Address of the memory behind a tensor; views of it have the same."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def any_read_lock() -> bool:
+    """Whether there is a read lock on any memory."""
+    return bool(_read_locks)
+
+
+def before_write(tensors: Iterable[Tensor]) -> None:
+    """Waits until nobody reads the memory of `tensors` any more.
+
+    Costs nothing while there are no read locks. Call it before writing in place what a checkpoint
+    may be copying, where no torch optimizer does the writing.
+    """
+    if _read_locks:
+        before_write_at({storage_of(tensor) for tensor in tensors})
+
+
+def before_write_at(storages: set[int]) -> None:
+    """Waits until nobody reads the memory that begins at these addresses any more."""
+    for lock in tuple(_read_locks):
+        lock.release(storages)
+
+
+def before_any_write() -> None:
+    """Waits until no read lock is left on any memory."""
+    for lock in tuple(_read_locks):
+        lock.release(None)
+
+
+# Pending parameters: their values are elsewhere or in flight, and touching one waits for them.
+#
+# While it is pending, its class is `PendingParameter` and every operation on it calls its handler.
+# Once it is ready it is an ordinary parameter again, so nothing is paid afterwards, and it does
+# not matter who reads it, nor through which reference: a module's forward, an average of the
+# weights, a state dict, a list that somebody kept.
+
+
+Handler = Callable[[list[nn.Parameter], Callable[..., Any], tuple, dict[str, Any]], Any]
+"""Called with the pending parameters of an operation, the operation, and its arguments."""
+
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "_version",
+        "device",
+        "dtype",
+        "grad",
+        "grad_fn",
+        "is_cpu",
+        "is_cuda",
+        "is_leaf",
+        "is_meta",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "output_nr",
+        "requires_grad",
+        "retains_grad",
+        "shape",
+    )
+) | {
+    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.data_ptr,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.requires_grad_,
+    Tensor.size,
+    Tensor.__len__,
+}
+INSTEAD = "do that before boost, and change values in place (copy_, mul_ under torch.no_grad())"
+"""What to do instead of an exchange of a parameter's memory."""
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class PendingParameter(nn.Parameter):
+    """The class of a parameter that waits."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        # A copy of a pending parameter has its values, and waits for nothing.
+        return nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers for metadata; the rest goes to the handler."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func == _SET_DATA and isinstance(args[0], cls):
+            name = vars(args[0]).get("_chunk_name")
+            told = "a parameter" if name is None else f"parameter {name!r}"
+            raise GulliverError(
+                f"{told} was moved, converted, reshaped or given other memory (p.data = ...) after "
+                f"boost: {INSTEAD}"
+            )
+        if func is Tensor.is_contiguous:
+            # It lies row by row wherever it is; what stands for it here is one stretched element.
+            return Tensor.is_contiguous(torch.empty(args[0].shape, device="meta"), **kwargs)
+        waiting = list(_pending(args)) + list(_pending(kwargs.values()))
+        return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)
+
+
+def hide_from_compilers() -> None:
+    """Keeps compilers from tracing the handlers; once is enough."""
+    found = vars(PendingParameter)["__torch_function__"].__func__
+    hidden = classmethod(torch.compiler.disable(found))
+    setattr(PendingParameter, "__torch_function__", hidden)  # noqa: B010
+
+
+# Both run for every parameter in every step: nothing is called in their loops.
+
+
+def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
+    """Sends operations on parameters to `handler` from now on."""
+    for parameter in parameters:
+        if type(parameter) is not PendingParameter:
+            parameter._ready_class = type(parameter)  # type: ignore[attr-defined]
+            parameter.__class__ = PendingParameter
+        parameter._handler = handler  # type: ignore[attr-defined]
+
+
+def mark_ready(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes them ordinary parameters again."""
+    for parameter in parameters:
+        if type(parameter) is PendingParameter:
+            parameter.__class__ = parameter.__dict__["_ready_class"]
+            del parameter._ready_class, parameter._handler  # type: ignore[attr-defined]
+
+
+def _pending(values: Any) -> Iterator[nn.Parameter]:
+    for value in values:
+        if type(value) is PendingParameter:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _pending(value)
+        elif isinstance(value, dict):
+            yield from _pending(value.values())

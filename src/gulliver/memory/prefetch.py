@@ -1,0 +1,356 @@
+"""Prefetching: residents are gathered in the order of a pass, a few ahead of use, then released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from gulliver._compat import compiled_call, is_compiled
+from gulliver.memory.streams import Stamp, stamp
+
+
+# [Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
+# whatever they use. So a *pass* (a forward or a backward of a model) is a list of residents that
+# every rank brings once, in that order, used or not. A use brings what the pass has up to it and a
+# few ahead. What a rank does not use it brings when it comes past, at the latest at the end of the
+# pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
+#
+# [Note: out of order] A resident that is used again after it was let go (a tied weight, a module
+# called twice) ends the pass and starts it again, and is kept from then on. Outside of passes
+# whatever is used is brought at once.
+#
+# [Note: from forward to backward] A backward begins with what its forward has used last. So the
+# last of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at
+# most; they are not brought again, and one more is in flight before backward uses the first.
+#
+# It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
+# counts, it predicts what a recorded step holds at which time.
+class Presence(Enum):
+    """Where the bytes of a resident are."""
+
+    WHOLE = auto()
+    """Here, all of them."""
+    ARRIVING = auto()
+    """Arriving: a buffer is there, and is being filled."""
+    ABSENT = auto()
+    """Elsewhere only: there is no buffer."""
+
+
+LEGAL_PRESENCE = (
+    (Presence.WHOLE, Presence.ARRIVING),  # the own shard was updated, the rest is to come
+    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was made for what comes
+    (Presence.ARRIVING, Presence.WHOLE),  # all of it is there
+    (Presence.WHOLE, Presence.ABSENT),  # used, and given back
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class Resident:
+    """Something whose bytes come and go."""
+
+    presence: Presence = Presence.WHOLE
+    # Whether it is needed again in the same pass: it stays once it is there.
+    kept: bool = False
+    # Whether a graph may refer to it: it stays until it is let go of by name.
+    held: bool = False
+    # Whether it was used in the present pass.
+    used: bool = False
+
+    def enter(self, presence: Presence) -> None:
+        """Changes where its bytes are."""
+        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
+        self.presence = presence
+
+
+class Pass(Enum):
+    """The kind of the current pass."""
+
+    NONE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Mover(Protocol):
+    """Moves the bytes of residents."""
+
+    def bring(self, resident: Any, /) -> None:
+        """Starts the way of its bytes to here, of all that others changed too if it is here."""
+
+    def finish(self, resident: Any, /) -> None:
+        """Waits for what is in flight."""
+
+    def release(self, resident: Any, /) -> None:
+        """Gives its bytes back, if they are here."""
+
+
+class Prefetcher:
+    """Fetches residents ahead of use and releases them."""
+
+    def __init__(
+        self,
+        residents: Sequence[Any],
+        mover: Mover,
+        ahead: int,
+        every: bool = True,
+        tight: bool = False,
+    ) -> None:
+        self.residents, self.mover, self.ahead = list(residents), mover, ahead
+        self.every, self.tight = every, tight
+        self.current = Pass.NONE
+        # From forward to backward; see the note above.
+        self._stay, self._left = ahead + 1 if every and not tight else 1, 0
+        self._order: list[Any] = []
+        self._at: dict[int, int] = {}
+        self._issued = self._reached = 0
+        self._needed: Sequence[Any] = ()
+
+    def begin(self, kind: Pass) -> None:
+        """Begins a pass, from the first resident or, backward, from the last."""
+        untouched = self._reached == 0 and self._order == self.residents
+        if kind is Pass.FORWARD and untouched and self._issued:
+            self.current = kind  # begun by `prefetch`
+        elif kind is Pass.FORWARD:
+            self.release_all(held=False)
+            self._set_order(self.residents[:])
+            self.current = kind
+        else:
+            # The forward has left its last: they are the first that backward uses.
+            self._set_order(self.residents[::-1])
+            self.current, self._issued = kind, self._left
+            if self._left > 1:
+                self._issue(self._left + 1)
+
+    def _set_order(self, order: list[Any]) -> None:
+        self._order, self._issued, self._reached = order, 0, 0
+        for resident in order:
+            resident.used = False
+        self._at = {id(resident): place for place, resident in enumerate(order)}
+
+    def prefetch(self) -> None:
+        """Brings the first of the next forward; its first modules will wait for just those."""
+        self.begin(Pass.FORWARD)
+        self._issue(self.ahead)
+        self.current = Pass.NONE
+
+    def end_forward(self, keep_last: bool) -> None:
+        """Ends a forward, with what is left of it."""
+        self.complete()
+        if keep_last:
+            for resident in self.residents[: -self._stay]:
+                self.mover.finish(resident)
+                self._release_used(resident)
+            self._left = min(self._stay, len(self.residents)) if self.every else 0
+        else:
+            self.release_all(held=False)
+        self.current = Pass.NONE
+
+    def end_backward(self) -> None:
+        """Ends a backward, with what is left of it, and releases everything."""
+        self.complete()
+        self.release_all()
+
+    def release_all(self, held: bool = True) -> None:
+        """Releases everything, with `held` also what a graph may refer to."""
+        self.current, self._left = Pass.NONE, 0
+        for resident in self.residents:
+            if held or not resident.held:
+                resident.held = False
+                self.mover.release(resident)
+            else:
+                self.mover.finish(resident)
+
+    def use(self, resident: Any) -> None:
+        """Waits for a resident, fetches some ahead and releases what has been used."""
+        if self.current is Pass.NONE:
+            if resident.presence is Presence.ABSENT:
+                self.mover.bring(resident)
+            self.mover.finish(resident)
+            return
+        place = self._find(resident)
+        if place is None:
+            self.mover.finish(resident)
+            return
+        resident.used = True
+        if self.tight and resident.kept and resident.presence is Presence.WHOLE:
+            return  # it stays: what lies before it in the pass need not be passed by for it
+        # Most uses are of what is here, and was reached before.
+        if place < self._reached and resident.presence is Presence.WHOLE:
+            return
+        self._reached = max(self._reached, place + 1)
+        self._release_passed(place)  # before others come: there is room for them then
+        while self._issued <= place:
+            self._issue(self._issued + 1)
+            if self.tight:
+                self._pass_by(self._issued - 2 - self.ahead, place - 1)
+        if resident.presence is Presence.ABSENT:
+            self.mover.bring(resident)
+        self.mover.finish(resident)
+        self._release_passed(place)
+        self._issue(place + 1 + self.ahead)
+
+    def use_together(self, residents: Sequence[Any]) -> None:
+        """Waits for residents that are read all at once."""
+        self._needed = residents
+        try:
+            for resident in residents:
+                self.use(resident)
+        finally:
+            self._needed = ()
+
+    def complete(self) -> None:
+        """Brings what is left of the pass; nothing of it is used here."""
+        while self._issued < len(self._order):
+            self._issue(self._issued + 1)
+            self._pass_by(self._issued - 2 - self.ahead, len(self._order))
+        self._reached = len(self._order)
+
+    def _release_passed(self, place: int) -> None:
+        """Releases what a pass has used before the resident that precedes a place."""
+        end = place - 1
+        if self.current is Pass.FORWARD:
+            end = min(end, len(self._order) - self._stay)
+        for passed in self._order[: max(0, end)]:
+            # What was jumped over will be used yet, or come past at the end.
+            if passed.presence is Presence.WHOLE and (passed.used or not self.every):
+                self._release_used(passed)
+
+    def _pass_by(self, place: int, end: int) -> None:
+        """Releases the resident at a place of the pass, if that lies before the end."""
+        if 0 <= place < end:
+            self.mover.finish(self._order[place])
+            self._release_used(self._order[place])
+
+    def _issue(self, count: int) -> None:
+        """Brings the first of the pass up to `count` of them."""
+        if not self.every:
+            self._issued = max(self._issued, min(count, len(self._order)))
+            return
+        while self._issued < min(count, len(self._order)):
+            resident = self._order[self._issued]
+            self._issued += 1
+            self.mover.bring(resident)
+
+    def _release_used(self, passed: Any) -> None:
+        wanted = passed.kept or passed.held or passed in self._needed
+        if passed.presence is Presence.WHOLE and not wanted:
+            self.mover.release(passed)
+
+    def _find(self, resident: Any) -> int | None:
+        """Index of a resident in the pass; starts the pass again for one that it has passed."""
+        place = self._at.get(id(resident))
+        if resident.presence is not Presence.ABSENT or not self.every:
+            return place
+        if place is None or place < self._issued:
+            resident.kept = True
+            self.complete()
+            forward = self.current is Pass.FORWARD
+            self._set_order(self.residents[:] if forward else self.residents[::-1])
+            place = self._at[id(resident)]
+        return place
+
+
+# Records in which order, and when, a step uses its parameters.
+#
+# `UseRecorder` sees modules' calls, wherever parameters are, and takes the time. `AccessRecord` is
+# the sequence of what a step does with chunks: uses, passes, gradients; it can be replayed.
+
+
+class AccessRecord:
+    """What one step did with chunks, in its order."""
+
+    def __init__(self) -> None:
+        # What was done, and to the chunk of which number.
+        self.events: list[tuple[str, int]] = []
+        # Whether a whole step has been seen; nothing is noted any more.
+        self.complete = False
+
+    def restart(self) -> None:
+        """Forgets all: what follows is noted."""
+        self.events, self.complete = [], False
+
+    def end_step(self) -> None:
+        """Ends the record once a step has been seen."""
+        self.complete = self.complete or bool(self.events)
+
+    def note(self, what: str, number: int = -1) -> None:
+        """Notes an event; the same again right after it counts once."""
+        if not self.complete and (not self.events or self.events[-1] != (what, number)):
+            self.events.append((what, number))
+
+
+class UseRecorder:
+    """Notes the first use of parameters in a forward, and when their gradients come."""
+
+    def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+        self._device = next(iter(names)).device
+        self.first_use: dict[str, Stamp] = {}
+        self.ready: dict[str, Stamp] = {}
+        self.marks: dict[str, Stamp] = {}
+        self._hooks = [
+            model.register_forward_pre_hook(self._entering(), prepend=True),
+        ]
+        for module in _outside_of_compiled(model):
+            region = is_compiled(module) or compiled_call(module) is not None
+            owned = [names[p] for p in module.parameters(recurse=region) if p in names]
+            if owned:
+                hook = self._noting(owned)
+                self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def clear(self) -> None:
+        """Forgets what was noted, but for a forward that no backward has followed yet."""
+        # Many a loop calls zero_grad between forward and backward.
+        awaited = [*self.marks][-1:] == ["forward"]
+        self.first_use = self.first_use if awaited else {}
+        self.marks = {"forward": self.marks["forward"]} if awaited else {}
+        self.ready = {}
+
+    def close(self) -> None:
+        """Stops noting."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def gradient(self, name: str) -> None:
+        """A gradient has come."""
+        self.ready[name] = stamp(self._device)
+
+    def mark(self, name: str) -> None:
+        """Notes a moment of the step by name; the first of a name counts."""
+        self.marks.setdefault(name, stamp(self._device))
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        """Names in the order of first use; those that were not seen come last, as they came."""
+        known = list(names)
+        last = len(self.first_use)
+        place = {name: number for number, name in enumerate(self.first_use)}
+        return sorted(known, key=lambda name: place.get(name, last))
+
+    def _entering(self) -> Any:
+        @torch.compiler.disable
+        def enter(*_: Any) -> None:
+            self.mark("forward")
+
+        return enter
+
+    def _noting(self, owned: list[str]) -> Any:
+        def note(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a clock is not for what is traced: these come in the model's order
+            now = stamp(self._device)
+            for name in owned:
+                self.first_use.setdefault(name, now)
+
+        return note
+
+
+def _outside_of_compiled(module: nn.Module) -> Iterable[nn.Module]:
+    """Modules whose calls are seen from Python, and the compiled regions as wholes."""
+    yield module
+    if is_compiled(module) or compiled_call(module) is not None:
+        return
+    for child in module.children():
+        yield from _outside_of_compiled(child)

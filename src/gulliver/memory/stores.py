@@ -1,0 +1,533 @@
+"""Memory of the fast tier as buffers of whole pages, which shrink and grow where they lie."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.io.default import default_engine
+from gulliver.io.engine import BLOCK, Engine, File, Ticket
+from gulliver.io.files import PARTIAL, require_space
+from gulliver.solve.extents import Extents
+
+WIPE_ON_FORK = 18
+"""Linux's MADV_WIPEONFORK, which the module mmap does not name."""
+HUGE = 1 << 21
+"""Bytes of a huge page."""
+ROOM = 4
+"""A buffer uses at least this part of the addresses that it has."""
+
+
+# [Note: pages] A page that the system gives is filled with zeros, and costs a fault where it is
+# first touched: more than it takes to read its content from a fast disk. Objects have many sizes,
+# so what leaves is seldom of the size of what comes, and to free one buffer and make another would
+# cost a fault for each page that moves. So a buffer has room to grow: addresses cost nothing. One
+# that takes the place of another keeps the pages that it has, and what it has too many goes back to
+# the system at once (MADV_DONTNEED), even if views of it are left.
+@dataclass(frozen=True)
+class _Room:
+    """Addresses of a buffer."""
+
+    memory: mmap.mmap
+    # Offset of the first, on a page, or a huge page if there is one.
+    begin: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, nbytes: int) -> _Room:
+        """Maps private memory, none of which is there yet."""
+        # A process that is forked finds zeros in it: copies of what changes here while a loader's
+        # workers live would be memory that no budget knows of, and a read in flight would
+        # end in the child's copy.
+        spare = HUGE if nbytes >= HUGE else 0
+        memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a system that does not know it copies
+            memory.madvise(WIPE_ON_FORK)
+        first = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        return cls(memory, -first % HUGE if spare else 0, nbytes)
+
+    def shown(self, nbytes: int) -> Tensor:
+        """Shows the first bytes as a flat uint8 tensor; only these may be touched."""
+        # Fewer page faults where it is first touched, which would cost more than a copy. Only huge
+        # pages that lie inside: one that is touched is there as a whole.
+        if self.nbytes >= HUGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
+            inside = nbytes // HUGE * HUGE
+            if inside:
+                self.memory.madvise(mmap.MADV_HUGEPAGE, self.begin, inside)
+            if self.nbytes > inside:
+                rest = self.begin + inside, self.nbytes - inside
+                self.memory.madvise(mmap.MADV_NOHUGEPAGE, *rest)
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=self.begin)
+
+    def free(self, start: int, stop: int) -> None:
+        """Gives the pages between two places back to the system."""
+        self.memory.madvise(mmap.MADV_DONTNEED, self.begin + start, stop - start)
+
+
+def page_aligned(nbytes: int) -> Tensor:
+    """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system."""
+    # It is private, and counts as such; see `_Room.of` for forks.
+    return _Room.of(nbytes).shown(nbytes)
+
+
+class Pages:
+    """Makes buffers of whole pages, and others of them that keep their pages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rooms: dict[int, _Room] = {}
+        # Whether buffers keep pages, and can give them back although views are left: on a CPU.
+        self.keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
+
+    def fresh(self, size: int) -> Tensor:
+        """Makes a buffer of new pages."""
+        with torch.inference_mode(False):  # it serves a training, too
+            if self._device.type != "cpu":
+                return torch.empty(size, dtype=torch.uint8, device=self._device)
+            try:
+                room = _Room.of(1 << (size - 1).bit_length() if self.keeps else size)
+            except OSError:  # a process may be given a limit for addresses, too
+                room = _Room.of(size)
+            memory = room.shown(size)
+            self._rooms[memory.data_ptr()] = room
+            return memory
+
+    def settle(self, memory: Tensor) -> None:
+        """Waits until a buffer may be used for something else."""
+
+    def fits(self, memory: Tensor, size: int) -> bool:
+        """Whether a buffer may become one of another size."""
+        room = self._rooms.get(memory.data_ptr()) if self.keeps else None
+        return room is not None and room.nbytes <= ROOM * size and size <= room.nbytes
+
+    def resized(self, memory: Tensor, size: int) -> Tensor:
+        """Makes a buffer of another size, with the pages that both have; the old one is no more."""
+        room, before = self._rooms[memory.data_ptr()], memory.numel()
+        if size < before:
+            room.free(size, before)
+        with torch.inference_mode(False):
+            return room.shown(size)
+
+    def drop(self, memory: Tensor) -> None:
+        """Gives all pages of a buffer back."""
+        room = self._rooms.pop(memory.data_ptr(), None)
+        if room is not None and self.keeps:
+            room.free(0, memory.numel())  # views of buffers that it was before may live on
+
+
+# Stores: what lies behind the fast tier, with bytes that come and go asynchronously.
+#
+# `DiskStore` is one file, unlinked as soon as it is open: it has no name that another run could
+# mix up with its own, and the system frees it when the process ends, however it ends. It is read
+# and written past the page cache by the threads of the native I/O engine, so that a memory limit
+# of the system counts none of it. `HostStore` is the pinned memory of a machine with a GPU.
+#
+# A store knows offsets and bytes, not what lies there. Offsets and sizes are whole pages of 4096.
+
+
+NETWORK = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
+        *("afs", "fuse.sshfs", "fuse.glusterfs"),
+    }
+)
+"""File systems whose disk is another machine's."""
+MOUNTS = "/proc/self/mounts"
+IN_MEMORY = frozenset(("tmpfs", "ramfs"))
+"""File systems whose disk is memory."""
+
+
+class Transfer(Protocol):
+    """Bytes in flight between the fast tier and a store."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until it has ended."""
+        ...
+
+
+class Middle:
+    """Listener to the decisions before a store: it ignores them, unless it decides as well."""
+
+    def expect(self, number: int) -> None:
+        """An object will be read."""
+
+    def landed(self, number: int) -> None:
+        """An object was read, or is no longer wanted."""
+
+    def remove(self, number: int) -> None:
+        """Drops the object's bookkeeping."""
+
+    def end_step(self) -> None:
+        """A step has ended."""
+
+    def tell(self) -> None:
+        """Raises the error of a write that has failed."""
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what has moved behind."""
+        return {}
+
+    def explain(self, step: int) -> str:
+        """Says the decisions of a step."""
+        return ""
+
+
+class Store(Protocol):
+    """Memory behind the fast tier."""
+
+    # Name of the tier, such as ``disk``.
+    name: str
+    # Most bytes that it holds.
+    capacity: int
+    # Whether the device waits for transfers, at no cost for the host.
+    in_stream: bool
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated."""
+        ...
+
+    @property
+    def middle(self) -> Middle:
+        """Listener to the decisions before the store."""
+        ...
+
+    def allocate(self, nbytes: int, owner: Any = None) -> int:
+        """Reserves whole pages and returns their offset."""
+        ...
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Gives back what `allocate` reserved."""
+        ...
+
+    def read(self, offset: int, into: Tensor) -> Transfer:
+        """Starts to read into a flat uint8 tensor that begins on a page."""
+        ...
+
+    def write(self, offset: int, data: Tensor) -> Transfer:
+        """Starts to write a flat uint8 tensor, which must not change until the transfer ends."""
+        ...
+
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
+        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
+        ...
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and frees everything."""
+        ...
+
+
+def whole_pages(nbytes: int) -> int:
+    """Rounds bytes up to pages, at least one."""
+    return max(-(-nbytes // BLOCK), 1) * BLOCK
+
+
+class DiskTransfer:
+    """A ticket of the I/O engine, with the memory that has to live until it has ended."""
+
+    def __init__(self, ticket: Ticket, memory: Tensor, under_way: set[DiskTransfer]) -> None:
+        self._ticket, self._memory, self._under_way = ticket, memory, under_way
+        under_way.add(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ticket.done
+
+    def wait(self) -> None:
+        """Waits until it has ended."""
+        try:
+            self._ticket.wait()
+        finally:
+            if self._ticket.done:
+                self._under_way.discard(self)
+
+
+class DiskStore:
+    """Space in one file without a name, on a local disk."""
+
+    # The space is reserved at once: a full disk is found here, not in the middle of a step.
+    #
+    # [Note: no gaps] What was freed serves the next of its size, and is cut or joined only where
+    # the rest is used up. So objects whose sizes add up to the capacity always fit, in whatever
+    # order they come and go: no more pieces of a size are ever cut than there are objects of it.
+
+    name = "disk"
+    in_stream = False
+    middle = Middle()
+
+    def __init__(self, folder: str | Path, capacity: int, engine: Engine | None = None) -> None:
+        self.folder, self.capacity, self.used = Path(folder), capacity // BLOCK * BLOCK, 0
+        check_disk_folder(self.folder)
+        if self.capacity < BLOCK:
+            raise GulliverError(
+                f"{capacity} bytes of disk ({folder}) are less than a page of {BLOCK} bytes: give "
+                "what may be written there, such as 100GiB"
+            )
+        require_space(self.folder, self.capacity)
+        self._opened = _Opened(self.folder, self.capacity, engine)
+        self._finish = weakref.finalize(self, self._opened.close)
+        self._finish.atexit = False  # engines end by themselves then
+        self._extents, self._left = Extents(), dict[int, list[int]]()
+        self._extents.add(0, self.capacity)
+        # Whether transfers go past the page cache.
+        self.direct = self._probe()
+
+    def allocate(self, nbytes: int, owner: Any = None) -> int:
+        """Reserves whole pages and returns their offset."""
+        size = whole_pages(nbytes)
+        if left := self._left.get(size):
+            self.used += size
+            return left.pop()
+        found = self._extents.take(size)
+        if found is None:
+            for many, offsets in self._left.items():
+                for offset in offsets:
+                    self._extents.give(0, offset, many)
+            self._left.clear()
+            found = self._extents.take(size)
+        if found is None:
+            raise GulliverError(
+                f"the disk store in {self.folder} is full: {size} bytes in one piece needed, "
+                f"{self.capacity - self.used} of {self.capacity} are free: give it more"
+            )
+        self.used += size
+        return found[1]
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Gives back what `allocate` reserved."""
+        size = whole_pages(nbytes)
+        self._left.setdefault(size, []).append(offset)
+        self.used -= size
+
+    def read(self, offset: int, into: Tensor) -> DiskTransfer:
+        """Starts to read into a flat uint8 tensor that begins on a page."""
+        opened = self._opened
+        where = opened.source, offset, into.data_ptr(), into.numel()
+        return DiskTransfer(opened.reader.read(*where), into, opened.under_way)
+
+    def write(self, offset: int, data: Tensor) -> DiskTransfer:
+        """Starts to write a flat uint8 tensor, which must not change until the transfer ends."""
+        opened = self._opened
+        where = opened.target, offset, data.data_ptr(), data.numel()
+        return DiskTransfer(opened.writer.write(*where), data, opened.under_way)
+
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
+        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
+        memory = mmap.mmap(self._opened.handle, nbytes, offset=offset)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and frees the space."""
+        self._finish()
+
+    def _probe(self) -> bool:
+        """Writes a page: does the disk take it, and past the page cache?"""
+        writer = self._opened.writer
+        before = writer.counters.direct
+        try:
+            self.write(0, page_aligned(BLOCK).zero_()).wait()
+        except BaseException:
+            self.close()
+            raise
+        if writer.counters.direct > before:
+            return True
+        logging.getLogger("gulliver").warning(
+            "the disk store in %s goes through the page cache, which a memory limit of the system "
+            "counts: the file system or the I/O engine has no direct access",
+            self.folder,
+        )
+        return False
+
+
+class _Opened:
+    """The file of a disk store, open; it outlives the store until all transfers have ended."""
+
+    def __init__(self, folder: Path, capacity: int, engine: Engine | None) -> None:
+        self.under_way: set[DiskTransfer] = set()
+        self._process = os.getpid()
+        self.reader, self.writer = (engine, engine) if engine else (_engine(), _engine())
+        self._own = () if engine else (self.reader, self.writer)
+        path = folder / f".gulliver-{os.getpid()}-{secrets.token_hex(6)}{PARTIAL}"
+        try:
+            self.target: File = self.writer.create(path, capacity)
+            self.source: File = self.reader.open(path)
+            self.handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except BaseException:
+            for own in self._own:
+                own.close()
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and closes the file."""
+        if os.getpid() != self._process:
+            return  # a forked child: the engine has no threads here
+        for transfer in list(self.under_way):
+            with suppress(GulliverError):
+                transfer.wait()
+        self.reader.close_file(self.source)
+        self.writer.close_file(self.target)
+        os.close(self.handle)
+        for own in self._own:
+            own.close()
+
+
+def _engine() -> Engine:
+    # No pages: bytes go straight between the file and the fast tier.
+    return default_engine(page_bytes=BLOCK, pages=1, copiers=1, writers=2)
+
+
+def check_disk_folder(folder: Path) -> None:
+    """Refuses a folder that no disk store can be in."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise GulliverError(f"disk folder {folder} {what}: make it, or name one on a local disk")
+    kind = file_system(folder)
+    if kind in NETWORK:
+        raise GulliverError(
+            f"disk folder {folder} lies on a network mount ({kind}): name a local disk"
+        )
+    if kind in IN_MEMORY:
+        logging.getLogger("gulliver").warning(
+            "disk folder %s lies in memory (%s): it saves none", folder, kind
+        )
+
+
+def file_system(folder: Path) -> str:
+    """Returns the kind of file system that a folder lies on; empty where that is not known."""
+    try:
+        lines = Path(MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    path, best, kind = str(folder.resolve()), -1, ""
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        # The last of several on one point is the one that is seen.
+        if inside and len(point) >= best:
+            best, kind = len(point), fields[2]
+    return kind
+
+
+# Objects of the memory manager: bytes of a fixed size that come and go.
+
+
+class Residency(Enum):
+    """Where an object of the manager is between the fast tier and the store."""
+
+    AWAY = auto()
+    """No memory is held: the content lies in the store, or there is none."""
+    QUEUED = auto()
+    """The object is wanted, and waits for memory."""
+    ARRIVING = auto()
+    """Memory is held, and the content is being read into it."""
+    HERE = auto()
+    """The content is in the fast tier."""
+    LEAVING = auto()
+    """The content is being written; the memory is held until that has ended."""
+
+
+LEGAL_RESIDENCY = (
+    (Residency.AWAY, Residency.QUEUED),
+    (Residency.QUEUED, Residency.ARRIVING),  # there is memory: the read begins
+    (Residency.QUEUED, Residency.HERE),  # there is nothing to read
+    (Residency.QUEUED, Residency.AWAY),  # no longer wanted
+    (Residency.ARRIVING, Residency.HERE),
+    (Residency.ARRIVING, Residency.AWAY),  # the read failed
+    (Residency.HERE, Residency.LEAVING),
+    (Residency.HERE, Residency.AWAY),  # the store has its content, or nobody needs it
+    (Residency.LEAVING, Residency.AWAY),
+    (Residency.LEAVING, Residency.HERE),  # it could not be written, and there is room for it
+)
+RESIDENT = (Residency.ARRIVING, Residency.HERE, Residency.LEAVING)
+"""Where an object has memory of the fast tier."""
+
+
+@dataclass(eq=False)
+class ManagedTensor:
+    """Bytes that a `Manager` keeps in the fast tier or behind it."""
+
+    name: str
+    kind: str
+    numel: int
+    dtype: torch.dtype
+    # Flat tensor of `dtype` while the object is in the fast tier, else None. Its memory moves
+    # between visits: make new views after each `Manager.use`.
+    tensor: Tensor | None = None
+    number: int = -1
+    # Whether its content is discarded before long.
+    brief: bool = False
+    residency: Residency = Residency.AWAY
+    # Whole pages of the fast tier that it holds.
+    memory: Tensor | None = field(default=None, repr=False)
+    # Offset of its content in the store; None where the store has not got it.
+    offset: int | None = field(default=None, repr=False)
+    # Addresses at which this place has been shown; a checkpoint may be copying from there.
+    shown: set[int] = field(default_factory=set, repr=False)
+    transfer: Transfer | None = field(default=None, repr=False)
+    # Whether there is something to read when it comes.
+    reads: bool = field(default=False, repr=False)
+    # Whether its memory is filled with zeros when it comes.
+    zero: bool = field(default=False, repr=False)
+    # Whether others may still read its memory, which serves nobody else until they end.
+    viewed: bool = field(default=False, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole pages that hold it."""
+        return whole_pages(self.nbytes)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that there must be room for, in one tier or the other, at any time."""
+        return 0 if self.brief else self.size
+
+    @property
+    def done(self) -> bool:
+        """Whether no transfer is in flight."""
+        return self.transfer is None or self.transfer.done
+
+    def enter(self, residency: Residency) -> None:
+        """Changes where it is."""
+        assert (self.residency, residency) in LEGAL_RESIDENCY, (
+            f"{self.name}: {self.residency} -> {residency}"
+        )
+        self.residency, self.tensor = residency, None
+        if residency is Residency.HERE:
+            assert self.memory is not None
+            self.tensor = typed(self.memory, self.nbytes, self.dtype)
+
+
+def typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """Shows the first bytes of memory as a flat tensor of a dtype."""
+    # In inference mode a view of another dtype would be an inference tensor, which a training that
+    # comes later could not save for backward.
+    with torch.inference_mode(False):
+        return memory[:nbytes].view(dtype)

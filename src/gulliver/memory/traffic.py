@@ -1,0 +1,449 @@
+"""Carries decisions out: memory is taken and given back, transfers overlap with compute."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from gulliver._compat import storage_users
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import ByteCounter
+from gulliver.memory.pending import before_write
+from gulliver.memory.stores import ManagedTensor, Pages, Residency, Store, whole_pages
+from gulliver.solve.replacement import NoRoom
+
+PATIENCE_S = 1.0
+COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_out")
+
+
+_living: WeakSet[Traffic] = WeakSet()
+
+
+# [Note: bytes in flight] For the one who decides, an object that leaves has gone, and one that is
+# loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
+# memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
+# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
+# A caller that needs an object, or memory, waits for the writes in the way, the oldest first.
+# What was decided always fits in the end, so nobody waits for ever; and what is held, memory that
+# is kept for the next one included, never exceeds the budget.
+#
+# [Note: failures] A failed write is begun again before its error is raised, and the content stays
+# where it is until one succeeds. A failed read leaves its object in the store. So an error is
+# raised at the next use, and nothing is lost.
+@atexit.register
+def end_workers() -> None:
+    """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
+    for traffic in [*_living]:
+        traffic.end_worker()
+
+
+class BufferStillReferenced(NoRoom):
+    """Views still refer to memory that was given back, and there is no other room."""
+
+
+class Traffic:
+    """Memory of the fast tier, and what is in flight to and from the store."""
+
+    def __init__(
+        self,
+        budget: int,
+        device: torch.device,
+        store: Store | None,
+        counter: ByteCounter,
+        lock: threading.RLock,
+        pages: Pages | None = None,
+    ) -> None:
+        self.budget, self.device, self.store, self.counter = budget, device, store, counter
+        # Bytes of memory held, that which is kept for reuse included.
+        self.held = 0
+        # Loads, those that were no longer wanted before they had begun, writes and bytes so far,
+        # and seconds that somebody waited.
+        self.moved: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+        self.moved["seconds_waited"] = 0.0
+        self._lock = lock
+        self._queue: deque[ManagedTensor] = deque()
+        self._leaving: deque[ManagedTensor] = deque()
+        self._failed: list[tuple[ManagedTensor, GulliverError]] = []
+        self._free: dict[int, list[tuple[Tensor, bool]]] = {}
+        self._pages = pages or Pages(device)
+        self._worker: threading.Thread | None = None
+        self._ends, self._process = False, os.getpid()
+        _living.add(self)
+
+    # Objects
+
+    def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
+        """Starts to load an object, reading into its memory if there is something to read."""
+        managed.reads, managed.zero = reads, zero
+        if managed.residency is not Residency.LEAVING:
+            managed.enter(Residency.QUEUED)
+        self._queue.append(managed)
+        self._advance()
+
+    def send(self, managed: ManagedTensor) -> None:
+        """Begins to write an object that leaves."""
+        managed.enter(Residency.LEAVING)
+        self._write(managed)
+
+    def drop(self, managed: ManagedTensor) -> None:
+        """Gives the memory of an object back without writing it."""
+        if managed.residency is not Residency.LEAVING:
+            with suppress(GulliverError):  # what could not be read is not wanted
+                self.settle(managed)
+        if managed in self._queue and managed.reads:
+            self.moved["cancelled"] += 1
+            self.moved["bytes_cancelled"] += managed.size
+        self.cancel(managed)
+        if managed.residency is Residency.LEAVING:  # what could not be written is not wanted
+            self._failed = [(other, e) for other, e in self._failed if other is not managed]
+            if managed in self._leaving:
+                self._leaving.remove(managed)
+                with suppress(GulliverError):
+                    self._wait(managed)
+            managed.transfer = None
+        if managed.residency is not Residency.AWAY:
+            self._release(managed)
+
+    def cancel(self, managed: ManagedTensor) -> None:
+        """Takes an object back that waits for memory."""
+        if managed in self._queue:
+            self._queue.remove(managed)
+        if managed.residency is Residency.QUEUED:
+            managed.enter(Residency.AWAY)
+
+    def settle(self, managed: ManagedTensor) -> None:
+        """Waits until an object is where it was to go."""
+        if managed in self._queue:
+            self._queue.remove(managed)  # others can wait
+            self._queue.appendleft(managed)
+            self._advance(managed)
+        if managed.residency is Residency.ARRIVING:
+            try:
+                self._wait(managed)
+            except GulliverError:
+                self._release(managed)
+                raise
+            managed.enter(Residency.HERE)
+        elif managed.residency is Residency.LEAVING:
+            self.tell()
+            if managed.residency is Residency.LEAVING:
+                self._finish(managed)
+
+    def let_leave(self, managed: ManagedTensor) -> None:
+        """Waits until an object has left; one that could not be written stays where it is."""
+        if managed in self._leaving:
+            with suppress(GulliverError):
+                self._finish(managed, again=False)
+
+    def has_come(self, managed: ManagedTensor) -> bool:
+        """Whether an object is where it was to go, or failed to; does not wait."""
+        self._advance()
+        return managed.residency is Residency.HERE or (
+            managed.residency is Residency.ARRIVING and managed.done
+        )
+
+    def unwritten(self) -> list[ManagedTensor]:
+        """Returns the objects that could not be written, and have not come again."""
+        return [managed for managed, _ in self._failed if managed not in self._queue]
+
+    def keep(self, managed: ManagedTensor) -> None:
+        """Keeps an object in the fast tier that could not be written."""
+        self._failed = [(other, e) for other, e in self._failed if other is not managed]
+        managed.enter(Residency.HERE)
+
+    def tell(self) -> None:
+        """Raises the error of a write that failed since the last call, after beginning it again."""
+        while self._leaving and self._leaving[0].done:
+            with suppress(GulliverError):
+                self._finish(self._leaving[0], again=False)
+        if self._failed:
+            failed, self._failed = self._failed, []
+            for managed in [managed for managed, _ in failed]:
+                self._write(managed)
+            try:
+                raise failed[0][1]
+            finally:
+                # The error holds this frame, which must not hold the error: together they would
+                # keep the callers' tensors until the garbage collector comes.
+                del failed
+
+    # Memory
+
+    def memory(self, size: int) -> Tensor:
+        """Takes memory of whole pages, for which there is room by decision."""
+        found = self._memory(size, wait=True)
+        assert found is not None
+        return found
+
+    def reserve(self, size: int) -> None:
+        """Counts memory that somebody else takes as held, for which there is room by decision."""
+        while not self._trim(size):
+            self._make_way(size)
+        self.held += size
+
+    def give(self, memory: Tensor, trusted: bool = False) -> None:
+        """Takes memory back, to be used again."""
+        self._free.setdefault(memory.numel(), []).append((memory, trusted))
+
+    def fit(self) -> None:
+        """Waits until no more than the budget is held."""
+        while not self._trim(0):
+            self._make_way(0)
+        self._advance()
+
+    def close(self) -> None:
+        """Waits for transfers in flight, and frees all memory of objects."""
+        for managed in (*self._queue,):
+            self.cancel(managed)
+        while self._leaving:
+            with suppress(GulliverError):
+                self._finish(self._leaving[0], again=False)
+
+    def _memory(self, size: int, wait: bool) -> Tensor | None:
+        while True:
+            free = self._free.get(size, ())
+            for number, (memory, trusted) in enumerate(free):
+                if trusted or storage_users(memory) == 1:
+                    assert isinstance(free, list)
+                    free.pop(number)
+                    self._free_of_users(memory)
+                    return memory
+            if self.held + size > self.budget and (found := self._resized(size)) is not None:
+                return found
+            if self._trim(size):
+                self.held += size
+                return self._pages.fresh(size)
+            if not wait and not self._reaped():
+                return None
+            if wait:
+                self._make_way(size)
+
+    def _free_of_users(self, memory: Tensor) -> None:
+        """Waits for snapshots and copies that may still be reading memory."""
+        # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
+        # memory that was shown to them before, and never take this lock.
+        before_write([memory])
+        self._pages.settle(memory)
+
+    def _resized(self, size: int) -> Tensor | None:
+        """Memory of a size out of that kept of the nearest other size; None where there is none."""
+        # One of twice the size loses more pages than a new one takes.
+        near = [(kept, many) for kept, many in self._free.items() if kept < 2 * size]
+        found = [
+            (abs(kept - size), kept, number)
+            for kept, many in near
+            for number, (memory, trusted) in enumerate(many)
+            if self._pages.fits(memory, size) and (trusted or storage_users(memory) == 1)
+        ]
+        if not found:
+            return None
+        _, kept, number = min(found)
+        taken = self._free[kept].pop(number)
+        if not self._trim(size - kept):
+            self._free.setdefault(kept, []).append(taken)
+            return None
+        self._free_of_users(taken[0])
+        self.held += size - kept
+        return self._pages.resized(taken[0], size)
+
+    def _trim(self, size: int) -> bool:
+        """Frees memory that is kept until `size` more may be held; False where it is not enough."""
+        rest = list[tuple[Tensor, bool]]()
+        for kept in sorted(self._free, reverse=True):
+            many = self._free[kept]
+            while (short := self.held + size - self.budget) > 0:
+                # Memory with views left would not be freed.
+                place = next((n for n, found in enumerate(many) if self._goes(*found)), None)
+                if place is None:
+                    break
+                memory, trusted = many.pop(place)
+                self._free_of_users(memory)
+                left = kept - whole_pages(short)
+                if left > 0 and self._pages.fits(memory, left):
+                    rest.append((self._pages.resized(memory, left), trusted))
+                else:
+                    self._pages.drop(memory)
+                    left = 0
+                self.held -= kept - left
+            if not many:
+                del self._free[kept]
+        for memory, trusted in rest:
+            self.give(memory, trusted)
+        return self.held + size <= self.budget
+
+    def _goes(self, memory: Tensor, trusted: bool) -> bool:
+        """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
+        if trusted and storage_users(memory) > 1:
+            self._free_of_users(memory)
+        return (trusted and self._pages.keeps) or storage_users(memory) == 1
+
+    def _make_way(self, size: int) -> None:
+        """Waits for the oldest write, whose memory is needed."""
+        if self._failed:
+            self.tell()
+        if not self._leaving and not self._is_let_go():
+            kept = sum(size * len(many) for size, many in self._free.items())
+            raise BufferStillReferenced(
+                f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
+                f"given back are still looked at: drop the views of them, or give at least "
+                f"{self.held + size}",
+                self.held + size,
+            )
+        if self._leaving:
+            self._finish(self._leaving[0])
+
+    def _is_let_go(self) -> bool:
+        """Whether others stop referring to memory soon: a thread that sends it may be about to."""
+        # Such a thread drops its tensor a moment after the message is there, and says so to nobody.
+        # Hence the polling, for as long as a slow message may take.
+        due = time.monotonic() + PATIENCE_S
+        while time.monotonic() < due:
+            if any(storage_users(m) == 1 for many in self._free.values() for m, _ in many):
+                return True
+            time.sleep(0.001)
+        return False
+
+    def _reaped(self) -> bool:
+        """Whether a write is over, whose memory is free now; does not wait."""
+        if not self._leaving or not self._is_over(self._leaving[0]):
+            return False
+        with suppress(GulliverError):
+            self._finish(self._leaving[0], again=False)
+        return True
+
+    # Transfers
+
+    def _advance(self, until: ManagedTensor | None = None) -> None:
+        """Starts queued loads while memory is free, or up to an object that is waited for."""
+        while self._queue:
+            managed = self._queue[0]
+            memory = None
+            if self._is_gone(managed, wait=managed is until):
+                memory = self._memory(managed.size, wait=managed is until)
+            if memory is None:
+                self._start_worker()
+                return
+            self._queue.popleft()
+            self._begin(managed, memory)
+
+    def _is_gone(self, managed: ManagedTensor, wait: bool) -> bool:
+        """Whether an object that is to come again has left; where it must have, waits for that."""
+        if managed.residency is Residency.LEAVING:
+            if wait:
+                self.tell()
+            if managed in self._leaving and (wait or self._is_over(managed)):
+                with suppress(*(() if wait else (GulliverError,))):
+                    self._finish(managed, again=wait)
+            if managed.residency is Residency.LEAVING:
+                return False
+        if managed.residency is Residency.AWAY:
+            managed.enter(Residency.QUEUED)
+        return True
+
+    def _begin(self, managed: ManagedTensor, memory: Tensor) -> None:
+        managed.memory = memory
+        self.counter.add(managed.kind, managed.nbytes)
+        if managed.reads:
+            assert self.store is not None
+            assert managed.offset is not None
+            managed.enter(Residency.ARRIVING)
+            managed.transfer = self.store.read(managed.offset, memory)
+            self.moved["loads"] += 1
+            self.moved["bytes_in"] += managed.size
+        else:
+            managed.enter(Residency.HERE)
+            if managed.zero:
+                memory.zero_()
+
+    def _write(self, managed: ManagedTensor) -> None:
+        """Begins a write; a store that is full makes it one that failed."""
+        assert self.store is not None
+        assert managed.memory is not None
+        try:
+            if managed.offset is None:
+                managed.offset = self.store.allocate(managed.size, managed)
+            managed.transfer = self.store.write(managed.offset, managed.memory)
+        except GulliverError as error:
+            self._failed.append((managed, error))
+            return
+        self.moved["writes"] += 1
+        self.moved["bytes_out"] += managed.size
+        self._leaving.append(managed)
+
+    def _finish(self, managed: ManagedTensor, again: bool = True) -> None:
+        """Waits for a write, whose memory is free then."""
+        try:
+            self._wait(managed)
+        except GulliverError as error:
+            self._leaving.remove(managed)
+            if again:
+                self._write(managed)
+            else:
+                self._failed.append((managed, error))
+            raise
+        self._leaving.remove(managed)
+        self._release(managed)
+
+    def _is_over(self, managed: ManagedTensor) -> bool:
+        assert self.store is not None
+        return self.store.in_stream or managed.done
+
+    def _wait(self, managed: ManagedTensor) -> None:
+        assert managed.transfer is not None
+        begun = time.perf_counter()
+        try:
+            managed.transfer.wait()
+        except GulliverError:
+            managed.transfer = None
+            raise
+        finally:
+            self.moved["seconds_waited"] += time.perf_counter() - begun
+        managed.transfer = None  # an interrupted one is still in flight
+
+    def _release(self, managed: ManagedTensor) -> None:
+        memory, managed.memory = managed.memory, None
+        assert memory is not None
+        managed.enter(Residency.AWAY)
+        self.counter.add(managed.kind, -managed.nbytes)
+        self.give(memory, trusted=not managed.viewed)
+        managed.viewed = False
+
+    # The thread that waits where nobody else does
+
+    def end_worker(self) -> None:
+        """Makes the thread start nothing more; a forked child has none."""
+        if self._process == os.getpid():
+            with self._lock:
+                self._ends = True
+
+    def _start_worker(self) -> None:
+        # One thread for each backlog, which ends with it: an idle manager has none, so there is
+        # nothing to stop before a fork, at exit, or when the manager is dropped.
+        if self._worker is None and self._leaving and not self._failed and not self._ends:
+            self._worker = threading.Thread(target=self._work, name="gulliver-memory", daemon=True)
+            self._worker.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if self._ends:
+                    return
+                self._advance()
+                if not self._queue or not self._leaving or self._failed:
+                    self._worker = None
+                    return
+                # What comes again while it leaves has to have left; others need memory.
+                head = self._queue[0]
+                transfer = (head if head in self._leaving else self._leaving[0]).transfer
+            assert transfer is not None
+            with suppress(GulliverError):
+                transfer.wait()

@@ -1,0 +1,256 @@
+"""What an autoencoder is, the public ones as one table, and what all of them need.
+
+`build_autoencoder` makes one by name. All encode to *normalised* latents, those that diffusion
+models were trained on, and decode them. They encode to the mean of the posterior: training of a
+diffusion model may draw around it, by `moments` of the public ones.
+
+A causal autoencoder encodes clips of 4 k + 1 frames: the first frame stands alone. Two public ones
+encode a long clip in pieces of 17 frames, each by itself; `regrouped` makes such pieces of the
+stretches of a clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.models.configurations import make_of_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Autoencoder(Protocol):
+    """Interface of every video autoencoder here; all of them are modules."""
+
+    @property
+    def compression(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of pixels that a latent stands for."""
+        ...
+
+    @property
+    def latent_channels(self) -> int:
+        """Number of channels of the latents."""
+        ...
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Returns channels, frames, rows and columns of the latents of a clip.
+
+        Raises:
+            GulliverError: the sizes do not fit; the nearest that do are named.
+        """
+        ...
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Encodes ``[B, 3, T, H, W]`` in [-1, 1] to normalised latents ``[B, C, t, h, w]``."""
+        ...
+
+    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decodes normalised latents to a clip; `num_frames` says how many frames it had."""
+        ...
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Moves or converts it, as `torch.nn.Module.to`."""
+        ...
+
+    def eval(self) -> Self:
+        """Switches it to evaluation."""
+        ...
+
+
+@dataclass(frozen=True)
+class AutoencoderConfiguration:
+    """A public autoencoder."""
+
+    release: str
+    # Name of its class, of `gulliver.models` or of diffusers.
+    kind: str
+    # Frames, rows and columns of pixels that a latent stands for.
+    compression: tuple[int, int, int]
+    latent_channels: int
+    # Frames, height and width of a usual clip, in pixels.
+    clip: tuple[int, int, int]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def of_diffusers(self) -> bool:
+        """Whether it is a class of diffusers, an extra."""
+        return self.kind.startswith("AutoencoderKL")
+
+
+AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
+    "SD-VAE": AutoencoderConfiguration(
+        "Open-Sora 1.0, 1.1",
+        "FrameAutoencoder",
+        (1, 8, 8),
+        4,
+        (16, 512, 512),
+        note="every frame by itself",
+    ),
+    "SDXL-VAE": AutoencoderConfiguration(
+        "SDXL, PixArt",
+        "FrameAutoencoder",
+        (1, 8, 8),
+        4,
+        (1, 1024, 1024),
+        {"scaling_factor": 0.13025},
+        note="every frame by itself",
+    ),
+    "FLUX-VAE": AutoencoderConfiguration(
+        "FLUX.1",
+        "FrameAutoencoder",
+        (1, 8, 8),
+        16,
+        (1, 768, 768),
+        {
+            "latent_channels": 16,
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+            "scaling_factor": 0.3611,
+            "shift_factor": 0.1159,
+        },
+        note="every frame by itself",
+    ),
+    "OpenSora-VAE-v1.2": AutoencoderConfiguration(
+        "Open-Sora 1.2",
+        "PipelineAutoencoder",
+        (4, 8, 8),
+        4,
+        (51, 720, 1280),
+        note="a picture autoencoder on every frame, then a causal one in time; pieces of 17 frames",
+    ),
+    "OpenSora-VAE-v1.3": AutoencoderConfiguration(
+        "Open-Sora 1.3",
+        "CausalAutoencoder",
+        (4, 8, 8),
+        16,
+        (113, 360, 640),
+        note="causal in time; pieces of 17 frames that share one",
+    ),
+    "HunyuanVideo-VAE": AutoencoderConfiguration(
+        "Open-Sora 2.0, HunyuanVideo",
+        "AutoencoderKLHunyuanVideo",
+        (4, 8, 8),
+        16,
+        (129, 720, 1280),
+        note="of diffusers; without the mask of its middle block",
+    ),
+    "CogVideoX-VAE": AutoencoderConfiguration(
+        "CogVideoX",
+        "AutoencoderKLCogVideoX",
+        (4, 8, 8),
+        16,
+        (49, 480, 720),
+        {
+            "down_block_types": ("CogVideoXDownBlock3D",) * 4,
+            "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+            "block_out_channels": (128, 256, 256, 512),
+            "latent_channels": 16,
+            "layers_per_block": 3,
+            "scaling_factor": 0.7,
+        },
+        note="of diffusers; pieces of 8 frames that pass their last frames on",
+    ),
+    "Wan2.1-VAE": AutoencoderConfiguration(
+        "Wan 2.1",
+        "AutoencoderKLWan",
+        (4, 8, 8),
+        16,
+        (81, 480, 832),
+        note="of diffusers; pieces of 4 frames that pass their last frames on",
+    ),
+}
+"""Public autoencoders by name."""
+
+
+def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
+    """Builds a public autoencoder that is a class of `gulliver.models`.
+
+    Args:
+        name: name in `AUTOENCODERS`.
+        overrides: arguments of its class.
+
+    Raises:
+        GulliverError: the name or a field is unknown, the nearest is named; it is a class of
+            diffusers; or there is no such autoencoder, the field at fault is named.
+    """
+    if name not in AUTOENCODERS:
+        raise GulliverError(f"unknown autoencoder {name!r}: {nearest(name, AUTOENCODERS)}")
+    from gulliver import models
+
+    configuration = AUTOENCODERS[name]
+    if configuration.of_diffusers:
+        raise GulliverError(
+            f"{name} is a class of diffusers: give its folder to gulliver.video.load_autoencoder"
+        )
+    kind = getattr(models, configuration.kind)
+    return make_of_fields(kind, {**configuration.fields, **overrides})
+
+
+def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:
+    """Returns rows and columns of the latents of such pictures."""
+    _, *steps = what.compression
+    sizes = (height, width)
+    if any(size < step or size % step for size, step in zip(sizes, steps, strict=True)):
+        right = "x".join(
+            str(max(1, round(size / step)) * step) for size, step in zip(sizes, steps, strict=True)
+        )
+        raise GulliverError(
+            f"{height}x{width} does not fit the autoencoder: multiples of {steps[0]} do, "
+            f"such as {right}"
+        )
+    return height // steps[0], width // steps[1]
+
+
+def check_causal(what: Autoencoder, frames: int) -> int:
+    """Returns the latent frames of a clip whose first frame stands alone."""
+    step = what.compression[0]
+    if frames < 1 or (frames - 1) % step:
+        right = max(0, round((frames - 1) / step)) * step + 1
+        raise GulliverError(
+            f"{frames} frames do not fit the autoencoder: {step} k + 1 do, such as {right}"
+        )
+    return (frames - 1) // step + 1
+
+
+def check_latents(what: Autoencoder, latents: Tensor) -> None:
+    """Refuses what cannot be latents of this autoencoder."""
+    if latents.dim() != 5 or latents.shape[1] != what.latent_channels:
+        raise GulliverError(
+            f"latents of shape {tuple(latents.shape)} are of another autoencoder: this one's are "
+            f"[B, {what.latent_channels}, T, H, W]"
+        )
+
+
+def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> None:
+    """Refuses latents that a clip of so many frames does not have."""
+    if num_frames is None:
+        return
+    _, rows, columns = what.compression
+    height, width = latents.shape[3] * rows, latents.shape[4] * columns
+    wanted = what.latent_shape(num_frames, height, width)[1]
+    if wanted != latents.shape[2]:
+        raise GulliverError(
+            f"{latents.shape[2]} latent frames are not those of a clip of {num_frames} frames, "
+            f"which has {wanted}"
+        )
+
+
+def regrouped(
+    parts: Iterable[Tensor], size: int, overlap: int = 0, first: int | None = None
+) -> Iterator[Tensor]:
+    """Yields stretches of a clip as pieces of one length, the last one perhaps shorter."""
+    import torch
+
+    held, due = None, first or size
+    for part in parts:
+        held = part if held is None else torch.cat([held, part], 2)
+        while held.shape[2] > due:
+            yield held[:, :, :due]
+            held, due = held[:, :, due - overlap :], size
+    if held is None or not held.shape[2]:
+        raise GulliverError("there is nothing to encode or decode: the clip has no frames")
+    yield held

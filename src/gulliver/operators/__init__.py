@@ -1,0 +1,17 @@
+"""Operators."""
+
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.operators.plans import Program, find_operators
+
+__all__ = ["Program", "find_operators"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.operators.plans": ["Program", "find_operators"],
+    },
+)

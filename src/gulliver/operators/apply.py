@@ -1,0 +1,231 @@
+"""Runs a plan of operators: parameters become DTensors, calls run as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+
+from gulliver.comm.world import World
+from gulliver.errors import GulliverError
+from gulliver.hardware.cluster import Cluster
+from gulliver.memory.activations import wrap_call
+from gulliver.operators.plans import Program, axes_of, form_of, program_of
+from gulliver.operators.recompute import Again, SavedTensorStore
+from gulliver.operators.rules import placements
+from gulliver.operators.run import OperatorMode, changed, local_of, spread, whole_of
+from gulliver.parallel.optimizer import (
+    BoostedOptimizer,
+    has_stepped,
+    named_groups,
+    named_trainables,
+    take_new_state,
+)
+from gulliver.parallel.zero.elementwise import check_optimizer
+from gulliver.plan.plan import Plan
+from gulliver.planner.model import broadcast_all, no_optimizer
+
+
+def check_operators(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Program:
+    """Refuses what cannot run, with nothing changed; returns the program."""
+    if optimizer is not None:
+        check_optimizer(optimizer, 1)
+        named_trainables(model, optimizer)
+        if has_stepped(optimizer):
+            raise GulliverError(
+                "the optimizer has stepped before boost, on whole parameters: boost first"
+            )
+    half = [n for n, b in model.named_buffers() if b.requires_grad]
+    if half:
+        raise GulliverError(f"buffer {half[0]!r} requires gradients: make it a parameter")
+    return program_of(plan, model)
+
+
+def share_operators(
+    plan: Plan,
+    program: Program,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world: World,
+) -> tuple[nn.Module, OperatorOptimizer]:
+    """Applies the program of `check_operators` to a model and its optimizer."""
+    if world.size > 1:
+        broadcast_all([*model.parameters(), *model.buffers()])
+    axes = axes_of(plan.mesh)
+    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    inner = optimizer or no_optimizer()
+    given = named_groups(model, inner, frozen=True) if optimizer is not None else []
+    swapped = _distribute(model, program, mesh)
+    for group in inner.param_groups:
+        group["params"] = [swapped.get(p, p) for p in group["params"]]
+    take_new_state(inner, swapped)
+    names = named_trainables(model, inner) if optimizer is not None else {}
+    engine = _Engine(plan, program, mesh, world.device)
+    wrap_call(model, engine.call)
+    boosted = OperatorOptimizer(inner, names, engine)
+    boosted.checkpoint.describe_model(given_groups=given)
+    return model, boosted
+
+
+def _distribute(
+    model: nn.Module, program: Program, mesh: DeviceMesh
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Replaces parameters by DTensors."""
+    known: dict[nn.Parameter, nn.Parameter] = {}
+    names = {p: n for n, p in model.named_parameters()}
+    whole = (Replicate(),) * mesh.ndim
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in known:
+                layout = program.parameters.get(names[parameter])
+                wanted = whole if layout is None else placements(layout)
+                there = changed(spread(parameter.detach(), mesh, whole), wanted, None)
+                own = spread(local_of(there).clone(), mesh, wanted, parameter.shape)
+                known[parameter] = nn.Parameter(own, parameter.requires_grad)
+            module._parameters[key] = known[parameter]
+    return known
+
+
+class _Engine:
+    """Runner of the calls of a model."""
+
+    cluster: Cluster | None = None
+
+    def __init__(
+        self, plan: Plan, program: Program, mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        assert plan.operators is not None, "the plan is of operators"
+        self.program, self.mesh = program, mesh
+        self.store = SavedTensorStore(device) if program.away else None
+        self._form = plan.operators.batch
+
+    def call(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward of the model."""
+        form = form_of((args, kwargs))
+        if form != self._form:
+            raise GulliverError(
+                f"the plan is for the batch {_described(self._form)}, and this one is "
+                f"{_described(form)}: plan again for it, or pad it"
+            )
+        program = self.program
+        again = None
+        if program.runs or program.away:
+            put = self.store.put if self.store is not None else _nowhere
+            again = Again(program.runs, program.stays, program.away, put)
+        trace = program.graph.trace
+        mode = OperatorMode(program.calls, trace, self.mesh, self.cluster, again)
+        if again is not None:
+            again.runner = mode
+        with mode:
+            out = forward(*args, **kwargs)
+        mode.end()
+        layouts = {v: g for c in program.calls for v, g in zip(c.call.gives, c.gives, strict=True)}
+        numbers = iter(trace.outputs)
+
+        def left(tensor: Tensor) -> Tensor:
+            number = next(numbers)
+            return mode.left(tensor, number, layouts.get(number, ()))
+
+        return pytree.tree_map_only(Tensor, left, out)
+
+
+def _nowhere(_: Tensor) -> Any:
+    raise AssertionError("nothing is moved without a store")
+
+
+def _described(form: dict[str, str]) -> str:
+    return ", ".join(f"{name} {text}" for name, text in form.items())
+
+
+class OperatorOptimizer(BoostedOptimizer):
+    """The user's optimizer on parameters that are DTensors."""
+
+    spreads_state = True
+
+    def __init__(self, inner: torch.optim.Optimizer, names: Any, engine: _Engine) -> None:
+        super().__init__(inner, names)
+        self.engine = engine
+
+    @property
+    def has_whole_model(self) -> bool:
+        """False: parameters are DTensors, which model files cannot hold."""
+        return False
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that this rank holds now."""
+        return sum(local_of(_spread(p.grad)).nbytes for p in self.names if p.grad is not None)
+
+    def parameter_bytes(self, model: nn.Module) -> int:
+        """Bytes of parameters that this rank holds now."""
+        return sum(local_of(_spread(p)).nbytes for p in model.parameters())
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients by name; every rank calls it."""
+        found = {n: p.grad for p, n in self.names.items() if p.grad is not None}
+        return {name: whole_of(grad, self.engine.mesh) for name, grad in found.items()}
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients so that their global norm is at most `max_norm`."""
+        self.check_norm(max_norm, norm_type)
+        if norm_type != 2:
+            raise GulliverError(f"norm_type={norm_type} is not supported by a plan of operators: 2")
+        squares = torch.zeros((), dtype=torch.float64)
+        grads = [_spread(p.grad) for p in self.names if p.grad is not None]
+        for grad in grads:
+            own = torch.linalg.vector_norm(local_of(grad), dtype=torch.float64).square()
+            copies = 1
+            for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
+                copies *= size if isinstance(placement, Replicate) else 1
+            squares = squares.to(own.device) + own / copies
+        for axis in range(self.engine.mesh.ndim):
+            torch.distributed.all_reduce(squares, group=self.engine.mesh.get_group(axis))
+        norm = squares.sqrt()
+        if max_norm != float("inf"):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                local_of(grad).mul_(scale.to(grad.dtype))
+        return norm
+
+    def export_state(self, keep: bool = True) -> Any:
+        """Refused: see `model_leaves`."""
+        raise _unsaved()
+
+    def model_leaves(self, model: nn.Module) -> Any:
+        """Refused."""
+        raise _unsaved()
+
+    def state_leaves(self) -> Any:
+        """Refused."""
+        raise _unsaved()
+
+    def release(self, model: nn.Module) -> None:
+        """Restores whole parameters and the model's own forward."""
+        known: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    if parameter not in known:
+                        whole = whole_of(parameter, self.engine.mesh).clone()
+                        known[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                    module._parameters[key] = known[parameter]
+        vars(model).pop("forward", None)
+
+
+def _spread(tensor: Any) -> DTensor:
+    assert isinstance(tensor, DTensor), "parameters of a plan of operators are DTensors"
+    return tensor
+
+
+def _unsaved() -> GulliverError:
+    return GulliverError(
+        "a model whose operators are shared one by one is not saved as it is: release it first, "
+        "booster.release(model), and save the whole one; or torch.distributed.checkpoint"
+    )

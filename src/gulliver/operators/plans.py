@@ -1,0 +1,387 @@
+"""Makes plans of a forward's operators, and programs of such plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.cluster import Cluster
+from gulliver.operators.graph import Graph, Node, graph_of
+from gulliver.operators.problem import Problem, stored_layout
+from gulliver.operators.rules import Layout, gradient_placements, placements
+from gulliver.operators.run import PlannedCall
+from gulliver.operators.trace import trace_calls
+from gulliver.options import byte_size
+from gulliver.plan.plan import Plan
+from gulliver.plan.reading import join
+from gulliver.plan.results import Predicted, Seconds
+from gulliver.plan.tree import Mesh, OperatorBlock, OperatorChoice, OperatorPlan
+from gulliver.planner.model import blocks_of
+from gulliver.solve.activations import Choice
+from gulliver.solve.joint import OffloadLink
+from gulliver.solve.joint_search import JointPlan, solve_joint
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A forward as a plan runs it.
+
+    Attributes:
+        graph: graph of its operators.
+        calls: calls as they run.
+        parameters: layout in which each parameter is kept, by name.
+        runs: number of the run of each call that is computed again.
+        stays: values that are kept whatever becomes of the call that gives them.
+        away: calls whose memories leave.
+    """
+
+    graph: Graph
+    calls: tuple[PlannedCall, ...]
+    parameters: Mapping[str, Layout]
+    runs: Mapping[int, int]
+    stays: frozenset[int]
+    away: frozenset[int]
+
+
+def batch_of(given: Any) -> Batch:
+    """Positional and keyword arguments of a batch."""
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (given if isinstance(given, tuple) else (given,)), {}
+
+
+def form_of(batch: Batch) -> dict[str, str]:
+    """Dtype and shape of each argument of a batch, as written in a plan."""
+    found = dict[str, str]()
+    for name, value in [*((str(n), v) for n, v in enumerate(batch[0])), *batch[1].items()]:
+        if not isinstance(value, Tensor):
+            raise GulliverError(
+                f"argument {name} of the batch is a {type(value).__name__}: operators are planned "
+                "for tensors; bind it with functools.partial, or in the model"
+            )
+        sizes = " x ".join(map(str, value.shape))
+        found[name] = f"{str(value.dtype).removeprefix('torch.')} {sizes}".strip()
+    return found
+
+
+def batch_from(plan: Plan) -> Batch:
+    """A batch on meta with the dtypes and shapes of a plan."""
+    assert plan.operators is not None, "the plan is of operators"
+    args, kwargs = list[Any](), dict[str, Any]()
+    for name, form in plan.operators.batch.items():
+        dtype, _, sizes = form.partition(" ")
+        try:
+            shape = [int(size) for size in sizes.split(" x ")] if sizes else []
+            made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        except (ValueError, AttributeError, TypeError) as error:
+            told = plan.describe_field(join("operators.batch", name))
+            raise GulliverError(f"{told}: write dtype and sizes, such as int64 8 x 128") from error
+        if name.isdigit():
+            args.append(made)
+        else:
+            kwargs[name] = made
+    return tuple(args), kwargs
+
+
+def axes_of(mesh: Mesh) -> dict[str, int]:
+    """The axes that operators are shared over."""
+    several = {name: size for name, size in mesh.axes.items() if size > 1}
+    return several or {"data": 1}
+
+
+def find_operators(
+    model: nn.Module,
+    batch: Any,
+    cluster: Cluster,
+    axes: Mapping[str, int] | None = None,
+    memory: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
+    states: int = 64,
+) -> Plan:
+    """Searches shardings, recomputation and off-load of a model's operators jointly.
+
+    Args:
+        model: whole model, perhaps on meta.
+        batch: batch of a step, of all ranks together: real, or on meta.
+        cluster: machines; one device of it for each rank.
+        axes: names and sizes of the mesh, of those that a plan knows, slowest links first; None
+            for one axis.
+        memory: bytes of a rank for state and activations; None for what its device has.
+        optimizer: optimizer of the parameters, whose state is counted; None counts Adam's.
+        allowed: choices for what operators save.
+        states: number of states of a kind that the search keeps.
+
+    Raises:
+        GulliverError: the forward cannot be shared exactly, or nothing fits the memory.
+    """
+    axes = dict(axes or {"data": cluster.size})
+    if math.prod(axes.values()) != cluster.size:
+        raise GulliverError(
+            f"axes {axes} make {math.prod(axes.values())} ranks, not {cluster.size}"
+        )
+    given = batch_of(batch)
+    form = form_of(given)
+    budget = cluster.device.memory_bytes if memory is None else byte_size("memory", memory)
+    problem = problem_of(model, given, tuple(axes.values()), cluster, moments_of(optimizer))
+    link = link_of(cluster)
+    allowed = [c for c in allowed if link is not None or c != "offload"]
+    found = solve_joint(problem.blocks, budget, link, allowed, states, tolerance=0.01)
+    device = "cuda" if cluster.device.to_device_rate is not None else "cpu"
+    return plan_from(problem, found, Mesh(device, axes), form, budget)
+
+
+def problem_of(
+    model: nn.Module, batch: Batch, sizes: tuple[int, ...], cluster: Cluster, moments: int = 2
+) -> Problem:
+    """The joint search problem of a model."""
+    graph = graph_of(trace_calls(model, batch), sizes, blocks_of(model))
+    return Problem(graph, cluster, moments)
+
+
+def link_of(cluster: Cluster) -> OffloadLink | None:
+    """The link to the host's memory; None on CPUs."""
+    device = cluster.device
+    if device.to_host_rate is None or device.to_device_rate is None:
+        return None
+    return OffloadLink(1 / device.to_host_rate, 1 / device.to_device_rate)
+
+
+def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
+    """Number of tensors of state that an optimizer keeps for each parameter."""
+    if optimizer is None:
+        return 2
+    options = optimizer.defaults
+    if "betas" in options:
+        return 3 if options.get("amsgrad") else 2
+    return int(bool(options.get("momentum")))
+
+
+def plan_from(
+    problem: Problem, found: JointPlan, mesh: Mesh, form: dict[str, str], budget: int
+) -> Plan:
+    """The plan of the picks of a search."""
+    graph, names = problem.graph, tuple(axes_of(mesh))
+    blocks: dict[str, tuple[tuple[OperatorChoice, ...], list[str]]] = {}
+    for label, numbers, picks in zip(labels(graph), graph.blocks, found.picks, strict=True):
+        chosen = tuple(
+            OperatorChoice(
+                _relative(graph.nodes[node]),
+                dict(zip(names, problem.ways[node][pick.strategy].words, strict=True)),
+                pick.choice,
+            )
+            for node, pick in zip(numbers, picks, strict=True)
+        )
+        blocks.setdefault(repr(chosen), (chosen, []))[1].append(label)
+    operators = OperatorPlan(
+        form,
+        budget,
+        tuple(OperatorBlock(tuple(paths), chosen) for chosen, paths in blocks.values()),
+        found.cost.peak,
+    )
+    strategies = [pick.strategy for picks in found.picks for pick in picks]
+    held = problem.held(strategies, found.cost.peak - found.cost.state)
+    seconds = Seconds(step=found.cost.seconds)
+    predicted = Predicted(problem.cluster.name, seconds, bytes=held)
+    gap = f"no better answer is more than {found.gap:.1%} faster" if not found.exact else "exact"
+    return Plan(
+        plugin="operators",
+        mesh=mesh,
+        operators=operators,
+        predicted=predicted,
+        reasons={"operators": f"joint search of {len(graph.nodes)} operators, {gap}"},
+    )
+
+
+def labels(graph: Graph) -> list[str]:
+    """Names of the blocks, each once."""
+    found = list[str]()
+    for numbers in graph.blocks:
+        node = graph.nodes[numbers[0]]
+        label = node.block or node.name
+        same = sum(1 for other in found if other == label or other.startswith(f"{label} #"))
+        found.append(f"{label} #{same + 1}" if same else label)
+    return found
+
+
+def _relative(node: Node) -> str:
+    return node.name.removeprefix(f"{node.block}.") if node.block else node.name
+
+
+def program_of(plan: Plan, model: nn.Module) -> Program:
+    """The program of a plan for a model."""
+    assert plan.operators is not None, "the plan is of operators"
+    names = tuple(axes_of(plan.mesh))
+    sizes = tuple(axes_of(plan.mesh).values())
+    graph = graph_of(trace_calls(model, batch_from(plan)), sizes, blocks_of(model))
+    return _Compiler(plan, graph, names).program()
+
+
+class _Compiler:
+    """Compiles a plan into a program; refuses contradictions."""
+
+    def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
+        self.plan, self.graph, self.names = plan, graph, names
+        assert plan.operators is not None
+        self.places: dict[int, str] = {}
+        self.chosen: dict[int, OperatorChoice] = {}
+        self._place()
+
+    def _place(self) -> None:
+        """Finds the choice of each operator."""
+        assert self.plan.operators is not None
+        known = dict(zip(labels(self.graph), self.graph.blocks, strict=True))
+        seen: dict[str, str] = {}
+        for number, row in enumerate(self.plan.operators.blocks):
+            where = f"operators.blocks[{number}]"
+            for index, label in enumerate(row.blocks):
+                place = f"{where}.blocks[{index}]"
+                if label in seen:
+                    raise GulliverError(
+                        f"{self._line(seen[label], label)} and {self._line(place, label)} name one "
+                        "block: a block runs in one way; remove one of them"
+                    )
+                if label not in known:
+                    raise GulliverError(
+                        f"{self._line(place, label)}: the model has no such block: "
+                        f"{nearest(label, known)}"
+                    )
+                seen[label] = place
+                self._place_block(f"{where}.operators", row, known[label])
+        missing = [label for label in known if label not in seen]
+        if missing:
+            raise GulliverError(f"operators.blocks does not name {missing[0]!r}: plan again")
+
+    def _place_block(self, where: str, row: OperatorBlock, numbers: range) -> None:
+        wanted = [_relative(self.graph.nodes[n]) for n in numbers]
+        given = [choice.operator for choice in row.operators]
+        if given != wanted:
+            index = next(
+                (
+                    n
+                    for n, pair in enumerate(zip(given, wanted, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                min(len(given), len(wanted)),
+            )
+            here = given[index] if index < len(given) else "the end"
+            there = wanted[index] if index < len(wanted) else "the end"
+            raise GulliverError(
+                f"{self._line(f'{where}[{index}].operator', repr(here))} is not what the model "
+                f"computes there, {there!r}: the plan is of another model, or batch"
+            )
+        for index, (node, choice) in enumerate(zip(numbers, row.operators, strict=True)):
+            self.chosen[node], self.places[node] = choice, f"{where}[{index}]"
+
+    def _line(self, place: str, value: str) -> str:
+        return f"{place}: {value}{self.plan.line_text(place)}"
+
+    def program(self) -> Program:
+        """The program."""
+        layouts = [self._layouts(node) for node in range(len(self.graph.nodes))]
+        runs, stays, away = self._fates()
+        calls, parameters = list[PlannedCall](), dict[str, Layout]()
+        values = self.graph.trace.values
+        home: dict[int, Layout] = {}
+        for node, known in enumerate(layouts):
+            for value, layout in known.items():
+                if values[value].parameter:
+                    home.setdefault(value, stored_layout(layout))
+                elif self.graph.maker(value) == node:
+                    home[value] = layout
+        whole = ("R",) * len(self.names)
+        for number, call in enumerate(self.graph.trace.calls):
+            node = self.graph.node_of[number]
+            takes = tuple(layouts[node][v] for v in call.takes)
+            gives = tuple(layouts[node][v] for v in call.gives)
+            homes = (
+                placements(home[v])
+                if values[v].parameter
+                else gradient_placements(home.get(v, whole))
+                for v in call.takes
+            )
+            choice = self.chosen[node].saved
+            calls.append(PlannedCall(call, number, takes, gives, tuple(homes), choice))
+        parameters = {
+            values[v].parameter: layout for v, layout in home.items() if values[v].parameter
+        }
+        return Program(self.graph, tuple(calls), parameters, runs, stays, away)
+
+    def _layouts(self, node: int) -> Mapping[int, Layout]:
+        choice, where = self.chosen[node], self.places[node]
+        if tuple(choice.along) != self.names:
+            place = f"{where}.along"
+            raise GulliverError(
+                f"{place}: {', '.join(choice.along)}{self.plan.line_text(place)} and "
+                f"{self.plan.describe_field('mesh.axes')}: an operator lies along "
+                f"{', '.join(self.names)}"
+            )
+        words = tuple(choice.along.values())
+        ways = {way.words: way.layouts for way in self.graph.ways(node)}
+        if words in ways:
+            return ways[words]
+        for number, name in enumerate(self.names):
+            possible = {way[number] for way in ways}
+            if words[number] not in possible:
+                told = self._line(f"{where}.along.{name}", words[number])
+                raise GulliverError(
+                    f"{told} and {self.plan.describe_field(f'mesh.axes.{name}')}: "
+                    f"{choice.operator} cannot lie so over that many ranks: "
+                    f"{nearest(words[number], possible)}"
+                )
+        lines = " and ".join(
+            self._line(f"{where}.along.{name}", word)
+            for name, word in zip(self.names, words, strict=True)
+        )
+        some = "; ".join(", ".join(way) for way in list(ways)[:6])
+        raise GulliverError(f"{lines} contradict each other: together go {some}")
+
+    def _fates(self) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+        """Recomputed runs of calls, kept values, and offloaded calls."""
+        runs, stays, away, number = dict[int, int](), set[int](), set[int](), 0
+        for block in self.graph.blocks:
+            stays |= set(self.graph.gives(block[-1]))
+            until = -1
+            for node in block:
+                fate, calls = self.chosen[node].saved, self.graph.nodes[node].calls
+                number += until < node
+                if fate == "recompute":
+                    self._check_again(node)
+                    runs.update(dict.fromkeys(calls, number))
+                    until = max(until, self._used_until(node, block))
+                elif fate == "offload":
+                    away.update(calls)
+        return runs, frozenset(stays), frozenset(away)
+
+    def _used_until(self, node: int, block: range) -> int:
+        users = [
+            u for v in self.graph.gives(node) for u in self.graph.users.get(v, []) if u in block
+        ]
+        return max([node, *users]) if node != block[-1] else node
+
+    def _check_again(self, node: int) -> None:
+        values = self.graph.trace.values
+        if not self.graph.trains(node):
+            raise GulliverError(
+                f"{self._line(f'{self.places[node]}.saved', 'recompute')}: "
+                f"{self.chosen[node].operator} has no gradient, and saves nothing: keep it"
+            )
+        for value in self.graph.takes(node):
+            if not values[value].flows or value in self.graph.saved:
+                continue
+            maker = self.graph.maker(value)
+            if self.chosen[maker].saved != "recompute":
+                raise GulliverError(
+                    f"{self._line(f'{self.places[node]}.saved', 'recompute')} and "
+                    f"{self._line(f'{self.places[maker]}.saved', self.chosen[maker].saved)}: what "
+                    f"{self.chosen[maker].operator} gives is in no backward, and not there to "
+                    f"compute {self.chosen[node].operator} again: recompute both, or keep this one"
+                )

@@ -1,0 +1,299 @@
+"""Keeps, recomputes or offloads what each call saves for the backward.
+
+A tensor that autograd saves in a call is identified by its origin: an input of the call (from the
+call that produced it, or from a change of layout), or memory that the call allocated. If it is to
+be recomputed, autograd gets a handle. The first handle that backward unpacks recomputes its whole
+run, communication included; each value is freed after its last use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from gulliver.errors import GulliverError
+
+
+# [Note: runs] A run consists of the calls of recomputed operators, from the first one on for as
+# long as one of their values is still needed. They are called again without the model's code, with
+# the inputs from outside of the run, which are kept, and with the values that the run has made.
+# Calls that draw random numbers are refused.
+class Origin(NamedTuple):
+    """Source of memory."""
+
+    # Number of the call.
+    call: int
+    # "given" by the call, "changed" from another layout for it, "inner" of it.
+    kind: str
+    # Number among those.
+    place: int
+
+
+class CallRunner(Protocol):
+    """Recomputes a call."""
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """A tensor without its graph."""
+        ...
+
+    def replayed(self, planned: Any, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Parts of what a call takes, and a function that runs it."""
+        ...
+
+    def spread_given(self, planned: Any, out: Any) -> list[DTensor]:
+        """Outputs of the call, as DTensors."""
+        ...
+
+
+@dataclass
+class _RecomputedRun:
+    """Consecutive calls of a forward that are recomputed together."""
+
+    # Calls with what they take: a tensor from outside, or the origin in the run.
+    tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
+    # Number of handles of each origin.
+    wanted: Counter[Origin] = field(default_factory=Counter)
+    # Memories that were computed again, by origin.
+    found: dict[Origin, Tensor] = field(default_factory=dict)
+    # Whether it was computed again.
+    done: bool = False
+
+
+class _Handle(NamedTuple):
+    run: _RecomputedRun
+    origin: Origin
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Away(NamedTuple):
+    fetch: Callable[[], Tensor]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Again:
+    """Holds what the calls of one forward save."""
+
+    def __init__(
+        self,
+        runs: Mapping[int, int],
+        stays: frozenset[int],
+        away: frozenset[int],
+        store: Callable[[Tensor], Callable[[], Tensor]],
+    ) -> None:
+        self._numbers, self._stays, self._away = runs, stays, away
+        self._store, self._runs = store, dict[int, _RecomputedRun]()
+        self._moved: dict[Origin, Callable[[], Tensor]] = {}
+        self.runner: CallRunner | None = None
+
+    def begin(self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]) -> Made:
+        """Begins a call; see `Made`."""
+        number = planned.number
+        origins = [
+            self._origin(number, n, *pair) for n, pair in enumerate(zip(taken, parts, strict=True))
+        ]
+        if number in self._numbers:
+            run = self.run_of(number)
+            sources = [self._source(run, number, tensor) for tensor in taken]
+            run.tape.append((planned, sources))
+        return Made(self, planned, parts, origins)
+
+    def run_of(self, call: int) -> _RecomputedRun:
+        """The run of a call."""
+        return self._runs.setdefault(self._numbers[call], _RecomputedRun())
+
+    def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
+        """What autograd keeps in place of a tensor."""
+        tensor = tensor.detach()
+        form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        if origin is None:
+            return tensor
+        if origin.call in self._numbers:
+            run = self.run_of(origin.call)
+            run.wanted[origin] += 1
+            return _Handle(run, origin, *form)
+        if origin.call in self._away:
+            if origin not in self._moved:
+                self._moved[origin] = self._store(tensor)
+            return _Away(self._moved[origin], *form)
+        return tensor
+
+    def unpacked(self, saved: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(saved, _Away):
+            return saved.fetch().as_strided(saved.size, saved.stride, saved.offset)
+        if not isinstance(saved, _Handle):
+            return saved
+        run = saved.run
+        if not run.done:
+            self._replay(run)
+        if saved.origin not in run.found:
+            raise GulliverError(
+                "backward runs twice through what is computed again: call it once, or keep it"
+            )
+        tensor = run.found[saved.origin]
+        run.wanted[saved.origin] -= 1
+        if not run.wanted[saved.origin]:
+            del run.found[saved.origin]
+        return tensor.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _origin(self, call: int, number: int, taken: Tensor, part: Tensor) -> Origin | None:
+        """Origin of a part; None for tensors that are kept anyway."""
+        source = vars(taken).get("_gulliver_origin")
+        same = isinstance(taken, DTensor) and _storage(_own(taken)) == _storage(part)
+        if same or taken is part:
+            return source
+        return Origin(call, "changed", number)
+
+    def _source(self, run: _RecomputedRun, number: int, tensor: Tensor) -> Tensor | Origin:
+        given = vars(tensor).get("_gulliver_given")
+        if given is not None and self._numbers.get(given.call) == self._numbers[number]:
+            return given
+        assert self.runner is not None, "a forward runs"
+        return self.runner.kept(tensor)
+
+    def name(
+        self, planned: Any, given: Sequence[DTensor], aliases: Mapping[int, Origin | None]
+    ) -> None:
+        """Records the origins of a call's outputs."""
+        for index, (tensor, value) in enumerate(zip(given, planned.call.gives, strict=True)):
+            own = Origin(planned.number, "given", index)
+            vars(tensor)["_gulliver_given"] = own
+            origin = aliases.get(_storage(_own(tensor)), own)
+            vars(tensor)["_gulliver_origin"] = None if value in self._stays else origin
+
+    def _replay(self, run: _RecomputedRun) -> None:
+        assert self.runner is not None, "a forward has run"
+        run.done = True
+        env: dict[Origin, DTensor] = {}
+        for planned, sources in run.tape:
+            taken = [env[s] if isinstance(s, Origin) else s for s in sources]
+            parts, call = self.runner.replayed(planned, taken)
+            inner = list[Tensor]()
+            known = {_storage(p) for p in parts}
+
+            def pack(tensor: Tensor, inner: list[Tensor] = inner, known: Any = known) -> Tensor:
+                if _storage(tensor) not in known:
+                    inner.append(tensor.detach())
+                return tensor.detach()
+
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
+                out = call()
+            given = self.runner.spread_given(planned, out)
+            for index, tensor in enumerate(given):
+                env[Origin(planned.number, "given", index)] = tensor
+                run.found[Origin(planned.number, "given", index)] = _own(tensor)
+            for kind, tensors in (("changed", parts), ("inner", inner)):
+                for index, tensor in enumerate(tensors):
+                    run.found[Origin(planned.number, kind, index)] = tensor.detach()
+            run.found = {o: t for o, t in run.found.items() if run.wanted[o]}
+            del out, parts, call, inner, known, pack
+        run.tape.clear()
+
+
+class Made:
+    """A running call."""
+
+    def __init__(
+        self,
+        again: Again,
+        planned: Any,
+        parts: Sequence[Tensor],
+        origins: Sequence[Origin | None],
+    ) -> None:
+        self._again, self._planned = again, planned
+        self._origins = {_storage(p): o for p, o in zip(parts, origins, strict=True)}
+        self._inner = 0
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context that takes what autograd saves."""
+        with saved_tensors_hooks(self._pack, self._again.unpacked):
+            yield
+
+    def gave(self, given: Sequence[DTensor]) -> None:
+        """Ends the call."""
+        self._again.name(self._planned, given, self._origins)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        key = _storage(tensor)
+        if key in self._origins:
+            origin = self._origins[key]
+        else:
+            origin = Origin(self._planned.number, "inner", self._inner)
+            self._inner += 1
+        return self._again.packed(origin, tensor)
+
+
+def _own(tensor: Any) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# Host memory for offloaded tensors.
+
+
+class SavedTensorStore:
+    """Copies tensors to the host asynchronously, and back on demand."""
+
+    # On a GPU copies go through page-locked memory on their own stream. On a CPU a thread copies to
+    # numpy memory, since only torch's allocations count against the budget.
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1) if device.type == "cpu" else None
+        self.moved = 0
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Offloads the memory of a tensor; returns a function that fetches it."""
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        flat.set_(tensor.untyped_storage())
+        self.moved += flat.nbytes
+        return self._on_host(flat) if self._thread is not None else self._page_locked(flat)
+
+    def _on_host(self, flat: Tensor) -> Callable[[], Tensor]:
+        assert self._thread is not None, "copies run in a thread"
+        whole = flat.view(torch.uint8)
+        writing = self._thread.submit(lambda: np.array(whole.numpy(), copy=True))
+        form = flat.shape, flat.dtype
+        del flat
+
+        def fetch() -> Tensor:
+            found = torch.empty(form[0], dtype=form[1])
+            found.view(torch.uint8).copy_(torch.from_numpy(writing.result()))
+            return found
+
+        return fetch
+
+    def _page_locked(self, flat: Tensor) -> Callable[[], Tensor]:
+        stream = self._stream
+        assert stream is not None, "copies have a stream"
+        away = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            away.copy_(flat, non_blocking=True)
+        flat.record_stream(stream)
+
+        def fetch() -> Tensor:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            return away.to(self._device, non_blocking=True)
+
+        return fetch

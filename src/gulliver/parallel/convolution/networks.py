@@ -1,0 +1,162 @@
+"""Middle blocks of diffusers' autoencoders, without the mask of tokens x tokens that they make.
+
+HunyuanVideo's middle block hides later frames by a dense mask, made on every call. Here its
+forward is replaced, for as long as a `with` block lasts, by one that calls
+`frame_causal_attention`; layers, weights and results are the same. Others are left as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.convolution.functions import frame_causal_attention
+
+MASKED = ("HunyuanVideoMidBlock3D",)
+"""Classes of blocks whose forward makes such a mask."""
+
+
+@contextmanager
+def without_masks(network: Any) -> Iterator[None]:
+    """Makes the middle blocks of a module, or of a method's module, compute without their mask."""
+    # Perhaps a bound method of a module, or a partial of one.
+    network = getattr(getattr(network, "func", network), "__self__", network)
+    found = network.modules() if isinstance(network, nn.Module) else ()
+    blocks: list[Any] = [
+        b for b in found if type(b).__name__ in MASKED and "forward" not in vars(b)
+    ]
+    for block in blocks:
+        block.forward = partial(_middle, block)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _middle(block: Any, hidden_states: Tensor) -> Tensor:
+    recompute = torch.is_grad_enabled() and block.gradient_checkpointing
+    x = hidden_states
+    for attention, layer in zip([None, *block.attentions], block.resnets, strict=True):
+        if attention is not None:
+            x = _attend(attention, x)
+        x = block._gradient_checkpointing_func(layer, x) if recompute else layer(x)
+    return x
+
+
+def _attend(attention: Any, x: Tensor) -> Tensor:
+    """Attends as diffusers' attention does, over frames up to the own; ``[B, C, T, H, W]``."""
+    frames, height, width = x.shape[2:]
+    tokens = x.flatten(2)
+    if attention.group_norm is not None:
+        tokens = attention.group_norm(tokens)
+    tokens = tokens.transpose(1, 2)
+    q, k, v = (
+        layer(tokens).unflatten(2, (attention.heads, -1)).transpose(1, 2)
+        for layer in (attention.to_q, attention.to_k, attention.to_v)
+    )
+    made = frame_causal_attention(q, k, v, height * width)
+    made = attention.to_out[1](attention.to_out[0](made.transpose(1, 2).flatten(2)))
+    made = made.transpose(1, 2).unflatten(2, (frames, height, width))
+    made = made + x if attention.residual_connection else made
+    return made / attention.rescale_output_factor
+
+
+# The networks of an autoencoder, and its dim of time.
+#
+# An autoencoder is asked for `stream_encoder` and `stream_decoder`, functions from whole to whole;
+# one that computes clips in pieces of its own (`micro_frames`) for `encode_pieces` and
+# `decode_pieces`, functions from stretches to stretches. One without has `encoder` and `decoder`,
+# perhaps with `quant_conv` and `post_quant_conv`, as diffusers' have. Their own `encode` is not
+# used: it cuts long clips into tiles and blends them.
+
+
+def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
+    """Returns the function from videos to latents, or to their moments."""
+    own = getattr(autoencoder, "stream_encoder", None)
+    if own is not None:
+        return own if frames is None else _with_frames(own, frames)
+    return _ModuleChain(_part(autoencoder, "encoder"), getattr(autoencoder, "quant_conv", None))
+
+
+def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
+    """Returns the function from latents to videos; see `encoder_of`."""
+    own = getattr(autoencoder, "stream_decoder", None)
+    if own is not None:
+        return own if frames is None else _with_frames(own, frames)
+    return _ModuleChain(
+        getattr(autoencoder, "post_quant_conv", None), _part(autoencoder, "decoder")
+    )
+
+
+def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
+    """Returns the networks of an autoencoder by name; a module without any is one itself."""
+    found = getattr(autoencoder, "networks", None)
+    if not isinstance(found, dict):
+        parts = {name: getattr(autoencoder, name, None) for name in ("encoder", "decoder")}
+        found = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        return found or {type(autoencoder).__name__: autoencoder}
+    if not found:
+        raise GulliverError(
+            f"{type(autoencoder).__name__} passes frames on from piece to piece by itself, so "
+            "ranks cannot share it: stream it, or deal whole clips to the ranks"
+        )
+    return found
+
+
+def has_networks(autoencoder: Any) -> bool:
+    """Returns whether ranks can share it: not if it passes frames on between pieces by itself."""
+    return getattr(autoencoder, "networks", None) != {}
+
+
+def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
+    """Returns the function from stretches to stretches of an autoencoder that computes in pieces.
+
+    Args:
+        autoencoder: autoencoder.
+        name: "encode" or "decode".
+    """
+    if getattr(autoencoder, "micro_frames", None) is None:
+        return None
+    return getattr(autoencoder, f"{name}_pieces")
+
+
+def time_dim(autoencoder: nn.Module) -> int:
+    """Returns the dim of time of videos and latents."""
+    return 2
+
+
+def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:
+    """Binds the number of frames if the function takes it."""
+    return partial(own, frames=frames) if "frames" in inspect.signature(own).parameters else own
+
+
+class _ModuleChain(nn.Module):
+    """Modules called one after the other."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(part for part in parts if part is not None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Calls the modules in order."""
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def _part(autoencoder: nn.Module, name: str) -> nn.Module:
+    part = getattr(autoencoder, name, None)
+    if not isinstance(part, nn.Module):
+        raise GulliverError(
+            f"{type(autoencoder).__name__} has no module {name!r}: give one with encoder and "
+            "decoder, or stream_module its network"
+        )
+    return part

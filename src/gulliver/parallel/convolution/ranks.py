@@ -1,0 +1,224 @@
+"""Parts that lie on ranks: halos, gathers and sums, with their adjoints.
+
+There is one primitive. Every rank *has* an interval of positions and *wants* one; `fetch` brings
+each what it wants, and its adjoint `give_back` adds what all ranks hold of an interval up where it
+belongs. A halo is a fetch of a little more than one has, a gather a fetch of everything, a
+reduce-scatter the adjoint of a gather. Intervals follow from sizes that all ranks know, so nobody
+asks; extents that do not divide, a halo longer than the neighbour's part and ranks without work are
+nothing special.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import exchange
+from gulliver.errors import once_differentiable
+from gulliver.layout.even import Interval, deal, intervals
+from gulliver.parallel.convolution.chunked import IDENTITY, SlidingWindow, overlap
+from gulliver.parallel.convolution.functions import merged
+from gulliver.parallel.convolution.sharded import (
+    Holder,
+    Key,
+    Rows,
+    Sharded,
+    ShardedDim,
+    Sizes,
+    Statistics,
+    is_plain,
+    like,
+    opened,
+    refuse,
+)
+
+
+# [Note: one order on all ranks] Messages are matched by their order, in backward too. Autograd
+# runs the nodes of a graph in the reverse order of their making, whatever their timing, so it is
+# the same on all ranks as long as each makes the same nodes. A rank without work therefore computes
+# one window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part
+# of the graph, not an empty tensor.
+class Ranks(Holder):
+    """Parts of an activation on the ranks of a group."""
+
+    where = "ranks"
+
+    def __init__(self, rank_group: RankGroup) -> None:
+        self.rank_group = rank_group
+        self.rank, self.size = rank_group.rank, rank_group.size
+        self.graded = torch.is_grad_enabled()
+
+    def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """Sends each rank its tensor and receives as many elements of each as counted."""
+        return exchange(self.rank_group, [part.contiguous() for part in outgoing], counts)
+
+    def shard(self, whole: Tensor, dim: int) -> Sharded:
+        """Cuts a tensor that all ranks have, as evenly as can be."""
+        cut = ShardedDim(dim % whole.dim(), self.layout(whole.shape[dim]))
+        start, stop = intervals(cut.sizes)[self.rank]
+        return Sharded(whole.narrow(dim, start, stop - start), cut, self)
+
+    def layout(self, extent: int) -> Sizes:
+        """Returns the sizes of all parts of an extent."""
+        return deal(extent, self.size)
+
+    def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
+        """Returns the padding that there is before the first position and behind the last."""
+        return before, after
+
+    def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
+        """Fetches what each rank's share of the outputs needs."""
+        sizes = self.layout(window.count(x.cut.extent, after))
+        return self.rows_for(x, window, sizes), sizes
+
+    def rows_for(self, x: Sharded, window: SlidingWindow, sizes: Sizes) -> Rows:
+        """Fetches what outputs of given parts need."""
+        extent, outputs = x.cut.extent, intervals(sizes)
+        needs = [window.needs(*o) if o[0] < o[1] else (0, 0) for o in outputs]
+        wants = [overlap(need, (0, extent)) for need in needs]
+        parts = self.fetch(x.local, x.cut.dim, intervals(x.cut.sizes), wants)
+        start = wants[self.rank][0]
+        return Rows(parts, start, x.cut.dim, needs[self.rank], outputs[self.rank])
+
+    def fetch(
+        self, local: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
+    ) -> list[Tensor]:
+        """Returns what this rank wants, in one piece where it has to be differentiable."""
+        if all(overlap(h, w) == w or w[0] == w[1] for h, w in zip(have, wants, strict=True)):
+            (start, _), (low, high) = have[self.rank], wants[self.rank]
+            return [local.narrow(dim, low - start if low < high else 0, high - low)]
+        if torch.is_grad_enabled():
+            return [_Fetch.apply(local, dim, have, wants, self)]
+        return self.parts(local, dim, have, wants)
+
+    def parts(
+        self, local: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
+    ) -> list[Tensor]:
+        """Returns what this rank wants, rank by rank; what it has is a view."""
+        mine, outgoing, shapes = have[self.rank], [], []
+        for peer, (theirs, want) in enumerate(zip(have, wants, strict=True)):
+            low, high = overlap(mine, want) if peer != self.rank else (0, 0)
+            part = local.narrow(dim, low - mine[0] if low < high else 0, high - low)
+            outgoing.append(part.reshape(-1))
+            low, high = overlap(theirs, wants[self.rank])
+            shapes.append(_resized(local, dim, high - low))
+        own = overlap(mine, wants[self.rank])
+        counts = [0 if p == self.rank else shape.numel() for p, shape in enumerate(shapes)]
+        arrived = self.exchange(outgoing, counts)
+        found = [part.view(s) for p, (part, s) in enumerate(zip(arrived, shapes, strict=True))
+                 if p != self.rank]  # fmt: skip
+        first = own[0] - mine[0] if own[0] < own[1] else 0
+        found.insert(self.rank, local.narrow(dim, first, own[1] - own[0]))
+        return found
+
+    def give_back(
+        self, grad: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
+    ) -> Tensor:
+        """Sums what the ranks hold of each position on its owner: the adjoint of `parts`."""
+        held, outgoing, places = wants[self.rank], [], []
+        for theirs, want in zip(have, wants, strict=True):
+            low, high = overlap(theirs, held)
+            part = grad.narrow(dim, low - held[0] if low < high else 0, high - low)
+            outgoing.append(part.reshape(-1))
+            places.append(overlap(have[self.rank], want))
+        counts = [_resized(grad, dim, high - low).numel() for low, high in places]
+        start, stop = have[self.rank]
+        total = grad.new_zeros(_resized(grad, dim, stop - start))
+        arrived = self.exchange(outgoing, counts)
+        for part, (low, high) in zip(arrived, places, strict=True):
+            if low < high:
+                region = total.narrow(dim, low - start, high - low)
+                region += part.view(region.shape)
+        return total
+
+    def whole(self, x: Sharded, key: Key) -> Tensor:
+        """Gathers all positions; the gradients of all ranks are added up."""
+        everything = [(0, x.cut.extent)] * self.size
+        part, dim = opened(x.local, x.cut, x.cut.sizes[self.rank]), x.cut.dim
+        parts = self.fetch(part, dim + 1, intervals(x.cut.sizes), everything)
+        return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
+
+    def summed(self, own: Tensor) -> Tensor:
+        """Returns the sum over the ranks of a small tensor, added up in their order."""
+        flat = own.contiguous().view(-1)
+        arrived = self.exchange([flat] * self.size, [flat.numel()] * self.size)
+        return torch.stack([part.view(own.shape) for part in arrived]).sum(0)
+
+    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
+        """Gathers all ranks' statistics and merges them."""
+        _, mean, squares = own
+        flat = torch.cat([mean.reshape(-1), squares.reshape(-1)])
+        arrived = self.exchange([flat] * self.size, [flat.numel()] * self.size)
+        # The elements of a part are as many as its positions; a rank without any sends zeros.
+        each = math.prod(x.shape) / mean.numel() / x.cut.extent
+        parts = []
+        for size, part in zip(x.cut.sizes, arrived, strict=True):
+            of_mean, of_squares = (t.view(mean.shape) for t in part.chunk(2))
+            parts.append((size * each, of_mean, of_squares))
+        return merged(parts)
+
+    def relay(self, x: Sharded, sizes: Sizes) -> Sharded:
+        """Returns the same activation in parts of other sizes."""
+        if x.cut.sizes == sizes:
+            return x
+        if not is_plain(x):
+            refuse("a new layout", x)
+        rows = self.rows_for(x, IDENTITY, sizes)
+        start, stop = rows.outputs
+        local = rows.take(start, stop) if start < stop else torch.cat(rows.parts, rows.dim)
+        return like(x, local, x.cut.resized(sizes))
+
+    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
+        """Brings activations of one extent to one layout, and one position to all ranks."""
+        if len({part.cut.sizes for part in parts}) == 1:
+            return list(parts)
+        longest = max(part.cut.extent for part in parts)
+        sizes = self.layout(longest)
+        return [self.relay(p, sizes) if p.cut.extent == longest else self._spread(p) for p in parts]
+
+    def _spread(self, x: Sharded) -> Sharded:
+        if x.cut.extent != 1:
+            refuse("an operation on different extents", x)
+        # Everybody has the only position: it is broadcast as a size of one is.
+        ones = ShardedDim(x.cut.dim, (1,) * self.size)
+        return like(x, self.whole(x, ("align", 0)), ones)
+
+
+class Imagined(Ranks):
+    """A simulated rank that counts what it would send, for predictions."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.sent = self.calls = 0
+
+    def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """Counts the bytes; what arrives has no values."""
+        others = [part for peer, part in enumerate(outgoing) if peer != self.rank]
+        self.sent += sum(part.nbytes for part in others)
+        self.calls += 1
+        return [
+            own if peer == self.rank else own.new_empty(count)
+            for peer, (own, count) in enumerate(zip(outgoing, counts, strict=True))
+        ]
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, have: Any, wants: Any, ranks: Ranks) -> Tensor:
+        ctx.how = dim, have, wants, ranks
+        return torch.cat(ranks.parts(local, dim, have, wants), dim)
+
+    @staticmethod
+    @once_differentiable("a convolution that is shared by ranks")
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        dim, have, wants, ranks = ctx.how
+        return ranks.give_back(grad, dim, have, wants), None, None, None, None
+
+
+def _resized(x: Tensor, dim: int, size: int) -> torch.Size:
+    return torch.Size([*x.shape[:dim], size, *x.shape[dim + 1 :]])

@@ -1,0 +1,345 @@
+"""A tensor subclass that holds a part of an activation, through which modules run unchanged.
+
+`Sharded` is a tensor with the shape of the whole (of a stream: of all frames so far) and the
+elements of a part along one dim. Torch hands every function that is called with one to `HANDLERS`:
+each says what the function means for the part, and what has to come from elsewhere. So a module's
+own forward runs over several ranks, or over one stretch of time after another, and knows nothing of
+it. A function that is in no table is refused by name: nothing is computed that would be nearly
+right.
+
+Where the rest comes from is the *holder's* business: `Ranks` (`ranks.py`) exchanges with other
+ranks, `FrameStream` (`stream.py`) keeps what earlier calls have seen.
+"""
+
+from __future__ import annotations
+
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.layout.even import Interval, intervals
+from gulliver.parallel.convolution.chunked import SlidingWindow
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[str, Handler] = {}
+"""Meaning of a function for a part, by its name in torch."""
+
+_WHOLE = (
+    "shape ndim dtype layout is_sparse is_quantized is_nested dim size numel nelement element_size "
+    "is_floating_point is_complex len hash itemsize"
+)
+OF_WHOLE = frozenset(_WHOLE.split())
+"""Attributes of the whole, which the shell has."""
+
+_PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
+OF_PART = frozenset(_PART.split())
+"""Attributes of the part."""
+
+IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
+"""Operators that write to their first argument, as functions whose names end with ``_`` do."""
+
+_ALIASING = (
+    "view unflatten permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand "
+    "getitem narrow select split split_with_sizes chunk tensor_split unbind detach reshape flatten "
+    "contiguous to type type_as float double half bfloat16 cpu cuda"
+)
+ALIASING = frozenset(_ALIASING.split())
+"""Functions whose results may share the elements of their argument."""
+
+
+@dataclass(frozen=True)
+class ShardedDim:
+    """The dim that is cut, and how."""
+
+    dim: int  # Dim of the whole, counted from the front
+    sizes: tuple[int, ...]  # Positions that each part has
+    outer: int = 1  # Factor of the dim outside of the positions
+    inner: int = 1  # Factor of the dim inside of them
+
+    @property
+    def extent(self) -> int:
+        """Positions of all parts."""
+        return sum(self.sizes)
+
+    @property
+    def length(self) -> int:
+        """Length of the dim of the whole."""
+        return self.outer * self.extent * self.inner
+
+    def resized(self, sizes: Sequence[int], times: int = 1) -> ShardedDim:
+        """Returns the cut with other sizes, or with each position repeated."""
+        return replace(self, sizes=tuple(size * times for size in sizes))
+
+
+class Holder(ABC):
+    """The layout of the parts, and how they exchange data."""
+
+    rank: int  # Number of the part that is held here
+    where: str  # Kind of the parts, for messages
+    # Whether more positions may come, so that a shape of one position says little.
+    grows = False
+    # Whether gradients were enabled when the network was called.
+    graded = False
+
+    @abstractmethod
+    def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
+        """Returns what this part's windows see, and the sizes of the outputs' parts."""
+
+    @abstractmethod
+    def whole(self, x: Sharded, key: Key) -> Tensor:
+        """Returns all positions so far."""
+
+    @abstractmethod
+    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
+        """Returns activations of one extent cut alike."""
+
+    @abstractmethod
+    def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
+        """Returns the padding to apply now, before the first position and after the last."""
+
+    @abstractmethod
+    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
+        """Returns the statistics of all parts from those of this one."""
+
+
+Sizes = tuple[int, ...]
+Key = tuple[str, int]
+Statistics = tuple[float, Tensor, Tensor]
+"""Number of elements, their mean and their sum of squared distances from it."""
+
+
+@dataclass
+class Rows:
+    """Neighbouring positions along one dim, in pieces that need not be copied together."""
+
+    parts: list[Tensor]  # Tensors, one after the other; at least one
+    start: int
+    dim: int  # Dim that they follow each other along
+    wanted: Interval  # Positions that are asked for, some perhaps in the padding
+    outputs: Interval  # Outputs that they are for
+
+    def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
+        """Returns some positions, those outside filled with a value."""
+        if start >= stop:
+            # Part of the graph, so that backward sends the same messages on all ranks.
+            return torch.cat([part.narrow(self.dim, 0, 0) for part in self.parts], self.dim)
+        taken, at = [], self.start
+        if start < at:
+            taken.append(self._filled(min(stop, at) - start, value))
+        for part in self.parts:
+            end = at + part.shape[self.dim]
+            low, high = max(start, at), min(stop, end)
+            if low < high:
+                taken.append(part.narrow(self.dim, low - at, high - low))
+            at = end
+        if stop > at:
+            taken.append(self._filled(stop - max(start, at), value))
+        return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
+
+    def all(self, span: int, value: float = 0.0) -> Tensor:
+        """Returns all that is wanted; where nothing is, one window that is part of the graph."""
+        if self.outputs[0] == self.outputs[1]:
+            return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
+        return self.take(*self.wanted, value)
+
+    def _filled(self, count: int, value: float) -> Tensor:
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = count
+        return self.parts[0].new_full((), value).expand(shape)
+
+
+class Sharded(Tensor):
+    """An activation of which this process holds a part."""
+
+    local: Tensor
+    cut: ShardedDim
+    holder: Any
+    aliased: bool
+
+    @staticmethod
+    def __new__(cls, local: Tensor, cut: ShardedDim, holder: Holder) -> Sharded:
+        """Makes the shell, of the shape of the whole."""
+        if cut.outer == 1 and cut.inner > 1:
+            cut = ShardedDim(cut.dim, tuple(size * cut.inner for size in cut.sizes))
+        shape = list(local.shape)
+        shape[cut.dim] = cut.length
+        # A shell without storage: nothing is ever read from it.
+        made = torch.empty(shape, dtype=local.dtype, device="meta").as_subclass(cls)
+        made.local, made.cut, made.holder, made.aliased = local, cut, holder, False
+        return made
+
+    def __init__(self, local: Tensor, cut: ShardedDim, holder: Holder) -> None:
+        pass
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Sharded({tuple(self.shape)}, {self.cut}, holds {tuple(self.local.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Hands a function to its handler."""
+        name, kwargs = func.__name__, kwargs or {}
+        if name == "__get__":
+            name = func.__self__.__name__
+        name = name.strip("_")
+        if name in OF_PART:
+            return func(args[0].local)
+        if name in OF_WHOLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler, x = HANDLERS.get(name), first(args, kwargs)
+        if handler is None:
+            refuse(f"torch's {name}", x)
+        _keep_gradients(name, x, (args, kwargs))
+        target = _written(func, name, x, args, kwargs)
+        try:
+            made = handler(func, args, kwargs)
+        except Exception as error:
+            # Others are ours, torch's signal to stop recomputing, or those of a device or a link.
+            if type(error).__module__ != "builtins" or _of_messages(error):
+                raise
+            refuse(f"this form of torch's {name} ({type(error).__name__}: {error})", x, cause=error)
+        if target is not None and made is not target:
+            refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+        if name in ALIASING:
+            for part in (x, *parts_in(made)):
+                part.aliased = True
+        return made
+
+
+_NOT_IN_PLACE = "call the function that returns a new tensor"
+
+
+def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
+    """Refuses to compute where autograd is switched off inside of a module that is trained."""
+    # [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
+    # tensors is made by the functions themselves. What an autograd.Function or a reentrant
+    # checkpoint computes with a shell is in no graph at all, and its backward would never be
+    # called.
+    # A checkpoint that isn't reentrant detaches what it keeps.
+    if not x.holder.graded or torch.is_grad_enabled() or name == "detach":
+        return
+    tensors: list[Tensor] = []
+    locals_of(given, tensors.append)
+    if any((t.local if isinstance(t, Sharded) else t).requires_grad for t in tensors):
+        refuse(
+            f"torch's {name} while gradients are off inside of the module", x,
+            "an autograd.Function, a reentrant checkpoint or a no_grad block loses gradients here; "
+            "checkpoint(..., use_reentrant=False) does not",
+        )  # fmt: skip
+
+
+def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Returns whether a function writes to its first argument."""
+    name = func.__name__
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or name.strip("_") in IN_PLACE or bool(kwargs.get("inplace"))
+
+
+def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> Sharded | None:
+    """Returns the activation that a function writes to, if any; refuses those that have views."""
+    # Some views of a part are views, others copies (a slice along the cut dim is fetched from other
+    # ranks), so what a write changes elsewhere is not what it changes in the whole.
+    target = args[0] if in_place(func, kwargs) else None
+    if kwargs.get("out") is not None or (target is not None and _is_aliased(target)):
+        refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+    return target
+
+
+def _is_aliased(target: Any) -> bool:
+    return not isinstance(target, Sharded) or target.aliased
+
+
+def _of_messages(error: BaseException) -> bool:
+    """Returns whether an error came from the communication between ranks."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(f.f_globals.get("__name__")).startswith("gulliver.comm") for f, _ in frames)
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Registers a handler under the names of torch's functions."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+def refuse(what: str, x: Sharded, right: str = "", cause: BaseException | None = None) -> NoReturn:
+    """Raises an error about an operation that cannot be exact."""
+    fix = right or "leave this module plain, or cut another dim"
+    raise GulliverError(
+        f"{what} of an activation {tuple(x.shape)} whose dim {x.cut.dim} is cut over "
+        f"{x.holder.where} is not supported: {fix}"
+    ) from cause
+
+
+def first(args: Any, kwargs: Any = None) -> Sharded:
+    """Returns the first part among arguments."""
+    return parts_in((args, kwargs or {}))[0]
+
+
+def parts_in(values: Any) -> list[Sharded]:
+    """Returns the parts in nested arguments, in order."""
+    if isinstance(values, Sharded):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return [part for value in values for part in parts_in(value)]
+    return []
+
+
+def locals_of(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns nested arguments with tensors replaced."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {name: locals_of(value, change) for name, value in values.items()}
+    if isinstance(values, list | tuple) and not isinstance(values, torch.Size):
+        return type(values)(locals_of(value, change) for value in values)
+    return values
+
+
+def like(x: Sharded, local: Tensor, cut: ShardedDim | None = None) -> Sharded:
+    """Returns a part with the holder of another."""
+    return Sharded(local, cut or x.cut, x.holder)
+
+
+def is_plain(x: Sharded) -> bool:
+    """Returns whether the cut dim is not merged with others."""
+    return x.cut.outer == x.cut.inner == 1
+
+
+def opened(local: Tensor, cut: ShardedDim, held: int) -> Tensor:
+    """Returns the cut dim as its three factors; the positions stand at ``cut.dim + 1``."""
+    return local.unflatten(cut.dim, (cut.outer, held, cut.inner))
+
+
+def own_run(x: Sharded) -> Interval:
+    """Returns the positions that are held here."""
+    return intervals(x.cut.sizes)[x.holder.rank]
+
+
+def own_of(whole: Tensor, cut: ShardedDim, holder: Holder) -> Tensor:
+    """Returns the part of a whole that belongs here; a view where nothing is outside."""
+    start, stop = intervals(cut.sizes)[holder.rank]
+    parts = opened(whole, cut, cut.extent).narrow(cut.dim + 1, start, stop - start)
+    return parts.flatten(cut.dim, cut.dim + 2)
+
+
+def window_rows(
+    x: Sharded, window: SlidingWindow, after: int, name: str, weight: Tensor | None = None
+) -> tuple[Rows, Sizes]:
+    """Returns the input of windows along the cut dim; see `Holder.rows`."""
+    if not is_plain(x):
+        refuse(f"torch's {name} along a merged dim", x)
+    return x.holder.rows(x, window, after, (name, 0 if weight is None else id(weight)))

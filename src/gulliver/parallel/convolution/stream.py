@@ -1,0 +1,410 @@
+"""Encodes and decodes clips of any length in constant memory, equal to the whole.
+
+    for latents in stream_encode(autoencoder, clips):        # clips [B, 3, frames, H, W]
+        ...
+    for video in stream_decode(autoencoder, latents):
+        ...
+
+The network's own forward runs over one stretch of frames after another. What it is given says that
+it is all frames so far, and holds those that are new; every convolution in time keeps its last
+frames (`FrameStream.rows`), so each output frame is computed once, from the same frames as in the
+whole. The first stretch is padded as the clip is, the last one too. A layer that must leave a
+remainder for later (a downsampling) keeps it.
+
+Group norms over time are special: their statistics depend on frames that are still to come.
+``norms="passes"`` runs through the clip once for each of them, in their order: with the statistics
+of all norms before, those of the next one can be counted. That is exact and of constant memory, and
+costs as much time as there are norms, halved. Without it they are refused.
+
+Attention of the middle block must be of single frames or causal: then keys and values are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.convolution.chunked import SlidingWindow
+from gulliver.parallel.convolution.functions import merged
+from gulliver.parallel.convolution.networks import (
+    decoder_of,
+    encoder_of,
+    pieces_of,
+    time_dim,
+    without_masks,
+)
+from gulliver.parallel.convolution.sharded import (
+    Holder,
+    Key,
+    Rows,
+    Sharded,
+    ShardedDim,
+    Sizes,
+    Statistics,
+    like,
+    refuse,
+)
+
+Norms = Literal["refuse", "passes"]
+Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
+
+
+def stream_encode(
+    autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse", frames: int | None = None
+) -> Iterator[Tensor]:
+    """Encodes stretches of one clip, one after the other.
+
+    Args:
+        autoencoder: one of ours, or one of diffusers' (what its `encoder` and `quant_conv` give:
+            mean and log-variance on top of each other).
+        clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function
+            that returns them again where `norms` needs several passes.
+        norms: "refuse", or "passes" for exact statistics of group norms over time.
+        frames: number of frames of the clip where it is not 4 k + 1, for those that pad it.
+
+    Yields:
+        Latents of the frames so far, as they become known.
+
+    Raises:
+        GulliverError: a layer looks at frames that are still to come.
+    """
+    own = pieces_of(autoencoder, "encode")
+    if own is not None:
+        return own(clips() if callable(clips) else clips, frames)
+    network = encoder_of(autoencoder, frames)
+    return stream_module(network, clips, time_dim(autoencoder), norms)
+
+
+def stream_decode(
+    autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse", frames: int | None = None
+) -> Iterator[Tensor]:
+    """Decodes stretches of one clip's latents, one after the other; see `stream_encode`."""
+    own = pieces_of(autoencoder, "decode")
+    if own is not None:
+        return own(latents() if callable(latents) else latents, frames)
+    network = decoder_of(autoencoder, frames)
+    return stream_module(network, latents, time_dim(autoencoder), norms)
+
+
+def stream_module(
+    network: Callable[[Tensor], Tensor], clips: Clips, dim: int = 2, norms: Norms = "refuse"
+) -> Iterator[Tensor]:
+    """Runs any network over stretches of time; see `stream_encode`."""
+    if norms not in ("refuse", "passes"):
+        raise GulliverError(f"norms={norms!r}: {nearest(norms, ('refuse', 'passes'))}")
+    counted: dict[tuple[Key, int], Statistics] = {}
+    if norms == "passes":
+        if not callable(clips):
+            raise GulliverError(
+                "norms='passes' reads the clip several times: give a function that returns its "
+                "stretches, such as lambda: clip.split(16, dim=2)"
+            )
+        while _count(network, clips, dim, counted):
+            if torch.is_grad_enabled():
+                raise GulliverError(
+                    "norms='passes' has no backward through group norms over time: stream under "
+                    "torch.no_grad(), or train by share_autoencoder"
+                )
+    return _streamed(network, clips, FrameStream(counted), dim)
+
+
+def _streamed(network: Any, clips: Clips, stream: FrameStream, dim: int) -> Iterator[Tensor]:
+    with without_masks(network):
+        for part, final in with_last(clips() if callable(clips) else clips):
+            made = stream.run(network, part, dim, final)
+            if made is not None and made.numel():
+                yield made
+
+
+def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
+    """Counts the statistics of the first unknown norm; returns whether there was one."""
+    stream = FrameStream(counted, counting=True)
+    with torch.no_grad(), without_masks(network):
+        for part, final in with_last(clips()):
+            stream.run(network, part, dim, final)
+    if stream.asked is None:
+        return False
+    counted[stream.asked] = merged(stream.found)
+    return True
+
+
+def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Yields each part and whether it is the last."""
+    before = None
+    for part in parts:
+        if before is not None:
+            yield before, False
+        before = part
+    if before is None:
+        raise GulliverError("there is nothing to stream: the clip has no frames")
+    yield before, True
+
+
+class _Starved(Exception):
+    """Raised when a layer has no output yet: this stretch is run again with the next."""
+
+
+class _Counted(Exception):
+    """Raised when the statistics of a stretch are counted: later layers need those of all."""
+
+
+@dataclass
+class KeptRows:
+    """Rows that a layer keeps from stretch to stretch."""
+
+    window: SlidingWindow
+    done: int = 0  # Outputs that were given
+    start: int = 0  # First position of the tail
+    tail: Tensor | None = None  # Positions that later outputs need
+    bound: int | None = None  # Position that a slice ends at
+
+
+Kept = KeptRows | list[KeptRows] | Tensor
+
+
+class FrameStream(Holder):
+    """Parts of an activation in time: what came before is part 0, what is new part 1."""
+
+    rank = 1
+    where = "time"
+    grows = True
+
+    def __init__(self, counted: dict[Any, Statistics], counting: bool = False) -> None:
+        self.counted, self.counting = counted, counting
+        # Norm that was not known.
+        self.asked: Any = None
+        # Statistics of it in each stretch.
+        self.found: list[Statistics] = []
+        self.final = False
+        # Frames that each layer keeps, by its name.
+        self.kept: dict[Any, Any] = {}
+        self._new: dict[Any, Any] = {}
+        self._seen: dict[Key, int] = {}
+        self._past = 0
+        # Frames that gave nothing yet.
+        self.waiting: Tensor | None = None
+
+    def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
+        """Returns a copy of the stream with other kept tensors."""
+        other = FrameStream(self.counted, self.counting)
+        other.kept, other.waiting, other._past = kept, waiting, self._past
+        return other
+
+    def run(self, network: Any, part: Tensor, dim: int, final: bool) -> Tensor | None:
+        """Runs a network over the next stretch; None where nothing comes out yet."""
+        part = part if self.waiting is None else torch.cat([self.waiting, part], dim)
+        if final and not self._past:
+            return network(part)  # all of it is here
+        self.final, self._seen, self._new = final, {}, {}
+        self.graded = torch.is_grad_enabled()
+        x = Sharded(part, ShardedDim(dim, (self._past, part.shape[dim])), self)
+        try:
+            made = network(x)
+            if not isinstance(made, Sharded):
+                raise GulliverError(f"a stream's network returns one tensor, not {type(made)}")
+            made = made.local
+        except _Starved:
+            assert not final, "every layer has given something before"
+            self.waiting = part
+            return None
+        except _Counted:
+            made = None
+        self.kept.update(self._new)
+        self._past, self.waiting = self._past + part.shape[dim], None
+        return made
+
+    def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
+        """Puts the kept frames before the new ones, and keeps those that later outputs need."""
+        name = self._name(key)
+        kept = self.kept.get(name) or KeptRows(window)
+        if kept.window != window:
+            refuse(f"torch's {key[0]} counted from the end", x)
+        local, start, stop = self._joined(x, kept.tail, kept.start)
+        # Padding behind the last frame is only there when the last frame is.
+        count = max(kept.done, window.count(stop, after if self.final else min(after, 0)))
+        if not count:
+            raise _Starved
+        keep, bound = min(max(0, count * window.stride + window.first), stop), stop + after
+        if after < 0 and bound == kept.bound and x.cut.sizes[1]:
+            keep = stop  # frames came and the slice ends where it did: it is complete
+        tail = local.narrow(x.cut.dim, max(0, keep - start), stop - max(keep, start)).clone()
+        self._new[name] = KeptRows(window, count, max(keep, start), tail, bound)
+        needs = window.needs(kept.done, count) if kept.done < count else (start, start)
+        if max(0, needs[0]) < start:
+            refuse(f"torch's {key[0]} that goes back", x)
+        return Rows([local], start, x.cut.dim, needs, (kept.done, count)), (
+            kept.done,
+            count - kept.done,
+        )
+
+    def wait(self) -> None:
+        """Requests the next stretch: one position could be any factor of a merged dim."""
+        raise _Starved
+
+    def whole(self, x: Sharded, key: Key) -> Tensor:
+        """Returns all frames so far, and keeps them."""
+        name = self._name(key)
+        if x.cut.outer != 1:
+            refuse("attention over a merged dim", x)
+        tail = self.kept.get(name)
+        local = x.local if tail is None else torch.cat([tail, x.local], x.cut.dim)
+        self._new[name] = local
+        return local
+
+    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
+        """Delays activations that are ahead of others: a layer may look some frames ahead."""
+        if len({part.cut.sizes for part in parts}) == 1:
+            return list(parts)
+        name = self._name(key)
+        kept = self.kept.get(name) or [KeptRows(SlidingWindow()) for _ in parts]
+        done, ready = kept[0].done, min(part.cut.extent for part in parts)
+        if not ready:
+            raise _Starved
+        news, made = [], []
+        for part, own in zip(parts, kept, strict=True):
+            local, start, stop = self._joined(part, own.tail, own.start)
+            dim = part.cut.dim
+            made.append(
+                like(part, local.narrow(dim, done - start, ready - done),
+                     part.cut.resized((done, ready - done)))
+            )  # fmt: skip
+            tail = local.narrow(dim, ready - start, stop - ready).clone()
+            news.append(KeptRows(SlidingWindow(), ready, ready, tail))
+        self._new[name] = news
+        return made
+
+    def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
+        """Returns the padding before, and that behind once the last frame is there."""
+        if after and self.final and not x.local.shape[x.cut.dim]:
+            refuse("padding behind the last frame", x, "end with a longer stretch")
+        return before, after if self.final else 0
+
+    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
+        """Returns counted statistics."""
+        name = self._name(key)
+        if name in self.counted:
+            if self.graded:
+                refuse("training through a group norm over time", x, "share the autoencoder")
+            return self.counted[name]
+        if not self.counting:
+            refuse(
+                "a group norm over time", x,
+                "its statistics are of frames still to come; norms='passes' counts them exactly",
+            )  # fmt: skip
+        self.asked = name
+        self.found.append(own)
+        raise _Counted
+
+    def _name(self, key: Key) -> tuple[Key, int]:
+        """Returns the name of an operation: layers are called in one order in every stretch."""
+        number = self._seen.get(key, 0)
+        self._seen[key] = number + 1
+        return key, number
+
+    def _joined(self, x: Sharded, tail: Tensor | None, start: int) -> tuple[Tensor, int, int]:
+        """Returns kept and new frames, the first of them, and one past the last."""
+        past, new = x.cut.sizes
+        if tail is None:
+            return x.local, past, past + new
+        assert start + tail.shape[x.cut.dim] == past, "a layer was called in another order"
+        joined = torch.cat([tail, x.local], x.cut.dim) if tail.shape[x.cut.dim] else x.local
+        return joined, start, past + new
+
+
+# Trains through a stream: backward in time, segment by segment, in the memory of one.
+#
+# latents = stream_trained(autoencoder.moments, clip.split(16, dim=2)) loss(latents).backward()
+# # one segment's activations at a time
+
+
+# [Note: backward through a stream] A segment's outputs depend on its frames and on what every layer
+# has kept of the frames before, and its own kept frames go to the next. So a segment is a function
+#
+#     (frames, kept) -> (outputs, kept of the next)
+#
+# and a stream is a chain of these, as a recurrent network is: its backward runs from the last
+# segment to the first, and what comes back for the kept frames of one is the gradient that the
+# segment before begins with. Forward therefore keeps the borders alone, a few frames of each layer;
+# the activations of a segment are computed again when backward comes to it
+# (`torch.utils.checkpoint`), and dropped when it has passed. Gradients are those of the whole clip,
+# at the price of one more forward.
+def stream_trained(
+    network: Callable[[Tensor], Tensor], parts: Iterable[Tensor], dim: int = 2
+) -> Tensor:
+    """Runs a network over segments of time, and keeps the activations of one for backward.
+
+    Args:
+        network: module or function made of convolutions, resampling, attention, and norms that do
+            not reach over time.
+        parts: segments of its input, one after the other.
+        dim: dim of time.
+
+    Returns:
+        The output for the whole clip.
+
+    Raises:
+        GulliverError: a layer looks at frames that are still to come.
+    """
+    stream, made = FrameStream({}), []
+    for part, final in with_last(parts):
+        stream, out = _segment(network, stream, part, dim, final)
+        if out is not None:
+            made.append(out)
+    return torch.cat(made, dim)
+
+
+def _segment(
+    network: Callable[[Tensor], Tensor], before: FrameStream, part: Tensor, dim: int, final: bool
+) -> tuple[FrameStream, Tensor | None]:
+    """Runs one segment; returns the stream after it, and what came out."""
+    after: list[FrameStream | None] = []
+
+    def run(part: Tensor, *tails: Tensor) -> tuple[Tensor | None, ...]:
+        # A stream of its own each time: backward computes this once more, from the same start.
+        stream = _with_tails(before, iter(tails))
+        with without_masks(network):
+            out = stream.run(network, part, dim, final)
+        if not after:
+            after.append(stream)
+        return out, *tails_of(stream)
+
+    out, *tails = checkpoint(run, part, *tails_of(before), use_reentrant=False)
+    # Not kept: what is made here holds the graph, which holds this function.
+    stream, after[0] = after[0], None
+    assert stream is not None, "the function was called"
+    return _with_tails(stream, iter(tails)), out
+
+
+def tails_of(stream: FrameStream) -> list[Tensor]:
+    """Returns the frames that a stream's layers keep, and those that wait."""
+    waiting = [] if stream.waiting is None else [stream.waiting]
+    return [tail for kept in stream.kept.values() for tail in _tails(kept)] + waiting
+
+
+def _tails(kept: Kept) -> list[Tensor]:
+    if isinstance(kept, Tensor):
+        return [kept]
+    if isinstance(kept, list):
+        return [tail for one in kept for tail in _tails(one)]
+    return [] if kept.tail is None else [kept.tail]
+
+
+def _with_tails(stream: FrameStream, tails: Iterator[Tensor]) -> FrameStream:
+    """Returns a copy of a stream with other tensors in the places of `tails_of`."""
+    kept = {name: _refilled(value, tails) for name, value in stream.kept.items()}
+    waiting = None if stream.waiting is None else next(tails)
+    return stream.taken_up(kept, waiting)
+
+
+def _refilled(kept: Kept, tails: Iterator[Tensor]) -> Any:
+    if isinstance(kept, Tensor):
+        return next(tails)
+    if isinstance(kept, list):
+        return [_refilled(one, tails) for one in kept]
+    return kept if kept.tail is None else replace(kept, tail=next(tails))

@@ -1,0 +1,457 @@
+"""Backward in two parts: the gradients of a stage's inputs now, those of its weights later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gulliver._compat import without_torch_functions
+from gulliver.parallel.pipeline.batches import MicroBatch
+from gulliver.parallel.pipeline.messages import Messages
+from gulliver.parallel.pipeline.stage import Stage
+from gulliver.parallel.pipeline.stage_forward import Carry
+
+Gradients = tuple[Tensor | None, ...]
+
+
+# [Note: why two parts] The stage before waits for the gradient of the inputs, and nobody waits for
+# those of the weights before the optimizer's step. Zero-bubble schedules (Qi et al., 2024, arXiv
+# 2401.10241) therefore send the former on as soon as they can, and fill the time in which a stage
+# would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
+#
+# Let C be the nodes of the autograd graph that lie between the inputs and the outputs. The first
+# part runs C alone. A weight is attached to C at some nodes, its *ends*; the gradient that comes
+# into them is noted as it passes. The second part starts backward at the ends, with what was noted.
+# Weights that share ends are done together; as one end may lie behind another, what would come into
+# an end from there is replaced by what was noted, which has it already. So each path from the
+# outputs to a weight is counted once, whatever the graph is like: shared weights, weights used
+# twice, weights in front of an input that comes in later.
+#
+# The second part accumulates as any backward does, hooks of accumulation included.
+@dataclass
+class _Group:
+    """Weights whose gradients are computed together, and the ends that they are attached to."""
+
+    ends: set[Node]
+    weights: list[nn.Parameter]
+
+
+@dataclass
+class Rest:
+    """The part of a backward that remains after the gradients of the inputs."""
+
+    groups: list[_Group]
+    noted: dict[Node, Gradients] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Adds the gradients of the weights to their ``grad``."""
+        for group in self.groups:
+            edges, values = [], []
+            for end in group.ends:
+                for number, gradient in enumerate(self.noted.get(end, ())):
+                    if gradient is not None:
+                        edges.append(GradientEdge(end, number))
+                        values.append(gradient)
+            if not edges:
+                continue
+            several = len(group.ends) > 1
+            handles = [
+                end.register_prehook(_always(self.noted[end]))
+                for end in group.ends
+                if several and end in self.noted
+            ]
+            try:
+                # Other groups may pass the same nodes; the graph goes when this object does.
+                torch.autograd.backward(edges, values, retain_graph=True, inputs=group.weights)
+            finally:
+                for handle in handles:
+                    handle.remove()
+        self.groups, self.noted = [], {}
+
+
+def backward_of_inputs(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    inputs: Sequence[Tensor],
+    weights: Sequence[nn.Parameter],
+) -> Rest:
+    """Adds the gradients of inputs to their ``grad`` and leaves the weights alone."""
+    given = [torch.ones_like(outputs[0])] if gradients is None else list(gradients)
+    roots = [get_gradient_edge(output) for output in outputs]
+    above = _above([root.node for root in roots])
+    between = _climb([get_gradient_edge(t).node for t in inputs], above, set())[0]
+    rest = Rest(_groups(weights, above, between))
+    ends = set().union(*(group.ends for group in rest.groups))
+    for root, gradient in zip(roots, given, strict=True):
+        # Of an output that no input leads to, backward of the inputs sees nothing.
+        if root.node in ends and root.node not in between:
+            known = dict(enumerate(rest.noted.get(root.node, ())))
+            known[root.output_nr] = gradient
+            rest.noted[root.node] = tuple(known.get(n) for n in range(max(known) + 1))
+    handles = [end.register_prehook(_note(rest, end)) for end in ends & between]
+    try:
+        torch.autograd.backward(list(outputs), given, retain_graph=True, inputs=list(inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rest
+
+
+def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Returns the parents of each node of a graph; roots have none."""
+    above: dict[Node, list[Node]] = {root: [] for root in roots}
+    waiting = list(above)
+    while waiting:
+        node = waiting.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in above:
+                above[below] = []
+                waiting.append(below)
+            above[below].append(node)
+    return above
+
+
+def _climb(
+    starts: Sequence[Node], above: dict[Node, list[Node]], until: set[Node]
+) -> tuple[set[Node], set[Node]]:
+    """Returns all ancestors of some nodes up to those in `until`, and the ones of `until` found."""
+    seen, met = {node for node in starts if node in above}, set()
+    waiting = list(seen)
+    while waiting:
+        node = waiting.pop()
+        for upper in above[node]:
+            if upper in until:
+                met.add(upper)
+            elif upper not in seen:
+                seen.add(upper)
+                waiting.append(upper)
+    return seen, met
+
+
+def _groups(
+    weights: Sequence[nn.Parameter], above: dict[Node, list[Node]], between: set[Node]
+) -> list[_Group]:
+    groups: list[_Group] = []
+    owner: dict[Node, _Group] = {}
+    for weight in weights:
+        with without_torch_functions():  # its values may be elsewhere, and are not needed
+            node = get_gradient_edge(weight).node
+        if node not in above:
+            continue
+        seen, ends = _climb([node], above, between)
+        # Tops that no input leads to: outputs of the weights alone.
+        ends |= {top for top in seen if not above[top] and top is not node}
+        group = _Group(set(ends), [weight])
+        for other in {id(owner[end]): owner[end] for end in ends if end in owner}.values():
+            group.ends |= other.ends
+            group.weights += other.weights
+            groups.remove(other)
+        groups.append(group)
+        owner.update(dict.fromkeys(group.ends, group))
+    return groups
+
+
+def _note(rest: Rest, end: Node) -> Callable[[tuple[Tensor, ...]], None]:
+    def note(gradients: tuple[Tensor, ...]) -> None:
+        rest.noted[end] = gradients
+
+    return note
+
+
+def _always(gradients: Gradients) -> Callable[..., Gradients]:
+    return lambda _: gradients
+
+
+# Adapts one stage to torch's pipeline schedules.
+#
+# Schedules of `torch.distributed.pipelining` decide what is done when, and call the methods of
+# `StageRunner`, whose names are torch's. torch's own stage requires one shape for all
+# micro-batches and finds it with an additional forward and backward. This one learns shapes from
+# the first micro-batch of each kind (`messages.py`), so they may differ and change.
+#
+# Backward is that of autograd for each micro-batch. Schedules that fill the bubble ask for it in
+# two parts, gradients of the inputs first and those of the weights later (`runner.py` says why).
+
+
+@dataclass
+class PipelineRun:
+    """The batch that the stages of one rank work on."""
+
+    micros: Sequence[MicroBatch]
+    kinds: Sequence[str]  # Kind of each micro-batch; those of one kind send tensors of equal shapes
+    call: Callable[..., Any]  # Model, or a wrapper of its forward
+    keep: bool  # Whether outputs of the last stage are wanted
+    # Keyword arguments in addition to those of the batch.
+    added: dict[str, Any] = field(default_factory=dict)
+    # Function called before each forward with the number of its micro-batch.
+    before: Callable[[int], None] | None = None
+    # Outputs of the last stage, by micro-batch.
+    outputs: dict[int, Any] = field(default_factory=dict)
+    weights: list[nn.Parameter] = field(default_factory=list)  # Parameters that want gradients
+
+    def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the model's arguments for a micro-batch, whose forward follows."""
+        if self.before is not None:
+            self.before(micro)
+        return self.micros[micro].args, {**self.micros[micro].kwargs, **self.added}
+
+
+@dataclass
+class _KeptTensors:
+    """The tensors of a micro-batch that are kept between its forward and its backward."""
+
+    outputs: Carry
+    carry: Carry
+
+
+# [Note: what torch's schedules ask for] Checked with torch 2.13. A schedule does not look at the
+# class of a stage of ours: its metadata inference (`_warmup_*`) is for torch's own stages. It reads
+# and calls what follows, and a new torch that asks for more fails with an AttributeError in its
+# first step.
+#
+# - All schedules: `submod`, `device`, `stage_index`, `num_stages`, `group_rank`, `group_size`,
+#   `is_first`, `is_last`, `output_chunks`, `_prepare_forward_infra`, `_prepare_backward_infra`,
+#   `clear_runtime_states`, `forward_one_chunk`, `backward_one_chunk`, and the `get_*_ops` for
+#   messages in both directions. They write `has_backward`, False in `eval`.
+# - GPipe and 1F1B, one stage on a rank: `perform_reduce_grad` at the end.
+# - Several stages on a rank: `scale_grads` at the end, `stage_index_to_group_rank` (written),
+#   `args_recv_info` and `act_send_info`, in which they look for skip connections, and between
+#   stages of one rank `set_local_fwd_input`, `get_local_bwd_output` and `set_local_bwd_input`.
+# - Split backwards (zero bubble, ZBV, DualPipeV): `backward_one_chunk(full_backward=False)`, and
+#   later `backward_weight_one_chunk`.
+class StageRunner:
+    """Adapts one stage to torch's schedules."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        number: int,
+        places: Sequence[int],
+        micro_batches: int,
+        device: torch.device,
+    ) -> None:
+        self.stage = stage
+        self.messages = Messages(stage.rank_group, number, places, micro_batches)
+        self.run: PipelineRun | None = None
+        self._looked: set[str] = set()
+        self._received: dict[int, Carry] = {}
+        self._kept: dict[int, _KeptTensors] = {}
+        self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        self._to_send: dict[int, tuple[Tensor | None, ...]] = {}
+        self._later: dict[int, Callable[[], None]] = {}
+        self.losses: dict[int, Tensor] = {}
+        # What schedules read.
+        self.submod, self.device = stage.model, device
+        self.stage_index, self.num_stages = number, stage.cut.stages
+        self.group, self.group_rank = stage.rank_group.process_group, stage.rank_group.rank
+        self.group_size = stage.rank_group.size
+        self.stage_index_to_group_rank = dict(enumerate(places))
+        self.has_backward = True
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, list[int]] = {}
+        self.output_chunks: list[Any] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether batches begin here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether losses are computed here."""
+        return self.stage_index == self.num_stages - 1
+
+    # What a schedule asks before and after.
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> tuple[()]:
+        return ()
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def clear_runtime_states(self) -> None:
+        """Drops everything left from the previous run."""
+        for kept in (self._received, self._kept, self._gradients, self._to_send, self._later):
+            kept.clear()
+        self.losses.clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Does nothing: gradients are not scaled, as their losses are weighted."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Does nothing, as `perform_reduce_grad`: what schedules of several stages call."""
+
+    # Forward.
+
+    def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
+        """Returns operations that receive a micro-batch from the stage before."""
+        if self.is_first:
+            return []
+        metas = self.messages.expect(self._run.kinds[micro], micro)
+        carry = tuple(meta.empty(self.device) for meta in metas)
+        self._received[micro] = carry
+        return self.messages.receives(self.stage_index, carry, micro)
+
+    def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
+        """Returns operations that send a micro-batch to the next stage."""
+        if self.is_last:
+            return []
+        outputs = tuple(t.detach().contiguous() for t in self._kept[micro].outputs)
+        if not self.has_backward:
+            del self._kept[micro]
+        return self.messages.sends(self.stage_index + 1, outputs, micro)
+
+    def set_local_fwd_input(self, outputs: Any, micro: int) -> None:
+        """Takes a micro-batch from the stage before, which lies on this rank."""
+        self.messages.hand_over(self._run.kinds[micro], outputs)
+        self._received[micro] = tuple(t.detach() for t in outputs)
+
+    def forward_one_chunk(
+        self,
+        micro: int,
+        args: Any = (),
+        kwargs: Any = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Runs a micro-batch through the stage."""
+        run, kind = self._run, self._run.kinds[micro]
+        self.messages.arrived(self.stage_index, micro)
+        carry = self._received.pop(micro, ())
+        if self.has_backward and not self.is_first:
+            metas = self.messages.metas(self.stage_index, kind)
+            assert metas is not None, "what was received was announced"
+            carry = tuple(
+                t.requires_grad_(m.requires_grad) for t, m in zip(carry, metas, strict=True)
+            )
+        look = kind not in self._looked
+        self._looked.add(kind)
+        output = self.stage.stage_forward.forward(
+            run.call, self.stage_index, carry, *run.arguments(micro), look
+        )
+        if self.is_last:
+            if run.keep:
+                run.outputs[micro] = output
+            if self.has_backward:
+                self._kept[micro] = _KeptTensors((), carry)
+            return output
+        self.messages.know(kind, output, micro)
+        self._kept[micro] = _KeptTensors(output, carry)
+        return output
+
+    # Backward.
+
+    def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
+        """Returns operations that receive the gradients of what was sent."""
+        if self.is_last or not self.has_backward:
+            return []
+        metas = self.messages.metas(self.stage_index + 1, self._run.kinds[micro])
+        assert metas is not None, "gradients come back for what was sent"
+        buffers = tuple(m.empty(self.device) if m.requires_grad else None for m in metas)
+        self._gradients[micro] = buffers
+        return self.messages.receives(self.stage_index + 1, buffers, micro)
+
+    def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
+        """Returns operations that send gradients to the stage before."""
+        if self.is_first or not self.has_backward:
+            return []
+        gradients = self._to_send.pop(micro)
+        sent = tuple(None if g is None else g.contiguous() for g in gradients)
+        return self.messages.sends(self.stage_index, sent, micro)
+
+    def get_local_bwd_output(self, micro: int) -> tuple[Tensor | None, ...]:
+        """Returns gradients for the stage before, which lies on this rank."""
+        return self._to_send.pop(micro, ())
+
+    def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], micro: int) -> None:
+        """Takes gradients from the next stage, which lies on this rank."""
+        self._gradients[micro] = gradients
+
+    def backward_one_chunk(
+        self,
+        micro: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Runs the backward of a micro-batch, of its inputs only if not `full_backward`."""
+        if not self.has_backward:
+            return
+        self.messages.arrived(self.stage_index + 1, micro)
+        kept = self._kept.pop(micro)
+        own = self.losses.pop(micro, loss)
+        roots, gradients, passing = self._roots(kept, own, self._gradients.pop(micro, ()))
+        inputs = [t for t in kept.carry if t.requires_grad]
+        if full_backward or not inputs or not roots:
+            run = _full(roots, gradients)
+            if full_backward or inputs:
+                run()
+            else:
+                # The first stage has no gradient to send on: all of it can wait.
+                self._later[micro] = run
+        else:
+            rest = backward_of_inputs(roots, gradients, inputs, self._run.weights)
+            self._later[micro] = rest.run
+        self._to_send[micro] = tuple(_gradient(t, passing) for t in kept.carry)
+
+    def backward_weight_one_chunk(self, micro: int, last_backward: bool = False) -> None:
+        """Runs the part of a micro-batch's backward that `backward_one_chunk` left."""
+        if self.has_backward:
+            self._later.pop(micro, _nothing)()
+
+    def _roots(
+        self, kept: _KeptTensors, loss: Tensor | None, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
+        """Returns the roots of backward, their gradients, and gradients that pass the stage by."""
+        # A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
+        # has nothing to do for it.
+        if self.is_last:
+            assert loss is not None, "the last stage has losses"
+            return [loss], None, {}
+        roots, used, passing = [], [], {}
+        for output, gradient in zip(kept.outputs, gradients, strict=True):
+            if gradient is None:
+                continue
+            if any(output is t for t in kept.carry):
+                passing[output] = gradient
+            else:
+                roots.append(output)
+                used.append(gradient)
+        return roots, used, passing
+
+    @property
+    def _run(self) -> PipelineRun:
+        assert self.run is not None, "a schedule runs inside Pipeline.run"
+        return self.run
+
+
+def _full(roots: list[Tensor], gradients: list[Tensor] | None) -> Callable[[], None]:
+    def run() -> None:
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    return run
+
+
+def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
+    """Returns the gradient of what was received, None where none is wanted."""
+    if not tensor.requires_grad:
+        return None
+    found, tensor.grad = tensor.grad, None
+    if tensor in passing:
+        return passing[tensor] if found is None else found + passing[tensor]
+    return torch.zeros_like(tensor) if found is None else found
+
+
+def _nothing() -> None:
+    """Does nothing, for a micro-batch whose backward is done."""

@@ -1,0 +1,192 @@
+"""Schedules by the names that users know, the placement of their stages, and their demands.
+
+| name | source |
+|---|---|
+| gpipe | Huang et al., 2019 (arXiv 1811.06965): all forwards, then all backwards |
+| 1f1b | Narayanan et al., 2021 (arXiv 2006.09503): activations of few micro-batches are kept |
+| interleaved | Narayanan et al., 2021 (arXiv 2104.04473): several stages on each rank |
+| zero_bubble, zbv | Qi et al., 2024 (arXiv 2401.10241): gradients of weights fill the bubble |
+| dualpipev | DeepSeek-V3, 2024 (arXiv 2412.19437), folded into a V |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import schedules
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.costs import BACKWARD_OF_LINEAR
+from gulliver.solve.timeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Prediction, schedule_seconds
+
+
+@dataclass(frozen=True)
+class Style:
+    """A way to order the forwards and backwards of micro-batches."""
+
+    schedule: str  # Name of torch's class
+    chunks: int = 1  # Stages on each rank, unless the user says otherwise
+    fixed: bool = True  # Whether the schedule can have no other number of them
+    folded: bool = False  # Whether the second half of the stages lies in reverse order
+    splits: bool = False  # Whether backward comes in two parts
+
+
+STYLES = {
+    "gpipe": Style("ScheduleGPipe"),
+    "1f1b": Style("Schedule1F1B"),
+    "interleaved": Style("ScheduleInterleaved1F1B", 2, fixed=False),
+    "zero_bubble": Style("ScheduleInterleavedZeroBubble", 1, fixed=False, splits=True),
+    "zbv": Style("ScheduleZBVZeroBubble", 2, folded=True, splits=True),
+    "dualpipev": Style("ScheduleDualPipeV", 2, folded=True, splits=True),
+}
+
+
+def style_of(name: str, chunks: int | None = None) -> Style:
+    """Returns the style of a name."""
+    if name not in STYLES:
+        raise GulliverError(f"pp_style={name!r} is not known: {nearest(name, STYLES)}")
+    style = STYLES[name]
+    if not hasattr(schedules, style.schedule):
+        raise GulliverError(
+            f"pp_style={name!r} needs torch's {style.schedule}, which this torch does not have"
+        )
+    if chunks is not None and chunks != style.chunks and style.fixed:
+        raise GulliverError(
+            f"pp_style={name!r} has {style.chunks} stages on each rank, not {chunks}: take "
+            "'interleaved' or 'zero_bubble' for other numbers"
+        )
+    return style
+
+
+def deal(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Returns the numbers of the stages that each of `ranks` ranks holds.
+
+    A folded schedule's rank has one stage of either half, so that the last rank hands the middle
+    over to itself, and the first rank has the loss as well.
+    """
+    style = style_of(name, chunks)
+    count = chunks or style.chunks
+    if style.folded:
+        return tuple((place, 2 * ranks - 1 - place) for place in range(ranks))
+    return tuple(tuple(range(place, count * ranks, ranks)) for place in range(ranks))
+
+
+def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None:
+    """Refuses a number of micro-batches that a schedule cannot order."""
+    least = 1
+    if name == "1f1b":
+        least = ranks
+    elif name == "dualpipev":
+        least = stages
+    if micro_batches < least:
+        raise GulliverError(
+            f"pp_style={name!r} over {ranks} ranks needs at least {least} micro-batches, not "
+            f"{micro_batches}"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if name in ("interleaved", "zero_bubble") and micro_batches % rounds:
+        fits = micro_batches - micro_batches % ranks
+        raise GulliverError(
+            f"pp_style={name!r} over {ranks} ranks cannot order {micro_batches} micro-batches: "
+            f"take {fits} or {fits + ranks}"
+        )
+
+
+def fits(name: str, stages: int, ranks: int, micro_batches: int) -> bool:
+    """Whether a schedule can order so many micro-batches."""
+    try:
+        check_counts(name, stages, ranks, micro_batches)
+    except GulliverError:
+        return False
+    return True
+
+
+def make_schedule(
+    name: str, runners: Sequence[Any], micro_batches: int, loss: Callable[[Any, Tensor], Tensor]
+) -> Any:
+    """Makes torch's schedule over the stages of this rank."""
+    style = style_of(name, None if STYLES[name].fixed else len(runners))
+    made = getattr(schedules, style.schedule)
+    single = issubclass(made, schedules.PipelineScheduleSingle)
+    stages = runners[0] if single else list(runners)
+    return made(stages, n_microbatches=micro_batches, loss_fn=loss, scale_grads=False)
+
+
+# Predicts the time of a pipeline's step, and how much of it its ranks wait (the bubble).
+#
+# Gives the orders of a schedule to `gulliver.solve.timeline.schedule_seconds`, which walks through them as
+# ranks would. Seconds in, seconds out; no clock is read.
+
+
+def predict(
+    style: str,
+    ranks: int,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float] | None = None,
+    link: float = 0.0,
+) -> Prediction:
+    """Predicts the seconds of a step and the share that ranks wait."""
+    stages = len(forward)
+    numbers = deal(style, ranks, stages // ranks)
+    assert sum(map(len, numbers)) == stages, "stages lie on the ranks evenly"
+    check_counts(style, stages, ranks, micro_batches)
+    if backward is None:
+        backward = [BACKWARD_OF_LINEAR * seconds for seconds in forward]
+    half = [seconds / 2 for seconds in backward]
+    times = {FORWARD: forward, BACKWARD: backward, INPUTS: half, WEIGHTS: half}
+    orders = [list(computations(style, place, numbers, micro_batches)) for place in range(ranks)]
+    rank_of = {stage: place for place, held in enumerate(numbers) for stage in held}
+    return schedule_seconds(orders, times, rank_of, link)
+
+
+def computations(
+    style: str, place: int, numbers: Sequence[Sequence[int]], micro_batches: int
+) -> Iterator[tuple[str, int, int]]:
+    """Yields what a rank computes, in order, as (kind, stage, micro-batch)."""
+    count = sum(map(len, numbers))
+    if style == "1f1b":
+        # What torch 2.13 says of its own order is wrong for the last rank.
+        yield from _one_forward_one_backward(place, count, micro_batches)
+        return
+    stages = [
+        SimpleNamespace(
+            stage_index=number,
+            num_stages=count,
+            group_size=len(numbers),
+            group_rank=place,
+            submod=None,
+            stage_index_to_group_rank={},
+        )
+        for number in numbers[place]
+    ]
+    schedule = make_schedule(style, stages, micro_batches, lambda output, _: output)
+    for action in schedule.pipeline_order[place]:
+        yield from _computations(action)
+
+
+def _one_forward_one_backward(
+    stage: int, stages: int, micro_batches: int
+) -> Iterator[tuple[str, int, int]]:
+    ahead = min(micro_batches, stages - stage)
+    for micro in range(micro_batches + ahead):
+        if micro >= ahead:
+            yield BACKWARD, stage, micro - ahead
+        if micro < micro_batches:
+            yield FORWARD, stage, micro
+
+
+def _computations(action: Any) -> Iterator[tuple[str, int, int]]:
+    if action is None:
+        return
+    if action.sub_actions is not None:
+        for inner in action.sub_actions:
+            yield from _computations(inner)
+        return
+    kind = action.computation_type.value
+    if kind in (FORWARD, BACKWARD, INPUTS, WEIGHTS):
+        yield kind, action.stage_index, action.microbatch_index

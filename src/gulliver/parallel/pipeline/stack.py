@@ -1,0 +1,388 @@
+"""Finds the blocks of a model that a pipeline cuts between, and the modules around them.
+
+A model is modules before its blocks, the blocks, run in a row with the hidden state as their first
+argument and first output, and modules after. Some families need telling more: an encoder-decoder
+has two rows of blocks, the second of which reads what the first one finished. That stands in the
+family's record (`gulliver.families.Blocks`); any other model is looked through for its longest list
+of equal blocks (`stack_of`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from gulliver.errors import GulliverError
+from gulliver.families.lookup import family_of, type_of
+from gulliver.families.record import Blocks
+from gulliver.hardware.costs import linear_flops
+from gulliver.solve.partition import chain_times, partition_chain
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The blocks of a model, in the order in which they run."""
+
+    blocks: tuple[str, ...]
+    lists: tuple[str, ...]  # Paths of the lists that hold them
+    # Path of the module around the first list, whose output every block of the second list reads;
+    # None where there is one row of blocks.
+    memory: str | None = None
+    border: int = 0  # How many blocks lie in it; 0 without one
+    # Entries that a block returns after the hidden state; None: a plain tensor; -1: not known,
+    # found out when a block is passed by.
+    extra: int | None = -1
+    # Paths of modules that run after the blocks although they are registered before.
+    after: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()  # Paths of modules that every stage keeps
+    # Path in a block of what only the first has, as in `gulliver.families.Blocks`.
+    first_only: str | None = None
+    # Name of the model's family; None where its blocks were named or looked for.
+    family: str | None = None
+
+    def place(self) -> dict[str, int]:
+        """Number of each block, by path."""
+        return {path: number for number, path in enumerate(self.blocks)}
+
+
+def stack_of(
+    model: nn.Module,
+    path: str | None = None,
+    *,
+    extra: int | None = -1,
+    after: Sequence[str] = (),
+    everywhere: Sequence[str] = (),
+) -> Stack:
+    """Finds the blocks of a model.
+
+    Args:
+        model: whole model; its parameters may be on meta.
+        path: path of its list of blocks, where it is not to be looked for.
+        extra: entries that a block returns after the hidden state; None: a plain tensor; -1:
+            found out by itself.
+        after: paths of modules that run after the blocks although they are registered before.
+        everywhere: paths of modules whose results go into every block.
+
+    Returns:
+        The blocks.
+
+    Raises:
+        GulliverError: there is no list of blocks, or no module at a path.
+    """
+    paths = dict(model.named_modules())
+    for name in (*([path] if path is not None else []), *after, *everywhere):
+        if name not in paths:
+            raise GulliverError(f"the model has no module {name!r}")
+    family = family_of(model)
+    if path is None and family.blocks is not None:
+        found = _of_record(model, paths, family.name, family.blocks)
+        return replace(
+            found,
+            extra=found.extra if extra == -1 else extra,
+            after=(*found.after, *after),
+            everywhere=(*found.everywhere, *everywhere),
+        )
+    if path is None and isinstance(model, nn.Sequential):
+        path = ""
+    path = _longest(paths) if path is None else path
+    inner = paths[path]
+    if not isinstance(inner, nn.ModuleList | nn.Sequential):
+        raise GulliverError(
+            f"{path!r} is a {type(inner).__name__}: blocks lie in a ModuleList or a Sequential"
+        )
+    blocks = tuple(_join(path, child) for child, _ in inner.named_children())
+    if isinstance(inner, nn.Sequential) and extra == -1:
+        extra = None
+    return Stack(blocks, (path,), extra=extra, after=tuple(after), everywhere=tuple(everywhere))
+
+
+def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known: Blocks) -> Stack:
+    """The blocks that a family's record describes."""
+    _check_record(model, known)
+    # A part of an encoder-decoder may be a model of its own.
+    lists = [found for end in known.lists if (found := _ending(paths, end)) is not None]
+    lists = lists or _encoder_and_decoder(model, paths, known) or [_longest(paths)]
+    rows = [[_join(path, child) for child, _ in paths[path].named_children()] for path in lists]
+    two = len(rows) > 1 and not known.interleaved
+    turns = zip(*rows, strict=True) if known.interleaved else rows
+    return Stack(
+        tuple(block for turn in turns for block in turn),
+        tuple(lists),
+        memory=lists[0].rpartition(".")[0] if two else None,
+        border=len(rows[0]) if two else 0,
+        extra=known.extra,
+        after=tuple(_all_ending(paths, known.after, lists)),
+        everywhere=tuple(_all_ending(paths, known.everywhere, lists)),
+        first_only=known.first_only,
+        family=family,
+    )
+
+
+def _check_record(model: nn.Module, known: Blocks) -> None:
+    """Refuses models that cannot run in stages."""
+    if known.refused:
+        raise GulliverError(
+            f"{type_of(model)} is not cut into stages: {known.refused}; take tp_size instead of "
+            "pp_size"
+        )
+    biases = {getattr(m, "has_relative_attention_bias", None) for m in model.modules()}
+    if known.first_only is None and len(biases) > 2:
+        raise GulliverError(
+            f"{type(model).__name__} has blocks that use a bias which the first one computes: it "
+            "is not cut into stages; take tp_size instead of pp_size"
+        )
+
+
+def _encoder_and_decoder(model: nn.Module, paths: dict[str, nn.Module], known: Blocks) -> list[str]:
+    """The two lists of blocks of an encoder-decoder model."""
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not known.encoders or not both:
+        return []
+    encoder = next((p for end in known.encoders if (p := _ending(paths, end)) is not None), None)
+    decoder = None if encoder is None else encoder.replace("encoder.", "decoder.")
+    if encoder is None or decoder not in paths:
+        raise GulliverError(
+            f"{type(model).__name__} is an encoder and a decoder, but has no two lists of "
+            f"blocks of such names ({', '.join(known.encoders)}): a pipeline cannot cut it"
+        )
+    return [encoder, decoder]
+
+
+def _ending(paths: dict[str, nn.Module], end: str) -> str | None:
+    return next((p for p in paths if p == end or p.endswith(f".{end}")), None)
+
+
+def _all_ending(
+    paths: dict[str, nn.Module], ends: Sequence[str], lists: Sequence[str]
+) -> Iterator[str]:
+    """Paths with one of some endings outside of some lists, in the order of the endings."""
+    inside = tuple(f"{path}." for path in lists)
+    for end in ends:
+        for path in paths:
+            if (path == end or path.endswith(f".{end}")) and not path.startswith(inside):
+                yield path
+
+
+def _longest(paths: dict[str, nn.Module]) -> str:
+    """The longest list of blocks of one class that hold parameters; the outermost of equals."""
+    best, length = None, 1
+    for path, module in paths.items():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= length:
+            continue
+        kinds = {type(block) for block in module}
+        if len(kinds) == 1 and all(any(True for _ in b.parameters()) for b in module):
+            best, length = path, len(module)
+    # Blocks of several kinds lie in a list of this name.
+    named = [p for p in paths if p.rpartition(".")[2] in LISTS and _many(paths[p])]
+    if named and (best is None or best.startswith(f"{named[0]}.")):
+        best = named[0]
+    if best is None:
+        raise GulliverError(
+            "the model has no list of equal blocks to cut between: put them into an "
+            "nn.ModuleList, or name the list (blocks=... of the plugin, path of stack_of)"
+        )
+    return best
+
+
+LISTS = ("layers", "layer", "h", "blocks", "block")
+"""Names of lists of blocks."""
+
+
+def _many(module: nn.Module) -> bool:
+    blocks = list(module.children())
+    held = all(any(True for _ in block.parameters()) for block in blocks)
+    return isinstance(module, nn.ModuleList) and len(blocks) > 1 and held
+
+
+def _join(path: str, child: str) -> str:
+    return f"{path}.{child}" if path else child
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module around the blocks that holds parameters, kept or replaced as one."""
+
+    path: str
+    home: int | None  # Number of the block whose stage it goes to; None: every stage keeps it
+
+
+@dataclass
+class _Walk:
+    model: nn.Module
+    stack: Stack
+    units: list[Unit] = field(default_factory=list)
+    seen: int = 0
+
+    def visit(self, path: str, module: nn.Module) -> None:
+        if path in self.stack.lists:
+            self.seen += 1
+            return
+        around = any(_inside(inner, path) for inner in self.stack.lists)
+        if not around and not _plain_container(module):
+            if any(True for _ in module.parameters()):
+                self.units.append(Unit(path, self._home(path)))
+            return
+        for name, child in module.named_children():
+            self.visit(_join(path, name), child)
+
+    def _home(self, path: str) -> int | None:
+        """Returns the block that a module goes with, by where it is registered."""
+        # Modules before a list of blocks go with its first block, those after it with its last.
+        stack, last = self.stack, len(self.stack.blocks) - 1
+        if any(path == p or _inside(path, p) for p in stack.everywhere):
+            return None
+        if any(path == p or _inside(path, p) for p in stack.after):
+            return last if not stack.memory or not _inside(path, stack.memory) else stack.border - 1
+        if stack.memory is None:
+            if self.seen == 0:
+                return 0
+            # Between two lists whose blocks run in turns anything may be.
+            return last if self.seen == len(stack.lists) else None
+        if _inside(path, stack.memory):
+            return 0 if self.seen == 0 else stack.border - 1
+        return (0, stack.border, last)[self.seen]
+
+
+def units_of(model: nn.Module, stack: Stack) -> list[Unit]:
+    """The modules around the blocks that hold parameters, with the blocks that they go with."""
+    walk = _Walk(model, stack)
+    walk.visit("", model)
+    return walk.units
+
+
+def around(model: nn.Module, stack: Stack) -> list[str]:
+    """Paths of the modules around the blocks."""
+    found = (path for path, _ in model.named_modules())
+    return [p for p in found if p in stack.lists or any(_inside(i, p) for i in stack.lists)]
+
+
+def _inside(path: str, outer: str) -> bool:
+    return outer == "" or path == outer or path.startswith(f"{outer}.")
+
+
+def _plain_container(module: nn.Module) -> bool:
+    """Whether a module is only looked into, never called."""
+    return isinstance(module, nn.ModuleDict | nn.ModuleList)
+
+
+# Cuts a model into stages: by the predicted cost of its blocks, or as the user says.
+#
+# The cost of a block is the work of its matrix multiplications for one token, 2 FLOPs forward for
+# each element of its weights; modules around the blocks are added to the blocks that they lie
+# with, embeddings at nothing, the output head like any other weight. That leaves out the products
+# inside attention, which are the same in every block of a list, and that the two lists of an
+# encoder-decoder may read different lengths: pass `costs` where it matters.
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An assignment of a model's blocks to stages."""
+
+    # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
+    bounds: tuple[int, ...]
+    costs: tuple[float, ...]  # Cost of each block, with what lies around it, in any unit
+    times: tuple[float, ...]  # Cost of each stage, in that unit
+    lower: float  # No cut has a slowest stage below this
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.bounds) - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Blocks of each stage."""
+        return tuple(b - a for a, b in itertools.pairwise(self.bounds))
+
+    def __str__(self) -> str:
+        slowest, mean = max(self.times), sum(self.times) / len(self.times)
+        imbalance = slowest / mean - 1 if mean else 0.0
+        return (
+            f"{' + '.join(map(str, self.sizes))} blocks, slowest stage {imbalance:.1%} over the "
+            "mean"
+        )
+
+
+def block_costs(model: nn.Module, stack: Stack) -> list[float]:
+    """Forward FLOPs of each block for one token, with those of the modules that go with it."""
+    paths = dict(model.named_modules())
+    costs = [_work(paths[path]) for path in stack.blocks]
+    for unit in units_of(model, stack):
+        if unit.home is not None:
+            costs[unit.home] += _work(paths[unit.path])
+    return costs
+
+
+def _work(module: nn.Module) -> float:
+    weights = 0
+    for inner in module.modules():
+        if isinstance(inner, nn.Embedding):
+            continue
+        weights += sum(p.numel() for p in inner.parameters(recurse=False) if p.ndim > 1)
+    return linear_flops(weights)
+
+
+def cut(
+    model: nn.Module,
+    stack: Stack,
+    stages: int,
+    *,
+    at: Sequence[int] | None = None,
+    costs: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
+    crossing: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+    limits: Sequence[float] | None = None,
+) -> Cut:
+    """Assigns the blocks of a model to stages so that the slowest stage is as fast as possible.
+
+    Args:
+        model: whole; its parameters may be on meta.
+        stack: blocks of the model.
+        stages: how many to make: ranks of the pipeline times stages of each rank.
+        at: blocks of each stage, first to last, instead of the best cut; or the number of the
+            first block of each stage but the first.
+        costs: cost of each block, in any unit; None predicts them.
+        speeds: relative speed of each stage's device; None: all equal.
+        crossing: what a cut before each block costs, in the unit of `costs`.
+        memory: bytes that each block takes.
+        limits: bytes that each stage may take.
+
+    Returns:
+        The cut.
+
+    Raises:
+        GulliverError: fewer blocks than stages, or an `at` that does not deal all blocks.
+    """
+    count = len(stack.blocks)
+    if count < stages:
+        raise GulliverError(
+            f"the model has {count} blocks ({', '.join(stack.lists) or 'its own'}), too few for "
+            f"{stages} stages: at most {count} stages"
+        )
+    known = list(costs) if costs is not None else block_costs(model, stack)
+    if len(known) != count:
+        raise GulliverError(f"costs has {len(known)} entries for {count} blocks")
+    if at is None:
+        limited = {"memory": memory, "limits": limits}
+        found = partition_chain(known, stages, speeds=speeds, crossing=crossing, **limited)
+        return Cut(found.bounds, tuple(known), found.times, found.lower)
+    bounds = _bounds(list(at), stages, count)
+    times = chain_times(known, bounds, speeds, crossing)
+    return Cut(bounds, tuple(known), times, partition_chain(known, stages, speeds=speeds).lower)
+
+
+def _bounds(at: list[int], stages: int, count: int) -> tuple[int, ...]:
+    sizes = [0, *itertools.accumulate(at)]
+    given = sizes if len(at) == stages else [0, *at, count]
+    steps = [b - a for a, b in itertools.pairwise(given)]
+    if len(given) != stages + 1 or given[-1] != count or min(steps) < 1:
+        raise GulliverError(
+            f"cut={at} does not deal {count} blocks to {stages} stages: give the blocks of each "
+            f"stage ({stages} numbers of at least 1 that add up to {count}), or the first block "
+            "of each stage but the first"
+        )
+    return tuple(given)

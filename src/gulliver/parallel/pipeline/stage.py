@@ -1,0 +1,332 @@
+"""Makes a stage of a model, in place: modules of other stages become placeholders.
+
+`make_stage` decides from the whole model, the same on every rank, which stage keeps which module
+(`_holdings`), then replaces all others. What is kept stays the object that it was, under its own
+path, with its own parameters; placeholder modules hold none. A weight that several stages keep,
+because the model ties it or needs it everywhere, is listed in `Stage.tied`; its gradient is the sum
+of those of its copies (`Stage.sum_tied`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm.collectives import all_reduce
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import post
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline.stack import Cut, Stack, around, units_of
+from gulliver.parallel.pipeline.stage_forward import (
+    Placeholder,
+    PlaceholderBlock,
+    StageForward,
+    own,
+    own_memory,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The part of a model that lies on one rank: one stage, or several of a looped pipeline.
+
+    Attributes:
+        model: model with placeholder modules where others' modules were.
+        stack: blocks of the whole model.
+        cut: cut of the whole model.
+        rank_group: rank group of the pipeline.
+        numbers: numbers of the stages on each of these ranks.
+        stage_forward: stage forward that the blocks of the model go through.
+        tied: ranks in the group that hold a parameter that several hold, by the first name that
+            the whole model has for it.
+        aliases: first name of every parameter of the whole model, by each of its names.
+    """
+
+    model: nn.Module
+    stack: Stack
+    cut: Cut
+    rank_group: RankGroup
+    numbers: tuple[tuple[int, ...], ...]
+    stage_forward: StageForward
+    tied: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Numbers of this rank's stages."""
+        return self.numbers[self.rank_group.rank]
+
+    @property
+    def last_place(self) -> int:
+        """Rank in the group that has the last stage."""
+        return next(p for p, held in enumerate(self.numbers) if self.cut.stages - 1 in held)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns this rank's parameters, by the first names that the whole model has for them."""
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            found.setdefault(self.aliases.get(name, name), parameter)
+        return found
+
+    def copies(self) -> dict[str, RankGroup]:
+        """Returns the ranks that hold each tied parameter of this rank, without process groups."""
+        place = self.rank_group.rank
+        return {
+            name: RankGroup(tuple(self.rank_group.ranks[p] for p in places), places.index(place))
+            for name, places in self.tied.items()
+            if place in places
+        }
+
+    def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds up the gradients of tied parameters over the stages that hold them, in place.
+
+        Every rank of the pipeline calls it once after the schedule, before gradients are averaged
+        over replicas, with all tied parameters that it holds and trains. In one process the copies
+        are one parameter, whose gradient is the sum over its uses.
+
+        Args:
+            gradients: gradients by name as in `tied`; zeros where a stage made none.
+
+        Raises:
+            GulliverError: one is missing.
+        """
+        mine = {name: p for name, p in self.named_parameters().items() if name in self.tied}
+        for name in self.tied:
+            if name in mine and mine[name].requires_grad and name not in gradients:
+                raise GulliverError(f"the gradient of tied parameter {name!r} was not given")
+        for name, places in self.tied.items():
+            if name in gradients and name in mine:
+                _sum(gradients[name], places, self.rank_group)
+
+    def share_tied(self) -> None:
+        """Gives all copies of tied parameters the values of the first stage that holds them."""
+        mine = self.named_parameters()
+        with torch.no_grad():
+            for name, places in self.tied.items():
+                if name not in mine or mine[name].is_meta:
+                    continue
+                value = mine[name].detach().contiguous()
+                _send_first(value, places, self.rank_group)
+                mine[name].copy_(value)
+
+
+def make_stage(
+    model: nn.Module,
+    stack: Stack,
+    cut: Cut,
+    rank_group: RankGroup,
+    numbers: Sequence[Sequence[int]],
+) -> Stage:
+    """Turns a whole model into one rank's stage, in place.
+
+    Args:
+        model: whole model, the same on all ranks of the pipeline; its parameters may be on meta.
+        stack: blocks of the model.
+        cut: cut of the blocks into stages.
+        rank_group: rank group of the pipeline.
+        numbers: numbers of the stages that each rank holds.
+
+    Returns:
+        The stage.
+
+    Raises:
+        GulliverError: blocks that are not run in every forward, or that are recomputed already.
+    """
+    check_stages(model, stack)
+    stage_forward = StageForward(stack, cut.bounds)
+    kept = [_kept(model, stack, cut, held) for held in numbers]
+    aliases, tied = _tied(model, stack, kept)
+    mine = kept[rank_group.rank]
+    _replace(model, stack, stage_forward, mine)
+    held = tuple(tuple(n) for n in numbers)
+    return Stage(model, stack, cut, rank_group, held, stage_forward, tied, aliases)
+
+
+def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
+    """Recomputes blocks of the stage in backward instead of keeping what they computed.
+
+    The result is the same to the last bit, random choices included.
+
+    Args:
+        stage: stage of this rank.
+        paths: paths of the blocks; None for all.
+    """
+    blocks = enumerate(stage.stack.blocks)
+    stage.stage_forward.recomputed = {n for n, path in blocks if paths is None or path in paths}
+
+
+def check_stages(model: nn.Module, stack: Stack) -> None:
+    """Refuses models whose blocks would run differently in a pipeline."""
+    for path, module in model.named_modules():
+        if getattr(module, "layerdrop", 0.0) and model.training:
+            raise GulliverError(
+                f"{path!r} skips blocks at random (layerdrop {module.layerdrop}): a pipeline runs "
+                "every block; set the configuration's layerdrop to 0"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise GulliverError(
+                f"{path!r} recomputes its activations by itself: call "
+                "model.gradient_checkpointing_disable() and pass checkpoint_activations=True "
+                "(without a plugin checkpoint_blocks(stage))"
+            )
+
+
+def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> frozenset[str]:
+    """Returns the paths of the blocks and of the modules around them that a rank keeps."""
+    blocks = {b for n in numbers for b in range(cut.bounds[n], cut.bounds[n + 1])}
+    kept = {stack.blocks[b] for b in blocks}
+    kept |= {u.path for u in units_of(model, stack) if u.home is None or u.home in blocks}
+    for first, row in _rows(stack):
+        if stack.first_only is not None and blocks & set(row) and first not in blocks:
+            kept.add(f"{stack.blocks[first]}.{stack.first_only}")
+    return frozenset(kept)
+
+
+def names_held(
+    model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
+) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a rank will hold, by the first names of the whole model."""
+    known = dict(model.named_parameters())
+    found = uses_held(model, stack, cut, numbers, place).values()
+    return {name: known[name] for name in found}
+
+
+def uses_held(
+    model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
+) -> dict[str, str]:
+    """Returns all names by which a rank will use parameters, with the first name of each."""
+    paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
+    first: dict[nn.Parameter, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own_name = first.setdefault(parameter, name)
+        if name.rpartition(".")[0] in roots or _holds(paths, name):
+            found[name] = own_name
+    return found
+
+
+def _rows(stack: Stack) -> list[tuple[int, range]]:
+    """Returns the first block of each list that is run in one go, with all of its blocks."""
+    borders = [0, stack.border, len(stack.blocks)] if stack.border else [0, len(stack.blocks)]
+    return [(a, range(a, b)) for a, b in itertools.pairwise(borders)]
+
+
+def _tied(
+    model: nn.Module, stack: Stack, kept: Sequence[frozenset[str]]
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Returns first names of all parameters, and the ranks that hold those which several hold."""
+    first: dict[nn.Parameter, str] = {}
+    aliases: dict[str, str] = {}
+    places: dict[str, set[int]] = {}
+    roots = set(around(model, stack))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own_name = aliases[name] = first.setdefault(parameter, name)
+        for place, paths in enumerate(kept):
+            if name.rpartition(".")[0] in roots or _holds(paths, name):
+                places.setdefault(own_name, set()).add(place)
+    return aliases, {n: tuple(sorted(p)) for n, p in places.items() if len(p) > 1}
+
+
+def _holds(paths: frozenset[str], name: str) -> bool:
+    """Whether a parameter lies in one of the modules."""
+    path = name.rpartition(".")[0]
+    while path:
+        if path in paths:
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def _replace(
+    model: nn.Module, stack: Stack, stage_forward: StageForward, kept: frozenset[str]
+) -> None:
+    paths = dict(model.named_modules())
+    for number, path in enumerate(stack.blocks):
+        if path in kept:
+            own(stage_forward, number, paths[path])
+        else:
+            placeholder = PlaceholderBlock(stage_forward, number, paths[path])
+            first_only = f"{path}.{stack.first_only}"
+            if first_only in kept:
+                _graft(placeholder, stack.first_only or "", paths[first_only])
+            model.set_submodule(path, placeholder)
+    for unit in units_of(model, stack):
+        if unit.path not in kept:
+            model.set_submodule(unit.path, Placeholder(stage_forward, unit.path, paths[unit.path]))
+    if stack.memory is not None:
+        own_memory(stage_forward, paths[stack.memory])
+    if stack.first_only is not None:
+        for first, row in _rows(stack):
+            _lend(model, stack, first, [b for b in row if stack.blocks[b] in kept and b != first])
+
+
+def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module at a path inside a placeholder, through modules that hold nothing else."""
+    # Not by register_module: a placeholder seems to have the modules that were in its place.
+    inner = placeholder
+    *names, last = path.split(".")
+    for name in names:
+        inner = inner._modules.setdefault(name, nn.Module()) or inner
+    inner._modules[last] = module
+
+
+class _Lent:
+    """Calls the module at a path without registering it a second time."""
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        self._model, self._path = model, path
+
+    def __call__(self, *args: object) -> Tensor:
+        return self._model.get_submodule(self._path)(*args)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model.get_submodule(self._path), name)
+
+
+def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
+    """Gives blocks the module with which the first of their list computes the position bias."""
+    # They do so only when they are handed none, as the first block of a stage is.
+    inner, _, name = (stack.first_only or "").rpartition(".")
+    lent = _Lent(model, f"{stack.blocks[first]}.{stack.first_only}")
+    for block in blocks:
+        module = model.get_submodule(f"{stack.blocks[block]}.{inner}")
+        vars(module)[name] = lent
+        vars(module)[f"has_{name}"] = True
+
+
+def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
+    """Sums a tensor over some ranks of a group, in the order of the ranks."""
+    # Point to point: a process group for each set of stages that share a weight would have to be
+    # made by all ranks.
+    if len(places) == rank_group.size:
+        all_reduce(value, "sum", rank_group.process_group)
+        return
+    own = value.contiguous()
+    others = [place for place in places if place != rank_group.rank]
+    found = {place: torch.empty_like(own) for place in others}
+    found[rank_group.rank] = own.clone()
+    incoming = [(rank_group.ranks[p], found[p]) for p in others]
+    post(
+        incoming,
+        [(rank_group.ranks[p], found[rank_group.rank]) for p in others],
+        rank_group.process_group,
+        0,
+    ).wait()
+    total = found[places[0]]
+    for place in places[1:]:
+        total = total + found[place]
+    value.copy_(total)
+
+
+def _send_first(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
+    """Sends the value of the first of some ranks to the others."""
+    if rank_group.rank == places[0]:
+        post(
+            [], [(rank_group.ranks[p], value) for p in places[1:]], rank_group.process_group, 0
+        ).wait()
+    else:
+        post([(rank_group.ranks[places[0]], value)], [], rank_group.process_group, 0).wait()

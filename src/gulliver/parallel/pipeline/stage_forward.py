@@ -1,0 +1,506 @@
+"""Shape inference: tensors and modules on meta, which have shapes and no storage."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline.stack import Stack
+
+
+def to_meta(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module whose tensors have shapes and no storage; the original stays."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty: Tensor = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=False)
+        memo[id(tensor)] = empty
+    return copy.deepcopy(module, memo)
+
+
+def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a module on meta for tensors of these shapes."""
+    with torch.no_grad():
+        return module(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
+
+
+def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a copy of a module on meta with some values; they are dropped afterwards."""
+    device = device_of(args, kwargs)
+    real = copy.deepcopy(module).to_empty(device=device)
+    with torch.no_grad():
+        for tensor in [*real.parameters(), *real.buffers()]:
+            # Not all equal, so that a router has a top-k; no draw from the random state.
+            ramp = torch.arange(tensor.numel(), device=device).view(tensor.shape)
+            tensor.copy_(ramp % 7 / 64 if tensor.is_floating_point() else torch.zeros_like(ramp))
+        return real(*map_tensors(args, _finite), **map_tensors(kwargs, _finite))
+
+
+def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
+    """Finds how many entries a block returns after its hidden state; None for a plain tensor."""
+    try:
+        found = run_on_meta(module, args, kwargs)
+    except Exception:
+        # Experts, whose shapes depend on values: run it once with some.
+        try:
+            found = run_filled(module, args, kwargs)
+        except Exception as error:
+            raise GulliverError(
+                f"what block {path!r} returns cannot be found without its values ({error}): pass "
+                "extra=... (of the plugin, or of stack_of)"
+            ) from error
+    if isinstance(found, Tensor):
+        return None
+    if not isinstance(found, tuple | list) or any(map(_read_later, found[1:])):
+        raise GulliverError(
+            f"block {path!r} returns more than its hidden state, which other stages cannot make: "
+            "if nothing reads it, pass extra=... (of the plugin, or of stack_of)"
+        )
+    return len(found) - 1
+
+
+def _read_later(entry: Any) -> bool:
+    """Whether a later block may read an entry; attention weights are only collected.
+
+    One that reads nevertheless finds None there and fails, as nothing computes with None.
+    """
+    if isinstance(entry, tuple | list):
+        return any(map(_read_later, entry))
+    return isinstance(entry, Tensor) and entry.dim() != SCORES
+
+
+SCORES = 4
+"""Dims of attention's weights: batch, heads, queries, keys."""
+
+
+def fill(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the same shape and dtype, of NaN, or of zeros where there is no NaN."""
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+
+
+def device_of(*values: Any) -> torch.device:
+    """Returns the device of the first tensor in nested values; the CPU without one."""
+    found: list[Tensor] = []
+    map_tensors(values, found.append)
+    return found[0].device if found else torch.device("cpu")
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Applies a function to the tensors in nested lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        made = {key: map_tensors(entry, function) for key, entry in value.items()}
+        return made if type(value) is dict else _like(value, made)
+    if isinstance(value, tuple | list):
+        entries = [map_tensors(entry, function) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value
+
+
+def _like(value: Mapping[str, Any], made: dict[str, Any]) -> Any:
+    """Makes a mapping of the same class, as the outputs of Hugging Face models are."""
+    try:
+        return type(value)(**made)
+    except TypeError:
+        return made
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num() if tensor.is_floating_point() else tensor
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+# The stage forward: the model's own forward, in which blocks of other stages do nothing.
+
+
+Carry = tuple[Tensor, ...]
+"""What one stage hands to the next."""
+
+
+# [Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
+# computes masks, positions or rotary tables before the blocks. So the model is called as ever, with
+# the whole micro-batch, and its own code makes these. What is different is what its blocks do
+# (`StageForward.block`):
+#
+# - a block before the stage's first returns the hidden state that it got;
+# - the first block of the stage is given the hidden state that the stage before sent;
+# - after the last block of the stage the forward is left, by an exception that carries the hidden
+#   state out (`StageEnd`), so that nothing behind it runs. On the last stage it runs to its end.
+#
+# In place of modules around the blocks that lie elsewhere are placeholders (`stage_forward.py`).
+# They return NaN, not zeros: what they return is replaced before it is used, and if it should leak
+# into a block by another way, that is seen and refused by name (`_refuse_leaks`) rather than
+# trained on.
+#
+# In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
+# state (`StageForward.around_memory`). What is carried over the cut before block b is
+#
+#     (hidden,) inside the first list
+#     (memory,) between the lists
+#     (hidden, memory) inside the second list
+class StageEnd(Exception):
+    """Ends the forward of a stage that is not the last."""
+
+    def __init__(self, carry: Carry) -> None:
+        super().__init__("the forward of a stage is done")
+        self.carry = carry
+
+
+@dataclass
+class ForwardState:
+    """The state of a running forward."""
+
+    start: int  # Number of the stage's first block
+    stop: int  # Number of its last block, plus one
+    last: bool  # Whether the model ends with this stage
+    # Received hidden state for the first block; None where the stage begins with modules.
+    hidden: Tensor | None
+    memory: Tensor | None  # Output of the first list's module (an encoder), received or computed
+    live: bool  # Whether this stage's own computation has begun
+    look: bool  # Whether to look for what leaks past the received tensors
+    # Modules of other stages that were asked for something before the blocks.
+    elsewhere: list[str] = field(default_factory=list)
+
+
+class StageForward:
+    """Decides what a model's blocks do on one rank when they are called."""
+
+    def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
+        self.stack, self.bounds = stack, bounds
+        self.state: ForwardState | None = None
+        self.extra = stack.extra
+        self.recomputed: Collection[int] = ()
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the whole pipeline."""
+        return len(self.bounds) - 1
+
+    def forward(
+        self,
+        call: Callable[..., Any],
+        stage: int,
+        carry: Carry,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        look: bool = False,
+    ) -> Any:
+        """Runs one micro-batch through one stage."""
+        self.state = state = self._new_state(stage, carry, look)
+        try:
+            output = call(*args, **kwargs)
+        except StageEnd as end:
+            return end.carry
+        finally:
+            self.state = None
+        if not state.last or not state.live:
+            name = self.stack.blocks[state.stop - 1 if state.live else state.start]
+            raise GulliverError(
+                f"the model's forward ended without running block {name!r} of its stage: the "
+                "blocks of a pipeline all run, in the order of their list"
+            )
+        if look:
+            self._refuse_leak_behind(state, output)
+        return output
+
+    def _new_state(self, stage: int, carry: Carry, look: bool) -> ForwardState:
+        start, stop = self.bounds[stage], self.bounds[stage + 1]
+        border = self.stack.border
+        hidden, memory = None, None
+        if stage > 0 and start == border:
+            (memory,) = carry
+        elif stage > 0:
+            hidden, memory = carry if border and start > border else (carry[0], None)
+        last = stage == self.stages - 1
+        return ForwardState(start, stop, last, hidden, memory, stage == 0, look)
+
+    def running(self, name: str) -> ForwardState:
+        """Returns the state of the running forward."""
+        if self.state is None:
+            raise GulliverError(
+                f"the model was called directly, but {name!r} and others lie on other stages of a "
+                "pipeline: run it with Pipeline.run, or Booster.execute_pipeline"
+            )
+        return self.state
+
+    def block(
+        self, number: int, block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Runs block `number`; `call` is what it would do by itself."""
+        if self.state is None and self.stages == 1:
+            return self._run(number, call, args, kwargs)
+        state = self.running(self.stack.blocks[number])
+        if not state.start <= number < state.stop:
+            return self.pass_by(block, self.stack.blocks[number], args, kwargs)
+        if number == state.start:
+            args, kwargs = self._enter(state, block, args, kwargs)
+        if state.look:
+            self._refuse_leaks(state, number, hidden_of(block, args, kwargs), args, kwargs)
+        output = self._run(number, call, args, kwargs)
+        self._check_form(output, number)
+        leaves = number == state.stop - 1 and not state.last
+        if leaves and state.stop != self.stack.border:
+            hidden = first_of(output)
+            raise StageEnd((hidden,) if state.memory is None else (hidden, state.memory))
+        return output
+
+    def _enter(
+        self, state: ForwardState, block: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Replaces what came through placeholders by the received hidden state."""
+        state.live = True
+        if state.hidden is None:
+            return args, kwargs
+        return with_hidden(block, args, kwargs, state.hidden)
+
+    def _run(self, number: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if number not in self.recomputed or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
+
+    def pass_by(self, block: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Returns a passed-by block's hidden state, in the form of its own output."""
+        if self.extra == -1:
+            self.extra = find_form(to_meta(block), path, args, kwargs)
+        hidden = hidden_of(block, args, kwargs)
+        return hidden if self.extra is None else (hidden, *[None] * self.extra)
+
+    def _check_form(self, output: Any, number: int) -> None:
+        found = None if isinstance(output, Tensor) else len(output) - 1
+        if self.extra not in (-1, found):
+            raise GulliverError(
+                f"block {self.stack.blocks[number]!r} returns {_form(found)}, not "
+                f"{_form(self.extra)}: pass extra={found!r} (of the plugin, or of stack_of)"
+            )
+
+    def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the module around the first list of blocks, or returns what it has finished."""
+        if self.state is None and self.stages == 1:
+            return call(*args, **kwargs)
+        state = self.running(self.stack.memory or "")
+        if state.start >= self.stack.border:
+            assert state.memory is not None, "stages of the second list are handed the memory"
+            state.live = state.start == self.stack.border
+            return _finished(state.memory)
+        output = call(*args, **kwargs)
+        state.memory = first_of(output)
+        if state.stop == self.stack.border and not state.last:
+            raise StageEnd((state.memory,))
+        return output
+
+    def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
+        """Refuses an output of NaN that modules of other stages have made."""
+        # They are no more than suspects: a NaN that came with the hidden state is none of theirs.
+        came = [t for t in (state.hidden, state.memory) if t is not None]
+        if not state.elsewhere or any(_has_nan(t) for t in came):
+            return
+        # The loss of a micro-batch without labels is a mean over nothing, and no number.
+        found = [tensor for _, tensor in _tensors(output) if tensor.ndim]
+        if any(_has_nan(tensor) for tensor in found):
+            raise GulliverError(
+                "the model's output is NaN, and the hidden state that came to its last stage is "
+                f"not: what {' or '.join(map(repr, state.elsewhere))} returned, which lies on "
+                "another stage, is used behind the blocks too: keep it on every stage "
+                "(everywhere=[...] of the plugin, or of stack_of)"
+            )
+
+    def _refuse_leaks(
+        self, state: ForwardState, number: int, hidden: Tensor, args: Any, kwargs: Any
+    ) -> None:
+        for path, tensor in _tensors((args, kwargs)):
+            if tensor is hidden or tensor is state.memory or not tensor.is_floating_point():
+                continue
+            if _has_nan(tensor):
+                raise GulliverError(
+                    f"argument {path} of block {self.stack.blocks[number]!r} is computed by a "
+                    "module that lies on another stage: keep that module on every stage "
+                    "(everywhere=[...] of the plugin, or of stack_of)"
+                )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(torch.isnan(tensor).any())
+
+
+def _form(extra: int | None) -> str:
+    return "a tensor" if extra is None else f"a tuple of {extra + 1}"
+
+
+def _finished(memory: Tensor) -> Any:
+    """Wraps a finished encoder's output as Hugging Face models read it."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=memory)  # pyright: ignore[reportArgumentType]
+
+
+def first_of(output: Any) -> Tensor:
+    """Returns the hidden state in what a block or an encoder returned."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Returns the hidden state among the arguments of a block: the first of its forward."""
+    return args[0] if args else kwargs[_first_name(block)]
+
+
+def with_hidden(
+    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Returns the arguments of a block with another hidden state."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, _first_name(block): hidden}
+
+
+def _first_name(block: nn.Module) -> str:
+    return next(iter(inspect.signature(block.forward).parameters))
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _tensors(value[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for number, entry in enumerate(value):
+            yield from _tensors(entry, f"{path}.{number}" if path else str(number))
+
+
+# Placeholder modules for modules of other stages: no parameters, the same path, the same shapes.
+#
+# - `PlaceholderBlock`, for a block: hands the hidden state on.
+# - `Placeholder`, for any other module that holds parameters: returns tensors of the shape, dtype and
+#   device that the module would return, full of NaN. It finds the shape by running a copy of the
+#   module on meta, where nothing is computed and nothing is stored.
+# - `own`, for the blocks of this stage: they stay the objects they are, under their own names, but
+#   go through the `StageForward` when they are called. Their class becomes a subclass of the same
+#   name, so that the call is caught before hooks, compiled calls and checkpoints of the block.
+
+
+# [Note: NaN, not zeros] Every stage runs the model's own forward, so a module that lies elsewhere
+# has to return something of the right shape. What it returns is replaced before it is used. If it
+# should reach a block by another way all the same, zeros would train silently on nonsense; NaN is
+# seen in the block's arguments, and refused by the argument's name (`StageForward._refuse_leaks`).
+class _OnMeta:
+    """Keeps a module on meta, out of sight of `nn.Module`, which would register its parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.device = found if found.type != "meta" else torch.device("cpu")
+        self.module = to_meta(module)
+
+
+class EmptyModule(nn.Module):
+    """A module without tensors in place of one with some."""
+
+    def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
+        super().__init__()
+        self._original = _OnMeta(module)
+        self._stage_forward, self._path = stage_forward, path
+        self.train(module.training)
+
+    def __getattr__(self, name: str) -> Any:
+        # Models look at sizes, strides and dtypes of what they own.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+        found = getattr(self._original.module, name)
+        return fill(found, self._original.device) if isinstance(found, Tensor) else found
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Returns a parameter of the module that was here, without its values, on meta."""
+        return self._original.module.get_parameter(target)
+
+    def extra_repr(self) -> str:
+        """Returns the class of the module that was here."""
+        return f"in place of {type(self._original.module).__name__}"
+
+
+class Placeholder(EmptyModule):
+    """A placeholder of a module around the blocks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns NaN in the shape of what the module would return."""
+        state = self._stage_forward.running(self._path)
+        if state.live:
+            raise GulliverError(
+                f"{self._path!r} is used by stage {self._stage_forward.bounds.index(state.start)} "
+                "of the pipeline and lies on another: name it in everywhere=[...] or after=[...] "
+                "(of the plugin, or of stack_of)"
+            )
+        state.elsewhere.append(self._path)
+        device = device_of(args, kwargs)
+        try:
+            found = run_on_meta(self._original.module, args, kwargs)
+        except Exception as error:
+            raise GulliverError(
+                f"{self._path!r} lies on another stage, and what shape it returns cannot be found "
+                f"without its values ({error}): keep it on every stage (everywhere=[...] of "
+                "the plugin, or of stack_of)"
+            ) from error
+        return map_tensors(found, lambda tensor: fill(tensor, device))
+
+
+class PlaceholderBlock(EmptyModule):
+    """A placeholder of a block."""
+
+    def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
+        super().__init__(stage_forward, stage_forward.stack.blocks[number], block)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the hidden state, in the form in which the block would return its own."""
+        self._stage_forward.running(self._path)
+        return self._stage_forward.pass_by(self._original.module, self._path, args, kwargs)
+
+
+def own(stage_forward: StageForward, number: int, block: nn.Module) -> None:
+    """Makes a block go through the `StageForward` when it is called."""
+    vars(block)["_stage_forward"], vars(block)["_number"] = stage_forward, number
+    block.__class__ = _asking(type(block))
+
+
+def own_memory(stage_forward: StageForward, module: nn.Module) -> None:
+    """Makes the module around the first list of blocks go through the `StageForward`."""
+    vars(module)["_stage_forward"] = stage_forward
+    module.__class__ = _remembering(type(module))
+
+
+@cache
+def _asking(kind: type[nn.Module]) -> type[nn.Module]:
+    def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = kind.__call__.__get__(self)
+        return vars(self)["_stage_forward"].block(vars(self)["_number"], self, call, args, kwargs)
+
+    return _subclass(kind, ask)
+
+
+@cache
+def _remembering(kind: type[nn.Module]) -> type[nn.Module]:
+    def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = kind.__call__.__get__(self)
+        return vars(self)["_stage_forward"].around_memory(call, args, kwargs)
+
+    return _subclass(kind, ask)
+
+
+def _subclass(kind: type[nn.Module], call: Callable[..., Any]) -> type[nn.Module]:
+    fields = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), fields)

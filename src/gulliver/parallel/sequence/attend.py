@@ -1,0 +1,371 @@
+"""Attention over a sequence that is sharded over several ranks: the call that models make.
+
+    groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
+    out = attention(q, k, v, groups, mask=Mask(causal=True))
+
+Ulysses first brings this rank some heads of all tokens of its Ulysses group, the ring then the
+other groups' keys and values, and Ulysses takes the output back. Nothing is kept from call to call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.messages import exchange, gather_integers
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.sequence.choice import Shape, volume
+from gulliver.parallel.sequence.heads import Heads, Swap, ToHeads, ToSequence, deal_heads
+from gulliver.parallel.sequence.kernels import (
+    DTYPES,
+    HALVES,
+    AttentionBlock,
+    How,
+    Kernel,
+    Partial,
+    asked_of,
+    precise,
+    readable,
+    select,
+)
+from gulliver.parallel.sequence.layout import Layout, SequenceGroups
+from gulliver.parallel.sequence.mask import Mask
+from gulliver.parallel.sequence.ring import Circulate, RingAttention, RingCall
+
+
+# [Note: Ulysses inside, ring outside] Ulysses sends less, (u - 1) / u of q, k, v and output
+# whatever the degree, but nothing hides it and there can be no more ranks than heads. The ring
+# sends every block to everyone, but under the computation, and has no limit. So neighbours with
+# fast links exchange heads, and the ring goes over the slower links (Fang and Zhao, USP, 2024,
+# arXiv 2405.07719).
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    length: int | None = None,
+    key_length: int | None = None,
+    kernel: str | None = None,
+    deterministic: bool | None = None,
+    circulate: Literal["auto", "kv", "q"] = "auto",
+    dropout: float = 0.0,
+) -> Tensor:
+    """Computes softmax attention, exact for any layout; every rank of the sequence calls it.
+
+    With `length` given the ranks trust each other; without, they compare shapes and masks first,
+    which costs a small message each and on a GPU a synchronisation. Gradients are those of the sum
+    of all ranks' losses.
+
+    Under autocast q, k and v are cast as for torch's own attention.
+
+    Args:
+        q: this rank's queries, ``[batch, heads, local length, head dim]``.
+        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; the KV heads divide
+            the heads.
+        v: this rank's values, ``[batch, KV heads, local key length, value dim]``.
+        groups: rank groups of the plan; queries and keys are sharded as the plan's layout shards
+            their lengths.
+        mask: description of the queries that see a key, in positions of the whole sequence; None
+            lets all see all. A query that sees nothing gives zeros, and zero gradients.
+        scale: factor of the logits; None is ``1 / sqrt(head dim)``.
+        length: tokens of the whole sequence; None asks all ranks.
+        key_length: tokens of the keys of a cross-attention; None with a `length` is that length.
+        kernel: name of a kernel, "reference", "cpu flash", "cuda flash", "cuda cudnn" or "cuda
+            efficient"; None is the fastest that can.
+        deterministic: whether the same bits come out every time; None is what torch is set to. (The
+            order in which blocks are merged is always the same.)
+        circulate: whether keys and values or queries go round the ring; "auto" takes what is fewer
+            bytes, forward and backward together.
+        dropout: probability of dropping a weight, which must be 0.
+
+    Returns:
+        Outputs ``[batch, heads, local length, value dim]`` of q's dtype.
+
+    Raises:
+        GulliverError: shapes, dtypes or a kernel do not fit; the ranks do not agree.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_arguments(q, k, v, mask, dropout, circulate)
+    q, k, v = (readable(t) for t in (q, k, v))
+    options = scale, length, key_length, kernel, deterministic, circulate
+    return _eager(q, k, v, groups, mask or Mask(), *options)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    mask: Mask,
+    scale: float | None,
+    length: int | None,
+    key_length: int | None,
+    kernel: str | None,
+    deterministic: bool | None,
+    circulate: Literal["auto", "kv", "q"],
+) -> Tensor:
+    heads = deal_heads(q.shape[1], k.shape[1], groups.plan.ulysses)
+    queries, keys = _layouts(q, k, v, groups, mask, length, key_length)
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    )
+    if kernel is not None:
+        # Refused at once on all ranks, not where its first block happens to be computed.
+        _ = [select(asked_of(q, v, kind, deterministic), kernel) for kind in _kinds(mask, queries)]
+    how = How(
+        1 / math.sqrt(q.shape[3]) if scale is None else scale,
+        mask.rules(q.shape[0], queries.length, keys.length),
+        heads.runs(groups.ulysses.rank),
+        kernel,
+        deterministic,
+    )
+    chosen = _cheaper(q, k, v, queries, keys, groups) if circulate == "auto" else circulate
+    call = RingCall(groups, queries, keys, how, chosen)
+    if groups.plan.ulysses == 1:
+        return _apply(q, k, v, call)
+    swap = _swap(heads, groups, queries, keys)
+    q, k, v = ToHeads.apply(swap, q, k, v)
+    out = _apply(q, k, v, call)
+    back = Swap(swap.rank_group, swap.heads[:1], swap.lengths[:1], swap.totals[:1])
+    return ToSequence.apply(back, out)
+
+
+# What is sent cannot be traced; the model around it can.
+_eager: Callable[..., Tensor] = torch.compiler.disable(_attention)  # pyright: ignore
+
+
+def _apply(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
+    return RingAttention.apply(q, k, v, call)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts to the dtype that autocast gives torch's own attention, where it is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype in (torch.float32, *HALVES) else t for t in tensors)
+
+
+def _check_arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, circulate: str
+) -> None:
+    if dropout:
+        raise GulliverError(
+            f"attention dropout of {dropout} is not supported over several ranks: set it to 0, "
+            "dropout elsewhere is not affected"
+        )
+    if not (mask is None or isinstance(mask, Mask)):
+        raise GulliverError(
+            f"a mask of type {type(mask).__name__} is not supported: describe it with "
+            "Mask(causal=..., window=..., documents=..., key_lengths=..., keys=...)"
+        )
+    known = ("auto", *get_args(Circulate))
+    if circulate not in known:
+        raise GulliverError(f"cannot circulate {circulate!r}: {nearest(circulate, known)}")
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        raise GulliverError(
+            f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} must be "
+            "[batch, heads, length, head dim]"
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise GulliverError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all the same, one of {names}"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise GulliverError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: all have "
+            "one batch, q and k one head dim, k and v the same heads and length"
+        )
+
+
+def _layouts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    mask: Mask,
+    length: int | None,
+    key_length: int | None,
+) -> tuple[Layout, Layout]:
+    """Returns the layouts of queries and keys, checked against the lengths that ranks hold."""
+    own = {groups.rank: (q.shape[2], k.shape[2])}
+    if length is None:
+        held = dict(enumerate(_agree(q, k, v, groups, mask)))
+        length = sum(of_q for of_q, _ in held.values())
+        asked = sum(of_k for _, of_k in held.values())
+        key_length = asked if key_length is None else key_length
+    else:
+        held = own
+    key_length = length if key_length is None else key_length
+    layouts = groups.plan.lay(length), groups.plan.lay(key_length)
+    for number, name in enumerate(("q", "k and v")):
+        wanted = layouts[number].sizes()
+        for rank, lengths in held.items():
+            if lengths[number] != wanted[rank]:
+                raise GulliverError(
+                    f"rank {rank} holds {lengths[number]} tokens of {name}: the "
+                    f"{groups.plan.layout} layout of {layouts[number].length} gives the ranks "
+                    f"{_short(wanted)}; cut sequences with shard"
+                )
+    return layouts
+
+
+def _agree(
+    q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask
+) -> list[tuple[int, int]]:
+    """Gathers all ranks' lengths of queries and keys, and compares what must be equal on all."""
+    if groups.plan.degree == 1:
+        return [(q.shape[2], k.shape[2])]
+    names = ("batch", "heads", "KV heads", "head dim", "value dim", "dtype", "mask")
+    same = (*q.shape[:2], k.shape[1], q.shape[3], v.shape[3], DTYPES.index(q.dtype))
+    own = (q.shape[2], k.shape[2], *same, mask.digest())
+    ranks = gather_integers(groups.all, own, q.device)
+    for number, name in enumerate(names):
+        found = [values[2 + number] for values in ranks]
+        if len(set(found)) > 1:
+            shown = "differ" if name in ("mask", "dtype") else f"are {_short(found)}"
+            raise GulliverError(
+                f"the ranks of one sequence do not agree: {name} {shown}; each must have its part "
+                "of the same batch"
+            )
+    return [(values[0], values[1]) for values in ranks]
+
+
+def _short(values: list[int]) -> str:
+    shown = [str(value) for value in values[:8]]
+    return ", ".join(shown + ["..."] * (len(values) > 8))
+
+
+def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "masked"], ...]:
+    """Returns the kinds of tiles that a mask may be cut into."""
+    contents = (mask.documents, mask.key_lengths, mask.query_lengths, mask.keys)
+    if mask.window is not None or any(part is not None for part in contents):
+        return ("plain", "causal", "masked") if mask.causal else ("plain", "masked")
+    return ("plain", "causal") if mask.causal else ("plain",)
+
+
+def _cheaper(
+    q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, groups: SequenceGroups
+) -> Circulate:
+    """Returns which side takes fewer bytes to circulate; the same on all ranks."""
+    # Queries are fewer where a cross-attention has a short query side and long keys.
+    shape = Shape(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        length=queries.length,
+        key_length=keys.length,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=str(q.dtype).removeprefix("torch."),
+    )
+    costs = {c: volume(groups.plan, shape, c).ring for c in get_args(Circulate)}
+    return "q" if costs["q"] < costs["kv"] else "kv"
+
+
+def _swap(heads: Heads, groups: SequenceGroups, queries: Layout, keys: Layout) -> Swap:
+    """Describes the exchange of q, k and v in this rank's Ulysses group."""
+    first = groups.place * groups.plan.ulysses
+    of_q, of_k = (
+        tuple(layout.sizes()[first : first + groups.plan.ulysses]) for layout in (queries, keys)
+    )
+    totals = heads.queries[-1][1], heads.keys[-1][1]
+    return Swap(
+        groups.ulysses,
+        (heads.queries, heads.keys, heads.keys),
+        (of_q, of_k, of_k),
+        (totals[0], totals[1], totals[1]),
+    )
+
+
+# Decoding: attention of few new queries, the same on all ranks, to sharded keys and values.
+#
+# Each rank attends to its own keys, and one exchange of outputs and log-sum-exps merges them:
+# ``batch x heads x queries x (value dim + 1)`` numbers to each other rank, whatever the length. A
+# ring would send the keys, which are many; here the queries are few.
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    *,
+    mask: Mask | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    length: int | None = None,
+    scale: float | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Attends to sharded keys; every rank gets the same bits."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise GulliverError("decode has no gradient: call it under torch.no_grad()")
+    deal_heads(q.shape[1], k.shape[1], 1)
+    allowed = _allowed(q, k, mask, query_positions, key_positions, length)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    kind = "plain" if allowed is None else "masked"
+    chosen = select(asked_of(q, v, kind), kernel)
+    own = _own(readable(q), readable(k), readable(v), scale, allowed, chosen)
+    return _merged(own, q, groups).to(q.dtype)
+
+
+def _allowed(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    length: int | None,
+) -> Tensor | None:
+    """Returns the dense mask ``[rows, queries, local keys]``; None allows all."""
+    if mask is None:
+        return None
+    if query_positions is None or key_positions is None or length is None:
+        raise GulliverError("a mask needs query_positions, key_positions and length: give all")
+    rules = mask.rules(q.shape[0], length, length)
+    return rules.dense(query_positions.cpu(), key_positions.cpu()).to(q.device)
+
+
+def _own(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor | None, kernel: Kernel
+) -> Partial:
+    """Attends to this rank's keys, of which there may be none."""
+    partial = Partial.empty(q, v.shape[3])
+    if not k.shape[2]:
+        return partial
+    bias, unseen = None, None
+    if allowed is not None:
+        bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device)
+        bias = bias.masked_fill_(~allowed, -math.inf).unsqueeze(1)
+        unseen = ~allowed.any(-1).unsqueeze(1)
+    out, lse = kernel.forward(AttentionBlock(q, k, v, scale, bias=bias))
+    if unseen is not None:
+        lse = lse.masked_fill(unseen, -math.inf)
+        out = out.masked_fill(unseen.unsqueeze(-1), 0.0)
+    partial.merge(out, lse, slice(None), (0, q.shape[2]))
+    return partial
+
+
+def _merged(own: Partial, q: Tensor, groups: SequenceGroups) -> Tensor:
+    if groups.plan.degree == 1:
+        return own.out
+    flat = torch.cat([own.out.reshape(-1), own.lse.reshape(-1)])
+    sizes = [own.out.numel(), own.lse.numel()]
+    degree = groups.plan.degree
+    merged = Partial.empty(q.to(precise(q.dtype)), own.out.shape[3])
+    # In the order of the ranks on all of them, so that all go on with the same bits.
+    for part in exchange(groups.all, [flat] * degree, [len(flat)] * degree):
+        out, lse = part.split(sizes)
+        rows = (0, q.shape[2])
+        merged.merge(out.view(own.out.shape), lse.view(own.lse.shape), slice(None), rows)
+    return merged.out

@@ -1,0 +1,179 @@
+"""Ulysses: the ranks of a group exchange parts of the sequence for heads, and back.
+
+Before, a rank has all heads of its tokens; after `to_heads` it has some heads of all the group's
+tokens, and heads attend independently of each other. Queries, keys and values travel in one
+exchange. Source: Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import exchange
+from gulliver.errors import GulliverError, once_differentiable
+from gulliver.layout.even import Interval, deal, intervals
+
+Run = tuple[slice, slice]
+"""Query heads, and the KV heads that serve them in equal numbers."""
+
+
+# [Note: grouped queries] KV heads are not expanded. Where the ranks divide them, each rank gets its
+# share and the queries that use it. Where they do not, queries are dealt as evenly as can be, and
+# each rank is sent the KV heads that its queries use; a head that several ranks need is sent to
+# each. Its gradients come back from each, and are added up in float32. Expanding the KV heads to
+# those of the queries would make all numbers divide, at `group` times the bytes.
+@dataclass(frozen=True)
+class Heads:
+    """The heads that each rank of a Ulysses group works on."""
+
+    queries: tuple[Interval, ...]  # Interval of query heads of each rank
+    # Interval of KV heads of each rank; intervals overlap where a head is needed twice.
+    keys: tuple[Interval, ...]
+    group: int  # Query heads for one KV head
+
+    def runs(self, member: int) -> tuple[Run, ...]:
+        """Cuts a rank's heads, numbered from 0, into runs in which each KV head serves as many."""
+        # Kernels with grouped queries want that, and an uneven deal does not always give it.
+        first, last = self.queries[member]
+        base = self.keys[member][0]
+        served = [
+            (head, max(first, head * self.group), min(last, (head + 1) * self.group))
+            for head in range(*self.keys[member])
+        ]
+        runs: list[Run] = []
+        for head, start, stop in served:
+            if runs:
+                heads, kv = runs[-1]
+                each = (heads.stop - heads.start) // (kv.stop - kv.start)
+                if each == stop - start:
+                    runs[-1] = slice(heads.start, stop - first), slice(kv.start, head - base + 1)
+                    continue
+            runs.append((slice(start - first, stop - first), slice(head - base, head - base + 1)))
+        return tuple(runs)
+
+
+def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
+    """Deals heads over the ranks of a Ulysses group."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise GulliverError(
+            f"{kv_heads} KV heads do not serve {heads} heads equally: choose a divisor of {heads}"
+        )
+    if ranks > heads:
+        raise GulliverError(
+            f"ulysses={ranks} needs at least as many heads, and there are {heads}: use ulysses "
+            f"up to {heads} and put the other ranks into the ring"
+        )
+    group = heads // kv_heads
+    if kv_heads % ranks == 0:
+        keys = intervals(deal(kv_heads, ranks))
+        return Heads(tuple((a * group, b * group) for a, b in keys), keys, group)
+    queries = intervals(deal(heads, ranks))
+    used = tuple((a // group, -(-b // group)) for a, b in queries)
+    return Heads(queries, used, group)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """The sharding of some tensors before and after an exchange."""
+
+    rank_group: RankGroup
+    heads: tuple[tuple[Interval, ...], ...]  # Interval of heads of each rank, for each tensor
+    lengths: tuple[tuple[int, ...], ...]  # Tokens of each rank, for each tensor
+    totals: tuple[int, ...]  # Number of heads of each tensor
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exchanges all heads of some tokens for some heads of all tokens."""
+        ranks, me = range(self.rank_group.size), self.rank_group.rank
+        outgoing = [
+            [t[:, slice(*of[r])] for t, of in zip(tensors, self.heads, strict=True)] for r in ranks
+        ]
+        shapes = [
+            [
+                (t.shape[0], of[me][1] - of[me][0], lengths[r], t.shape[3])
+                for t, of, lengths in zip(tensors, self.heads, self.lengths, strict=True)
+            ]
+            for r in ranks
+        ]
+        arrived = _exchange(self.rank_group, outgoing, shapes)
+        return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
+
+    def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Inverts `to_heads`; heads that several ranks have are summed."""
+        ranks, me = range(self.rank_group.size), self.rank_group.rank
+        cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
+        shapes = [
+            [
+                (t.shape[0], of[r][1] - of[r][0], lengths[me], t.shape[3])
+                for t, of, lengths in zip(tensors, self.heads, self.lengths, strict=True)
+            ]
+            for r in ranks
+        ]
+        arrived = _exchange(self.rank_group, [[cut[r] for cut in cuts] for r in ranks], shapes)
+        parts = zip(*arrived, strict=True)
+        return [
+            _placed(list(part), of, total)
+            for part, of, total in zip(parts, self.heads, self.totals, strict=True)
+        ]
+
+
+class ToHeads(torch.autograd.Function):
+    """Differentiable `Swap.to_heads`."""
+
+    @staticmethod
+    def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tensors by heads."""
+        ctx.swap = swap
+        return tuple(swap.to_heads(tensors))
+
+    @staticmethod
+    @once_differentiable("sequence_parallelism_mode='all_to_all'", linear=True)
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore
+        """Returns their gradients by tokens."""
+        return None, *ctx.swap.to_sequence(grads)
+
+
+class ToSequence(torch.autograd.Function):
+    """Differentiable `Swap.to_sequence` of heads that one rank each has."""
+
+    @staticmethod
+    def forward(ctx: Any, swap: Swap, tensor: Tensor) -> Tensor:
+        """Returns the tensor by tokens."""
+        ctx.swap = swap
+        return swap.to_sequence([tensor])[0]
+
+    @staticmethod
+    @once_differentiable("sequence_parallelism_mode='all_to_all'", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Returns its gradient by heads."""
+        return None, ctx.swap.to_heads([grad])[0]
+
+
+def _exchange(
+    rank_group: RankGroup, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
+) -> list[list[Tensor]]:
+    """Sends a list of tensors to each rank in one message, and splits what arrives."""
+    flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
+    counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
+    arrived = exchange(rank_group, flat, [sum(c) for c in counts], rank_group.wire)
+    return [
+        [part.view(shape) for part, shape in zip(whole.split(c), from_rank, strict=True)]
+        for whole, c, from_rank in zip(arrived, counts, shapes, strict=True)
+    ]
+
+
+def _placed(parts: list[Tensor], heads: tuple[Interval, ...], total: int) -> Tensor:
+    """Joins parts of one tensor side by side, or adds them up where their heads overlap."""
+    if sum(b - a for a, b in heads) == total:
+        return torch.cat(parts, 1)
+    batch, _, length, size = parts[0].shape
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    whole = parts[0].new_zeros((batch, total, length, size), dtype=wide)
+    for part, (start, stop) in zip(parts, heads, strict=True):
+        whole[:, start:stop] += part
+    return whole.to(parts[0].dtype)

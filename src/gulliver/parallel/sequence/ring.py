@@ -1,0 +1,538 @@
+"""Ring exchange of one or two levels: which rank has which block in which step.
+
+Rank (o, i) begins with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
+inner ring turns fully for each hop of the outer ring, and the block of the next hop is on its way
+meanwhile, so each block crosses the slow links once per outer hop. This is the double ring of
+LoongTrain (Gu et al., 2024, arXiv 2406.18485) for any two sizes.
+
+`turn` brings the blocks. `round_trip` brings them and takes home what was gathered for each (the
+gradients of keys and values in a backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import Flight, shift
+from gulliver.errors import once_differentiable
+from gulliver.layout.even import Interval
+from gulliver.parallel.sequence.kernels import (
+    Gradients,
+    How,
+    Partial,
+    Rows,
+    attend,
+    attend_backward,
+    precise,
+)
+from gulliver.parallel.sequence.layout import Layout, SequenceGroups, part_of, size_of
+from gulliver.parallel.sequence.mask import Tile, tiles
+from gulliver.precision.wire.formats import IDENTITY, WireFormat, packed_bytes
+from gulliver.precision.wire.packing import pack, unpack
+
+BLOCK_TAG, GATHERED_TAG = 100, 200
+"""Message tags, plus the number of the piece: of blocks that go round, and of what is gathered."""
+Count = Callable[[int, int], int]
+"""Returns the elements of a message, by ring rank and number of the piece."""
+
+
+# [Note: gradients go round] Every rank has a share of the gradient of every block of keys and
+# values. Collecting these at the end, in buffers of the full length, would cost the memory that
+# sharding the sequence saves, and an all-reduce that nothing hides. So a block's gradient travels
+# behind the block: a rank computes its share for the block that it has, adds what the rank before
+# has gathered for that block, and sends the sum after the block. Its own block's share stays where
+# it is, so that sums make as many hops as blocks, N - 1, and not one more. With two levels the sum
+# of an inner turn ends at the rank that brought the block into this inner ring, and goes on along
+# the outer ring from there. The order of the additions is that of the ring, so the bits do not
+# depend on timing.
+#
+# The share of the own block is computed in two halves, one while the first block is on its way
+# here, one while the last sum is on its way home: nothing but the pipeline's first and last step
+# waits.
+#
+# [Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
+# travels is freed when it has left, and visits of the own block may carry nothing.
+#
+# [Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
+# turn again, so that the link has something to carry all the time, and the last step that nothing
+# can hide is that of one piece. What is sent is the same.
+@dataclass(frozen=True)
+class Visit:
+    """A piece of a block that has arrived."""
+
+    place: int  # Ring rank that the block belongs to
+    piece: int
+    block: Tensor  # Flat content; for the own block it may be empty
+    half: int | None = None  # Half of the rows to compute, 0 or 1; None for all
+
+
+class _RingChannel:
+    """Hops of one piece of each block along one ring, arriving in two buffers in turn."""
+
+    def __init__(self, rank_group: RankGroup, piece: int, largest: int) -> None:
+        self._rank_group, self._piece, self._largest = rank_group, piece, largest
+        self._buffers: list[Tensor | None] = [None, None]
+        self._hops = 0
+
+    def send_on(self, block: Tensor, count: int) -> Flight:
+        """Begins to send a block on and to receive the next one, of `count` elements."""
+        # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
+        which = self._hops % 2
+        buffer = self._buffers[which]
+        if buffer is None:
+            # Fresh memory is slow to touch: two buffers serve all hops.
+            buffer = self._buffers[which] = block.new_empty(self._largest)
+        self._hops += 1
+        return shift(self._rank_group, block, buffer[:count], BLOCK_TAG + self._piece)
+
+
+class _TwoLevelRing:
+    """Both levels of the ring, for one piece of each block."""
+
+    def __init__(self, groups: SequenceGroups, piece: int, count: Count) -> None:
+        self._groups, self._piece, self._count = groups, piece, count
+        largest = max(count(place, piece) for place in range(groups.plan.ring))
+        self._slow = _RingChannel(groups.outer, piece, largest)
+        self._fast = _RingChannel(groups.inner, piece, largest)
+
+    def origin(self, a: int, b: int) -> int:
+        """Returns the ring rank whose block is here in step (a, b)."""
+        outer, inner = self._groups.outer, self._groups.inner
+        return (outer.rank - a) % outer.size * inner.size + (inner.rank - b) % inner.size
+
+    def visit(self, a: int, b: int, block: Tensor, half: int | None = None) -> Visit:
+        """Returns the visit of step (a, b)."""
+        return Visit(self.origin(a, b), self._piece, block, half)
+
+    def outwards(self, a: int, held: Tensor) -> Flight | None:
+        """Sends a block along the outer ring in step (a, 0), unless it was the last one's turn."""
+        if a + 1 == self._groups.outer.size:
+            return None
+        return self._slow.send_on(held, self._count(self.origin(a + 1, 0), self._piece))
+
+    def inwards(self, a: int, b: int, block: Tensor) -> Flight | None:
+        """Sends a block along the inner ring in step (a, b), unless it was the last one's turn."""
+        if b + 1 == self._groups.inner.size:
+            return None
+        return self._fast.send_on(block, self._count(self.origin(a, b + 1), self._piece))
+
+
+def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
+    """Yields the blocks of all ring ranks piece by piece, the own first, while the next travel."""
+    pieces = [_turn(_TwoLevelRing(groups, p, count), block, groups) for p, block in enumerate(own)]
+    # So that a generator alone holds its block, and frees it when it has left.
+    del own
+    for _ in range(groups.plan.ring):
+        for piece in pieces:
+            yield next(piece)
+
+
+def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
+    """Yields one piece of each block; waits happen when it is this piece's turn again."""
+    # So the other pieces' computation lies between posting a hop and waiting for it.
+    ahead: Flight | None = Flight(None, own)
+    del own
+    for a in range(groups.outer.size):
+        assert ahead is not None
+        block = ahead.wait()
+        ahead = ring.outwards(a, block)
+        for b in range(groups.inner.size):
+            following = ring.inwards(a, b, block)
+            yield ring.visit(a, b, block)
+            if following is not None:
+                block = following.wait()
+
+
+def round_trip(
+    own: Sequence[Tensor],
+    count: Count,
+    gathered_count: Count,
+    groups: SequenceGroups,
+    compute: Callable[[Visit], Tensor],
+    add: Callable[[Tensor, Tensor, Visit], Tensor],
+    wire: WireFormat = IDENTITY,
+) -> list[Tensor]:
+    """Sends every block around the ring; returns what all ranks gathered for the own pieces."""
+    trips = [
+        _Trip(_TwoLevelRing(groups, p, count), p, gathered_count, groups, add, wire).steps(block)
+        for p, block in enumerate(own)
+    ]
+    del own
+    totals: dict[int, Tensor] = {}
+    while len(totals) < len(trips):
+        for number, trip in enumerate(trips):
+            visit = next(trip)
+            assert visit is not None
+            try:
+                # It sends the part on, and waits for its next block when it is its turn again.
+                trip.send(compute(visit))
+            except StopIteration as end:
+                totals[number] = end.value
+    return [totals[number] for number in range(len(trips))]
+
+
+_Steps = Generator[Visit | None, Tensor, Tensor]
+"""Yields a visit and is sent its part, then yields None when others may have their turn."""
+
+
+@dataclass
+class _Trip:
+    """The round trip of one piece."""
+
+    # A generator, so that the pieces take turns in one thread without a state machine by hand.
+
+    ring: _TwoLevelRing
+    piece: int
+    gathered_count: Count
+    groups: SequenceGroups
+    add: Callable[[Tensor, Tensor, Visit], Tensor]
+    wire: WireFormat = IDENTITY
+
+    def steps(self, own: Tensor) -> _Steps:
+        """Goes through both rings; returns the sum for the own block."""
+        if self.groups.plan.ring == 1:
+            return (yield self.ring.visit(0, 0, own))
+        ring, outer = self.ring, self.groups.outer
+        nothing = own.new_empty(0)
+        held, home, home_flight, flight = own, None, None, None
+        del own
+        for a in range(outer.size):
+            ahead = ring.outwards(a, held)
+            steps = self._inner_turn(a, held)
+            if a == 0:
+                held = nothing
+            first, arriving = yield from steps
+            if a == 0:
+                home, home_flight = first, arriving
+            else:
+                total = yield from self._rest(ring.visit(a, 0, held, 1), first, arriving)
+                if flight is not None:
+                    total = self.add(total, flight.wait(), ring.visit(a, 0, held))
+                flight = self._send_home(outer, total, ring.origin(a + 1, 0))
+                yield None
+            if ahead is not None:
+                held = ahead.wait()
+        assert home is not None
+        visit = ring.visit(0, 0, nothing, 1)
+        total = yield from self._rest(visit, home, home_flight)
+        return total if flight is None else self.add(total, flight.wait(), visit)
+
+    def _inner_turn(
+        self, a: int, held: Tensor
+    ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
+        """Returns the first half for the held block, and the others' sum in flight."""
+        ring, inner, block = self.ring, self.groups.inner, held
+        del held
+        following = ring.inwards(a, 0, block)
+        first = yield ring.visit(a, 0, block, 0)
+        arriving = None
+        for b in range(1, inner.size):
+            yield None
+            assert following is not None
+            block = following.wait()
+            following = ring.inwards(a, b, block)
+            visit = ring.visit(a, b, block)
+            part = yield visit
+            if arriving is not None:
+                part = self.add(part, arriving.wait(), visit)
+            arriving = self._send_home(inner, part, ring.origin(a, b + 1))
+        yield None
+        return first, arriving
+
+    def _rest(
+        self, visit: Visit, first: Tensor, arriving: Flight | None
+    ) -> Generator[Visit | None, Tensor, Tensor]:
+        """Adds the second half for the held block, and what arrived."""
+        total = self.add(first, (yield visit), visit)
+        return total if arriving is None else self.add(total, arriving.wait(), visit)
+
+    def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Flight:
+        """Sends a sum after its block; what comes in is the sum for the next one."""
+        incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
+        return shift(rank_group, gathered, incoming, GATHERED_TAG + self.piece, self.wire)
+
+
+# Ring attention, forward and backward: the queries of each ring rank attend to the keys of all.
+#
+# `RingAttention` is the autograd function. Of (keys, values) and queries the one that costs less
+# on the wire goes round:
+#
+# | | goes round | comes home with it | |---|---|---| | forward | K, V | | | backward | K, V | dK,
+# dV | | forward, few queries | Q | output, log-sum-exp | | backward, few queries | Q, dO, O,
+# log-sum-exp | dQ |
+#
+# What comes home is float32, or float64 for float64, as it is a sum over many ranks. Saved for
+# backward are this rank's own q, k, v, output and log-sum-exp, and nothing that came over the
+# wire: memory for activations stays at 1 / N of the sequence, and the blocks go round a second
+# time.
+#
+# Source: Liu et al., Ring Attention, 2023 (arXiv 2310.01889).
+
+
+Circulate = Literal["kv", "q"]
+
+
+LEAST_PIECE, MOST_PIECES = 1024, 4
+"""Least tokens of a piece, below which kernels are slower; and most pieces of a block, beyond which
+the last step, which nothing hides, is short enough."""
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """One call of the ring."""
+
+    groups: SequenceGroups
+    queries: Layout
+    keys: Layout
+    how: How
+    circulate: Circulate = "kv"  # What goes round, "kv" or "q"
+
+    def cuts(self) -> _Cuts:
+        """Returns how the blocks that go round are cut into pieces."""
+        return _Cuts(self.keys if self.circulate == "kv" else self.queries)
+
+    def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
+        """Returns the tiles to compute for a piece that has arrived."""
+        place = self.groups.place
+        if self.circulate == "kv":
+            rows = _half(size_of(self.queries.of_place(place)), visit.half)
+            held = self.queries.of_place(place), cuts.held(visit)
+        else:
+            rows = _half(cuts.size(visit.place, visit.piece), visit.half)
+            held = cuts.held(visit), self.keys.of_place(place)
+        return tiles(*held, self.how.rules, rows)
+
+
+class _Cuts:
+    """The pieces of a layout's blocks; every rank finds the same."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._sizes = layout, layout.place_sizes()
+        most = MOST_PIECES if layout.ring > 1 else 1
+        self.pieces = min(most, max(1, max(self._sizes) // LEAST_PIECE))
+
+    def range(self, place: int, piece: int) -> Interval:
+        """Returns first and one past the last local token of a piece."""
+        edges = [self._sizes[place] * p // self.pieces for p in range(self.pieces + 1)]
+        return edges[piece], edges[piece + 1]
+
+    def size(self, place: int, piece: int) -> int:
+        """Returns the number of tokens of a piece."""
+        first, last = self.range(place, piece)
+        return last - first
+
+    def held(self, visit: Visit) -> tuple[Interval, ...]:
+        """Returns the positions of a piece in the whole sequence."""
+        return part_of(self._layout.of_place(visit.place), *self.range(visit.place, visit.piece))
+
+
+class RingAttention(torch.autograd.Function):
+    """Ring attention with its gradient; see the top of the file."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
+        """Returns the output, ``[batch, heads, own queries, value dim]`` of q's dtype."""
+        forward = forward_kv if call.circulate == "kv" else forward_q
+        # `attention` has cast q, k and v as autocast would. Inside, partial results are float32 on
+        # purpose: under autocast their products would be cast down again, block by block.
+        with torch.autocast(q.device.type, enabled=False):
+            partial = forward(q, k, v, call)
+        out = partial.out.to(q.dtype)
+        # Of this rank alone, so that memory stays at 1 / N of the sequence. `lse` is kept because a
+        # block's gradients need the log-sum-exp of whole rows, over the keys of all ranks.
+        ctx.save_for_backward(q, k, v, out, partial.lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable("sequence_parallelism_mode='ring_attn'")
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Returns the gradients of q, k and v."""
+        q, k, v, out, lse = ctx.saved_tensors
+        # A gradient may be any view, even one number expanded; messages need plain memory.
+        rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
+        backward = backward_kv if ctx.call.circulate == "kv" else backward_q
+        # Backward runs with the autocast state of whoever called it, perhaps on another thread.
+        with torch.autocast(q.device.type, enabled=False):
+            grads = backward(rows, k, v, ctx.call)
+        return grads.q.to(q.dtype), grads.k.to(k.dtype), grads.v.to(v.dtype), None
+
+
+def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
+    """Computes the forward with keys and values going round."""
+    pack = _Pack([k, v], call)
+    partial = Partial.empty(q, v.shape[3])
+    for visit in turn(pack.own(), pack.bytes, call.groups):
+        k_block, v_block = pack.open(visit)
+        attend(partial, q, k_block, v_block, call.tiles(visit, pack.cuts), call.how)
+    return partial
+
+
+def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
+    """Computes the backward with keys and values going round, and their gradients behind them."""
+    pack = _Pack([k, v], call)
+    dtype = precise(k.dtype)
+    dq = torch.zeros(rows.q.shape, dtype=dtype, device=k.device)
+
+    def compute(visit: Visit) -> Tensor:
+        gathered = k.new_zeros(pack.numel(visit.place, visit.piece), dtype=dtype)
+        into = Gradients(dq, *pack.split(gathered, visit))
+        found = call.tiles(visit, pack.cuts)
+        k_block, v_block = pack.open(visit)
+        attend_backward(into, rows, k_block, v_block, found, call.how)
+        return gathered
+
+    totals = round_trip(
+        pack.own(), pack.bytes, pack.numel, call.groups, compute, _plus, call.groups.all.wire
+    )
+    dk, dv = pack.joined(totals)
+    return Gradients(dq, dk, dv)
+
+
+def forward_q(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
+    """Computes the forward with queries going round, and their partial outputs behind them."""
+    pack = _Pack([q], call)
+    whole = Partial.empty(q, v.shape[3])
+    home = _Pack([whole.out, whole.lse], call)
+
+    def partial(flat: Tensor, visit: Visit) -> Partial:
+        return Partial(*home.split(flat, visit))
+
+    def compute(visit: Visit) -> Tensor:
+        (q_block,) = pack.open(visit)
+        empty = Partial.empty(q_block, v.shape[3])
+        gathered = torch.cat([empty.out.view(-1), empty.lse.view(-1)])
+        found = call.tiles(visit, pack.cuts)
+        attend(partial(gathered, visit), q_block, k, v, found, call.how)
+        return gathered
+
+    def add(into: Tensor, arrived: Tensor, visit: Visit) -> Tensor:
+        other = partial(arrived, visit)
+        rows = 0, other.out.shape[2]
+        partial(into, visit).merge(other.out, other.lse, slice(None), rows)
+        return into
+
+    totals = round_trip(pack.own(), pack.bytes, home.numel, call.groups, compute, add)
+    return Partial(*home.joined(totals))
+
+
+def backward_q(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
+    """Computes the backward with queries and their rows' outputs going round, gradients behind."""
+    # The widest dtype first, so that each part begins at a multiple of its element.
+    pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call, exact=1)
+    dtype = precise(k.dtype)
+    dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (k, v))
+    home = _Pack([rows.q], call)
+
+    def compute(visit: Visit) -> Tensor:
+        lse, q, grad, out = pack.open(visit)
+        dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        found = call.tiles(visit, pack.cuts)
+        attend_backward(Gradients(dq, dk, dv), Rows(q, grad, out, lse), k, v, found, call.how)
+        return dq.view(-1)
+
+    totals = round_trip(
+        pack.own(), pack.bytes, home.numel, call.groups, compute, _plus, call.groups.all.wire
+    )
+    (dq,) = home.joined(totals)
+    return Gradients(dq, dk, dv)
+
+
+class _Pack:
+    """Packs tensors ``[batch, heads, length, ...]`` of a ring rank as one message for each piece.
+
+    One message instead of one for each tensor: each costs a latency. In a wire format the owner
+    packs once, and every rank on the way unpacks what it passes on.
+
+    Args:
+        tensors: tensors of this rank.
+        call: call of the ring.
+        exact: number of the first tensors, which are not packed: sums of exponents are not.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], call: RingCall, exact: int = 0) -> None:
+        self._tensors, self.cuts = tensors, call.cuts()
+        wire = call.groups.all.wire
+        self._wires = [IDENTITY if n < exact else wire for n in range(len(tensors))]
+        self._place, self._alone = call.groups.place, call.groups.plan.ring == 1
+
+    def own(self) -> list[Tensor]:
+        """Returns this rank's messages, in bytes; in a ring of one they are empty."""
+        if self._alone:
+            return [self._tensors[0].new_empty(0)]
+        return [
+            torch.cat(
+                [
+                    pack(t, wire.of(t))
+                    for t, wire in zip(self._held(piece), self._wires, strict=True)
+                ]
+            )
+            for piece in range(self.cuts.pieces)
+        ]
+
+    def _held(self, piece: int) -> list[Tensor]:
+        """Returns a piece of this rank's tensors, as views."""
+        return [t[:, :, slice(*self.cuts.range(self._place, piece))] for t in self._tensors]
+
+    def bytes(self, place: int, piece: int) -> int:
+        """Returns the bytes of a message."""
+        return sum(self._sizes(place, piece, each_byte=True))
+
+    def numel(self, place: int, piece: int) -> int:
+        """Returns the elements of a piece of all tensors."""
+        return sum(self._sizes(place, piece))
+
+    def open(self, visit: Visit) -> list[Tensor]:
+        """Returns the tensors of a message, as views of it."""
+        if visit.place == self._place:
+            return self._held(visit.piece)
+        parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))
+        shapes = self._shapes(visit.place, visit.piece)
+        rows = zip(parts, self._tensors, shapes, self._wires, strict=True)
+        return [_opened(part, t, shape, wire) for part, t, shape, wire in rows]
+
+    def split(self, flat: Tensor, visit: Visit) -> list[Tensor]:
+        """Splits flat elements into views of the tensors' shapes."""
+        parts = flat.split(self._sizes(visit.place, visit.piece))
+        shapes = self._shapes(visit.place, visit.piece)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def joined(self, totals: list[Tensor]) -> list[Tensor]:
+        """Joins the results of all pieces into this rank's tensors."""
+        pieces = [self.split(t, Visit(self._place, n, t)) for n, t in enumerate(totals)]
+        return [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
+
+    def _shapes(self, place: int, piece: int) -> list[torch.Size]:
+        length = self.cuts.size(place, piece)
+        return [torch.Size([*t.shape[:2], length, *t.shape[3:]]) for t in self._tensors]
+
+    def _sizes(self, place: int, piece: int, each_byte: bool = False) -> list[int]:
+        shapes = self._shapes(place, piece)
+        counts = [shape.numel() for shape in shapes]
+        if not each_byte:
+            return counts
+        rows = zip(counts, self._tensors, self._wires, strict=True)
+        return [packed_bytes(n, wire.of(t, n), t.element_size()) for n, t, wire in rows]
+
+
+def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> Tensor:
+    """Unpacks one tensor of a message; a view where it is not packed."""
+    wire = wire.of(like, shape.numel())
+    if wire is IDENTITY:
+        return part.view(like.dtype).view(shape)
+    return unpack(part, wire, shape.numel(), like.dtype).view(shape)
+
+
+def _plus(into: Tensor, arrived: Tensor, _: Visit) -> Tensor:
+    return into.add_(arrived)
+
+
+def _half(length: int, half: int | None) -> Interval | None:
+    """Returns the local rows of a half of the work; None for all."""
+    return None if half is None else [(0, length // 2), (length // 2, length)][half]

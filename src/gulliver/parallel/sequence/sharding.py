@@ -1,0 +1,346 @@
+"""Shards a model's inputs into the layout of a sequence, and gathers its outputs out of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.collectives import all_reduce
+from gulliver.comm.messages import exchange, gather_integers
+from gulliver.errors import GulliverError, nearest, once_differentiable
+from gulliver.parallel.sequence.layout import Layout, SequenceGroups, Tail
+
+ShardGradient = Literal["gather", "own", "mean"]
+UnshardGradient = Literal["own", "alike", "sum"]
+
+
+# [Note: gradients] There is one convention. What is trained on is the *sum* of the losses that
+# ranks count, every operation here is the adjoint with respect to that sum, and gradients of
+# parameters are added up over the ranks that hold them. The optimizer divides once, by the number
+# of losses counted.
+#
+# - `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens'
+#   share, which is right where ranks' gradients are added up later anyway (a table of position
+#   embeddings is a parameter). For an input that nobody reduces, "gather" gives all ranks the sum
+#   of the shares, "mean" divides it as the optimizer divides those of parameters.
+# - `unshard`, and the value of `mean_loss`: all ranks go on with the same computation. With "own"
+#   the ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the
+#   sum is divided by the number of sequences. With "alike" each counts the loss that it shows as
+#   one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and
+#   the sum is divided by the number of ranks. Where ranks do different things with the whole, "sum"
+#   sends.
+#
+# Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard`
+# has parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients
+# are there N times whatever is done here. One division serves these and the shares only if both are
+# counted N times. A `Booster`, which cannot see what its user adds to a loss, therefore counts
+# alike.
+def shard(
+    x: Tensor, groups: SequenceGroups, dim: int = 1, gradient: ShardGradient = "gather"
+) -> Tensor:
+    """Returns this rank's shard of a tensor that all ranks of the sequence have.
+
+    Args:
+        x: whole tensor: activations, ids, labels, position ids, rotary tables.
+        groups: rank groups of the plan.
+        dim: dimension of the sequence.
+        gradient: "gather" gives all ranks the gradient of the whole, "mean" that over the number of
+            ranks, "own" that of their own tokens; see the top of the file.
+
+    Raises:
+        GulliverError: the gradient is unknown.
+    """
+    _check(gradient, get_args(ShardGradient))
+    layout = groups.plan.lay(x.shape[dim])
+    return _Shard.apply(x, groups, layout, dim % x.dim(), gradient)
+
+
+def unshard(
+    x: Tensor,
+    groups: SequenceGroups,
+    dim: int = 1,
+    length: int | None = None,
+    gradient: UnshardGradient = "own",
+) -> Tensor:
+    """Gathers the whole of a tensor of which each rank has its shard.
+
+    Args:
+        x: this rank's shard.
+        groups: rank groups of the plan.
+        dim: dimension of the sequence.
+        length: tokens of the whole; None asks the ranks.
+        gradient: "own" takes this rank's tokens of its gradient, "alike" as often as there are
+            ranks, "sum" those of all ranks' added up; see the top of the file.
+
+    Raises:
+        GulliverError: the shards are not those of the plan's layout; the gradient is unknown.
+    """
+    _check(gradient, get_args(UnshardGradient))
+    layout = checked_layout(x, groups, dim, length)
+    return _Unshard.apply(x, groups, layout, dim % x.dim(), gradient)
+
+
+def unshard_tail(
+    x: Tensor, groups: SequenceGroups, tail: Tail, gradient: UnshardGradient = "own"
+) -> Tensor:
+    """Gathers the last tokens of a sequence, which lie on any of the ranks."""
+    _check(gradient, get_args(UnshardGradient))
+    return _Unshard.apply(x, groups, tail, 1, gradient)
+
+
+def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:
+    """Returns this rank's shard of next-token labels, shifted before they are cut.
+
+    The label of a token is the next token's id, which may lie on another rank; a model that shifts
+    labels itself would lose one at each cut. So compare these with logits position by position.
+
+    Args:
+        labels: labels as for one process, unshifted, ``[batch, length]``.
+        groups: rank groups of the plan.
+        ignore_index: label of the last token, which has no next.
+    """
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    return shard(shifted, groups, 1)
+
+
+def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None = None) -> Tensor:
+    """Returns the positions of this rank's tokens, to look up embeddings and rotary tables with.
+
+    Args:
+        groups: rank groups of the plan.
+        length: tokens of the whole sequence.
+        documents: document ids as in `Mask`; positions then restart with each document.
+
+    Returns:
+        Positions ``[local length]``, or ``[batch, local length]`` for documents of that form;
+        int64, on the device of the documents.
+    """
+    own = groups.plan.lay(length).positions(groups.rank)
+    if documents is None:
+        return own
+    everywhere = torch.arange(length, device=documents.device).expand(documents.shape)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[..., 1:] = documents[..., 1:] != documents[..., :-1]
+    starts = torch.where(begins, everywhere, 0).cummax(-1).values
+    return (everywhere - starts)[..., own.to(documents.device)]
+
+
+def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = None) -> Tensor:
+    """Returns the mean over all tokens of the sequence, of which each rank has its own.
+
+    A mean of the ranks' means would be wrong where they count different numbers of tokens.
+
+    Args:
+        losses: losses of this rank's tokens, any shape.
+        groups: rank groups of the plan.
+        counted: whether each of them counts, bool of the same shape; None for all.
+
+    Returns:
+        The same number on every rank. Its gradient on a rank is that of its own tokens: sum the
+        gradients of parameters over the ranks of a sequence.
+    """
+    kept = losses if counted is None else torch.where(counted, losses, 0.0)
+    count = losses.numel() if counted is None else int(counted.sum())
+    totals = torch.stack(
+        [kept.detach().double().sum(), kept.new_tensor(count, dtype=torch.float64)]
+    )
+    if groups.plan.degree > 1:
+        all_reduce(totals, group=groups.all.process_group)
+    share = kept.sum() / totals[1].clamp(min=1).to(losses.dtype)
+    return show(share, (totals[0] / totals[1].clamp(min=1)).to(losses.dtype))
+
+
+def show(share: Tensor, whole: Tensor, alike: int = 1) -> Tensor:
+    """Returns the value of a whole with the gradient of this rank's share of it."""
+    return _Show.apply(share, whole, alike)
+
+
+def sum_of_equal(gradient: Tensor, ranks: int) -> Tensor:
+    """Adds up the gradients of ranks that all have the same: one multiplication, no message."""
+    # The one place where a gradient is multiplied by a number of ranks; the top of the file says
+    # why.
+    return gradient if ranks == 1 else gradient * ranks
+
+
+def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
+    """Returns the layout of a sharded tensor, checked against the shards' lengths."""
+    held = {groups.rank: x.shape[dim]}
+    if length is None:
+        gathered = gather_integers(groups.all, [x.shape[dim]], x.device)
+        held = {rank: values[0] for rank, values in enumerate(gathered)}
+        length = sum(held.values())
+    layout = groups.plan.lay(length)
+    wanted = layout.sizes()
+    for rank, count in held.items():
+        if count != wanted[rank]:
+            raise GulliverError(
+                f"rank {rank} holds {count} of {length} in dim {dim}: the {layout.name} layout "
+                f"gives it {wanted[rank]}"
+            )
+    return layout
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, groups: SequenceGroups, layout: Layout, dim: int, gradient: str
+    ) -> Tensor:
+        ctx.given = groups, layout, dim, gradient
+        return take(x, layout, groups.rank, dim)
+
+    @staticmethod
+    @once_differentiable("sequence_parallelism_mode='all_to_all' or 'ring_attn'", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        groups, layout, dim, gradient = ctx.given
+        if gradient != "own":
+            whole = _gathered(grad, groups, layout, dim)
+            return whole / layout.degree if gradient == "mean" else whole, None, None, None, None
+        shape = list(grad.shape)
+        shape[dim] = layout.length
+        index = layout.positions(groups.rank).to(grad.device)
+        return grad.new_zeros(shape).index_copy_(dim, index, grad), None, None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, groups: SequenceGroups, layout: Layout, dim: int, gradient: str
+    ) -> Tensor:
+        ctx.given = groups, layout, dim, gradient
+        return _gathered(x, groups, layout, dim)
+
+    @staticmethod
+    @once_differentiable("sequence_parallelism_mode='all_to_all' or 'ring_attn'", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        groups, layout, dim, gradient = ctx.given
+        if gradient != "sum":
+            own = take(grad, layout, groups.rank, dim)
+            counted = layout.degree if gradient == "alike" else 1
+            return sum_of_equal(own, counted), None, None, None, None
+        parts = [take(grad, layout, r, dim) for r in range(layout.degree)]
+        own = parts[groups.rank]
+        arrived = exchange(
+            groups.all, [p.reshape(-1) for p in parts], [own.numel()] * layout.degree
+        )
+        # In the order of the ranks, so that the bits do not depend on time.
+        total = torch.stack([part.view(own.shape) for part in arrived]).sum(0)
+        return total, None, None, None, None
+
+
+class _Show(torch.autograd.Function):
+    """Returns one value with the gradient of another; exact also where either is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:
+        ctx.alike = alike
+        return whole.clone()
+
+    @staticmethod
+    @once_differentiable("sequence_parallelism_mode='all_to_all' or 'ring_attn'", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        return sum_of_equal(grad, ctx.alike), None, None
+
+
+def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
+    """Returns a rank's shard along a dim, in memory of its own."""
+    # A copy even where a view would do: gloo reads a view's storage from its beginning.
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
+    return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
+
+
+def natural(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
+    """Joins all ranks' shards along a dim, in the order of positions."""
+    whole = torch.cat(parts, dim)
+    order = layout.order()
+    if bool((order.diff() == 1).all()):
+        return whole
+    return whole.index_select(dim, order.argsort().to(whole.device))
+
+
+def _gathered(x: Tensor, groups: SequenceGroups, layout: Layout, dim: int) -> Tensor:
+    if layout.degree == 1:
+        return x.clone()
+    shapes = [torch.Size([*x.shape[:dim], n, *x.shape[dim + 1 :]]) for n in layout.sizes()]
+    flat = x.contiguous().view(-1)
+    arrived = exchange(groups.all, [flat] * layout.degree, [shape.numel() for shape in shapes])
+    parts = [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
+    return natural(parts, layout, dim)
+
+
+def _check(gradient: str, known: tuple[str, ...]) -> None:
+    if gradient not in known:
+        raise GulliverError(f"unknown gradient {gradient!r}: {nearest(gradient, known)}")
+
+
+# Dynamic sequence parallelism: an all-to-all after which another dim is sharded.
+#
+# A spatial-temporal model shards the temporal axis while it attends along the spatial one, and the
+# other way round (Zhao et al., DSP, 2024, arXiv 2403.10266): each attention has its axis whole, so
+# it needs no ring and no kernel of its own.
+
+
+def swap_sharded_dim(
+    x: Tensor, from_dim: int, to_dim: int, groups: SequenceGroups, from_size: int | None = None
+) -> Tensor:
+    """Swaps the sharded dim of a tensor for another.
+
+    Each rank sends ``(N - 1) / N`` of its shard, forward and backward.
+
+    Args:
+        x: this rank's shard, whole along `to_dim`.
+        from_dim: dimension that is sharded, and is whole afterwards, in the order of positions.
+        to_dim: dimension that is sharded afterwards; sizes need not divide.
+        groups: rank groups of the plan, whose layout is that of both dims.
+        from_size: size of the whole along `from_dim`; None asks the ranks.
+
+    Returns:
+        The shard along `to_dim`, whole along `from_dim`.
+
+    Raises:
+        GulliverError: the dims are one, or the shard is not that of the layout.
+    """
+    from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
+    if from_dim == to_dim:
+        raise GulliverError(f"dim {from_dim} is sharded already: name another to swap it with")
+    before = checked_layout(x, groups, from_dim, from_size)
+    after = groups.plan.lay(x.shape[to_dim])
+    return _SwapDim.apply(x, (from_dim, before), (to_dim, after), groups)
+
+
+class _SwapDim(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        before: tuple[int, Layout],
+        after: tuple[int, Layout],
+        groups: SequenceGroups,
+    ) -> Tensor:
+        ctx.given = before, after, groups
+        return _swapped(x, before, after, groups)
+
+    @staticmethod
+    @once_differentiable("swap_dim of sequence parallelism (sp_size)", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        # An all-to-all only moves elements: its adjoint moves them back.
+        before, after, groups = ctx.given
+        return _swapped(grad, after, before, groups), None, None, None
+
+
+def _swapped(
+    x: Tensor, before: tuple[int, Layout], after: tuple[int, Layout], groups: SequenceGroups
+) -> Tensor:
+    (from_dim, old), (to_dim, new) = before, after
+    outgoing = [take(x, new, rank, to_dim) for rank in range(new.degree)]
+    shapes = []
+    for size in old.sizes():
+        shape = list(outgoing[groups.rank].shape)
+        shape[from_dim] = size
+        shapes.append(torch.Size(shape))
+    flat = [part.view(-1) for part in outgoing]
+    counts = [shape.numel() for shape in shapes]
+    arrived = exchange(groups.all, flat, counts, groups.all.wire)
+    parts = [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
+    return natural(parts, old, from_dim)

@@ -1,0 +1,551 @@
+"""Hooks on modules of the model: where an input is entered once, and where the sequence is cut.
+
+*Sites* are modules whose input goes into several columns, such as attention and gated MLPs: where
+the sequence is sharded, `take_in_once` lets all of them share one entry. *Stacks* are lists of
+blocks: `guard_stack` cuts the sequence at the entry of the first block and joins it at the exit of
+the last, and says inside how long it is. A block of another pipeline stage does neither; what its
+neighbours get is then a piece already.
+
+Hooks, not subclasses: the model keeps its own classes, which its code may ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gulliver._compat import share_forward_hooks
+from gulliver.comm.groups import RankGroup
+from gulliver.errors import GulliverError, nearest
+from gulliver.families.lookup import family_of, type_of
+from gulliver.layout.even import Interval, deal, intervals
+from gulliver.memory.parts import Region, region_of, set_region
+from gulliver.parallel.tensor.collectives import copy, copy_region, gather, split, summed
+from gulliver.parallel.tensor.entry import UNCUT, Arriving, SharedSequence, enter
+from gulliver.parallel.tensor.layers import (
+    CONVOLUTIONS,
+    ColumnConvolution,
+    ColumnEmbedding,
+    ColumnLinear,
+    RowConvolution,
+    RowLinear,
+    VocabularyEmbedding,
+)
+from gulliver.parallel.tensor.styles import (
+    HIDDEN,
+    REPEATED,
+    SCALED,
+    Placed,
+    TensorPlan,
+    layer_of,
+    rotary_width,
+    share_experts,
+    share_rotary,
+)
+from gulliver.precision.fp8.conversion import is_transposed
+
+
+def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
+    """Enters a module's hidden states once for all its columns; it sees the shape of the whole."""
+
+    def entered(value: Any) -> Any:
+        if shared.inside or not isinstance(value, Tensor) or isinstance(value, Arriving):
+            return value
+        cut = shared.cut_of(value)
+        return value if cut is None else enter(value, shared.rank_group, cut)
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = next((n for n in HIDDEN if n in kwargs), None)
+        if name:
+            kwargs[name] = entered(kwargs[name])
+        elif args:
+            args = (entered(args[0]), *args[1:])
+        shared.inside += 1
+        return args, kwargs
+
+    def after(*_: Any) -> None:
+        shared.inside -= 1
+
+    site.register_forward_pre_hook(before, with_kwargs=True)
+    site.register_forward_hook(after, always_call=True)
+
+
+def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
+    """Refuses a piece as the input of a module that is taken to work on the whole sequence."""
+    # Such a module stands past gathered columns, so its gradients are not summed over the ranks.
+
+    def before(module: nn.Module, args: Any) -> None:
+        lengths = shared.lengths
+        if not lengths or not args or not isinstance(args[0], Tensor) or args[0].dim() < 3:
+            return
+        if args[0].shape[1] == lengths[shared.rank_group.rank]:
+            raise GulliverError(
+                f"{path} gets a piece of the sequence inside of a module that gathers it: "
+                "its gradient would be partial; use sequence_parallelism_mode=None"
+            )
+
+    module.register_forward_pre_hook(before)
+
+
+def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool) -> None:
+    """Cuts the sequence at the first block, and joins it at the last."""
+    blocks = list(stack.children())
+    for number, block in enumerate(blocks):
+        if not any(True for _ in block.parameters()):
+            continue
+        guard = _Guard(f"{path}.{number}", shared, known)
+        guard.first, guard.last = number == 0, number == len(blocks) - 1
+        block.register_forward_pre_hook(guard.before, with_kwargs=True)
+        block.register_forward_hook(guard.after, always_call=True)
+
+
+def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
+    """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            lengths = vars(value).get("_lengths") or UNCUT
+            # What the last block joined has the lengths as well.
+            cut = lengths != UNCUT and value.shape[1] == lengths[rank_group.rank] != sum(lengths)
+            return gather(value, 1, lengths, rank_group) if cut else value
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                found = whole(entry)
+                if found is not entry:
+                    value[key] = found
+        elif type(value) in (tuple, list):
+            entries = [whole(entry) for entry in value]
+            if any(new is not old for new, old in zip(entries, value, strict=True)):
+                return type(value)(entries)
+        return value
+
+    module.register_forward_hook(lambda _, args, output: whole(output))
+
+
+def refuse_outputs(model: nn.Module, shared: bool) -> None:
+    """Refuses outputs of which each rank has only a shard."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        config = getattr(module, "config", None)
+        for name in ("output_attentions", "output_router_logits")[: 1 + shared]:
+            given = kwargs.get(name)
+            if getattr(config, name, False) if given is None else given:
+                raise GulliverError(
+                    f"{name}=True asks for what each tensor rank has a part of, and no rank has "
+                    "whole: leave it out"
+                )
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+class _Guard:
+    """The hooks at the entry and the exit of one block."""
+
+    first = last = False
+
+    def __init__(self, path: str, shared: SharedSequence, known: bool) -> None:
+        self.path, self.shared, self.known = path, shared, known
+
+    def before(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Cuts the hidden states at the first block, or finds out how they were cut."""
+        name = next((n for n in HIDDEN if n in kwargs), None)
+        hidden = kwargs[name] if name else args[0] if args else None
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise GulliverError(
+                f"{self.path} does not get hidden states of shape [batch, length, width] as its "
+                "first argument: its sequence cannot be cut; use sequence_parallelism_mode=None"
+            )
+        if not self.known:
+            self._check_others([v for v in (*args, *kwargs.values()) if v is not hidden])
+        self.shared.inside = 0
+        hidden = self._entered(hidden)
+        if name:
+            kwargs[name] = hidden
+        else:
+            args = (hidden, *args[1:])
+        return args, kwargs
+
+    def _entered(self, hidden: Tensor) -> Tensor:
+        shared = self.shared
+        if self.first:
+            shared.lengths = shared.deal(hidden.shape[1], torch.is_grad_enabled())
+            if shared.lengths != UNCUT:
+                hidden = split(hidden, 1, shared.lengths, shared.rank_group)
+                vars(hidden)["_lengths"] = shared.lengths
+        else:
+            # None where it comes from another stage: the ranks then ask each other.
+            shared.lengths = vars(hidden).get("_lengths")
+            if shared.lengths is None:
+                shared.lengths = shared.ask(hidden)
+        return hidden
+
+    def after(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """Joins the hidden states at the last block, or notes on them how they are cut."""
+        shared, lengths = self.shared, self.shared.lengths
+        shared.lengths = None
+        if output is None or lengths is None:
+            return output
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self.last and lengths != UNCUT:
+            hidden = gather(hidden, 1, lengths, shared.rank_group)
+        vars(hidden)["_lengths"] = lengths
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def _check_others(self, values: list[Any]) -> None:
+        if any(isinstance(v, Tensor) and v.requires_grad for v in values):
+            raise GulliverError(
+                f"{self.path} gets a differentiable tensor besides its hidden states; each rank "
+                "would have the gradient of its part: use sequence_parallelism_mode=None"
+            )
+
+
+# Applies a plan to a model: modules are replaced by ones that hold this rank's shard.
+#
+#     apply_tensor(model, plan, line)                              # in place
+#     apply_tensor(model, plan, line, sequence="split_gather")     # sequence cut between blocks
+#
+# The model stays the same object, with the same module paths and parameter names. A parameter that
+# is sharded says which region of the whole it holds (`memory.region_of`), which is what
+# checkpoints and optimizers go by; tied ones stay one. Parameters on meta stay there.
+
+
+SequenceMode = Literal["split_gather", "ring"]
+MODES = ("split_gather", "ring")
+
+
+def apply_tensor(
+    model: nn.Module, plan: TensorPlan, rank_group: RankGroup, sequence: SequenceMode | None = None
+) -> None:
+    """Shards a model over a rank group, in place; every rank of the group calls it.
+
+    Args:
+        model: model that the plan was made for, the same on all ranks.
+        plan: plan that `plan_tensor` made.
+        rank_group: rank group of as many ranks as the plan; with one rank nothing is changed.
+        sequence: how the sequence is sharded between blocks, over the same ranks; None: not at all.
+
+    Raises:
+        GulliverError: the group has another size, the mode is unknown, or the model has no blocks
+            that take hidden states of shape ``[batch, length, width]``.
+    """
+    if rank_group.size != plan.size:
+        raise GulliverError(f"the plan is for {plan.size} ranks, the line has {rank_group.size}")
+    if sequence is not None and sequence not in MODES:
+        raise GulliverError(f"unknown mode {sequence!r}: {nearest(sequence, MODES)}")
+    if rank_group.size > 1:
+        _Applied(model, plan, rank_group, sequence).run()
+
+
+def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
+    """Refuses a sequence mode that a model cannot have."""
+    if sequence is None:
+        return
+    family = family_of(model)
+    if not plan.stacks:
+        raise GulliverError(
+            f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
+            "(torch.nn.ModuleList), and this model has none: use None"
+        )
+    if family.blocks is not None and family.blocks.parts:
+        raise GulliverError(
+            f"sequence_parallelism_mode={sequence!r} needs blocks, and the layers of "
+            f"{type_of(model)} are lists of parts: use None"
+        )
+    if plan.whole:
+        more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
+        raise GulliverError(
+            f"sequence_parallelism_mode={sequence!r} would hand pieces of a sequence to "
+            f"{', '.join(plan.whole[:3])}{more}, of which it is not known that tokens are computed "
+            "one by one (experts, mixers, attention cut without heads): use None"
+        )
+    known = family.sequences
+    if known is not None and sequence not in known.modes:
+        raise GulliverError(
+            f"{family.name} does not run under sequence_parallelism_mode={sequence!r}: "
+            f"{known.why}; take {known.modes[0]!r}"
+        )
+
+
+class _Applied:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        rank_group: RankGroup,
+        sequence: SequenceMode | None,
+    ) -> None:
+        self.model, self.plan, self.rank_group, self.sequence = model, plan, rank_group, sequence
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.local: dict[int, nn.Parameter] = {}
+        # By their ids, which must not be given to others meanwhile.
+        self._wholes: list[Any] = []
+        self.replaced: dict[int, nn.Module] = {}
+        check_mode(model, plan, sequence)
+
+    def run(self) -> None:
+        shared: dict[str, SharedSequence] = {}
+        if self.sequence is not None:
+            ring = self.sequence == "ring"
+            shared = {stack: SharedSequence(self.rank_group, ring) for stack in self.plan.stacks}
+        for path, placed in self.plan.modules.items():
+            module = self.modules[path]
+            if placed.how.kind == "summed":
+                continue
+            if placed.how.kind in ("experts", "parameters", "latent"):
+                self._cut_inside(path, module, placed)
+                continue
+            if id(module) not in self.replaced:
+                self.replaced[id(module)] = self._cut(path, module, placed, shared)
+            parent, _, name = path.rpartition(".")
+            setattr(self.model.get_submodule(parent), name, self.replaced[id(module)])
+        self._tie()
+        for path, groups in self.plan.attention.items():
+            scale_heads(self.modules[path], self.rank_group, groups)
+        self._hook(shared)
+
+    def _cut_inside(self, path: str, module: nn.Module, placed: Placed) -> None:
+        """Cuts the parameters of a module in place."""
+        if id(module) in self.replaced:
+            return
+        self.replaced[id(module)] = module
+        for name, dim in placed.dims.items():
+            runs = placed.runs(self.rank_group.size, self.rank_group.rank, name)
+            setattr(module, name, self._part(module._parameters[name], dim, runs))
+        if placed.how.kind == "experts":
+            share_experts(module, self.rank_group)
+        if placed.how.kind == "latent":
+            width = rotary_width(path, module, self.modules[path.rpartition(".")[0]])
+            share_rotary(module, width, self.rank_group)
+
+    def _cut(
+        self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
+    ) -> nn.Module:
+        runs = placed.runs(self.rank_group.size, self.rank_group.rank)
+        parameters = {
+            name: None if p is None else self._part(p, placed.dims.get(name), runs, placed.copies)
+            for name, p in module._parameters.items()
+        }
+        new = self._module(module, placed, runs, parameters, _stack_of(path, shared))
+        if isinstance(module, nn.Embedding):
+            # What changes embeddings, as noise does, or lets gradients begin there.
+            share_forward_hooks(module, new)
+        return new.train(module.training)
+
+    def _module(
+        self,
+        module: Any,
+        placed: Placed,
+        runs: tuple[Interval, ...],
+        parameters: dict[str, Any],
+        shared: SharedSequence | None,
+    ) -> nn.Module:
+        how, rank_group, weight = placed.how, self.rank_group, parameters["weight"]
+        bias, transposed = parameters.get("bias"), is_transposed(module)
+        column = how.kind == "column"
+        if type(module) in CONVOLUTIONS:
+            if column:
+                return ColumnConvolution(module, weight, bias, rank_group, how.gather)
+            return RowConvolution(module, weight, bias, rank_group, how.split)
+        if column:
+            return ColumnLinear(
+                weight, bias, rank_group, runs, placed.total, transposed, how.gather, shared
+            )
+        if how.kind == "row":
+            every = (placed.runs(rank_group.size, place) for place in range(rank_group.size))
+            borders = tuple(sorted({end for runs in every for run in runs for end in run}))
+            given = how.split, placed.total, shared, borders
+            return RowLinear(weight, bias, rank_group, transposed, *given)
+        padding = module.padding_idx
+        if how.kind == "vocabulary":
+            return VocabularyEmbedding(weight, rank_group, runs[0], placed.total, padding)
+        return ColumnEmbedding(weight, rank_group, runs[0], placed.total, padding, how.gather)
+
+    def _part(
+        self, whole: Any, dim: int | None, runs: tuple[Interval, ...], copies: int = 1
+    ) -> nn.Parameter:
+        """Returns this rank's shard of a parameter, the same object for tied ones."""
+        if dim is None:
+            return whole
+        if id(whole) not in self.local:
+            self.local[id(whole)] = cut_parameter(whole, dim, runs, copies)
+            self._wholes.append(whole)
+        return self.local[id(whole)]
+
+    def _tie(self) -> None:
+        """Gives modules that hold a parameter of another module its shard."""
+        for module in self.model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in self.local:
+                    setattr(module, name, self.local[id(parameter)])
+
+    def _hook(self, shared: Mapping[str, SharedSequence]) -> None:
+        plan, rank_group = self.plan, self.rank_group
+        for path in plan.sites:
+            sequence = _stack_of(path, shared)
+            if sequence is not None:
+                take_in_once(self.modules[path], sequence)
+        for path in filter(self._in_site, plan.replicated):
+            sequence = _stack_of(path, shared)
+            if sequence is not None:
+                expect_whole(path, self.modules[path], sequence)
+        for path, names in plan.sliced.items():
+            spans = intervals(deal(plan.attention[path], rank_group.size))
+            slice_heads(self.modules[path], names, plan.attention[path], spans[rank_group.rank])
+        inside = [
+            module
+            for stack in shared
+            for path, module in self.model.get_submodule(stack).named_modules(prefix=stack)
+            if isinstance(module, RowLinear) or not self._in_site(path)
+        ]
+        summed_up = [
+            self.modules[path]
+            for path, placed in plan.modules.items()
+            if placed.how.kind == "summed"
+        ]
+        for path, sequence in shared.items():
+            guard_stack(path, self.model.get_submodule(path), sequence, plan.known)
+        for path in {path: None for stack in shared for path in _above(stack)}:
+            gather_outputs(self.model.get_submodule(path), rank_group)
+        refuse_outputs(self.model, bool(shared))
+        copied = [
+            module
+            for module in self.replaced.values()
+            if any((r := region_of(p)) and r.copies > 1 for p in module.parameters(recurse=False))
+        ]
+        sum_gradients(self.model, inside + summed_up + copied, rank_group)
+
+    def _in_site(self, path: str) -> bool:
+        """Whether a module works on the whole sequence again, past the columns of a site."""
+        # The second factor of an adapter of a row layer does not: it adds to what the rows have
+        # scattered.
+        layer, factor = layer_of(path)
+        if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):
+            placed = self.plan.modules.get(f"{layer}.base_layer")
+            if placed is not None and placed.how.kind == "row":
+                return False
+        return any(path.startswith(f"{site}.") for site in self.plan.sites)
+
+
+def _above(stack: str) -> list[str]:
+    """Returns the paths of the modules around a list of blocks, innermost first."""
+    parts = stack.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
+
+
+def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:
+    return next((s for stack, s in shared.items() if path.startswith(f"{stack}.")), None)
+
+
+def cut_parameter(
+    whole: nn.Parameter, dim: int, runs: tuple[Interval, ...], copies: int
+) -> nn.Parameter:
+    """Returns a new parameter with a region of one, which `copies` ranks hold."""
+    region = Region(tuple(whole.shape), dim, runs, copies)
+    with torch.no_grad():
+        part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    local = nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad)
+    set_region(local, region)
+    return local
+
+
+def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> None:
+    """Scales an attention module's counts of heads to this rank's share, as it reshapes by them."""
+    copied = rank_group.size > groups
+    local, of = (
+        (1, rank_group.size) if copied else (deal(groups, rank_group.size)[rank_group.rank], groups)
+    )
+    for name in (*SCALED, REPEATED) if copied else SCALED:
+        count = vars(attention).get(name)
+        if isinstance(count, int):
+            # How often a head of keys is repeated: once for each query head of this rank.
+            count *= groups if name == REPEATED else 1
+            setattr(attention, name, max(1, count * local // of))
+
+
+def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Interval) -> None:
+    """Hooks a module to get its heads' part of arguments ``[batch * heads, ...]``."""
+
+    def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        for name in names:
+            value = kwargs.get(name)
+            if isinstance(value, Tensor):
+                heads = value.unflatten(0, (-1, groups))
+                kwargs[name] = heads[:, own[0] : own[1]].flatten(0, 1)
+        return args, kwargs
+
+    module.register_forward_pre_hook(cut, with_kwargs=True)
+
+
+def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGroup) -> None:
+    """Sums the gradients of whole (replicated) parameters of some modules over the ranks."""
+    # Of a region that several ranks hold, each of these has the sum of their gradients.
+    #
+    # [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or
+    # keys this rank's heads only, so their gradients are partial. They are summed where a module
+    # uses its parameter, not where the parameter's gradient is accumulated: what else a loss does
+    # with a parameter, as a penalty does, every rank does with the whole of it, and a sum would
+    # count that once for each rank. A parameter that a module's own forward does not read, but
+    # others do, has a hook instead; one that is frozen, or comes from meta, gets it when the model
+    # runs.
+    # By name: a copy of a module has parameters that know of no region.
+    names: dict[nn.Module, dict[str, Region | None]] = {}
+    for module in modules:
+        held = {n: None if p is None else region_of(p) for n, p in module._parameters.items()}
+        names[module] = {n: r for n, r in held.items() if r is None or r.copies > 1}
+
+    def enter(own: dict[str, Region | None], module: nn.Module, *_: Any) -> None:
+        for name, parameter in _trained(module, own) if torch.is_grad_enabled() else ():
+            vars(parameter)["_summed_at_use"] = True
+            # An attribute of the instance goes before a parameter. A view is an operation, for
+            # which a parameter that is gathered on demand waits.
+            used, region = parameter.view_as(parameter), own[name]
+            vars(module)[name] = (
+                copy(used, rank_group) if region is None else copy_region(used, rank_group, region)
+            )
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        for name in module._parameters:
+            vars(module).pop(name, None)
+
+    def watch(*_: Any) -> None:
+        for module in modules:
+            for name, parameter in _trained(module, names[module]):
+                if names[module][name] is None and "_summed" not in vars(parameter):
+                    parameter.register_hook(partial(_summed_once, parameter, rank_group))
+                    vars(parameter)["_summed"] = True
+
+    for module in modules:
+        module.register_forward_pre_hook(partial(enter, names[module]))
+        module.register_forward_hook(leave, always_call=True)
+    watch()
+    model.register_forward_pre_hook(watch)
+
+
+def _trained(module: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
+    """Returns those of a module's own parameters that are trained."""
+    found = ((name, module._parameters[name]) for name in names)
+    return [(name, p) for name, p in found if p is not None and p.requires_grad]
+
+
+def _summed_once(parameter: nn.Parameter, rank_group: RankGroup, grad: Tensor) -> Tensor:
+    return grad if "_summed_at_use" in vars(parameter) else summed(grad, rank_group)
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Allocates parameters that are on meta, in place; the memory is not initialised."""
+    made: dict[int, nn.Parameter] = {}  # Ties and regions stay. Buffers on meta are left alone
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device=device)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                region = region_of(parameter)
+                if region is not None:
+                    set_region(made[id(parameter)], region)
+            setattr(module, name, made[id(parameter)])

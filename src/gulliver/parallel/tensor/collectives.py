@@ -1,0 +1,381 @@
+"""Uneven sharding: how many units each rank gets, and which regions of parameters that makes.
+
+Units are dealt as evenly as can be, the first ranks getting one more. A unit may be several
+features wide: an attention head is never cut, and with grouped heads it is a key-value head with
+all the query heads that belong to it. Nothing is padded: padded features would change norms, the
+number of parameters and what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from gulliver.comm.collectives import all_gather, all_reduce, reduce_scatter
+from gulliver.comm.groups import RankGroup
+from gulliver.comm.messages import Messages, post
+from gulliver.layout.even import Interval, deal, intervals
+from gulliver.memory.parts import Region
+from gulliver.precision.wire.formats import IDENTITY, WireFormat
+
+
+def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tuple[Interval, ...]:
+    """Returns what one rank holds of features that come in blocks of equal units."""
+    # A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
+    # their keys, so each block is dealt by itself.
+    width, block = total // (units * blocks), total // blocks
+    start, stop = intervals(deal(units, size))[place]
+    return tuple((b * block + start * width, b * block + stop * width) for b in range(blocks))
+
+
+# All-gather and reduce-scatter of uneven pieces along one dim, at once or piece by piece.
+#
+# A whole tensor is cut along `dim` into one piece for each rank. Lengths differ by at most one
+# when they were dealt evenly, so a collective of padded pieces carries them almost without waste.
+#
+# *At once*: `start_gather` and `start_reduce` begin one collective and return what to wait for.
+# *Piece by piece*: `ring_gather` yields each piece as it comes round the ring, so that a product
+# with it hides the next hop; `Reduction` sends each piece to its owner as soon as it is computed,
+# and the owner adds what it gets in the order of the ranks, in float32 or wider: in the order of
+# arrival the bits would change from run to run.
+#
+# All ranks call the same functions in the same order. Nothing here is differentiable.
+
+
+RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
+"""Message tags: of pieces that go round and of those that go to their owner, plus the step; of
+sizes."""
+
+Wait = Callable[[], Tensor]
+"""Waits for a collective and returns its result."""
+
+
+def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
+    """Starts to gather the pieces of all ranks."""
+    longest, size, slots = max(lengths), rank_group.size, _slots(rank_group)
+    padded = _padded(own, dim, longest)
+    flat = padded.new_empty(size * padded.numel())
+    handle = all_gather(
+        flat,
+        padded.view(-1),
+        group=rank_group.process_group,
+        async_op=True,
+        wire=rank_group.wire,
+    )
+    buffer = flat.view(size, *padded.shape)
+
+    def wait() -> Tensor:
+        handle.wait()
+        if min(lengths) == longest and slots == list(range(size)):
+            # A view where nothing comes before the dim, else one copy.
+            return buffer.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+        pieces = [buffer[slots[p]].narrow(dim, 0, lengths[p]) for p in range(size)]
+        return torch.cat(pieces, dim)
+
+    return wait
+
+
+def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
+    """Starts to reduce-scatter a tensor; arguments as for `start_gather`."""
+    longest = max(lengths)
+    parts = whole.detach().split(list(lengths), dim)
+    stacked = torch.stack(
+        [_padded(parts[place], dim, longest) for place in rank_group.group_order()]
+    )
+    shape = stacked.shape[1:]
+    own = stacked.new_empty(stacked[0].numel())
+    handle = reduce_scatter(
+        own,
+        stacked.view(-1),
+        group=rank_group.process_group,
+        async_op=True,
+        wire=rank_group.wire,
+    )
+    # It is read until the collective is done.
+    kept = [stacked]
+
+    def wait() -> Tensor:
+        handle.wait()
+        kept.clear()
+        return own.view(shape).narrow(dim, 0, lengths[rank_group.rank]).contiguous()
+
+    return wait
+
+
+def ring_gather(
+    own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields every rank and its piece, this rank's first, while the next piece travels."""
+    # Every piece is passed on to the next rank, so each link carries one piece at a time.
+    place, piece = rank_group.rank, own.detach().contiguous()
+    after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))
+    for step in range(rank_group.size):
+        messages, coming = None, piece
+        if step < rank_group.size - 1:
+            shape = list(own.shape)
+            shape[dim] = lengths[(place - 1) % rank_group.size]
+            coming = own.new_empty(shape)
+            # Packing a packed tensor again changes at most its last bit.
+            messages = post(
+                [(before, coming)],
+                [(after, piece)],
+                rank_group.process_group,
+                RING_TAG + step,
+                rank_group.wire,
+            )
+        yield place, piece
+        if messages is not None:
+            messages.wait()
+        place, piece = (place - 1) % rank_group.size, coming
+
+
+class Reduction:
+    """A reduce-scatter of a tensor whose pieces are computed one by one."""
+
+    # Call `send` for every rank of `order`, then `finish` with the own piece.
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dim: int,
+        lengths: Sequence[int],
+        rank_group: RankGroup,
+        like: Tensor,
+    ) -> None:
+        self._rank_group = rank_group
+        self._messages: list[Messages] = []
+        self._shape = tuple(shape)
+        self._arrived = {
+            place: like.new_empty(self._shape)
+            for place in range(rank_group.size)
+            if place != rank_group.rank
+        }
+
+    @property
+    def order(self) -> list[int]:
+        """Order in which pieces are computed: at any time all ranks send to different ones."""
+        place, size = self._rank_group.rank, self._rank_group.size
+        return [(place + step) % size for step in range(1, size)]
+
+    def send(self, place: int, piece: Tensor) -> None:
+        """Sends the piece of another rank, and begins to receive one."""
+        rank_group, piece = self._rank_group, piece.detach().contiguous()
+        step = (place - rank_group.rank) % rank_group.size
+        source = (rank_group.rank - step) % rank_group.size
+        incoming = [(rank_group.ranks[source], self._arrived[source])]
+        sent = [(rank_group.ranks[place], piece)]
+        self._messages.append(
+            post(incoming, sent, rank_group.process_group, PIECE_TAG + step, rank_group.wire)
+        )
+
+    def finish(self, own: Tensor) -> Tensor:
+        """Returns the sum of all ranks' pieces for this one, added in the order of the ranks."""
+        while self._messages:
+            self._messages.pop(0).wait()
+        wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
+        total: Tensor | None = None
+        for place in range(self._rank_group.size):
+            term = own if place == self._rank_group.rank else self._arrived.pop(place)
+            total = term.to(wide, copy=True) if total is None else total.add_(term)
+        assert total is not None
+        return total.to(own.dtype)
+
+
+def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tuple[int, ...]:
+    """Returns the numbers that all ranks of the group passed; one small all-gather."""
+    own = torch.tensor([size], device=device)
+    sizes = own.new_empty(rank_group.size)
+    all_gather(sizes, own, group=rank_group.process_group)
+    found: list[int] = sizes.tolist()
+    return tuple(found[slot] for slot in _slots(rank_group))
+
+
+def _slots(rank_group: RankGroup) -> list[int]:
+    """Returns where the group's collectives put the piece of each rank of a rank group."""
+    order = rank_group.group_order()
+    return [order.index(place) for place in range(rank_group.size)]
+
+
+def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
+    # Detached: a collective's copies run on a thread of their own, where gradients are recorded.
+    piece = piece.detach()
+    if piece.shape[dim] == length:
+        return piece.contiguous()
+    shape = list(piece.shape)
+    shape[dim] = length
+    padded = piece.new_zeros(shape)
+    padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    return padded
+
+
+# Differentiable collectives, each with its adjoint in the backward pass.
+#
+# | forward | backward | where | |---|---|---| | `copy`: nothing | all-reduce | a whole tensor goes
+# into columns | | `copy_region`: nothing | all-reduce over copies | several ranks hold the same
+# columns | | `reduce`: all-reduce | nothing | partial sums become a whole tensor | | `gather`:
+# all-gather | keep the own piece | columns, or a sequence, become whole for all | | `split`: keep
+# the own piece | all-gather | a whole tensor is cut, its rest not needed here | |
+# `gather_partial`: all-gather | reduce-scatter | a piece is used by all, each in its own way | |
+# `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# [Note: replicated or partial] A collective alone does not say what its backward is; how the ranks
+# use the result does. The first four keep to one rule: what is whole is the same on all ranks,
+# computed by all alike, and so is its gradient. So the backward of an all-gather (`gather`) takes
+# this rank's piece and sends nothing: summing would count one loss once for each rank. Likewise the
+# gradient of a replicated sum (`reduce`) is replicated already. `gather_partial` is for ranks that
+# each do something else with the whole: their gradients are partial, and have to be summed.
+#
+# Each backward is itself one of them, so all can be differentiated twice.
+#
+# In a group of one rank all of them return their input. Compilers leave them as they are: what is
+# sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et al., 2019, arXiv 1909.08053);
+# g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
+def uncompiled(function: F) -> F:
+    """Disables compilation of a function that communicates."""
+    found: Any = torch.compiler.disable(function)  # pyright: ignore
+    return found
+
+
+@uncompiled
+def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
+    """Returns the same tensor; its gradient is summed over the ranks."""
+    return x if rank_group.size == 1 else _CopyIn.apply(x, rank_group)
+
+
+@uncompiled
+def copy_region(x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
+    """Returns the same tensor; its gradient is summed over the ranks that hold the same region."""
+    return _CopyRegion.apply(x, rank_group, region)
+
+
+@uncompiled
+def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
+    """Returns the sum over the ranks; its gradient goes to each as it is."""
+    return x if rank_group.size == 1 else _Reduce.apply(x, rank_group)
+
+
+@uncompiled
+def gather(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
+
+    Args:
+        x: this rank's piece.
+        dim: dimension that is sharded.
+        lengths: length of each rank's piece along `dim`.
+        rank_group: rank group to gather over.
+    """
+    return _along("gather", x, dim, lengths, rank_group)
+
+
+@uncompiled
+def split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    """Returns this rank's piece of a whole that all have; the gradient is gathered."""
+    return _along("split", x, dim, lengths, rank_group)
+
+
+@uncompiled
+def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
+    return _along("gather_partial", x, dim, lengths, rank_group)
+
+
+@uncompiled
+def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
+    return _along("reduce_split", x, dim, lengths, rank_group)
+
+
+def _along(move: str, x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    if rank_group.size == 1:
+        return x
+    return _Along.apply(x, move, dim % x.dim(), tuple(lengths), rank_group)
+
+
+def summed(x: Tensor, rank_group: RankGroup, wire: WireFormat = IDENTITY) -> Tensor:
+    """Returns the sum over the ranks in a new tensor; not differentiable."""
+    total = x.detach().clone().contiguous()
+    all_reduce(total, group=rank_group.process_group, any_order=True, wire=wire)
+    return total
+
+
+class _CopyIn(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return reduce(grads[0], ctx.rank_group), None
+
+
+class _CopyRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
+        ctx.how = rank_group, region
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rank_group, region = ctx.how
+        ((start, stop),) = region.runs
+        # All regions at once: it is small, and needs no groups of the ranks that share one.
+        whole = grads[0].new_zeros(region.shape)
+        whole.narrow(region.dim, start, stop - start).copy_(grads[0])
+        total = reduce(whole, rank_group.packed(IDENTITY))
+        return total.narrow(region.dim, start, stop - start).contiguous(), None, None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
+        return summed(x, rank_group, rank_group.wire)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # Each rank uses it in its own way: what is differentiated again is summed over them.
+        return copy(grads[0], ctx.rank_group), None
+
+
+class _Along(Function):
+    """A collective along a dim, whose adjoint is another one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, move: str, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
+    ) -> Tensor:
+        ctx.how = move, dim, lengths, rank_group
+        if move == "split":
+            return _own(x, dim, lengths, rank_group)
+        start = start_reduce if move == "reduce_split" else start_gather
+        return start(x, dim, lengths, rank_group)()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        move, dim, lengths, rank_group = ctx.how
+        # The public function, not the raw collective: a backward may be differentiated again.
+        adjoint = ADJOINTS[move](grads[0], dim, lengths, rank_group)
+        return adjoint, None, None, None, None
+
+
+ADJOINTS: dict[str, Callable[..., Tensor]] = {
+    "gather": split,
+    "split": gather,
+    "gather_partial": reduce_split,
+    "reduce_split": gather_partial,
+}
+
+
+def _own(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    start, stop = intervals(lengths)[rank_group.rank]
+    # A copy: a view would keep the whole alive.
+    return x.narrow(dim, start, stop - start).clone()

@@ -1,0 +1,517 @@
+"""The three products of a linear layer, with either layout of its weight.
+
+A weight is ``[outputs, inputs]``, or ``[inputs, outputs]`` where it is *transposed*, as in GPT-2's
+Conv1D. Tensors have any number of leading dims; shapes below are of what those make as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from gulliver.comm.collectives import all_reduce
+from gulliver.comm.groups import RankGroup
+from gulliver.errors import GulliverError
+from gulliver.layout.even import deal
+from gulliver.parallel.tensor.collectives import (
+    Reduction,
+    Wait,
+    gather_sizes,
+    reduce,
+    reduce_split,
+    ring_gather,
+    split,
+    start_gather,
+    start_reduce,
+)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Returns ``x @ weight.T + bias``: [rows, outputs]."""
+    return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def input_gradient(
+    grad: Tensor, weight: Tensor, transposed: bool, into: Tensor | None = None
+) -> Tensor:
+    """Returns ``grad @ weight``: [rows, inputs]; added to `into` where that is given."""
+    matrix = weight.t() if transposed else weight
+    if into is None:
+        return grad @ matrix
+    rows(into).addmm_(rows(grad), matrix)
+    return into
+
+
+def weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """Returns ``grad.T @ x`` in the weight's layout."""
+    return rows(x).t() @ rows(grad) if transposed else rows(grad).t() @ rows(x)
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Returns the sum of the rows: [outputs]."""
+    return rows(grad).sum(0)
+
+
+def rows(x: Tensor) -> Tensor:
+    """Flattens all dims but the last into one."""
+    return x.reshape(-1, x.shape[-1])
+
+
+class Sum:
+    """A sum of terms in float32 or wider, so that partial sums are not rounded to 16 bits."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def add(self, term: Tensor) -> None:
+        """Adds a term."""
+        if self._total is None:
+            self._total = term.to(term.dtype if term.dtype.itemsize > 2 else torch.float32)
+        else:
+            self._total.add_(term)
+
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """Returns the sum in a dtype; at least one term was added."""
+        assert self._total is not None
+        return self._total.to(dtype)
+
+
+# The input of column layers: communicated once for all the columns that it goes into.
+
+
+# [Note: one entry, many columns] Queries, keys and values are three products of one input. What its
+# entry costs on the links is paid once for all of them, and hidden where it can be:
+#
+# - *whole*: all ranks have the input. Forward nothing is sent; the columns' gradients of it are
+#   added up here and then over the ranks, in one all-reduce that overlaps the last weight gradient.
+# - *cut*: each rank has a piece of the sequence. Forward the pieces are gathered while the module
+#   that was called comes to its first product ("split_gather"), or go round the ring, each being
+#   multiplied while the next one travels ("ring"). Only the piece is kept for the backward pass,
+#   where it is gathered again under the input gradient's product, for the weights' gradients; the
+#   input gradient is reduce-scattered under the last weight gradient's product.
+#
+# One all-reduce instead of three is exact because the sum over ranks and the sum over columns
+# commute; only rounding differs from one process.
+#
+# [Note: gradients past autograd] The input's node in the graph is `_Enter`. The columns hand their
+# gradients to the `Entry`, not to autograd, which would add up finished tensors and could not begin
+# to send the sum before the last column's weight gradient. `_Enter.backward`, which autograd runs
+# after all of them, ends what was begun. So a column whose output is not used, or not
+# differentiated, changes nothing.
+#
+# Until it is gathered a cut input is an `Arriving` tensor: it has the shape of the whole, and any
+# operation that reads more than that waits for it first. As everywhere, what such an operation sees
+# is whole, and so is the gradient that it gives: each rank keeps its piece of it.
+@dataclass(frozen=True)
+class SequenceCut:
+    """The sharding of a sequence over ranks."""
+
+    dim: int  # Dimension that is sharded
+    lengths: tuple[int, ...]  # Length of each rank's piece
+    ring: bool = False  # Whether pieces are communicated one by one instead of in one collective
+
+    @property
+    def whole(self) -> int:
+        """Length of the whole."""
+        return sum(self.lengths)
+
+    def pieces(self, x: Tensor) -> list[Tensor]:
+        """Returns views of the pieces of a whole tensor, by rank."""
+        return list(x.split(list(self.lengths), self.dim))
+
+
+def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
+    """Starts to communicate the input of column layers; pass the result to all of them."""
+    x = autocast(x)
+    entry = Entry(rank_group, cut)
+    token = _Enter.apply(x, entry)
+    arrival = Arrival(entry, x.detach())
+    if cut is None:
+        vars(token)["_arrival"] = arrival
+        return token
+    arriving = token.as_subclass(Arriving)
+    vars(arriving).update(_arrival=arrival, _token=token, _piece=x)
+    return arriving
+
+
+def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
+    """Enters a whole tensor, once for all columns that are given this very object."""
+    # Noted on the tensor, as nothing tells a column which others read its input.
+    before = vars(x).get("_entered")
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    if before is not None:
+        arrival = arrival_of(before)
+        assert arrival is not None
+        known = (
+            arrival.entry.rank_group == rank_group and before.dtype == autocast(x.detach()).dtype
+        )
+        if known and before.requires_grad == recorded:
+            return before
+    vars(x)["_entered"] = entered = enter(x, rank_group, None)
+    return entered
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Casts an input as an operation under autocast does; what is sent then has that dtype, too."""
+    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def arrival_of(x: Tensor) -> Arrival | None:
+    """Returns what `enter` attached to a tensor."""
+    return vars(x).get("_arrival")
+
+
+class Arrival:
+    """The gathered input in the forward pass; freed when the module that was called returns."""
+
+    def __init__(self, entry: Entry, own: Tensor) -> None:
+        self.entry, self.own = entry, own
+        self._data: Tensor | None = None
+        self._wait: Wait | None = None
+        self._ring: Iterator[tuple[int, Tensor]] | None = None
+        rank_group, cut = entry.rank_group, entry.cut
+        if cut is None:
+            self._data = own
+        elif cut.ring:
+            self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, rank_group))
+        else:
+            self._wait = start_gather(own, cut.dim, cut.lengths, rank_group)
+
+    def data(self) -> Tensor:
+        """Waits for the whole and returns it."""
+        if self._wait is not None:
+            self._data, self._wait = self._wait(), None
+        if self._ring is not None:
+            for _ in self.pieces():
+                pass
+        assert self._data is not None
+        return self._data
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields each rank and its piece as they come; afterwards `data` has them all."""
+        ring, self._ring = self._ring, None
+        assert ring is not None
+        cut, own = self.entry.cut, self.own
+        assert cut is not None
+        shape = list(own.shape)
+        shape[cut.dim] = cut.whole
+        self._data = own.new_empty(shape)
+        parts = cut.pieces(self._data)
+        for place, piece in ring:
+            parts[place].copy_(piece)
+            yield place, piece
+
+    def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        """Returns the product with a weight, piece by piece while pieces arrive."""
+        if self._ring is None:
+            return product(self.data(), weight, bias, transposed)
+        cut = self.entry.cut
+        assert cut is not None
+        parts = {p: product(piece, weight, bias, transposed) for p, piece in self.pieces()}
+        return torch.cat([parts[place] for place in range(len(parts))], cut.dim)
+
+
+class Entry:
+    """The gradient of one input, shared by its columns in the backward pass."""
+
+    # Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
+
+    def __init__(self, rank_group: RankGroup, cut: SequenceCut | None) -> None:
+        self.rank_group, self.cut = rank_group, cut
+        self._columns = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._done = 0
+        self._sum: Tensor | None = None
+        self._reduced: Wait | None = None
+        self._again: Tensor | None = None
+        self._wait: Wait | None = None
+        self._ring: Iterator[tuple[int, Tensor]] | None = None
+
+    def join(self) -> None:
+        """Counts a column that will have a gradient."""
+        self._columns += 1
+
+    def begin(self, own: Tensor) -> None:
+        """Begins to gather the input again, unless another column did."""
+        # Keeping the gathered input from the forward would cost the memory that cutting the
+        # sequence saves; gathering it twice costs an all-gather that the input gradient's product
+        # hides.
+        cut = self.cut
+        if cut is None:
+            self._again = own
+        elif self._again is None and self._wait is None and self._ring is None:
+            if cut.ring:
+                self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, self.rank_group))
+            else:
+                self._wait = start_gather(own, cut.dim, cut.lengths, self.rank_group)
+
+    def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
+        """Adds a column's input gradient; the last column begins the sum over the ranks."""
+        last = self._done + 1 == self._columns
+        if last and self.cut is not None and self.cut.ring:
+            self._add_in_pieces(grad, weight, transposed)
+            return
+        self._sum = input_gradient(grad, weight, transposed, self._sum)
+        if last:
+            self._reduced, self._sum = self._reduce(self._sum), None
+
+    def _add_in_pieces(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
+        # Other ranks' pieces first: each is on its way while the next is computed.
+        cut, rank_group = self.cut, self.rank_group
+        assert cut is not None
+        grads = cut.pieces(grad)
+        sums = cut.pieces(self._sum) if self._sum is not None else [None] * rank_group.size
+
+        def piece(place: int) -> Tensor:
+            part = input_gradient(grads[place], weight, transposed)
+            before = sums[place]
+            return part if before is None else part.add_(before)
+
+        shape = (*grads[rank_group.rank].shape[:-1], weight.shape[0 if transposed else 1])
+        reduction = Reduction(shape, cut.dim, cut.lengths, rank_group, grad)
+        for place in reduction.order:
+            reduction.send(place, piece(place))
+        own, self._sum = piece(rank_group.rank), None
+        self._reduced = lambda: reduction.finish(own)
+
+    def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
+        """Returns a column's weight gradient from that of its output, after `begin`."""
+        if self._ring is None:
+            if self._wait is not None:
+                self._again, self._wait = self._wait(), None
+            assert self._again is not None
+            return weight_gradient(grad, self._again, transposed)
+        cut, ring = self.cut, self._ring
+        assert cut is not None
+        shape = list(own.shape)
+        shape[cut.dim] = cut.whole
+        self._again, self._ring = own.new_empty(shape), None
+        grads, parts, total = cut.pieces(grad), cut.pieces(self._again), Sum()
+        for place, part in ring:
+            parts[place].copy_(part)
+            total.add(weight_gradient(grads[place], part, transposed))
+        return total.value(grad.dtype)
+
+    def leave(self) -> None:
+        """Counts a column that is done; the last one drops what was gathered."""
+        self._done += 1
+        if self._done >= self._columns:
+            self._again, self._done = None, 0
+
+    def end(self) -> Tensor | None:
+        """Returns the input's gradient from all columns that were differentiated."""
+        found = self._reduced() if self._reduced is not None else None
+        # What is left where some columns had no gradient, so that none was the last.
+        if self._sum is not None:
+            rest = self._reduce(self._sum)()
+            found = rest if found is None else found + rest
+        self._reset()
+        return found
+
+    def _reduce(self, grad: Tensor) -> Wait:
+        rank_group, cut = self.rank_group, self.cut
+        if cut is not None:
+            return start_reduce(grad, cut.dim, cut.lengths, rank_group)
+        # Summed in place: it was made here, by `input_gradient`, and nobody else reads it.
+        grad = grad.contiguous()
+        handle = all_reduce(
+            grad,
+            group=rank_group.process_group,
+            async_op=True,
+            any_order=True,
+            wire=rank_group.wire,
+        )
+
+        def wait() -> Tensor:
+            handle.wait()
+            return grad
+
+        return wait
+
+
+def _begun(ring: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """Returns the same pieces, with the first hop in flight."""
+    # A generator does nothing until it is asked: without this the hop would begin with the product
+    # that is meant to hide it.
+    first = next(ring)
+
+    def pieces() -> Iterator[tuple[int, Tensor]]:
+        yield first
+        yield from ring
+
+    return pieces()
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        if entry.cut is None:
+            # A view would hold its base, which `enter_whole` lets hold the view: both would stay.
+            return x.detach()
+        shape = list(x.shape)
+        shape[entry.cut.dim] = entry.cut.whole
+        # Only a shape: one element, whatever the size.
+        return x.new_empty(1).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = ctx.entry.end()
+        if grads[0] is not None:  # of a backward that is recorded: see the note at `_Column`
+            cut, rank_group = ctx.entry.cut, ctx.entry.rank_group
+            if cut is None:
+                more = reduce(grads[0], rank_group)
+            else:
+                more = reduce_split(grads[0], cut.dim, cut.lengths, rank_group)
+            found = more if found is None else found + more
+        return found, None
+
+
+class _Look(Function):
+    """Returns the gathered tensor, for operations other than column layers."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, arrival: Arrival) -> Tensor:
+        ctx.entry = arrival.entry
+        data = arrival.data()
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        cut, rank_group = ctx.entry.cut, ctx.entry.rank_group
+        return split(grads[0], cut.dim, cut.lengths, rank_group), None
+
+
+SHAPES = (
+    Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+)
+"""Attributes that an input has before it is gathered."""
+
+
+class Arriving(Tensor):
+    """A whole tensor that is being gathered; everything but its `SHAPES` waits for it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `func` with plain tensors."""
+        look = token_of if func in SHAPES else _looked_at
+        given = {name: _plain(value, look) for name, value in (kwargs or {}).items()}
+        return func(*(_plain(value, look) for value in args), **given)
+
+
+def token_of(x: Tensor) -> Tensor:
+    """Returns an entered tensor as autograd knows it."""
+    return vars(x).get("_token", x)
+
+
+def source_of(x: Tensor) -> Tensor:
+    """Returns what was entered as autograd knows it: this rank's piece, or the whole."""
+    return vars(x).get("_piece", x)
+
+
+def _looked_at(x: Tensor) -> Tensor:
+    arrival = arrival_of(x)
+    assert arrival is not None
+    return _Look.apply(vars(x)["_piece"], arrival)
+
+
+def _plain(value: Any, look: Any) -> Any:
+    if isinstance(value, Arriving):
+        return look(value)
+    if isinstance(value, list | tuple) and any(isinstance(item, Arriving) for item in value):
+        return type(value)(_plain(item, look) for item in value)
+    return value
+
+
+# The sequence that the blocks of a stack share, sharded over the tensor ranks.
+#
+# Between blocks each rank has a piece of the hidden states along dim 1, so that norms, dropout and
+# residuals are neither computed nor kept on every rank; inside, columns gather the sequence and
+# rows reduce-scatter it (Korthikanti et al., 2022, arXiv 2205.05198).
+#
+# A piece does not show the length of the whole, as pieces are uneven, so the first block notes it
+# (`SharedSequence.lengths`) for as long as a block runs. Where a block is computed again for its
+# gradient by a checkpoint inside of it, nothing was noted, and the ranks ask each other.
+
+
+UNCUT: tuple[int, ...] = ()
+"""Lengths of a pass whose sequence is not cut: it has fewer tokens than there are ranks."""
+
+
+class SharedSequence:
+    """The sharding of the sequence that the blocks of a stack are in."""
+
+    def __init__(self, rank_group: RankGroup, ring: bool) -> None:
+        self.rank_group, self.ring = rank_group, ring
+        # Length of each rank's piece while a block runs; None where it is not known.
+        self.lengths: tuple[int, ...] | None = None
+        # Number of running modules that entered their input.
+        self.inside = 0
+        self._rows: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
+        # A process group cannot be copied; nothing lasts here from call to call.
+        return memo.setdefault(id(self), SharedSequence(self.rank_group, self.ring))
+
+    def deal(self, length: int, training: bool) -> tuple[int, ...]:
+        """Returns the lengths of the pieces of a sequence; `UNCUT` for one that is too short."""
+        if length >= self.rank_group.size:
+            return deal(length, self.rank_group.size)
+        if training:
+            size = self.rank_group.size
+            raise GulliverError(
+                f"a sequence of {length} tokens cannot be cut over {size} tensor ranks: "
+                f"train on at least {size} tokens, or without sequence_parallelism_mode"
+            )
+        return UNCUT
+
+    def ask(self, piece: Tensor) -> tuple[int, ...]:
+        """Returns the lengths of all ranks' pieces; one small all-gather."""
+        return gather_sizes(piece.shape[1], self.rank_group, piece.device)
+
+    def cut_of(self, piece: Tensor) -> SequenceCut | None:
+        """Returns the sharding of a tensor of which this rank has a piece."""
+        lengths = self.lengths
+        if lengths == UNCUT:
+            return None
+        dim = 1 if piece.dim() > 2 else 0
+        own = piece.shape[dim]
+        if lengths is None:
+            lengths = gather_sizes(own, self.rank_group, piece.device)
+        elif dim == 0:
+            # Rows of a batch: tokens stand in another order than elsewhere, until they are cut.
+            lengths = tuple(n * (own // lengths[self.rank_group.rank]) for n in lengths)
+        self._rows = lengths
+        return SequenceCut(dim, lengths, self.ring)
+
+    def cut_for(self, whole: Tensor) -> SequenceCut | None:
+        """Returns the sharding that a whole tensor is to get."""
+        if self.lengths == UNCUT:
+            return None
+        if whole.dim() > 2:
+            return SequenceCut(1, deal(whole.shape[1], self.rank_group.size), self.ring)
+        assert sum(self._rows) == len(whole), "rows leave a block as they entered"
+        return SequenceCut(0, self._rows, self.ring)

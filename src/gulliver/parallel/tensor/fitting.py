@@ -1,0 +1,271 @@
+"""Checks that layers leave on a rank what the next ones take there: columns before rows.
+
+A style says nothing of a module's neighbours, and shapes often agree where features do not: blocks
+that are none permute what a row layer multiplies, and gradients that are whole are summed when they
+are called partial. So before anything is done, column layers are paired with the row layers that
+take their outputs, and the intervals of each rank are compared.
+
+The order in which modules run is not known. Columns are paired with rows of the smallest
+module that has both; what lies outside of blocks is left to the loss, or to the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import nn
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.tensor.layers import CONVOLUTIONS
+from gulliver.parallel.tensor.styles import STYLES, Placed, head_groups, layer_of
+from gulliver.precision.fp8.conversion import is_transposed
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The decisions of a plan so far, and what is known about the model."""
+
+    modules: Mapping[str, nn.Module]
+    placed: Mapping[str, Placed]  # Path to its sharding
+    stacks: tuple[str, ...]  # Paths of the lists of blocks
+    size: int
+    # Path to the style it has without the user's rule; None where the user gave none, or nothing is
+    # known.
+    known: Callable[[str], str | None]
+    # Path and sharding of a layer to its sharding in whole heads.
+    by_heads: Callable[[str, Placed], Placed]
+    attention: Callable[[str], str]  # Path to that of the attention module whose heads these are
+
+    def shown(self, path: str) -> str:
+        """Names a module with its style and size, for errors."""
+        one = self.placed[path]
+        ends = "inputs" if one.how.kind == "row" else "outputs"
+        return f"{path} ({one.style!r}, {one.total} {ends})"
+
+    def width(self, path: str) -> int:
+        """Returns the number of features in each block."""
+        return self.placed[path].total // self.placed[path].how.blocks
+
+    def block_of(self, path: str) -> str:
+        """Returns the path of the block that a module lies in; empty outside of blocks."""
+        for stack in self.stacks:
+            if path.startswith(f"{stack}."):
+                number, _, inner = path[len(stack) + 1 :].partition(".")
+                return f"{stack}.{number}" if inner else ""
+        return ""
+
+
+def check_fitting(choices: Choices) -> None:
+    """Refuses styles whose result would differ from that of one process."""
+    layers = {path: one for path, one in choices.placed.items() if not layer_of(path)[1]}
+    columns = [p for p, one in layers.items() if one.how.kind == "column" and not one.how.gather]
+    rows = [p for p, one in layers.items() if one.how.kind == "row" and not one.how.split]
+    for path, one in layers.items():
+        if one.how.kind == "summed":
+            _check_summed(choices, path, columns)
+        if choices.known(path) is not None:
+            _check_known(choices, path)
+    sites = list(_paired(choices, columns, rows))
+    for site in sites:
+        for part in site.parts(choices):
+            part.check(choices)
+    parents = {_site_of(column): column for site in sites for column in site.columns}
+    for path in layers:
+        _check_whole(choices, path, parents.get(_site_of(path)))
+    done = {id(choices.modules[p]) for site in sites for p in (*site.columns, *site.rows)}
+    _check_alone(
+        choices,
+        [p for p in columns if id(choices.modules[p]) not in done],
+        [p for p in rows if id(choices.modules[p]) not in done],
+    )
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Column layers and the row layers that take their outputs."""
+
+    above: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+
+    def parts(self, choices: Choices) -> list[_Site]:
+        """Splits what is cut by heads from the rest, where one module has rows of both kinds."""
+        by_kind = [[], []]
+        for row in self.rows:
+            by_kind[choices.placed[row].how.heads].append(row)
+        if not all(by_kind):
+            return [self]
+        return [
+            _Site(
+                self.above,
+                tuple(c for c in self.columns if choices.placed[c].how.heads == heads),
+                tuple(by_kind[heads]),
+            )
+            for heads in (False, True)
+        ]
+
+    def check(self, choices: Choices) -> None:
+        """Compares what each rank has of the columns' outputs with what the rows take of them."""
+        members, placed = (*self.columns, *self.rows), choices.placed
+        above = choices.modules[self.above]
+        counted = "Attention" in type(above).__name__ and head_groups(above) > 0
+        if counted or any(placed[path].how.heads for path in members):
+            for path in members:
+                self._check_heads(choices, path)
+            if not self.columns:
+                _refuse_row(choices, self.rows[0])
+        else:
+            self._check_features(choices)
+
+    def _check_heads(self, choices: Choices, path: str) -> None:
+        one, size = choices.placed[path], choices.size
+        heads = choices.by_heads(path, one)
+        whole = heads.total % (heads.units * one.how.blocks) == 0
+        if not whole or any(one.runs(size, r) != heads.runs(size, r) for r in range(size)):
+            kind = "row" if one.how.kind == "row" else "column"
+            raise GulliverError(
+                f"{choices.shown(path)} would be cut within heads, next to "
+                f"{self._others(choices, path)}: give it '{kind} by heads'"
+            )
+        others = [column for column in self.columns if column != path]
+        row = choices.placed[self.rows[0]].total
+        # Keys and values in one layer leave the queries to exactly one other.
+        alone = len(others) == 1 and choices.placed[others[0]].how.blocks == 1
+        if (one.how.blocks == 3 and one.total != 3 * row) or (
+            one.how.blocks == 2 and not (alone and choices.width(path) <= row)
+        ):
+            self._refuse(choices, path, "column by heads")
+        # Only inside of the attention are features those of heads, whatever their number.
+        inside = path.startswith(f"{choices.attention(path)}.")
+        if one.how.kind == "column" and not inside and choices.width(path) != row:
+            self._refuse(choices, path, "column, packed" if one.total == 2 * row else "column")
+
+    def _check_features(self, choices: Choices) -> None:
+        for column in self.columns:
+            if not any(self._feeds(choices, column, row) for row in self.rows):
+                total, wide = choices.placed[column].total, choices.placed[self.rows[0]].total
+                right = {wide: "column", 2 * wide: "column, packed"}.get(total, "column, gathered")
+                self._refuse(choices, column, right)
+        for row in self.rows:
+            if not any(self._feeds(choices, column, row) for column in self.columns):
+                _refuse_row(choices, row)
+
+    def _feeds(self, choices: Choices, column: str, row: str) -> bool:
+        features, width = choices.placed[row].total, choices.width(column)
+        if width == features:
+            return True
+        # Fewer: grouped keys and values next to queries, or channels that are flattened.
+        even = features % width == 0 and width % choices.size == 0
+        flat = type(choices.modules[column]) in CONVOLUTIONS
+        beside = any(choices.width(other) == features for other in self.columns)
+        return even and choices.placed[column].how.blocks == 1 and (flat or beside)
+
+    def _others(self, choices: Choices, path: str) -> str:
+        return ", ".join(choices.shown(p) for p in (*self.columns, *self.rows) if p != path)
+
+    def _refuse(self, choices: Choices, path: str, right: str) -> NoReturn:
+        raise GulliverError(
+            f"{choices.shown(path)} would hand each rank other features than those that go with "
+            f"{self._others(choices, path)}: give it {right!r}, or 'replicate' to all of them"
+        )
+
+
+def _paired(choices: Choices, columns: list[str], rows: list[str]) -> Iterator[_Site]:
+    """Pairs columns with rows in the smallest modules that have both, within a block."""
+    beneath: dict[str, list[str]] = {}
+    for path in (*columns, *rows):
+        above, block = path, choices.block_of(path)
+        while above != block:
+            above = above.rpartition(".")[0]
+            beneath.setdefault(above, []).append(path)
+    left, is_row = {*columns, *rows}, set(rows)
+    for above in sorted(beneath, key=lambda p: p.count(".") + bool(p), reverse=True):
+        inside = [path for path in beneath[above] if path in left]
+        found = [p for p in inside if p not in is_row], [p for p in inside if p in is_row]
+        if all(found):
+            left.difference_update(inside)
+            yield _Site(above, tuple(found[0]), tuple(found[1]))
+
+
+def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
+    """Refuses columns in blocks that no row takes, and rows that no columns feed."""
+    in_blocks = [path for path in columns if choices.block_of(path)]
+    past_blocks = [path for path in rows if not choices.block_of(path)]
+    # Rows past a list may take what the members of the list leave.
+    apart = bool(in_blocks and past_blocks)
+    for path in columns:
+        if choices.placed[path].how.blocks > 1 or (path in in_blocks and not apart):
+            raise GulliverError(
+                f"{choices.shown(path)} leaves each rank its part of the outputs, and no row layer "
+                "takes them: give it 'column, gathered', or the layer after it 'row'"
+            )
+    for path in rows:
+        if not (apart and path in past_blocks):
+            _refuse_row(choices, path)
+
+
+def _refuse_row(choices: Choices, row: str) -> NoReturn:
+    raise GulliverError(
+        f"{choices.shown(row)} takes each rank's part of its inputs, and no column layer leaves "
+        "them so: give it 'row, split', or the layer before it 'column'"
+    )
+
+
+def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
+    """Refuses whole outputs that a known model combines with those of columns."""
+    how, known = choices.placed[path].how, STYLES[choices.known(path) or "replicate"]
+    if beside and (how.gather or how.split) and known.kind == "column" and not known.gather:
+        raise GulliverError(
+            f"{choices.shown(path)} has whole outputs on every rank, next to "
+            f"{choices.shown(beside)}, of which each rank has its part: cut both alike"
+        )
+
+
+def _check_known(choices: Choices, path: str) -> None:
+    """Refuses blocks or ends that a layer of a known model does not have."""
+    name, one = choices.known(path), choices.placed[path]
+    known = STYLES[name or "replicate"]
+    if known.kind not in ("column", "row") or known.gather or known.split:
+        return
+    local = one.how.kind in ("column", "row") and not (one.how.gather or one.how.split)
+    if local and (one.how.kind, one.how.blocks) != (known.kind, known.blocks):
+        raise GulliverError(
+            f"{choices.shown(path)} is {name!r} in the plan of this model, whose code goes "
+            "by that: take it, or 'replicate' or gathered outputs for the whole module around it"
+        )
+
+
+def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
+    """Refuses to sum gradients that every rank has whole."""
+    known = choices.known(path) or "replicate"
+    if known == "summed":
+        return
+    module = choices.modules[path]
+    sizes = {
+        p.shape[0 if is_transposed(module) else -1]
+        for p in module._parameters.values()
+        if p is not None and p.dim()
+    }
+    around = [column for column in columns if f"{path}.".startswith(_site_of(column))]
+    # Norms of heads are as wide as a head, those of hidden states as what the columns take.
+    partial = known == "replicate" and around
+    if partial and not any(_inputs(choices.modules[column]) in sizes for column in around):
+        return
+    raise GulliverError(
+        f"{path} is 'summed', but its inputs are whole on every rank, where its gradients are "
+        "whole too and would be counted once for each: give it 'replicate'"
+    )
+
+
+def _site_of(path: str) -> str:
+    """Returns the common prefix of the paths of a layer and its siblings."""
+    parent = layer_of(path)[0].rpartition(".")[0]
+    return f"{parent}." if parent else ""
+
+
+def _inputs(column: nn.Module) -> int:
+    weight = column._parameters["weight"]
+    assert weight is not None
+    return weight.shape[0 if is_transposed(column) else 1]

@@ -1,0 +1,437 @@
+"""The ways in which a module can be cut, by name, and the names that others have for them.
+
+Data, no code. Which module of which model is cut how stands in its family's record
+(`gulliver.families.Tensors`), whose styles are those of `STYLES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm.groups import RankGroup
+from gulliver.errors import GulliverError
+from gulliver.layout.even import Interval
+from gulliver.parallel.tensor.collectives import copy, reduce, share
+from gulliver.parallel.tensor.layers import CONVOLUTIONS
+from gulliver.precision.fp8.conversion import is_transposed
+
+Kind = Literal[
+    "column",
+    "row",
+    "vocabulary",
+    "embedding",
+    "experts",
+    "parameters",
+    "latent",
+    "summed",
+    "replicate",
+]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a module is cut."""
+
+    # Outputs (column), inputs (row), rows of an embedding (vocabulary) or its columns (embedding);
+    # features inside of all experts of a module (experts); parameters of an attention by their
+    # heads (parameters); whole on all ranks (replicate), with gradients that are partial because
+    # each rank has other heads (summed), or of whose output the rotary part goes to heads as it is
+    # (latent).
+    kind: Kind
+    heads: bool = False  # Heads are not cut, and query heads go where their key-value head goes
+    # Number of blocks that are dealt alike, one after the other: 3 for ``[q; k; v]``.
+    blocks: int = 1
+    gather: bool = False  # The output is whole on all ranks
+    split: bool = False  # The input is whole on all ranks
+
+
+STYLES: dict[str, How] = {
+    "column": How("column"),
+    "column, gathered": How("column", gather=True),
+    "column, packed": How("column", blocks=2),
+    "column by heads": How("column", heads=True),
+    "q; k; v by heads": How("column", heads=True, blocks=3),
+    "k; v by heads": How("column", heads=True, blocks=2),
+    "row": How("row"),
+    "row by heads": How("row", heads=True),
+    "row, split": How("row", split=True),
+    "vocabulary": How("vocabulary"),
+    "head": How("column", gather=True),
+    "embedding, gathered": How("embedding", gather=True),
+    "embedding by heads": How("embedding", heads=True),
+    "experts": How("experts"),
+    "parameters by heads": How("parameters"),
+    "latent": How("latent"),
+    "summed": How("summed"),
+    "replicate": How("replicate"),
+}
+
+HUGGING_FACE: dict[str, str] = {
+    "colwise": "column",
+    "colwise_gather_output": "column, gathered",
+    "colwise_rep": "column, gathered",
+    "packed_colwise": "column, packed",
+    "rowwise": "row",
+    "rowwise_split_input": "row, split",
+    "rowwise_rep": "row, split",
+    "embedding_rowwise": "vocabulary",
+    "embedding_colwise": "embedding, gathered",
+    "replicated_with_grad_allreduce": "summed",
+    "sequence_parallel": "replicate",
+    "replicate": "replicate",
+    "moe_tp_experts": "experts",
+    "mla_kv_a_proj": "latent",
+    "local_params": "parameters by heads",
+}
+"""Names in a model's own plan; columns and rows of attention go by heads. Others are refused."""
+
+
+GATHERED = {"column": "column, gathered", "row": "row, split"}
+"""Kind to the style that is exact whatever is between columns and rows."""
+
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
+"""Attributes in which attention modules count their heads."""
+
+SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size", "embed_dim")
+"""Attributes of attention modules that a rank has its heads' part of."""
+
+REPEATED = "num_key_value_groups"
+"""Attribute of attention modules: query heads of each key-value head."""
+
+HIDDEN = ("hidden_states",)
+"""Names of a module's input, where it is not its first argument."""
+
+DRAWN_ALIKE = ("y_embedder",)
+"""Modules that draw at random but outside of what is cut, once for each sample."""
+
+
+# Facts about one module: its heads, its adapters, whether a style is for its kind.
+
+
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+def dropouts_of(model: nn.Module) -> list[str]:
+    """Lists a model's dropouts by path and probability, without those that all ranks draw alike."""
+    names: list[str] = []
+    for path, module in model.named_modules():
+        if any(part in DRAWN_ALIKE for part in path.split(".")):
+            continue
+        if isinstance(module, DROPOUTS) and module.p > 0:
+            names.append(f"{path}.p = {module.p}")
+        names += [
+            f"{path}.{name} = {value}"
+            for name, value in vars(module).items()
+            if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0
+        ]
+    return names
+
+
+def layer_of(path: str) -> tuple[str, str]:
+    """Returns the layer that a module belongs to, and which factor of its adapter it is."""
+    # PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
+    parts = path.split(".")
+    if parts[-1] == "base_layer":
+        return ".".join(parts[:-1]), ""
+    if len(parts) > 2 and parts[-2].startswith("lora_"):
+        return ".".join(parts[:-2]), parts[-2] if parts[-2] in ("lora_A", "lora_B") else "other"
+    return path, ""
+
+
+def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
+    """Returns the longest pattern that the last parts of a path fit; None where none does."""
+    parts = path.split(".")
+    fitting = [pattern for pattern in patterns if _fits(parts, pattern.split("."))]
+    return max(fitting, key=lambda p: (p.count("."), -p.count("*")), default=None)
+
+
+def _fits(parts: list[str], pattern: list[str]) -> bool:
+    tail = parts[-len(pattern) :]
+    return len(tail) == len(pattern) and all(
+        p in ("*", t) for t, p in zip(tail, pattern, strict=True)
+    )
+
+
+def head_groups(module: nn.Module) -> int:
+    """Heads of an attention module that can lie on different ranks; 0 for other modules."""
+    keys, width = getattr(module, "k_proj", None), vars(module).get("head_dim")
+    if isinstance(keys, nn.Linear) and isinstance(width, int):
+        return keys.out_features // width
+    for name in (*KV_HEADS, *HEADS):
+        count = vars(module).get(name)
+        if isinstance(count, int) and not isinstance(module, nn.ModuleList):
+            return count
+    config = vars(module).get("config")
+    if config is not None and "Attention" in type(module).__name__:
+        counts = (getattr(config, name, None) for name in (KV_HEADS[0], "num_attention_heads"))
+        return next((count for count in counts if isinstance(count, int)), 0)
+    return 0
+
+
+def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
+    """Returns an attention module's number of query heads and their width; 0 where not seen."""
+    each, width = (vars(attention).get(name) for name in (REPEATED, "head_dim"))
+    return (groups * each, width) if isinstance(each, int) and isinstance(width, int) else (0, 0)
+
+
+def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
+    """Returns how many outputs of latent attention's first projection are rotary keys."""
+    name, config = "qk_rope_head_dim", getattr(attention, "config", None)
+    width = getattr(attention, name, getattr(config, name, None))
+    latent = getattr(attention, "kv_lora_rank", getattr(config, "kv_lora_rank", None))
+    outputs = getattr(module, "out_features", None)
+    if not isinstance(width, int) or (isinstance(latent, int) and outputs != latent + width):
+        raise GulliverError(
+            f"{path} is 'latent', but is not the first projection of latent keys and values, which "
+            "has kv_lora_rank + qk_rope_head_dim outputs: give it another style, such as "
+            "'replicate'"
+        )
+    return width
+
+
+def fits_kind(module: nn.Module, style: str | None) -> bool:
+    """Whether a style is for modules of this kind."""
+    kind = STYLES[style].kind if style in STYLES else "replicate"
+    if kind in ("vocabulary", "embedding"):
+        return isinstance(module, nn.Embedding)
+    linear = is_transposed(module) or type(module).forward is nn.Linear.forward
+    return kind not in ("column", "row") or linear or type(module) in CONVOLUTIONS
+
+
+def is_scaled(module: nn.Module) -> bool:
+    """Whether an embedding does more than look up."""
+    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
+
+
+def cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
+    """Returns the dim along which each parameter is sharded, by name."""
+    transposed = is_transposed(module)
+    linear = transposed or type(module).forward is nn.Linear.forward
+    convolution = type(module) in CONVOLUTIONS
+    embedding = type(module).forward is nn.Embedding.forward
+    cuts = how.kind in ("column", "row")
+    if not ((cuts and (linear or convolution)) or (not cuts and embedding)):
+        wanted = "a linear layer or a convolution" if cuts else "an embedding"
+        raise GulliverError(
+            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: "
+            "give it another, such as 'replicate'"
+        )
+    if convolution:
+        _check_convolution(path, module, how)
+    if embedding:
+        _check_embedding(path, module)
+    names = {name for name, p in module._parameters.items() if p is not None}
+    if not names <= {"weight", "bias"} or "weight" not in names:
+        raise GulliverError(f"{path} has parameters {sorted(names)}: expected weight and bias")
+    dim = int((how.kind in ("row", "embedding")) != transposed)
+    return (
+        {"weight": dim, "bias": 0} if how.kind == "column" and "bias" in names else {"weight": dim}
+    )
+
+
+def _check_convolution(path: str, module: Any, how: How) -> None:
+    if module.groups != 1 or module.padding_mode != "zeros" or how.heads or how.blocks > 1:
+        raise GulliverError(
+            f"{path} is a convolution with groups={module.groups} and "
+            f"padding_mode={module.padding_mode!r}: only plain ones are cut; give it 'replicate'"
+        )
+
+
+def _check_embedding(path: str, module: Any) -> None:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise GulliverError(
+            f"{path} is an embedding with max_norm, scale_grad_by_freq or sparse gradients: "
+            "only plain ones are cut; give it 'replicate'"
+        )
+
+
+# Mixture-of-experts layers over tensor ranks: each rank has some inner features of every expert.
+#
+# transformers keeps the weights of all experts of a layer together, ``[experts, out, in]`` (or the
+# last two dims in turn), and an experts module loops over them, or multiplies them in one grouped
+# product. Cut by inner features, it stays the module that it is: it computes a part of the sum
+# that the experts' outputs are. What goes in is copied (the gradients of hidden states and of the
+# routers' weights are summed over the ranks), what comes out is summed.
+
+
+INTO = ("gate_up_proj", "gate_proj", "up_proj")
+OUT = "down_proj"
+ADDED = "down_proj_bias"
+"""Names of the parameters: those into the experts' features, out of them, and the last bias."""
+
+
+# [Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
+# all-to-all of tokens, and ranks would wait for the one with the popular experts. Cut by features,
+# every rank has the same work whatever the router says, at the price of narrower products.
+#
+# Latent attention is here, too: of what its first projection of keys and values returns, the rotary
+# part goes to each head as it is, so its gradient is summed.
+@dataclass(frozen=True)
+class ParameterCut:
+    """The sharding of one parameter."""
+
+    dim: int  # Dimension that is sharded
+    total: int  # Features along it
+    units: int  # Indivisible units in each block of features
+    blocks: int = 1  # Number of blocks that lie one after the other, each dealt alike
+
+
+def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCut]:
+    """Returns how the parameters of an experts module are sharded, by name."""
+    held = {n: p for n, p in module._parameters.items() if p is not None}
+    into = [n for n in INTO if n in held]
+    known = {*into, *(f"{n}_bias" for n in into), OUT, ADDED}
+    plain = (
+        hasattr(module, "is_transposed")
+        and not getattr(module, "has_post_expert_norm", False)
+        # An expert that returns its input would be counted on every rank.
+        and not hasattr(module, "identity_expert")
+        and len(list(module.parameters())) == len(held)
+    )
+    if not plain or not into or OUT not in held or set(held) - known:
+        raise GulliverError(
+            f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
+            "experts of this kind cannot be cut; give it the rule 'replicate'"
+        )
+    # Dim of a weight's inputs; 3 - inputs is that of its outputs.
+    inputs = 1 if module.is_transposed else 2
+    features = held[OUT].shape[inputs]
+    if features < size:
+        raise GulliverError(
+            f"{path} has experts of {features} features, fewer than {size} tensor ranks: "
+            f"tp_size from 1 to {features} would do"
+        )
+    found = {OUT: ParameterCut(inputs, features, features)}
+    for name in into:
+        # Gate and up in one: as [gate; up], or in turn, feature by feature.
+        fused = held[name].shape[3 - inputs] // features
+        blocks = fused if fused > 1 and module.is_concatenated else 1
+        found[name] = ParameterCut(3 - inputs, fused * features, features, blocks)
+        if f"{name}_bias" in held:
+            found[f"{name}_bias"] = ParameterCut(1, fused * features, features, blocks)
+    return found
+
+
+def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
+    """Adds hooks with which a module of sharded experts takes whole tensors and returns them."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        added = module._parameters.get(ADDED)
+        if added is not None:
+            # Every rank adds the output's bias before the sum, so each adds its share of it. As an
+            # attribute it is found before the parameter of this name, while the module runs.
+            vars(module)[ADDED] = copy(added, rank_group) / rank_group.size
+        given = {name: _copied(value, rank_group) for name, value in kwargs.items()}
+        return tuple(_copied(value, rank_group) for value in args), given
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        vars(module).pop(ADDED, None)
+        return None if output is None else reduce(output, rank_group)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def share_rotary(module: nn.Module, width: int, rank_group: RankGroup) -> None:
+    """Sums the gradient of the last `width` features of a module's output over the ranks."""
+    # All heads read these features as they are, and each rank has some of the heads: the gradient
+    # on a rank is partial. The others go through a column layer, which sums theirs.
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        latent, rotary = output.split([output.shape[-1] - width, width], -1)
+        return torch.cat([latent, copy(rotary, rank_group)], -1)
+
+    module.register_forward_hook(after)
+
+
+def _copied(value: Any, rank_group: RankGroup) -> Any:
+    return (
+        copy(value, rank_group)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )
+
+
+# The plan of tensor parallelism: how each module is sharded. Data, and how it is shown.
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The sharding of one module."""
+
+    style: str
+    how: How
+    # Parameter to the dim that is sharded; those that are whole are not named.
+    dims: Mapping[str, int]
+    total: int = 0  # Features along it
+    units: int = 0  # Indivisible units in each block of features
+    copies: int = 1  # Ranks that hold each of them alike
+    # Parameter to how it is dealt, where those of a module are dealt differently.
+    parts: Mapping[str, ParameterCut] = field(default_factory=dict)
+
+    def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
+        """The intervals of a parameter that a rank holds."""
+        part = self.parts.get(name)
+        if part is not None:
+            return share(part.total, part.units, size, place, part.blocks)
+        of, number = size // self.copies, place // self.copies
+        return share(self.total, self.units, of, number, self.how.blocks)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The sharding of a model over tensor ranks."""
+
+    size: int
+    # Path to its sharding, of modules that are cut or whose gradients are partial.
+    modules: Mapping[str, Placed]
+    attention: Mapping[str, int]  # Path of an attention module to how many head groups it has
+    sites: tuple[str, ...]  # Modules whose input goes into several columns, and is taken in once
+    stacks: tuple[str, ...]  # Paths of the lists of blocks
+    sliced: Mapping[str, tuple[str, ...]]  # Path to arguments of which a rank takes its heads' part
+    replicated: tuple[str, ...]  # Paths of modules with parameters that stay whole
+    known: bool  # The model is of a known type, or has a plan of its own
+    # Paths of modules in blocks that need the whole sequence: experts, and what is cut without
+    # being understood.
+    whole: tuple[str, ...] = ()
+
+    def share_of(self, model: nn.Module) -> float:
+        """The share of the parameters of a model's blocks that this plan cuts, from 0 to 1."""
+        whole = cut = 0
+        lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        for path, module in model.named_modules():
+            if not any(path.startswith(f"{inside}.") for inside in lists):
+                continue
+            dims = self.modules[path].dims if path in self.modules else {}
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    whole += parameter.numel()
+                    cut += parameter.numel() if name in dims else 0
+        return cut / whole if whole else 1.0
+
+    def __str__(self) -> str:
+        lines: dict[str, str] = {}
+        for path, placed in self.modules.items():
+            what = f"{placed.total} in {placed.units}" if placed.units else ""
+            lines[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)] = f"{placed.style:20} {what}"
+        for path in self.replicated:
+            lines.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) or "(model)", "replicate")
+        width = max(map(len, lines), default=0)
+        return "\n".join(
+            [f"tensor parallel over {self.size} ranks"]
+            + [f"  {path:{width}}  {what}".rstrip() for path, what in lines.items()]
+        )

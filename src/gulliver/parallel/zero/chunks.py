@@ -1,0 +1,301 @@
+"""How tensors are cut into chunks, on plain numbers: for the optimizer and for who plans one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm.collectives import Handle
+from gulliver.comm.watchdog import Purpose
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import ChunkLayout, ShardPiece, plan_chunks
+from gulliver.memory.chunk import Chunk, reduced_gradient
+from gulliver.memory.prefetch import Resident
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class TensorSize:
+    """A parameter as one rank holds it before it is sharded."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool = True
+    # Elements of each tensor that the optimizer keeps for it, before it is sharded.
+    states: tuple[int, ...] = ()
+    # Whether the optimizer has to have it whole.
+    whole: bool = False
+    # Whether it is frozen, and the optimizer steps it once it is unfrozen.
+    frozen_trainable: bool = False
+    # Whether the optimizer makes its first state in addition to what is placed.
+    beside: bool = False
+    # Places among all names of parameters of the model; a tied one has several.
+    places: tuple[int, ...] = ()
+
+
+def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
+    """Dtype of the shards of parameters: 16 bits are trained through float32 copies."""
+    return torch.float32 if trained and dtype in HALVES else dtype
+
+
+def chunk_layouts(
+    tensors: Sequence[TensorSize], chunk_bytes: int, stage: int, ranks: int
+) -> Iterator[tuple[ChunkLayout, torch.dtype]]:
+    """Cuts tensors in their order into chunks of one dtype and device each."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append((tensor.name, tensor.numel))
+    parts = ranks if stage else 1
+    # An all-reduce goes in parts, too: a chunk that has them needs no padding on the way.
+    align = 16 if parts > 1 else 16 * ranks
+    whole = any(tensor.whole for tensor in tensors)
+    for (dtype, _), sizes in kinds.items():
+        capacity = max(1, chunk_bytes // dtype.itemsize)
+        for layout in plan_chunks(sizes, capacity, parts, align, whole):
+            yield layout, dtype
+
+
+def ordered_layouts(
+    tensors: Sequence[TensorSize], order: Sequence[str], chunk_bytes: int, stage: int, ranks: int
+) -> list[tuple[ChunkLayout, torch.dtype, bool]]:
+    """Layout, dtype and whether it is trained of all chunks, in the order of use of the tensors."""
+    place = {name: number for number, name in enumerate(order or [t.name for t in tensors])}
+    found = []
+    kinds = ((True, False), (False, True), (False, False))  # as of `ShardedState.kinds`
+    for trained, sleeping in kinds if stage == 3 else kinds[:1]:
+        kind = [t for t in tensors if (t.trained, t.frozen_trainable) == (trained, sleeping)]
+        kind.sort(key=lambda t: place.get(t.name, len(place)))
+        layouts = chunk_layouts(kind, chunk_bytes, stage, ranks)
+        found += [(layout, dtype, trained) for layout, dtype in layouts]
+    found.sort(key=lambda one: min(place.get(s.name, len(place)) for s in one[0].slots))
+    return found
+
+
+# A chunk of ZeRO: where its parameters and gradients are, and the shard that this rank owns.
+#
+# Two small state machines together: `Phase` here, and `Presence` of `gulliver.memory`. Who moves
+# them: the gradients `reduce.py`, the parameters `gather.py`.
+
+
+class Phase(Enum):
+    """Where the gradients of a chunk are."""
+
+    EMPTY = auto()
+    """Nowhere, or all in the shards."""
+    COLLECTING = auto()
+    """Being added up in the chunk's buffer."""
+    REDUCING = auto()
+    """Travelling from the buffer to the shards."""
+
+
+LEGAL = (
+    (Phase.EMPTY, Phase.COLLECTING),  # the first gradient arrives
+    (Phase.COLLECTING, Phase.REDUCING),  # all gradients have arrived
+    (Phase.REDUCING, Phase.EMPTY),  # the shard has its part
+    (Phase.COLLECTING, Phase.EMPTY),  # forgotten before they travelled
+)
+
+
+_KINDS = (
+    ("gathers", "for a read of parameters"),
+    ("gathers", "for a forward"),
+    ("gathers", "for a backward"),
+    ("gathers", "after a step"),
+    ("reduces", "in a backward"),
+    ("votes on", "in a backward"),
+)
+
+
+@dataclass(eq=False)
+class ShardedChunk(Resident):
+    """A chunk, the pieces of parameters that this rank owns of it, and its state."""
+
+    chunk: Chunk
+    # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
+    # steps.
+    pieces: list[tuple[ShardPiece, nn.Parameter]]
+    trained: bool = True
+    phase: Phase = Phase.EMPTY
+    # Parameters that the present backward has not reached yet.
+    waiting: dict[str, nn.Parameter] = field(default_factory=dict)
+    # This rank's shard of the mean gradient, flat; None without any. Where chunks lie in tiers,
+    # what stands for it outside of `gradients`.
+    gradient_shard: Tensor | None = None
+    # What the gradient is still to be multiplied by, since it was clipped; None for 1.
+    factor: Tensor | None = None
+    # What it adds to the squared norm of all gradients, in float64, where it is known.
+    squared: Tensor | None = None
+    # Buffer that a reduction in flight writes.
+    incoming: Tensor | None = None
+    reduction: Handle | None = None
+    gathering: Handle | None = None
+    index: int = -1
+    # The same, counted from a start that differs between optimizers: collectives are known by it.
+    number: int = 0
+    # Names of parameters whose optimizer state lies in the chunk's buffers.
+    placed: set[str] = field(default_factory=set)
+    # Number of updates inside of backward.
+    updates: int = 0
+    # Whether such an update has taken the gradient, and no zero_grad has followed.
+    used_up: bool = False
+    # Whether it was updated inside of backward, and the step has not followed.
+    is_ahead: bool = False
+    # Whether operations on its parameters are seen although it is here.
+    asked: bool = False
+    # Tensors that share the parameters' buffer where no computation uses it.
+    users: int = 0
+
+    def __post_init__(self) -> None:
+        self._purposes: dict[tuple[str, str], Purpose] = {}
+        self.own(self.pieces)
+
+    def own(self, pieces: Iterable[tuple[ShardPiece, nn.Parameter]]) -> None:
+        """Takes the pieces that this rank steps."""
+        self.pieces = list(pieces)
+        self.owned = [owned for _, owned in self.pieces]
+        # What the pieces have for gradients outside of a step.
+        self.stand_ins = [reduced_gradient(owned) for owned in self.owned]
+        self.hide_gradients()
+
+    def take_assigned(self) -> None:
+        """Copies to the shard what an optimizer assigned (``p.data = ...``) instead of writing."""
+        for piece, owned in self.pieces:
+            run = self.chunk.master_shard[piece.start : piece.end]
+            if owned.data_ptr() != run.data_ptr():
+                run = run.view(owned.shape)
+                run.copy_(owned.detach())
+                owned.data = run
+
+    def move(self, phase: Phase) -> None:
+        """Enters another phase."""
+        assert (self.phase, phase) in LEGAL, f"{self.phase} -> {phase}"
+        self.phase = phase
+
+    def show_gradients(self, used: Container[str]) -> None:
+        """Gives the pieces that are used their gradients, for a step of the optimizer."""
+        whole = self.gradient_shard
+        for piece, owned in self.pieces:
+            if whole is None or piece.name not in used:
+                owned.grad = None
+                continue
+            run = whole[piece.start : piece.start + piece.numel]
+            owned.grad = run if owned.ndim == 1 else run.view(owned.shape)
+
+    def gradients(self, write: bool = False) -> Iterator[Tensor]:
+        """Yields the gradient shard, brought to where it can be read, if there is one."""
+        if self.gradient_shard is None:
+            return
+        write = write or self.factor is not None
+        with self.chunk.gradients.reduced(self.gradient_shard, write) as gradient:
+            if self.factor is not None:
+                gradient.mul_(self.factor.to(gradient.dtype))
+            if write:
+                self.factor = self.squared = None
+            yield gradient
+
+    @contextmanager
+    def stepped_gradient(self) -> Iterator[None]:
+        """Brings the gradient shard for a step of the optimizer, which does not change it."""
+        # [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
+        # back, only for the step to bring it again. So clipping leaves a factor, which the step
+        # applies while the gradient is here. Where the store has the gradient, that copy is not
+        # written: what was scaled goes, and the factor stays.
+        parked, factor = self.gradient_shard, self.factor
+        if parked is None:
+            yield
+            return
+        try:
+            if factor is None:
+                with self.chunk.gradients.reduced(parked) as self.gradient_shard:
+                    yield
+            else:
+                with self.chunk.gradients.scaled(parked, factor) as (self.gradient_shard, stays):
+                    if stays:
+                        self.factor = self.squared = None
+                    yield
+        finally:
+            self.gradient_shard = parked
+
+    def squared_norm(self, measure: Squared) -> Tensor | float:
+        """Returns what the gradient shard adds to a squared norm, as it is known or measured."""
+        if self.squared is not None and self.factor is None:
+            return self.squared
+        return sum(measure(self, gradient) for gradient in self.gradients())
+
+    def clip(self, factor: Tensor, later: bool) -> None:
+        """Multiplies the gradient shard by a factor, if there is one."""
+        if later and self.gradient_shard is not None and self.factor is None:
+            self.factor = factor
+            return
+        for gradient in self.gradients(write=True):
+            gradient.mul_(factor.to(gradient.dtype))
+
+    def forget_gradient(self) -> None:
+        """Gives the reduced gradient up."""
+        if self.gradient_shard is not None:
+            self.chunk.gradients.give_reduced(self.gradient_shard)
+        self.gradient_shard = self.factor = self.squared = None
+
+    def zero_gradients(self, names: Collection[str]) -> None:
+        """Zeroes what the shard has of parameters of these names, if it has reduced gradients."""
+        if not names:
+            return
+        for gradient in self.gradients(write=True):
+            for piece, _ in self.pieces:
+                if piece.name in names:
+                    gradient[piece.start : piece.end].zero_()
+
+    @property
+    def reduced_in_place(self) -> bool:
+        """Whether the reduced gradient is the chunk's buffer itself, not a part of it."""
+        return self.chunk.layout.parts == 1 and not self.chunk.has_master
+
+    def hide_gradients(self) -> None:
+        """Puts stand-ins in place of the pieces' gradients, which stay until zero_grad."""
+        for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):
+            owned.grad = stand_in
+
+    def purpose(self, verb: str, why: str) -> Purpose:
+        """Purpose of a collective of this chunk, which another chunk or reason is not taken for."""
+        found = self._purposes.get((verb, why))
+        if found is None:
+            first = self.chunk.layout.slots[0].name
+            code = (1 + _KINDS.index((verb, why))) * 256 + self.number % 256
+            found = Purpose(f"{verb} the chunk of {first!r} {why}", code)
+            self._purposes[verb, why] = found
+        return found
+
+
+def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
+    """Refuses to read parameters that are neither old nor new."""
+    for sharded in chunks:
+        if sharded.is_ahead:
+            raise GulliverError(
+                f"parameter {next(iter(sharded.chunk.parameters))!r}, or one next to it, was read "
+                "after step_in_backward had updated it and before step: read it after step, "
+                "accumulate inside no_sync, and leave step_in_backward out where backward computes "
+                "again what reads later layers"
+            )
+
+
+NORM_BLOCK = 1 << 16
+"""Elements of a gradient that are widened at once: they stay in the processor's cache."""
+Squared = Callable[[ShardedChunk, Tensor], Tensor]
+"""Returns what the gradient shard of a chunk adds to the squared norm of all, in float64."""
+
+
+def squared_norm(_: ShardedChunk, gradient: Tensor) -> Tensor:
+    """The squared norm of a gradient shard, of which every element counts once."""
+    if gradient.device.type != "cpu":
+        return torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+    # Five times as fast as torch's norm in another dtype, which casts element by element.
+    wide = (block.double() for block in gradient.reshape(-1).split(NORM_BLOCK))
+    return torch.stack([torch.dot(block, block) for block in wide]).sum()

@@ -1,0 +1,506 @@
+"""What autograd keeps of a parameter whose memory may be given back meanwhile."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+
+from gulliver._compat import (
+    Recomputed,
+    at_end_of_backward,
+    backward_number,
+    outside_transforms,
+    saving_is_hooked,
+    storage_users,
+)
+from gulliver.comm.collectives import Group, Handle, all_gather
+from gulliver.comm.watchdog import Purpose
+from gulliver.comm.world import guard
+from gulliver.memory.pending import before_write, mark_pending, mark_ready
+from gulliver.memory.prefetch import AccessRecord, Pass, Prefetcher, Presence
+from gulliver.parallel.zero.chunks import ShardedChunk, check_not_ahead
+from gulliver.parallel.zero.copies import (
+    Copies,
+    comes_alone,
+    is_unrecorded,
+    step_copies,
+    whole_copy,
+)
+from gulliver.precision.wire.formats import IDENTITY
+
+
+class SavedParameter:
+    """A parameter, or a view of one, as autograd keeps it."""
+
+    __slots__ = ("offset", "parameter", "size", "step", "stride")
+
+    def __init__(self, parameter: nn.Parameter, step: int, size: Any, stride: Any, offset: int):
+        self.parameter, self.step = parameter, step
+        self.size, self.stride, self.offset = size, stride, offset
+
+
+# Gathers parameters from the shards: who asks for a chunk waits for just that chunk.
+#
+# With stages 0 to 2 a step gathers every chunk once, in the order of use. With stage 3 parameters
+# come and go in passes, see `gulliver.memory.prefetch`: touching a chunk issues the gathers up to
+# it and a few ahead, in one order on all ranks. In a backward gradients are reduced between them:
+# ranks that differ in whole chunks would reduce at another time (see `comm/watchdog.py`).
+
+
+_alone: WeakSet[Gatherer] = WeakSet()
+"""Gatherers under a limit that need no other rank now: a chunk may leave, and come by itself."""
+
+_WHY = {
+    Pass.NONE: "for a read of parameters",
+    Pass.FORWARD: "for a forward",
+    Pass.BACKWARD: "for a backward",
+}
+
+
+# [Note: reading] Touching is noticed by `gulliver.memory.pending.mark_pending`, not by hooks of modules.
+# Outside of passes and autograd, as for a state dict, a copy is read and written (`copies.py`).
+#
+# [Note: writes through .data] A write through ``parameter.data`` does not move the version counter
+# of the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice:
+# the shard is a view of the parameters, so the write is in what is stepped. With stage 3 the shard
+# is a tensor of its own, and the written buffer is about to be given back. So values are compared:
+# before a chunk is given back, gathered over or stepped, each rank looks at its own part of the
+# buffer, and takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a
+# float32 copy has more bits than the parameters. As every rank looks at its own part only, a write
+# has to be made on all ranks alike.
+#
+# [Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
+# and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so
+# changes are sent: what this rank's part lacks to be its shard, with what earlier packing has lost.
+# So parameters stay as near to the shards as one change is lossy. With stage 3 values are sent,
+# which are as far off as the format is; nothing is gathered before the forward that uses it, for
+# between passes exact copies are read. What is saved is what the shards hold.
+class Gatherer:
+    """Brings parameters of chunks to every rank, ahead of use where it can."""
+
+    def __init__(
+        self,
+        sharded: bool,
+        group: Group,
+        record: AccessRecord,
+        ahead: int = 2,
+        overlap: bool = True,
+        every: bool = True,
+        tight: bool = False,
+    ) -> None:
+        """Makes one without chunks; see `take`.
+
+        Args:
+            sharded: whether parameters are given back after use (stage 3).
+            group: process group of the ranks that own the shards.
+            record: what a step of stage 3 does, for predictions.
+            ahead: chunks that are gathered ahead of the one in use (stage 3).
+            overlap: False waits for every gather at once, for comparison.
+            every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
+            tight: whether there may be no room for all that a pass skips; see `Prefetcher`.
+        """
+        self.chunks: list[ShardedChunk] = []
+        self.sharded, self.group, self.record = sharded, group, record
+        self.ahead, self.overlap = ahead, overlap
+        self.step = 0
+        self._every, self._tight = every, tight
+        self._engine = Prefetcher([], self, ahead, every, tight)
+        self._chunk_of: dict[int, ShardedChunk] = {}
+        self._depth, self._stays = 0, False
+        self._now: list[ShardedChunk] = []
+        self._at: list[tuple[int, ShardedChunk]] = []
+        self._begins: list[int] = []
+        self.copies = Copies(
+            self._chunk_of, self.copied, self.finish, lambda: self._engine.release_all()
+        )
+        if sharded and not every:
+            _alone.add(self)
+
+    def take(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Gathers these chunks from here on, in the order of use, in place of any others.
+
+        Views of copies that users have stay valid, so writes to them reach the new chunks.
+        """
+        self.chunks = list(chunks)
+        self._chunk_of.clear()
+        self._chunk_of.update({id(p): c for c in chunks for p in c.chunk.members})
+        self._engine = Prefetcher(self.chunks, self, self.ahead, self._every, self._tight)
+        self._at, self._begins = [], []
+        self.copies.left.clear()
+        self.record.restart()
+        for sharded in chunks:
+            if sharded.chunk.buffer is None:
+                sharded.presence = Presence.ABSENT
+                mark_pending(sharded.chunk.members, self.touched)
+
+    # A chunk's way: absent or updated, arriving, whole, absent.
+
+    def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
+        """Starts the all-gather of a chunk's parameters from the master shards."""
+        if self.copies.lent or self.copies.left:  # a call less for every chunk
+            self.flush_writes()
+        chunk = sharded.chunk
+        if sharded.presence is Presence.ABSENT:
+            chunk.materialise()
+            sharded.users = storage_users(chunk.data)
+            self._remember(sharded)
+        else:
+            before_write([chunk.data])
+            if exact or chunk.shown_part is None:
+                chunk.publish()
+        if alone := comes_alone(chunk):
+            if sharded.presence is Presence.WHOLE:
+                return  # the parameters are what was stepped
+            sharded.gathering = Handle()
+        else:
+            changes = chunk.shown_part is not None and not exact
+            sharded.gathering = all_gather(
+                chunk.data,
+                chunk.change() if changes else chunk.shard,
+                self.group,
+                async_op=True,
+                purpose=self._purpose(sharded),
+                wire=IDENTITY if exact else chunk.wire,
+                add=changes,
+            )
+        sharded.enter(Presence.ARRIVING)
+        if not self.overlap or alone:
+            self.finish(sharded)
+        else:
+            mark_pending(chunk.members, self.touched)
+
+    def show(self, sharded: ShardedChunk, part: Tensor) -> None:
+        """Gives all ranks their parts of a chunk that stays, whatever the shards hold."""
+        self.finish(sharded)
+        before_write([sharded.chunk.data])
+        with guard():
+            purpose = self._purpose(sharded)
+            all_gather(sharded.chunk.data, part.contiguous(), self.group, purpose=purpose)
+        sharded.chunk.note_gathered()
+
+    def bring(self, sharded: ShardedChunk) -> None:
+        """Gathers a chunk in its turn of a pass."""
+        if sharded.presence is not Presence.ABSENT:
+            # It is here, but the others wait for this rank's part all the same.
+            self.finish(sharded)
+            sharded.chunk.take_writes()
+        self.start(sharded)
+
+    def finish(self, sharded: ShardedChunk) -> None:
+        """Waits until a chunk is whole."""
+        if sharded.presence is not Presence.ARRIVING:
+            return
+        assert sharded.gathering is not None
+        with guard():
+            sharded.gathering.wait()
+        sharded.gathering = None
+        sharded.chunk.note_gathered()
+        sharded.enter(Presence.WHOLE)
+        if not sharded.is_ahead:
+            mark_ready(sharded.chunk.members)
+
+    def release(self, sharded: ShardedChunk) -> None:
+        """Frees the whole parameters of a chunk; its shards stay."""
+        self.finish(sharded)
+        if sharded.presence is not Presence.WHOLE:
+            return
+        sharded.chunk.take_writes()
+        self._forget(sharded)
+        viewed = storage_users(sharded.chunk.data) > sharded.users
+        sharded.chunk.release(viewed)
+        if viewed or self.copies.left:
+            self.copies.leave(sharded, viewed)
+        sharded.enter(Presence.ABSENT)
+        sharded.asked = False
+        mark_pending(sharded.chunk.members, self.touched)
+
+    def _remember(self, sharded: ShardedChunk) -> None:
+        """Notes where a chunk lies whose parameters autograd may save."""
+        begin, nbytes = sharded.chunk.data.data_ptr(), sharded.chunk.nbytes
+        number = bisect_right(self._begins, begin)
+        self._begins.insert(number, begin)
+        self._at.insert(number, (begin + nbytes, sharded))
+
+    def _forget(self, sharded: ShardedChunk) -> None:
+        number = next((n for n, (_, chunk) in enumerate(self._at) if chunk is sharded), None)
+        if number is not None:
+            del self._begins[number], self._at[number]
+
+    def finish_all(self) -> None:
+        """Waits for all gathers in flight."""
+        self.flush_writes()
+        for sharded in self.chunks:
+            self.finish(sharded)
+
+    def release_all(self) -> None:
+        """Gives everything back; with stages below 3 it only waits."""
+        if self.sharded:
+            self.flush_writes()
+            self.record.note("released")
+            self._engine.release_all()
+        else:
+            self.finish_all()
+
+    def _purpose(self, sharded: ShardedChunk) -> Purpose:
+        why = _WHY[self._engine.current] if self.sharded else "after a step"
+        return sharded.purpose("gathers", why)
+
+    # Passes, of stage 3 only.
+
+    def enter_forward(self) -> None:
+        """The model is called."""
+        self._depth += 1
+        if self.sharded and self._depth == 1 and self._engine.current is not Pass.BACKWARD:
+            self._begin(Pass.FORWARD)
+
+    def leave_forward(self) -> None:
+        """The model's call ends, well or not."""
+        self._depth -= 1
+        if self.sharded and self._depth == 0 and self._engine.current is Pass.FORWARD:
+            training = torch.is_grad_enabled()
+            self.record.note("forward ended" if training else "evaluation ended")
+            self._engine.end_forward(keep_last=training)
+            self._see_operations(self.chunks)
+
+    def enter_backward(self) -> None:
+        """A backward begins."""
+        if self.sharded and not self._stays and self._engine.current is not Pass.BACKWARD:
+            self._begin(Pass.BACKWARD)
+
+    def leave_backward(self) -> None:
+        """A backward ends."""
+        if self.sharded and self._engine.current is Pass.BACKWARD:
+            self.flush_writes()
+            self.record.note("backward ended")
+            self._engine.end_backward()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Keeps all chunks here: passes inside bring nothing and give nothing back."""
+        # Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
+        # chunks come and go, but each rank brings them from a copy of its own, made here.
+        if not self.sharded or self.alone:
+            yield
+            return
+        if self._tight:
+            with self._copied():
+                yield
+            return
+        self.enter_forward()
+        self._stays = True
+        try:
+            with torch.no_grad():  # no graph refers to them yet
+                self.use_together(self.chunks)
+            yield
+        finally:
+            self._stays = False
+            self._depth -= 1
+            self.flush_writes()
+            self._engine.release_all()
+
+    @contextmanager
+    def _copied(self) -> Iterator[None]:
+        """Gathers chunks from copies on this rank; see `copies.py`."""
+        self.release_all()
+        before = self._engine
+        with ExitStack() as stack:
+            stack.enter_context(step_copies(self.chunks, self.group, self._purpose))
+            self._engine = Prefetcher(self.chunks, self, 0, every=False, tight=True)
+            stack.callback(setattr, self, "_engine", before)
+            _alone.add(self)
+            stack.callback(_alone.discard, self)
+            stack.callback(self._engine.release_all)
+            yield
+
+    def _follow_backward(self) -> None:
+        """A backward has begun that nobody has announced, such as a micro-batch's."""
+        if self.sharded and self._engine.current is Pass.NONE:
+            self.enter_backward()
+            at_end_of_backward(self.leave_backward)
+
+    @property
+    def alone(self) -> bool:
+        """Whether chunks come without another rank that takes part."""
+        return self in _alone
+
+    @property
+    def idle(self) -> bool:
+        """Whether the model is not being run."""
+        return self._depth == 0 and self._engine.current is Pass.NONE
+
+    def end_step(self) -> None:
+        """The parameters were stepped; starts to gather those that are used first."""
+        self.step += 1
+        # Buffers are written behind autograd's back: a graph from before must not be used.
+        increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
+        if self.copies.left:
+            self.copies.remember()
+        if all(c.chunk.wire is IDENTITY for c in self.chunks):
+            self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Starts the next forward's first gathers; its first modules will wait for just those."""
+        if self.sharded:
+            self.flush_writes()
+            self.record.note("prefetched")
+            self._engine.prefetch()
+
+    def _begin(self, kind: Pass) -> None:
+        self.flush_writes()
+        self.record.note(kind.name)
+        self._engine.begin(kind)
+
+    def use(self, sharded: ShardedChunk) -> None:
+        """Makes a chunk whole, gathers ahead and gives back what has been used."""
+        if self.sharded:
+            self._hold(sharded)
+            self.record.note("used", sharded.index)
+            self._engine.use(sharded)
+        else:
+            self.finish(sharded)
+
+    def release_idle(self) -> None:
+        """Releases chunks that nothing refers to; on one rank they may come again at any time."""
+        for sharded in self.chunks:
+            whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
+            if whole and not wanted and storage_users(sharded.chunk.data) <= sharded.users:
+                self.release(sharded)
+
+    def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Makes chunks whole that a compiled region reads all at once."""
+        check_not_ahead(chunks)
+        for sharded in chunks:
+            if self.sharded:
+                self._hold(sharded)
+            else:
+                self.finish(sharded)
+        if self.sharded:
+            with self._using(chunks):
+                self._engine.use_together(chunks)
+
+    def _hold(self, sharded: ShardedChunk) -> None:
+        if sharded.asked:
+            sharded.asked = False
+            mark_ready(sharded.chunk.members)
+        if not sharded.held and torch.is_grad_enabled() and not saving_is_hooked():
+            sharded.held = True  # autograd may refer to the parameters themselves
+
+    # Reading.
+
+    def touched(
+        self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
+    ) -> Any:
+        """Runs an operation on pending parameters; it comes back for another optimizer's."""
+        mine = [p for p in parameters if id(p) in self._chunk_of]
+        chunks = {id(c): c for c in (self._chunk_of[id(p)] for p in mine)}
+        check_not_ahead(chunks.values())
+        reading = not torch.is_grad_enabled() or is_unrecorded(func)
+        if not reading and self._depth == 0 and backward_number() >= 0:
+            self._follow_backward()  # what is computed again there begins with its parameters
+        absent = self.idle and any(c.presence is Presence.ABSENT for c in chunks.values())
+        outside = self.idle and self in _alone and not reading
+        if absent and reading:
+            result = self.copies.run(func, args, kwargs, self.step)
+        elif outside and len(mine) == len(parameters) and not saving_is_hooked():
+            result = self._recorded(chunks.values(), func, args, kwargs)
+        else:
+            with self._using(chunks.values()), outside_transforms():
+                for sharded in chunks.values():
+                    self.use(sharded)
+            result = func(*args, **kwargs)
+        if self.idle:
+            self._see_operations(chunks.values())
+        return result
+
+    def _recorded(
+        self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
+    ) -> Any:
+        """Runs an operation of a loss, which autograd records without the hooks of a forward."""
+        # References are saved, so that what was read may leave; below a view it stays until
+        # backward.
+        with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
+            for sharded in chunks:
+                self.use(sharded)
+            result = func(*args, **kwargs)
+        for sharded in chunks:
+            sharded.held = sharded.held or storage_users(sharded.chunk.data) > sharded.users
+        return result
+
+    def _see_operations(self, chunks: Iterable[ShardedChunk]) -> None:
+        """Sees operations on what may leave, which outside of forwards autograd saves as it is."""
+        for sharded in chunks if self.sharded else ():
+            if sharded.presence is Presence.WHOLE and not sharded.held:
+                sharded.asked = True
+                mark_pending(sharded.chunk.members, self.touched)
+
+    @contextmanager
+    def _using(self, chunks: Iterable[ShardedChunk]) -> Iterator[None]:
+        """Keeps chunks from being released while others of them are gathered."""
+        before, self._now = self._now, [*self._now, *chunks]
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def copied(self, sharded: ShardedChunk) -> Tensor:
+        """Copies a whole chunk; every rank calls it."""
+        return whole_copy(sharded, self.group, self._purpose(sharded))
+
+    def flush_writes(self) -> None:
+        """Writes dirty copies back to the shards; see `copies.py`."""
+        if self.copies.lent or self.copies.left:
+            self.copies.flush(self.step)
+
+    # What autograd saves.
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Saves a reference instead of a parameter, so that its buffer can be given back."""
+        # It is called for every activation too: an address tells what lies in no chunk.
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return tensor
+        address = tensor.data_ptr()
+        number = bisect_right(self._begins, address) - 1
+        if number < 0 or address >= self._at[number][0]:
+            return tensor
+        sharded = self._at[number][1]
+        if tensor.dtype != sharded.chunk.dtype:
+            return tensor
+        start = int(tensor.storage_offset())
+        for slot, parameter in zip(sharded.chunk.layout.slots, sharded.chunk.members, strict=True):
+            if slot.start <= start < slot.start + slot.numel:
+                offset, step = start - slot.start, self.step + sharded.updates
+                return SavedParameter(parameter, step, tensor.size(), tensor.stride(), offset)
+        return tensor
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor that was saved, gathered again where that is needed."""
+        if type(saved) is not SavedParameter:
+            return saved
+        sharded = self._chunk_of[id(saved.parameter)]
+        if saved.step != self.step + sharded.updates:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: the optimizer has stepped since this graph was made"
+            )
+        self._follow_backward()
+        self.use(sharded)
+        with torch.no_grad():
+            start = saved.parameter.storage_offset() + saved.offset
+            return saved.parameter.detach().as_strided(saved.size, saved.stride, start)
+
+
+def refer(tensor: Tensor) -> Recomputed | None:
+    """Saves a reference to a parameter, so that its chunk can be freed before recomputation."""
+    for gatherer in _alone:
+        saved = gatherer.pack(tensor)
+        if saved is not tensor:
+            return Recomputed(tensor, partial(gatherer.unpack, saved))
+    return None

@@ -1,0 +1,373 @@
+"""Bytes that a rank will hold: a step of training, replayed with chunks that are plain numbers.
+
+What is gathered together, and how long gradients have whole buffers, is decided by the engines that
+run the step; the replay asks the same `Prefetcher`, and lands reductions by the same rule. So the
+peak is not a sum of the peaks of parameters and gradients, which come at different moments. The
+step is the one that was recorded; before the first it is what an ordinary model does: modules in
+their order, and backward through them, the gradients of a module together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from gulliver.memory.buffers import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter, moment_size
+from gulliver.memory.manager import Manager
+from gulliver.memory.prefetch import Pass, Prefetcher, Presence, Resident
+from gulliver.parallel.zero.elementwise import state_sizes
+from gulliver.parallel.zero.reduce import IN_FLIGHT
+from gulliver.parallel.zero.state import ShardedState
+
+Event = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """A chunk in numbers."""
+
+    names: Sequence[str]
+    whole: int
+    # Bytes of the part that a rank steps.
+    shard: int
+    trained: bool = True
+    # Whether the shard is a copy in a wider dtype.
+    copied: bool = False
+    # Bytes of the shard as all ranks have it, where changes of it travel packed.
+    packed: int = 0
+
+
+def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
+    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
+    record = shards.record
+    chunks = [
+        ChunkBytes(
+            tuple(c.chunk.parameters),
+            c.chunk.nbytes,
+            c.chunk.master_shard.nbytes,
+            c.trained,
+            c.chunk.has_master,
+            0 if c.chunk.shown_part is None else c.chunk.shown_part.nbytes,
+        )
+        for c in shards.all_chunks
+    ]
+    names = {name for chunk in chunks for name in chunk.names}
+    uses = shards.options.uses if names == set(shards.options.uses) else ()
+    events = record.events if record.complete else list(ordinary_step(chunks, uses))
+    options = shards.stage, shards.parts, shards.options.ahead, _state_bytes(shards)
+    found = held_bytes(chunks, *options, events)
+    if pipelined and shards.manager is None:
+        found = after_micro_batches(found, chunks, *options[:3])
+    if shards.options.unequal:
+        found = in_unequal_step(found, chunks, *options[:2], shards.manager is not None)
+    return found if shards.manager is None else _within(found, shards.manager)
+
+
+def _within(found: dict[str, int], manager: Manager) -> dict[str, int]:
+    """What of it a manager has in the fast tier: all, or as much as fits, by what it has seen."""
+    total = sum(found.values())
+    if total <= manager.budget:
+        return found
+    if manager.stats()["steps"]:
+        return dict(manager.counter.fullest)
+    return {kind: nbytes * manager.budget // total for kind, nbytes in found.items()}
+
+
+def held_bytes(
+    chunks: Sequence[ChunkBytes],
+    stage: int,
+    parts: int,
+    ahead: int,
+    state: int,
+    events: Sequence[Event] | None = None,
+) -> dict[str, int]:
+    """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` when they are most together.
+
+    Of a step with one backward, its gradients forgotten afterwards. Parameters: the whole chunks,
+    or with stage 3 the shards and the chunks that are gathered at that moment. Gradients: buffers
+    that are being filled or reduced, and the shards that are there. Optimizer state: what the
+    optimizer keeps, and float32 copies of 16-bit parameters.
+
+    Args:
+        chunks: chunks in the order of use.
+        stage: stage of ZeRO.
+        parts: number of shards of a chunk.
+        ahead: number of chunks that stage 3 gathers ahead.
+        state: bytes that the optimizer itself keeps.
+        events: record of a step; None for one in the order of the parameters.
+    """
+    replay = _Counted(chunks, stage, parts, ahead)
+    for made in (0, state):
+        # The second step begins with what the first has gathered ahead, and with the state that it
+        # has made; what is used out of order is gathered several times in the first only.
+        replay.counter.add(OPTIMIZER_STATE, made)
+        replay.run(ordinary_step(chunks) if events is None else events)
+        replay.forget()
+    return replay.counter.fullest
+
+
+def after_micro_batches(
+    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
+) -> dict[str, int]:
+    """Bytes of a rank of a pipeline, of those of a step with one backward."""
+    # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
+    # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
+    if stage < 2 or parts == 1:
+        return dict(found)
+    trained = [chunk for chunk in chunks if chunk.trained]
+    flying = sum(chunk.shard for chunk in trained[: IN_FLIGHT + 1])
+    whole = sum(chunk.whole for chunk in trained) + flying
+    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
+    if stage == 3:  # the chunk in use, the one before it, and those gathered ahead
+        few = (sum(c.whole for c in chunks[n : n + ahead + 2]) for n in range(len(chunks)))
+        shards = sum(c.shard for c in chunks if not c.copied)
+        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(few, default=0))
+    return changed
+
+
+def in_unequal_step(
+    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
+) -> dict[str, int]:
+    """Bytes of a rank whose steps send nothing before their end, of those of an ordinary step."""
+    # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
+    # lie whole there, too. Under a limit these go first.
+    if stage < 2 or parts == 1:
+        return dict(found)
+    trained = [chunk for chunk in chunks if chunk.trained]
+    flying = sum(chunk.shard for chunk in trained[-IN_FLIGHT - 1 :])
+    whole = sum(chunk.whole for chunk in trained)
+    changed = {**found, GRADIENTS: whole + (0 if limited else flying)}
+    if stage == 3:
+        homes = sum(chunk.shard for chunk in chunks if not chunk.copied)
+        changed[PARAMETERS] = homes + sum(chunk.whole for chunk in chunks)
+    return changed
+
+
+@dataclass(eq=False, kw_only=True)
+class ImaginedChunk(Resident):
+    """A chunk as numbers of bytes."""
+
+    number: int
+    size: ChunkBytes
+
+
+class StepReplay(ABC):
+    """Replays events of a step by the rules of the engines; subclasses say what each does."""
+
+    def __init__(
+        self,
+        chunks: Sequence[ChunkBytes],
+        stage: int,
+        ahead: int,
+        in_flight: int,
+        tight: bool = False,
+    ) -> None:
+        self.stage, self.in_flight = stage, in_flight
+        presence = Presence.ABSENT if stage == 3 else Presence.WHOLE
+        self.chunks = [
+            ImaginedChunk(presence=presence, number=number, size=size)
+            for number, size in enumerate(chunks)
+        ]
+        self.engine = Prefetcher(self.chunks, self, ahead, tight=tight)
+        self.flying: deque[ImaginedChunk] = deque()
+
+    def run(self, events: Iterable[Event]) -> None:
+        """Replays one step; all gradients have landed when it ends."""
+        for what, number in events:
+            if what == "collecting":
+                self._collect(self.chunks[number])
+            elif what == "reduced":
+                self._reduce(self.chunks[number])
+            elif self.stage == 3:
+                self.passes(what, number)
+        self.wait_all_reductions()
+
+    def passes(self, what: str, number: int) -> None:
+        """What moves parameters."""
+        if what == "used":
+            self.engine.use(self.chunks[number])
+        elif what in Pass.__members__:
+            self.engine.begin(Pass[what])
+        elif what in ("forward ended", "evaluation ended"):
+            self.engine.end_forward(keep_last=what == "forward ended")
+        elif what == "backward ended":
+            self.engine.end_backward()
+        elif what == "released":
+            self.engine.release_all()
+        elif what == "prefetched":
+            self.wait_all_reductions()
+            self.engine.prefetch()
+
+    # What the prefetcher asks for.
+
+    def bring(self, chunk: ImaginedChunk) -> None:
+        """Makes a buffer, where there is none."""
+        self.finish(chunk)
+        self.gathers(chunk, fresh=chunk.presence is Presence.ABSENT)
+        chunk.enter(Presence.ARRIVING)
+
+    def finish(self, chunk: ImaginedChunk) -> None:
+        """Everything is there when it is asked for."""
+        if chunk.presence is Presence.ARRIVING:
+            chunk.enter(Presence.WHOLE)
+
+    def release(self, chunk: ImaginedChunk) -> None:
+        """Gives the buffer back."""
+        self.finish(chunk)
+        if chunk.presence is Presence.WHOLE:
+            self.gives_back(chunk)
+            chunk.enter(Presence.ABSENT)
+
+    # What `GradientReducer` does.
+
+    def _collect(self, chunk: ImaginedChunk) -> None:
+        if chunk in self.flying:
+            self.wait_all_reductions()
+        self.collects(chunk)
+
+    def _reduce(self, chunk: ImaginedChunk) -> None:
+        self.sends(chunk)
+        self.flying.append(chunk)
+        if self.stage >= 2 and len(self.flying) > self.in_flight:
+            self.wait_reduction(self.flying[0])
+
+    def wait_reduction(self, chunk: ImaginedChunk) -> None:
+        """Ends the reduction of a chunk, if there is one in flight."""
+        if chunk in self.flying:
+            self.flying.remove(chunk)
+            self.lands(chunk)
+
+    def wait_all_reductions(self) -> None:
+        """Ends all reductions in flight."""
+        while self.flying:
+            self.wait_reduction(self.flying[0])
+
+    # What that means.
+
+    @abstractmethod
+    def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
+        """Starts the chunk's all-gather, `fresh` into a new buffer."""
+
+    @abstractmethod
+    def gives_back(self, chunk: ImaginedChunk) -> None:
+        """The buffer of its parameters goes."""
+
+    @abstractmethod
+    def collects(self, chunk: ImaginedChunk) -> None:
+        """The first gradient arrives."""
+
+    @abstractmethod
+    def sends(self, chunk: ImaginedChunk) -> None:
+        """All gradients have arrived, and their way to the shards begins."""
+
+    @abstractmethod
+    def lands(self, chunk: ImaginedChunk) -> None:
+        """The shard has its part."""
+
+
+class _Counted(StepReplay):
+    """Counts the bytes that are held."""
+
+    def __init__(self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int) -> None:
+        super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
+        self.counter = ByteCounter()
+        self._parts, self._buffers, self._reduced = parts, dict[int, int](), dict[int, int]()
+        self.counter.add(OPTIMIZER_STATE, sum(c.shard for c in chunks if c.copied))
+        held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
+        beside = [c.packed + c.shard * (not c.copied) for c in chunks if c.packed]
+        self.counter.add(PARAMETERS, sum(held) + sum(beside))
+
+    def _is_handed(self, chunk: ImaginedChunk) -> bool:
+        """Whether the reduced gradient is the buffer itself."""
+        return self._parts == 1 and not chunk.size.copied
+
+    def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
+        self.counter.add(PARAMETERS, chunk.size.whole if fresh else 0)
+
+    def gives_back(self, chunk: ImaginedChunk) -> None:
+        self.counter.add(PARAMETERS, -chunk.size.whole)
+
+    def collects(self, chunk: ImaginedChunk) -> None:
+        self.counter.add(GRADIENTS, chunk.size.whole - self._buffers.get(chunk.number, 0))
+        self._buffers[chunk.number] = chunk.size.whole
+
+    def sends(self, chunk: ImaginedChunk) -> None:
+        if not self._is_handed(chunk):
+            self.counter.add(GRADIENTS, chunk.size.shard)
+
+    def lands(self, chunk: ImaginedChunk) -> None:
+        # It was added to what there was.
+        self.counter.add(GRADIENTS, -self._reduced.get(chunk.number, 0))
+        self._reduced[chunk.number] = chunk.size.shard
+        if self._is_handed(chunk):
+            self._buffers.pop(chunk.number, 0)
+        elif self.stage != 1:
+            self.counter.add(GRADIENTS, -self._buffers.pop(chunk.number, 0))
+
+    def forget(self) -> None:
+        """Forgets the reduced gradients."""
+        self.counter.add(GRADIENTS, -sum(self._reduced.values()))
+        self._reduced.clear()
+
+
+def ordinary_step(
+    chunks: Sequence[ChunkBytes], order: Sequence[str] = (), again: Sequence[str] = ()
+) -> Iterator[Event]:
+    """A step of a model whose modules are used in the order of their parameters."""
+    if not chunks:
+        return
+    homes = {name: number for number, chunk in enumerate(chunks) for name in chunk.names}
+    names = list(order or homes)
+    yield Pass.FORWARD.name, -1
+    for name in names:
+        yield "used", homes[name]
+    yield "forward ended", -1
+    yield Pass.BACKWARD.name, -1
+    first = {name: place for place, name in reversed(list(enumerate(names)))}
+    missing = [set(chunk.names) for chunk in chunks]
+    following = deque(n for n in range(len(chunks) - 1, -1, -1) if chunks[n].trained)
+    begun: set[int] = set()
+    for uses, members in backward_uses(names, again):
+        yield from (("used", homes[name]) for name in uses)
+        for place, name in members:
+            number = homes[name]
+            if place != first[name]:
+                continue  # autograd adds up what all uses make, and hands it over once
+            missing[number].discard(name)
+            if chunks[number].trained and number not in begun:
+                begun.add(number)
+                yield "collecting", number
+            while following and not missing[following[0]]:
+                yield "reduced", following.popleft()
+    yield "backward ended", -1
+    yield "released", -1
+    yield "prefetched", -1
+
+
+def backward_uses(
+    names: Sequence[str], again: Sequence[str] = ()
+) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
+    """Goes backward through the modules that use parameters."""
+    entered = None
+    backwards = reversed(list(enumerate(names)))
+    for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):
+        members = list(found)
+        uses = [name for _, name in members]
+        block = next((path for path in again if f"{module}.".startswith(f"{path}.")), None)
+        if block is not None and block != entered:
+            uses = [name for name in names if name.startswith(f"{block}.")] + uses
+        entered = block
+        yield uses, members
+
+
+def _state_bytes(shards: ShardedState) -> int:
+    """Bytes of the optimizer's state, as it will lie in the buffers of chunks."""
+    total = 0
+    for sharded in shards.chunks:
+        for piece, owned in sharded.pieces:
+            sizes = state_sizes(shards.inner, shards.groups.of(piece.name), owned.shape)
+            total += moment_size(sizes) * owned.dtype.itemsize
+    return total

@@ -1,0 +1,522 @@
+"""Dynamic loss scaling for float16 gradients, after Micikevicius et al. 2018."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gulliver._compat import step_hooks
+from gulliver.comm.collectives import Group, Op, all_gather, all_reduce, broadcast, group_rank
+from gulliver.comm.world import current_world
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import ByteCounter
+from gulliver.memory.manager import Manager
+from gulliver.memory.pending import before_write
+from gulliver.parallel.optimizer import BoostedOptimizer, State
+from gulliver.parallel.zero.checkpoint import ZeroCheckpoint, gather_state, scatter_state
+from gulliver.parallel.zero.chunks import ShardedChunk, Squared, squared_norm
+from gulliver.parallel.zero.elementwise import (
+    check_by_chunk,
+    check_optimizer,
+    check_trainable,
+    needs_whole,
+)
+from gulliver.parallel.zero.gather import Gatherer
+from gulliver.parallel.zero.memory import predicted
+from gulliver.parallel.zero.reduce import GradientReducer
+from gulliver.parallel.zero.state import (
+    ShardedState,
+    ZeroOptions,
+    give_back,
+    train_unfrozen,
+    watch_calls,
+)
+from gulliver.parallel.zero.step import InBackward, Updates
+from gulliver.parallel.zero.tuner import BucketTuner
+
+
+@dataclass
+class LossScaler:
+    """The factor that keeps small gradients from vanishing in float16."""
+
+    scale: float = 2.0**16
+    # Factor of the scale after `interval` steps without overflow.
+    growth: float = 2.0
+    # Factor of the scale after an overflow, whose step is skipped.
+    backoff: float = 0.5
+    # Number of steps without overflow after which the scale grows.
+    interval: int = 1000
+    smallest: float = 1.0
+    largest: float = 2.0**32
+    # Number of steps since the last overflow or growth.
+    good_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        """Adapts the scale to a step whose gradients were finite or not."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.smallest, self.scale * self.backoff)
+        elif self.good_steps >= self.interval:
+            self.scale, self.good_steps = min(self.largest, self.scale * self.growth), 0
+
+
+# Buffers, such as running statistics: after every step all ranks have those of rank 0.
+#
+# As with torch's DDP, which sends them at the first forward after a step. Here they travel at the
+# step itself, where all ranks are anyway: one of them may then evaluate or save alone. All of them
+# travel: writes through ``.data`` and fused kernels do not raise autograd's version counters, so
+# which were written cannot be known without reading them.
+
+
+MESSAGE_BYTES = 1 << 25
+"""Bytes that are sent together, which bounds the memory that they are copied to."""
+
+
+class BufferSync:
+    """Gives all ranks rank 0's values of the buffers."""
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self._group = group
+        self._places = [
+            (module, key, buffer.shape)
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._own: Sequence[int] = [1] * len(self._places)
+
+    def votes(self) -> list[int]:
+        """Input of this rank to a max all-reduce: 1 for a buffer that is its own."""
+        # These are buffers that it has resized, such as caches, and expanded ones, whose elements
+        # share memory and cannot be written.
+        now = [(module._buffers.get(key), shape) for module, key, shape in self._places]
+        return [
+            int(b is None or b.shape != shape or (0 in b.stride() and b.numel() > 1))
+            for b, shape in now
+        ]
+
+    def take_votes(self, votes: Sequence[int]) -> None:
+        """Notes which buffers stay each rank's own, as any rank has voted."""
+        self._own = votes
+
+    def sync(self) -> None:
+        """Sends all other buffers; every rank calls it."""
+        for buffers in self._messages():
+            # As bytes: backends do not know every dtype.
+            runs = [b.contiguous().view(-1).view(torch.uint8) for b in buffers]
+            flat = torch.cat(runs)
+            broadcast(flat, 0, self._group)
+            if group_rank(self._group) == 0:
+                continue
+            before_write(buffers)
+            pieces = flat.split([run.numel() for run in runs])
+            for buffer, piece in zip(buffers, pieces, strict=True):
+                # A clone starts at an address that every dtype can be read from.
+                buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _messages(self) -> Iterator[list[Tensor]]:
+        """Yields what is sent together: buffers of one device, up to `MESSAGE_BYTES`."""
+        pending: dict[torch.device, list[Tensor]] = {}
+        for (module, key, _), own in zip(self._places, self._own, strict=True):
+            buffer = module._buffers.get(key)
+            if own or buffer is None or not buffer.numel():
+                continue
+            buffers = pending.setdefault(buffer.device, [])
+            if buffers and sum(b.nbytes for b in buffers) + buffer.nbytes > MESSAGE_BYTES:
+                yield pending.pop(buffer.device)
+                buffers = pending.setdefault(buffer.device, [])
+            buffers.append(buffer.detach())
+        yield from pending.values()
+
+
+# The sharded optimizer: it steps this rank's part of every chunk, and gathers the others' parts.
+#
+# Read `ZeroOptimizer._step` first: a step is all there. `ShardedState` (`state.py`) keeps what a
+# rank has. Gradients are reduced to the shards in `reduce.py`, chunks are stepped in `step.py`,
+# and parameters are gathered in `gather.py`; `checkpoint.py` saves all of it, and cuts the chunks
+# again.
+
+
+class ZeroOptimizer(BoostedOptimizer):
+    """Shards optimizer state, gradients and parameters, as the stage says.
+
+    After Rajbhandari et al., ZeRO, 2020. Parameters of 16 bits are trained through float32 copies.
+
+    Gradients leave the parameters during `backward`; ``parameter.grad`` then is a stand-in that
+    refuses norms and changes, so `torch.nn.utils.clip_grad_norm_` is refused rather than wrong.
+
+    Args:
+        inner: the user's optimizer; its groups are changed to hold this rank's pieces.
+        names: trainable parameters of the model in its order, with their names.
+        stage: 0 shards nothing; 1 the optimizer's state, and keeps whole gradient buffers between
+            steps; 2 frees each when it is reduced, and so reduces at every backward, inside
+            `no_sync` too, adding up shards; 3 parameters as well, gathered ahead of use.
+        group: process group to shard over; None for all ranks.
+        frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
+        manager: memory manager that keeps state in tiers (stage 3); None keeps all of it here.
+        options: fields of `ZeroOptions`, by name.
+
+    Raises:
+        GulliverError: the optimizer cannot be sharded, or the dtype of a parameter not trained.
+    """
+
+    spreads_state = True
+    adds_micro_batches = False
+    checkpoint: ZeroCheckpoint
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        stage: int = 1,
+        *,
+        group: Group = None,
+        frozen: Mapping[nn.Parameter, str] | None = None,
+        manager: Manager | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = chosen = ZeroOptions(**options)
+        super().__init__(inner, names)
+        check_optimizer(inner, stage, chosen.assume_elementwise, chosen.assume_per_parameter)
+        check_by_chunk(inner, stage, manager is not None, chosen.step_in_backward)
+        check_trainable(self.names)
+        for parameter in self.names:
+            vars(parameter)["_boosted"] = True
+        # Some optimizers have state before their first step; the boost may come later, too.
+        exported = super().export_state()
+        state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
+        sharded = dict(frozen or {}) if stage == 3 else {}
+        whole = needs_whole(inner, chosen.assume_elementwise)
+        self.shards = ShardedState(inner, self.names, sharded, stage, group, chosen, manager, whole)
+        self.names = self.shards.names  # which grow when parameters are unfrozen
+        self._frozen = [p for p in self._frozen if p not in self.shards.frozen_trainable]
+        self.grad_norm: Tensor | None = None
+        self.skipped = 0
+        self._squared: Squared = squared_norm
+        self.tuner: BucketTuner | None = None
+        self._buffers: BufferSync | None = None
+        self._tuned = 0
+        self._deferred = self._accumulating = False
+        self._used: set[str] | None = None
+        self._updates = Updates(self.shards)
+        self._begun = InBackward(self.shards, self._updates)
+        self.checkpoint = ZeroCheckpoint(self, on_load=self._begun.mend)  # type: ignore[override]
+        self.gives_back = stage == 3
+        fp16 = any(p.dtype is torch.float16 for p in self.names)
+        self.scaler = LossScaler() if fp16 else None
+        scatter_state(self.shards, state)
+        inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        # Of the optimizer that boost was given, too, only the wrapper's way is right.
+        inner.register_state_dict_pre_hook(_refuse_state)
+        inner.register_load_state_dict_pre_hook(_refuse_state)
+
+    # What the state knows.
+
+    @property
+    def stage(self) -> int:
+        """Stage of ZeRO, 0 to 3."""
+        return self.shards.stage
+
+    @property
+    def group(self) -> Group:
+        """Ranks that it is sharded over."""
+        return self.shards.group
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process among them."""
+        return self.shards.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that it is sharded over."""
+        return self.shards.size
+
+    @property
+    def all_chunks(self) -> list[ShardedChunk]:
+        """All chunks, in the order of use."""
+        return self.shards.all_chunks
+
+    @property
+    def chunks(self) -> list[ShardedChunk]:
+        """Chunks of trained parameters, in the order of use."""
+        return self.shards.chunks
+
+    @property
+    def gatherer(self) -> Gatherer:
+        """Moves parameters from the shards to the ranks."""
+        return self.shards.gatherer
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        return self.shards.reducer
+
+    def watch(self, model: nn.Module) -> None:
+        """Notices calls of the model; see `state.py`."""
+        super().watch(model)
+        self._watches = watch_calls(model, self.shards)
+
+    def release(self, model: nn.Module) -> None:
+        """Gives the model whole parameters of its own again; every rank calls it."""
+        give_back(self.shards, model, self._watches)
+
+    def tune(self, tuner: BucketTuner) -> None:
+        """Gives the next steps to a tuner, which cuts the chunks again between them."""
+        self.tuner = tuner
+        self._reducer.listen(tuner.gradient)
+
+    def sync_buffers(self, buffers: BufferSync) -> None:
+        """Gives all ranks the model's buffers of the first one after every step."""
+        self._buffers = buffers
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[float]:
+        """Wraps a backward; when it ends, the gradients are being reduced to the shards."""
+        # ``loss.backward()`` without it is right too, but then all communication waits for the
+        # step.
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        self._mark("backward")
+        train_unfrozen(self.shards)
+        self.gatherer.enter_backward()
+        try:
+            stepping, on_sent = self._stepping()
+            reducing = self._reducer.backward(not self._deferred, scale, on_sent)
+            with stepping, reducing, self.saving():
+                yield scale
+                self._mark("backward ended")
+        finally:
+            self.gatherer.leave_backward()
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether chunks are stepped during backward: nothing needs all gradients before."""
+        waits = math.isfinite(self.options.max_norm) or self.scaler is not None
+        return self.options.step_in_backward and not waits
+
+    def _stepping(
+        self,
+    ) -> tuple[AbstractContextManager[None], Callable[[ShardedChunk], None] | None]:
+        """What steps chunks in a backward, and is called when one is sent; else nothing."""
+        self._begun.check_whole()
+        self._begun.refuse("backward was called")
+        profiling = self.tuner is not None and self.tuner.profiling
+        if not self.steps_in_backward or self._accumulating or profiling:
+            return nullcontext(), None
+        return self._begun.backward(), self._begun.reduced
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Makes autograd save references to sharded parameters, where a backward runs a forward."""
+        if self.stage < 3:
+            yield
+            return
+        with saved_tensors_hooks(self.gatherer.pack, self.gatherer.unpack):
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Adds gradients up without reducing them; from stage 2 on they are reduced to shards."""
+        before = self._deferred, self._accumulating
+        self._deferred, self._accumulating = self.stage < 2, True
+        try:
+            yield
+        finally:
+            self._deferred, self._accumulating = before
+
+    def _mark(self, name: str) -> None:
+        if self.tuner is not None:
+            self.tuner.mark(name)
+
+    def _step(self) -> None:
+        self._begun.check_whole()
+        if self._begun.begun:
+            self._begun.finish(self._vote_and_flush(), self._finish_step)
+            return
+        for sharded in self.all_chunks:
+            sharded.chunk.check_parameters()
+        self.gatherer.release_all()
+        used = self._vote_and_flush()
+        self.shards.groups.check_members()  # clipping may have voted before
+        if math.isfinite(self.options.max_norm):
+            self.clip_grad_by_norm(self.options.max_norm)
+        if self.scaler is not None and not self._all_finite():
+            self.skipped += 1
+            self._finish_step()
+            return
+        self._updates.begin()
+        try:
+            with step_hooks(self.inner):
+                self.shards.take_writes()  # of hooks before the step, too
+                self._pipeline(used)
+                self._updates.end()
+                self._finish_step()  # hooks after it read and write what was stepped
+        finally:
+            self._updates.end()
+
+    def _pipeline(self, used: set[str]) -> None:
+        """Waits for each chunk's gradients, steps it, and starts its gather."""
+        timed = self.tuner is not None and self.tuner.profiling
+        if timed:
+            self._reducer.wait_all_reductions()
+            self._mark("step")
+        for turn in self.shards.step_groups():
+            self._updates.step(turn, used)
+        if timed:
+            self._mark("stepped")
+            assert self.tuner is not None
+            self.tuner.updated(self._updates.seconds)
+            self.gatherer.finish_all()
+
+    def _finish_step(self) -> None:
+        self._used = None
+        self._reducer.end_step()
+        if self._buffers is not None:
+            self._buffers.sync()
+        self.gatherer.end_step()
+        if self.shards.manager is not None:
+            self.shards.manager.end_step()
+        self.shards.record.end_step()
+
+    def _all_finite(self) -> bool:
+        """Whether no gradient has overflowed, and the scale of the next losses."""
+        assert self.scaler is not None
+        clipped = math.isfinite(self.options.max_norm)
+        norm = self.grad_norm if clipped else self.clip_grad_by_norm(math.inf)
+        assert norm is not None
+        finite = bool(torch.isfinite(norm))
+        self.scaler.update(finite)
+        return finite
+
+    def _vote_and_flush(self) -> set[str]:
+        """Sends all gradients to the shards, once between backward and step."""
+        if self._used is None or not self._reducer.voted:
+            groups, buffers = self.shards.groups.votes(), self._buffers
+
+            def take(votes: list[int]) -> None:
+                self.shards.groups.check_votes(votes[: len(groups)])
+                if buffers is not None:
+                    buffers.take_votes(votes[len(groups) :])
+
+            extra = groups + (buffers.votes() if buffers is not None else [])
+            self._used = self._reducer.vote_and_flush(extra, take)
+        return self._used
+
+    @contextmanager
+    def suspended(self, why: str, left: str) -> Iterator[None]:
+        """Refuses steps, clipping and forgetting in this block; and steps, if it was left early."""
+        self.unfinished = why
+        self._begun.suspend(why)
+        try:
+            yield
+        except BaseException:  # a loop that is left closes its generator: that is no Exception
+            self.unfinished = left
+            raise
+        else:
+            self.unfinished = ""
+        finally:
+            self._begun.suspend("")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; with ``set_to_none=False`` those that there are become zeros."""
+        self._begun.refuse("zero_grad was called")
+        self._used, self.unfinished = None, ""
+        self._reducer.forget(set_to_none)
+        if self.tuner is not None and set_to_none and self.gatherer.step > self._tuned:
+            self._tuned = self.gatherer.step
+            self.tuner.stepped()
+
+    def _landed(self) -> list[ShardedChunk]:
+        """Returns the chunks, whose gradients are in the shards."""
+        self._begun.refuse("gradients were clipped or read")
+        self._vote_and_flush()
+        self._reducer.wait_all_reductions()
+        return self.chunks
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients so that their global norm is at most `max_norm`."""
+        # The norm is that of the mean gradient over all ranks and parameters, tied ones counted
+        # once; one number is exchanged for it. `max_norm` may be infinite, to measure only;
+        # `norm_type` is 2, or infinite for the largest element.
+        self.check_norm(max_norm, norm_type)
+        self.grad_norm = norm = self._norm(norm_type)
+        if math.isfinite(max_norm):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for sharded in self.chunks:
+                sharded.clip(scale, later=self.shards.states.tiered)
+        return norm
+
+    def _norm(self, kind: float) -> Tensor:
+        """The norm of the mean gradient: a float64 scalar, the same on all ranks."""
+        total = torch.zeros((), dtype=torch.float64, device=current_world().device)
+        for sharded in self._landed():
+            if kind == 2:
+                total += sharded.squared_norm(self._squared)
+                continue
+            for gradient in sharded.gradients():
+                total = torch.maximum(total, torch.linalg.vector_norm(gradient, kind).double())
+        if self.shards.states.tiered and kind == 2:
+            self._reducer.measure(self._squared)
+        total = self._over_ranks(total, "sum" if kind == 2 else "max")
+        return total.sqrt() if kind == 2 else total
+
+    def _over_ranks(self, total: Tensor, operation: Op) -> Tensor:
+        """Reduces a number over the ranks that have shards of the gradient."""
+        if self.shards.parts > 1:
+            all_reduce(total, operation, self.group)
+        return total
+
+    def clip_grad_by_value(self, limit: float) -> None:
+        """Cuts every element of the mean gradient to [-limit, limit]."""
+        for sharded in self._landed():
+            for shard in sharded.gradients(write=True):
+                shard.clamp_(-limit, limit)
+                del shard  # a view of memory in tiers keeps it from leaving
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole averaged gradients by name, where there is one; every rank calls it."""
+        self._begun.refuse("gradients were read")
+        used = self._vote_and_flush()
+        self._reducer.wait_all_reductions()
+        found: dict[str, Tensor] = {}
+        for sharded in self.chunks:
+            for shard in sharded.gradients():
+                whole = shard if not self.shards.states.tiered else shard.clone()
+                if self.shards.parts > 1:
+                    whole = shard.new_empty(sharded.chunk.layout.size)
+                    all_gather(whole, shard, self.group)
+                views = sharded.chunk.named_views(whole)
+                found |= {name: view for name, view in views.items() if name in used}
+        return {name: found[name] for name in self.names.values() if name in found}
+
+    def export_state(self, keep: bool = True) -> State:
+        """The whole state by parameter name; every rank calls it, those that `keep` get it."""
+        self.shards.take_writes()
+        return gather_state(self.shards, keep)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that this rank holds now: shards and whole buffers."""
+        held = [t for c in self.chunks for t in (c.chunk.gradients.buffer, c.gradient_shard)]
+        return sum(t.nbytes for t in held if t is not None and not t.is_meta)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind that this rank will hold; see `gulliver.parallel.zero.memory`."""
+        return predicted(self.shards, self.adds_micro_batches)
+
+    @property
+    def held_bytes(self) -> ByteCounter:
+        """Counts the bytes that this rank holds of them now, and has held at most."""
+        return self.shards.pool.counter
+
+
+def _refuse_state(*_: Any) -> NoReturn:
+    raise GulliverError(
+        "the state lies in chunks: use booster.save_optimizer(optimizer, path) and "
+        "booster.load_optimizer(optimizer, path) with the optimizer that boost returned"
+    )

@@ -1,0 +1,514 @@
+"""Reduces gradients: from the chunk in which backward adds them up to the shards of the ranks.
+
+Read `Phase` in `chunks.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
+and `wait_reduction`. A reduction is in flight while backward, and whatever follows it, goes on;
+whoever needs its result waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from gulliver.comm.collectives import Group, all_reduce, group_size
+from gulliver.comm.watchdog import Purpose
+from gulliver.errors import GulliverError
+from gulliver.memory.chunk import ReducedGradient
+from gulliver.memory.managed_chunk import ManagedChunk
+from gulliver.memory.prefetch import AccessRecord
+from gulliver.parallel.zero.chunks import Phase, ShardedChunk, Squared
+from gulliver.parallel.zero.sending import GradientSender, ZeroWires
+from gulliver.parallel.zero.tiers import gradient_was_set
+
+IN_FLIGHT = 4
+"""Chunks that stages 2 and 3 let travel at once: bounds the whole gradient buffers alive."""
+
+STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
+"""What the vote before a step is for; codes of chunks begin at 256."""
+
+
+# [Note: gradients leave the parameters] The obvious way is to leave gradients in ``parameter.grad``
+# and to reduce them in the step. Then nothing would hide the messages, and whole gradients of all
+# parameters would be there at once. So a chunk is reduced as soon as its gradients are complete,
+# while backward computes those of earlier layers; from stage 2 on its buffer goes back to the pool
+# after that. From then on a parameter has nothing true to show, but at stage 0 when the reduction
+# has ended: what this rank added up is no mean, and its memory may hold other gradients. So at all
+# stages a `ReducedGradient` stands there, which refuses norms and changes in place.
+#
+# [Note: order of the sum] Sums of floats depend on the order of their terms. A ring adds each
+# element's terms in an order that depends on where in the buffer it lies, so the bits of a run
+# would change with the size of chunks, which tuning picks by measured times. So over gloo terms are
+# added in the order of the ranks wherever an element lies (`comm/steps.py`), and gloo's own
+# ring is allowed between two ranks only, whose sum is the same either way. Updates are element by
+# element, so the cut shows nowhere else but in the last bits of a norm, which is added up chunk by
+# chunk, in float64.
+#
+# [Note: one order on all ranks] Ranks may differ in which parameters a backward touches and when,
+# yet collectives must be issued in one order everywhere. So chunks are reduced strictly from the
+# last to the first: a chunk goes when its gradients are complete and all later chunks have gone.
+# What a backward did not touch is found at its end, and follows in the same order with zeros.
+# Chunks that no rank used as wholes in the last step stand at the end of the order: no other waits
+# for them.
+#
+# One rank has nothing to agree on: it reduces chunks as they are complete, and none that has
+# nothing.
+#
+# [Note: used anywhere] A parameter without a gradient on this rank may have one elsewhere; its mean
+# is not zero then. Whether it had one on any rank, since gradients were last forgotten, is voted on
+# before each step, in one small exchange. Without any, it is left alone, as torch leaves a gradient
+# of None.
+#
+# [Note: cleared gradients] From its reduction on a parameter's grad is a `ReducedGradient`. If it
+# is None later, somebody cleared it (``model.zero_grad()``), and its shards are zeroed before more
+# is added.
+#
+# It does not know what an optimizer is.
+class GradientReducer:
+    """Reduces the gradients of chunks to shards while backward goes on."""
+
+    def __init__(
+        self,
+        stage: int,
+        group: Group,
+        record: AccessRecord,
+        overlap: bool = True,
+        wires: ZeroWires | None = None,
+    ) -> None:
+        self.stage, self.overlap = stage, overlap
+        self.group, self.size = group, group_size(group)
+        self.sender = GradientSender(group, wires or ZeroWires())
+        # Whether a gradient has come where none may, since gradients were last forgotten.
+        self.stray_gradient_seen = False
+        self.chunks: Sequence[ShardedChunk] = ()
+        self._record = record
+        self._scale = 1.0
+        self._refusal = ""
+        self._squared: Squared | None = None
+        self._on_gradient: Callable[[str], None] | None = None
+        self._on_sent: Callable[[ShardedChunk], None] | None = None
+        # With one rank there is nothing to wait for.
+        self._in_flight = IN_FLIGHT if self.size > 1 else 0
+        self._chunk_of: dict[str, ShardedChunk] = {}
+        self._used: set[str] = set()
+        self._next = 0
+        self._reducing = self._voted = False
+        self._flying: deque[ShardedChunk] = deque()
+        self._hooks: dict[ShardedChunk, list[RemovableHandle]] = {}
+        self._late, self._order = set[ShardedChunk](), list[ShardedChunk]()
+
+    def listen(self, on_gradient: Callable[[str], None]) -> None:
+        """Calls a listener with the name of each parameter whose gradient has come."""
+        self._on_gradient = on_gradient
+
+    def measure(self, squared: Squared) -> None:
+        """Takes squared norms of gradients while they are here: to fetch them again takes time."""
+        self._squared = squared
+
+    def take(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Reduces these chunks from here on, in the order of use; some may be known already."""
+        gone = self._hooks.keys() - set(chunks)
+        for sharded in gone:
+            for hook in self._hooks.pop(sharded):
+                hook.remove()
+        if gone:
+            self._used, self._voted = set(), False
+        self.chunks = chunks
+        self._chunk_of = {name: c for c in chunks for name in c.chunk.parameters}
+        self._late, self._order = set(), list(reversed(chunks))
+        if gone:
+            self.sender.take_lost(self.sender.lost())
+        for sharded in chunks:
+            if sharded not in self._hooks:
+                self._hooks[sharded] = [*self._hooks_of(sharded)]
+
+    def _hooks_of(self, sharded: ShardedChunk) -> Iterator[RemovableHandle]:
+        for name, parameter in sharded.chunk.parameters.items():
+            needed = parameter.requires_grad  # torch takes hooks then only, and they stay
+            parameter.requires_grad_()
+            yield parameter.register_hook(self._before_hook(sharded, name))
+            yield parameter.register_post_accumulate_grad_hook(self._ready_hook(sharded, name))
+            parameter.requires_grad_(needed)
+
+    def _before_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
+        """Makes the hook before autograd adds to a parameter: the gradient must be a view then."""
+        # It runs for every parameter in every backward, so the usual case calls nothing: the chunk
+        # collects, and the parameter has no gradient yet, or its view.
+        gradients, parameter = sharded.chunk.gradients, sharded.chunk.parameters[name]
+
+        def before(_: object) -> None:
+            if gradients.resting:
+                gradients.wake()
+            if sharded.phase is Phase.COLLECTING and not self._voted:
+                if parameter.grad is None:
+                    if name in gradients.blank and name not in gradients.placed:
+                        return
+                elif type(parameter.grad) is not ReducedGradient:
+                    return
+            self._before_gradient(name)
+
+        return before
+
+    def _ready_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
+        """Makes the hook after it: places the gradient, and reduces complete chunks in turn."""
+        gradients, waiting, ordered = sharded.chunk.gradients, sharded.waiting, self.size > 1
+        place, parks = gradients.place, isinstance(sharded.chunk, ManagedChunk)
+
+        def ready(_: object) -> None:
+            # Refused here and not before it is added: `autograd.grad` only looks at it.
+            if self._refusal:
+                self.stray_gradient_seen = True
+                raise GulliverError(self._refusal)
+            place(name)
+            if self._on_gradient is not None:
+                self._on_gradient(name)
+            if self._reducing:
+                if name in waiting:
+                    del waiting[name]
+                if not waiting:
+                    if ordered:
+                        self._reduce_complete()
+                        if parks and sharded.phase is Phase.COLLECTING:  # it waits for others
+                            gradients.wake()
+                            self._gather_up(sharded)
+                            gradients.park()
+                    else:
+                        self._reduce(sharded)
+            elif parks:
+                # The next micro-batch adds to it; until then its memory may serve others.
+                waiting.pop(name, None)
+                if not waiting:
+                    gradients.rest()
+                    waiting.update(sharded.chunk.parameters)
+
+        return ready
+
+    def release_idle(self) -> None:
+        """Waits for what is in flight, and unpins gradients that are being collected."""
+        # These come again with their next terms. To wait is safe: what is in flight was issued in
+        # one order on all ranks, so none of them waits for what another has yet to issue.
+        self.wait_all_reductions()
+        for sharded in self.chunks:
+            if sharded.phase is Phase.COLLECTING:
+                sharded.chunk.gradients.rest()
+
+    @contextmanager
+    def backward(
+        self,
+        reduce: bool,
+        scale: float = 1.0,
+        on_sent: Callable[[ShardedChunk], None] | None = None,
+    ) -> Iterator[None]:
+        """Wraps one backward; with `reduce` all its gradients are in flight when it ends.
+
+        A backward outside of this context, or without `reduce`, only adds up; `vote_and_flush` or
+        the next one that reduces sends it all.
+
+        Args:
+            reduce: whether gradients are sent.
+            scale: factor of the loss, which reduced gradients are divided by.
+            on_sent: called with each chunk whose gradients have been sent.
+        """
+        self.check_stray()
+        refusal, self._refusal, self._scale = self._refusal, "", scale
+        self._voted = False
+        self.wait_all_reductions()
+        for sharded in self.chunks:
+            sharded.waiting.update(sharded.chunk.parameters)
+        self._next, self._reducing, self._on_sent = 0, reduce, on_sent
+        try:
+            yield
+            if reduce:
+                self._reduce_rest()
+        finally:
+            self._reducing, self._on_sent, self._refusal = False, None, refusal
+
+    def check_stray(self) -> None:
+        """Refuses to go on where a gradient has come outside of `backward`."""
+        if self.stray_gradient_seen and self._refusal:
+            raise GulliverError(self._refusal)
+
+    @contextmanager
+    def refusing(self, why: str) -> Iterator[None]:
+        """Refuses gradients that come outside of `backward` in this block."""
+        self._refusal = why
+        try:
+            yield
+        finally:
+            self._refusal = ""
+
+    def vote_and_flush(
+        self, extra: Sequence[int] = (), check: Callable[[list[int]], None] | None = None
+    ) -> set[str]:
+        """Votes on which parameters have a gradient on any rank, and sends all gradients.
+
+        Every rank calls it, however backward was called.
+
+        Args:
+            extra: bytes that are sent with the vote, as many on every rank.
+            check: called with the largest of each of them, before anything else is sent.
+
+        Returns:
+            The parameters that have a gradient on any rank.
+        """
+        for sharded in self.chunks:
+            self._forget_cleared(sharded)
+            self._used |= sharded.chunk.gradients.placed.keys()
+        names = list(self._chunk_of)
+        collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
+        foreign = [name for c in self.chunks for name in c.chunk.gradients.foreign_names()]
+        # On the CPU: the host waits for the answer, a device need not.
+        ours = [*[n in self._used for n in names], collecting, bool(foreign), *extra]
+        votes = torch.tensor(ours, dtype=torch.uint8)
+        all_reduce(votes, "max", self.group, purpose=STEPS)
+        answer = votes.tolist()
+        used, (pending, set_by_user, *others) = answer[: len(names)], answer[len(names) :]
+        # On all ranks at once, or the others would wait for one that has raised.
+        if set_by_user:
+            raise gradient_was_set(foreign)
+        if check is not None:
+            check(others)
+        if pending:
+            self.wait_all_reductions()
+            self._next = 0
+            self._reduce_rest()
+        if self.sender.checking:
+            self.wait_all_reductions()
+        self.sender.end_step(names, cut=self.stage > 0)
+        self._voted = True
+        found = {name for name, vote in zip(names, used, strict=True) if vote}
+        self._sort(found)
+        return found
+
+    def _sort(self, used: set[str]) -> None:
+        """Puts chunks that are not used as wholes last: the others would wait for them."""
+        every = self.size == 1 or len(used) == len(self._chunk_of)
+        late = {c for c in self.chunks if not every and not used.issuperset(c.chunk.parameters)}
+        if late != self._late:
+            self._late = late
+            order = self.chunks[::-1]
+            self._order = [c for c in order if c not in late] + [c for c in order if c in late]
+
+    def used_in(self, sharded: ShardedChunk) -> list[bool]:
+        """Says which parameters of a chunk have had a gradient on this rank."""
+        return [name in self._used for name in sharded.chunk.parameters]
+
+    def use_up(self, sharded: ShardedChunk) -> None:
+        """Gives the gradient of a chunk up that was stepped; zero_grad has to follow."""
+        assert sharded.gradient_shard is not None, "its reduction was waited for"
+        sharded.forget_gradient()
+        sharded.used_up = True
+
+    def check_cleared(self) -> None:
+        """Refuses to add to gradients that were used up, where zero_grad was not called since."""
+        for sharded in self.chunks:
+            if sharded.used_up:
+                self._check_cleared(sharded)
+
+    def _check_cleared(self, sharded: ShardedChunk) -> None:
+        cleared = sharded.chunk.gradients.cleared_names()
+        if len(cleared) < len(sharded.chunk.members):
+            raise GulliverError(
+                "gradients would be added to those of the last step, which step_in_backward has "
+                "used up: call zero_grad after each step"
+            )
+        self._used.difference_update(cleared)
+        sharded.used_up = False
+
+    @property
+    def voted(self) -> bool:
+        """Whether nothing came since `vote_and_flush`."""
+        return self._voted
+
+    def end_step(self) -> None:
+        """The gradients were stepped with; others may come."""
+        self._voted = False
+
+    def forget(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, or makes those that there are zero."""
+        self._voted = self.stray_gradient_seen = False
+        self.wait_all_reductions()
+        for sharded in self.chunks:
+            sharded.used_up = False
+            if set_to_none:
+                self._empty(sharded)
+                continue
+            # A buffer that is being filled goes on being filled, from zero.
+            gradients = sharded.chunk.gradients
+            gradients.wake()
+            gradients.fetch()
+            if gradients.buffer is not None:
+                gradients.buffer.zero_()
+            for gradient in sharded.gradients(write=True):
+                gradient.zero_()
+        if set_to_none:
+            self._used.clear()
+
+    def _empty(self, sharded: ShardedChunk) -> None:
+        if sharded.phase is Phase.COLLECTING:
+            sharded.move(Phase.EMPTY)
+        sharded.chunk.gradients.clear()
+        sharded.forget_gradient()
+        if self.stage != 1 or sharded.reduced_in_place:
+            sharded.chunk.gradients.free()
+
+    def _before_gradient(self, name: str) -> None:
+        """Prepares a chunk to collect, and removes the stand-in where autograd is about to add."""
+        sharded = self._chunk_of[name]
+        if self._voted and not self._reducing:
+            raise GulliverError(
+                "loss.backward() was called after clipping or reading the gradients and before "
+                "step: do that when all gradients are there, or use booster.backward"
+            )
+        if sharded.phase is Phase.REDUCING or sharded.chunk.gradients.parked:
+            if self._reducing:
+                raise GulliverError(
+                    f"parameter {name!r} got a second gradient within one backward: with "
+                    "activation checkpointing of shared modules use use_reentrant=False"
+                )
+            self.wait_all_reductions()
+        parameter = sharded.chunk.parameters[name]
+        if sharded.phase is Phase.EMPTY:
+            self._begin(sharded)
+        elif parameter.grad is None:
+            self._forget_cleared(sharded)
+        if type(parameter.grad) is ReducedGradient:
+            parameter.grad = None  # the first gradient is taken as it comes
+
+    def _reduce_complete(self) -> None:
+        """Reduces the chunks that are complete and in turn."""
+        order = self._order
+        while self._next < len(order) and not order[self._next].waiting:
+            self._next += 1
+            self._reduce(order[self._next - 1])
+
+    def open_gradient(self, name: str) -> torch.Tensor:
+        """Returns what backward has added up for a parameter, not reduced yet, to be changed."""
+        # Zeros where nothing came: then it counts as used from here on.
+        sharded = self._chunk_of[name]
+        parameter, gradients = sharded.chunk.parameters[name], sharded.chunk.gradients
+        gradients.wake()
+        if name not in gradients.placed:
+            self._before_gradient(name)
+            parameter.grad = torch.zeros_like(parameter)
+            self._ready_hook(sharded, name)(None)
+            gradients.wake()
+        assert parameter.grad is not None
+        return parameter.grad
+
+    def _begin(self, sharded: ShardedChunk) -> None:
+        if sharded.used_up and self._on_sent is not None:
+            raise GulliverError(
+                "a parameter gets a further gradient after step_in_backward has stepped it, as "
+                "one does that reentrant checkpoints share: use checkpoint(..., "
+                "use_reentrant=False), or leave step_in_backward out"
+            )
+        if sharded.used_up:
+            self._check_cleared(sharded)
+        self._forget_cleared(sharded)
+        sharded.chunk.check_parameters()
+        sharded.chunk.gradients.begin()
+        sharded.move(Phase.COLLECTING)
+        if not self._record.complete:  # a call less for every chunk
+            self._record.note("collecting", sharded.index)
+
+    def _reduce(self, sharded: ShardedChunk) -> None:
+        """Sends a chunk's gradients to the shards."""
+        gradients = sharded.chunk.gradients
+        if sharded.phase is Phase.EMPTY:
+            self._begin(sharded)
+        gradients.wake()
+        if gradients.parked:
+            gradients.fetch()
+        else:
+            self._gather_up(sharded)
+        if not self._record.complete:
+            self._record.note("reduced", sharded.index)
+        sharded.incoming, sharded.reduction = self.sender.send(sharded)
+        sharded.move(Phase.REDUCING)
+        self._flying.append(sharded)
+        # From stage 2 on the buffer is freed when its reduction ends. A few in flight hide each
+        # other's latency; more would only keep more whole buffers alive.
+        if self.stage >= 2 and len(self._flying) > self._in_flight:
+            self.wait_reduction(self._flying[0])
+        if not self.overlap:
+            self.wait_all_reductions()
+        if self._on_sent is not None:
+            self._on_sent(sharded)
+
+    def _gather_up(self, sharded: ShardedChunk) -> None:
+        """Completes what was collected with zeros, and takes it from the parameters."""
+        self._forget_cleared(sharded)
+        sharded.chunk.gradients.complete()
+        self._used |= sharded.chunk.gradients.placed.keys()
+        sharded.chunk.gradients.mark_reduced()
+
+    def wait_reduction(self, sharded: ShardedChunk) -> None:
+        """Waits for a reduction in flight and adds its result to the shard's gradient."""
+        if sharded.phase is not Phase.REDUCING:
+            return
+        assert sharded.reduction is not None
+        assert sharded.incoming is not None
+        gradients = sharded.chunk.gradients
+        sharded.reduction.wait()
+        self.sender.check_reduced(sharded, sharded.incoming)
+        # Before memory is asked for below: to make room the others may be waited for.
+        self._flying.remove(sharded)
+        incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
+        if self.stage != 1:
+            gradients.free()
+        if self._scale != 1.0:
+            incoming /= self._scale
+        if sharded.gradient_shard is None:
+            self._measure(sharded, incoming)
+            sharded.gradient_shard = gradients.keep_reduced(incoming)
+        else:
+            for gradient in sharded.gradients(write=True):
+                gradient += incoming
+                self._measure(sharded, gradient)
+            gradients.give_reduced(incoming)
+        sharded.move(Phase.EMPTY)
+        sharded.zero_gradients(gradients.cleared_names())
+
+    def _measure(self, sharded: ShardedChunk, gradient: torch.Tensor) -> None:
+        if self._squared is not None:
+            sharded.squared = self._squared(sharded, gradient)
+
+    def wait_all_reductions(self) -> None:
+        """Waits for all reductions in flight."""
+        while self._flying:
+            self.wait_reduction(self._flying[0])
+
+    def _reduce_rest(self) -> None:
+        """Sends the chunks that a backward did not complete."""
+        if self.size == 1:
+            for sharded in reversed(self.chunks):
+                sharded.waiting.clear()
+                if sharded.phase is Phase.COLLECTING or self._lacks_zeros(sharded):
+                    self._reduce(sharded)
+            return
+        while self._next < len(self._order):
+            self._next += 1
+            self._reduce(self._order[self._next - 1])
+
+    def _lacks_zeros(self, sharded: ShardedChunk) -> bool:
+        """Whether the gradients of a chunk have been made zero when they had been used up."""
+        gone = sharded.phase is Phase.EMPTY and sharded.gradient_shard is None
+        return gone and not sharded.used_up and any(self.used_in(sharded))
+
+    def _forget_cleared(self, sharded: ShardedChunk) -> None:
+        """Drops the gradients of parameters whose grad was set to None; see the note above."""
+        if sharded.phase is Phase.EMPTY and sharded.gradient_shard is None:
+            return
+        cleared = sharded.chunk.gradients.cleared_names()
+        if not cleared:
+            return
+        self._used.difference_update(cleared)
+        if sharded.phase is not Phase.REDUCING:
+            # What was added up before is zeroed once, here: a gradient may be there afterwards.
+            sharded.zero_gradients(cleared)
+        if sharded.phase is Phase.COLLECTING:
+            sharded.chunk.gradients.note_cleared(cleared)

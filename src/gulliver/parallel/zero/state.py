@@ -1,0 +1,552 @@
+"""The sharded state of a rank: chunks of a model, its pieces of them, groups and their state.
+
+It says how parameters are cut into chunks, puts this rank's pieces where the user's optimizer has
+had whole parameters, and keeps the two engines that move what chunks hold: `GradientReducer` and
+`Gatherer`. Chunks may be exchanged for others, see `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from typing import Any
+from weakref import WeakMethod
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from gulliver._compat import (
+    can_hook_saving,
+    compiled_call,
+    is_compiled,
+    is_transformed,
+    outside_transforms,
+    replace_compiled_call,
+    replace_recomputed,
+    untransformed,
+    without_torch_functions,
+)
+from gulliver.comm.collectives import Group, broadcast, group_rank, group_size
+from gulliver.errors import GulliverError
+from gulliver.memory.buffers import BufferPool, ChunkLayout, ShardPiece
+from gulliver.memory.chunk import Chunk
+from gulliver.memory.managed_chunk import ManagedBufferPool, ManagedChunk
+from gulliver.memory.manager import Manager
+from gulliver.memory.pending import PendingParameter, any_read_lock, hide_from_compilers
+from gulliver.memory.prefetch import AccessRecord
+from gulliver.parallel.zero.chunks import ShardedChunk, TensorSize, chunk_layouts, shard_dtype
+from gulliver.parallel.zero.elementwise import check_trainable
+from gulliver.parallel.zero.gather import Gatherer, refer
+from gulliver.parallel.zero.reduce import GradientReducer
+from gulliver.parallel.zero.sending import ZeroWires
+from gulliver.parallel.zero.tiers import (
+    OptimizerGroups,
+    PieceStates,
+    StateByParameter,
+    TieredStates,
+)
+from gulliver.precision.wire.formats import IDENTITY
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """How chunks are cut, moved and stepped.
+
+    Attributes:
+        chunk_bytes: size of a chunk, in bytes.
+        max_norm: global norm that gradients are clipped to in every step; infinite for none.
+        assume_elementwise: whether to take the user's word for an optimizer that is not known.
+        assume_per_parameter: the same, that it looks at one parameter at a time, as Muon does.
+        ahead: chunks that stage 3 gathers ahead of the one in use.
+        overlap: False waits for every collective at once, for comparison.
+        step_in_backward: whether chunks are stepped during backward, as their gradients come. With
+            `max_norm`, and with fp16, all gradients are waited for; see `step.py`.
+        order: names of the parameters in the order of use, in which chunks are cut and gathered.
+        uses: names in the order in which a forward is expected to read them, for predictions.
+        unequal: whether memory was planned for steps of unequal work on the ranks.
+        wires: formats that chunks are sent in.
+    """
+
+    chunk_bytes: int = 4 * 2**20
+    max_norm: float = math.inf
+    assume_elementwise: bool = False
+    assume_per_parameter: bool = False
+    ahead: int = 2
+    overlap: bool = True
+    step_in_backward: bool = False
+    order: Sequence[str] = ()
+    uses: Sequence[str] = ()
+    unequal: bool = False
+    wires: ZeroWires = field(default_factory=ZeroWires)
+
+
+class ShardedState:
+    """Chunks of a model's parameters over a group of ranks."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        frozen: Mapping[nn.Parameter, str],
+        stage: int,
+        group: Group,
+        options: ZeroOptions,
+        manager: Manager | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Cuts parameters into chunks.
+
+        Args:
+            inner: the user's optimizer; its groups are changed to hold this rank's pieces.
+            names: trainable parameters of the model in its order, with their names.
+            frozen: parameters that are not trained but sharded, with their names.
+            stage: stage of ZeRO, 0 to 3, see `ZeroOptimizer`.
+            group: process group to shard over; None for all ranks.
+            options: how chunks are cut and moved.
+            manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
+            whole: whether no trained parameter may be cut; see the note in `memory._layout`.
+        """
+        self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
+        self.stage, self.group, self.options, self.whole = stage, group, options, whole
+        self.manager = manager
+        self.rank, self.size = group_rank(group), group_size(group)
+        self.groups = OptimizerGroups(inner, group)
+        # Frozen parameters that the optimizer was given, which may be unfrozen later.
+        self.frozen_trainable = {
+            p: self.frozen_names[p] for p in chain(*self.groups.given) if p in frozen
+        }
+        self.groups.list_members(self.names)
+        self._parameter_of: dict[nn.Parameter, nn.Parameter] = {}
+        # Lends and counts the buffers of chunks.
+        self.pool: BufferPool
+        self.states: PieceStates
+        if manager is None:
+            self.pool = BufferPool()
+            inner.state = StateByParameter(self._parameter_of)
+            self.states = PieceStates(inner, self.groups, whole)
+        else:  # state lies on meta between steps: the users' reads would find nothing
+            self.pool = ManagedBufferPool(manager)
+            self.states = TieredStates(inner, self.groups, whole, manager)
+            # A method, held weakly: the manager may outlive the optimizer.
+            release = WeakMethod(self._release_idle)
+            manager.release_with(lambda: (found := release()) and found())
+        # All chunks, in the order of use, and those of trained parameters.
+        self.all_chunks: list[ShardedChunk] = []
+        self.chunks: list[ShardedChunk] = []
+        # In tiers on one rank a manager fetches ahead what is wanted, and nobody else waits.
+        alone = self.states.tiered and self.size == 1
+        self.record = AccessRecord()
+        self.gatherer = Gatherer(
+            stage == 3,
+            group,
+            self.record,
+            0 if alone else options.ahead,
+            options.overlap,
+            every=not alone,
+            tight=self.states.tiered,
+        )
+        self.reducer = GradientReducer(stage, group, self.record, options.overlap, options.wires)
+        self.adopt(
+            [self._placed(*found) for found in self.ordered(options.order, options.chunk_bytes)]
+        )
+
+    @property
+    def parts(self) -> int:
+        """Shards of a chunk."""
+        return self.size if self.stage else 1
+
+    @property
+    def part(self) -> int:
+        """Number of the shard of each chunk that this rank owns."""
+        return self.rank if self.parts > 1 else 0
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether each piece that is stepped is a whole parameter."""
+        return self.whole or self.parts == 1
+
+    # Chunks.
+
+    def _kinds(self) -> Iterator[tuple[bool, dict[nn.Parameter, str]]]:
+        """Kinds of parameters that share no chunk, and whether they are trained now."""
+        yield True, self.names
+        yield False, self.frozen_trainable
+        yield False, {p: n for p, n in self.frozen_names.items() if p not in self.frozen_trainable}
+
+    def layouts(
+        self, names: Mapping[nn.Parameter, str], chunk_bytes: int
+    ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
+        """Cuts parameters in their order into chunks of one dtype and device each."""
+        may_step = self.names.keys() | self.frozen_trainable.keys()
+        sizes = [
+            TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and p in may_step)
+            for p, n in names.items()
+        ]
+        parameters = {name: parameter for parameter, name in names.items()}
+        for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
+            yield layout, parameters
+
+    def ordered(
+        self, order: Sequence[str], chunk_bytes: int
+    ) -> list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]]:
+        """Layout and parameters of all chunks in the order of use, and whether each is trained.
+
+        Parameters that `order` does not name come last. Chunks are of this size from here on.
+        """
+        self.chunk_bytes = chunk_bytes
+        place = {name: number for number, name in enumerate(order)}
+        found: list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]] = []
+        for trained, names in self._kinds():
+            inorder = dict(sorted(names.items(), key=lambda item: place.get(item[1], len(place))))
+            found += [(*chunk, trained) for chunk in self.layouts(inorder, chunk_bytes)]
+        found.sort(key=lambda chunk: min(place.get(s.name, len(place)) for s in chunk[0].slots))
+        return found
+
+    def _placed(
+        self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
+    ) -> ShardedChunk:
+        """Moves parameters, equal on all ranks from here on, into a chunk."""
+        chunk = self._new_chunk(layout, parameters)
+        broadcast(chunk.data, 0, self.group)
+        return self._sharded(chunk, trained)
+
+    def replaced(
+        self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
+    ) -> ShardedChunk:
+        """Moves parameters of other chunks into a new one; reading them gathers them."""
+        return self._sharded(self._new_chunk(layout, parameters), trained)
+
+    def _new_chunk(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter]) -> Chunk:
+        if isinstance(self.pool, ManagedBufferPool):
+            return ManagedChunk(layout, parameters, self.part, self.pool)
+        return Chunk(layout, parameters, self.part, self.pool)
+
+    def _sharded(self, chunk: Chunk, trained: bool) -> ShardedChunk:
+        """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
+        layout = chunk.layout
+        wire = self.options.wires.of_parameters(layout.parts, layout.part_size, chunk.dtype)
+        separate = self.stage == 3 or wire is not IDENTITY
+        chunk.set_master_shard(shard_dtype(chunk.dtype, trained), separate)
+        if wire is not IDENTITY:
+            chunk.pack_parameters(wire, self.stage < 3)
+        if self.stage == 3:
+            chunk.release()
+        sharded = ShardedChunk(chunk, [], trained)
+        if trained:
+            self._cut_pieces(sharded)
+        return sharded
+
+    def _cut_pieces(self, sharded: ShardedChunk) -> None:
+        """Makes parameters of this rank's pieces of a chunk, for the optimizer."""
+        chunk = sharded.chunk
+        with chunk.opened():
+            sharded.own(
+                (piece, nn.Parameter(self._cut(chunk, piece)))
+                for piece in chunk.layout.pieces(chunk.part)
+            )
+            self.states.hide(sharded)
+            self._parameter_of.update((q, chunk.parameters[p.name]) for p, q in sharded.pieces)
+
+    def _cut(self, chunk: Chunk, piece: ShardPiece) -> Tensor:
+        run = chunk.master_shard[piece.start : piece.end]
+        # What is not cut has its own shape: some optimizers look at it.
+        return run.view(chunk.shapes[piece.name]) if self.has_whole else run
+
+    def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Takes chunks, in the order of use, in place of any others."""
+        for old in self.all_chunks:
+            old.chunk.discard()
+        self.all_chunks = list(chunks)
+        # Optimizers of one model count from different numbers: collectives are known by them.
+        first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
+        for index, sharded in enumerate(chunks):
+            sharded.index, sharded.number = index, first + index
+        self.gatherer.take(self.all_chunks)
+        self._list_trained()
+
+    def train(self, frozen: Sequence[ShardedChunk]) -> None:
+        """Begins to train chunks of frozen parameters; see `train_unfrozen`."""
+        self.groups.check_members()  # the groups are filled again
+        for sharded in frozen:
+            self.gatherer.release(sharded)
+            sharded.chunk.widen_master_shard(shard_dtype(sharded.chunk.dtype, trained=True))
+            sharded.trained = True
+            self._cut_pieces(sharded)
+            for name, parameter in sharded.chunk.parameters.items():
+                self.names[parameter] = name
+                vars(parameter)["_boosted"] = True
+                del self.frozen_trainable[parameter], self.frozen_names[parameter]
+        self.groups.list_members(self.names)
+        self._list_trained()
+
+    def _list_trained(self) -> None:
+        self.chunks = [c for c in self.all_chunks if c.trained]
+        mine = {owned for c in self.chunks for _, owned in c.pieces}
+        for old in self._parameter_of.keys() - mine:
+            del self._parameter_of[old]
+        self.groups.list_pieces(self.chunks)
+        self.reducer.take(self.chunks)
+
+    def _release_idle(self) -> None:
+        """Ends uses of the manager's objects that can be begun again later."""
+        # With other ranks no chunk can come again by itself: they would not take part.
+        if self.gatherer.alone:
+            self.gatherer.release_idle()
+        self.reducer.release_idle()
+
+    def step_groups(self) -> list[list[int]]:
+        """Numbers of the chunks that are stepped together.
+
+        One by one where a chunk's gather goes on while the next is stepped, where a checkpoint may
+        still be copying the others, and where chunks lie in tiers; else all in one call, which an
+        optimizer that is not known gets always: it may look at all that it has at once, or count
+        its calls.
+        """
+        numbers = list(range(len(self.chunks)))
+        gathers = self.stage in (1, 2) and self.size > 1
+        apart = gathers or any_read_lock() or self.states.tiered
+        return [[n] for n in numbers] if self.states.by_chunk and apart else [numbers]
+
+    def changed(self) -> Iterator[Tensor]:
+        """Tensors that steps write, for a checkpoint: groups show parameters, which may be away."""
+        if not self.states.tiered:
+            yield from self.states.written(self.chunks)
+            yield from (c.chunk.data for c in self.chunks if self.stage < 3)
+
+    # What users write to parameters.
+
+    def take_writes(self) -> None:
+        """Brings what was written to the parameters, on all ranks alike, to the shards."""
+        self.gatherer.finish_all()
+        for sharded in self.all_chunks:
+            if sharded.chunk.buffer is not None:
+                sharded.chunk.take_writes()
+
+    def publish_exact(self) -> None:
+        """Sends what packed changes have lost so far to all ranks; every rank calls it."""
+        if self.stage < 3 and any(c.chunk.wire is not IDENTITY for c in self.all_chunks):
+            self.publish()
+
+    def publish_masters(self) -> None:
+        """Rounds parameters from float32 copies that were loaded; every rank calls it."""
+        if any(c.chunk.has_master for c in self.chunks):
+            self.publish()
+
+    def publish(self) -> None:
+        """Sends what the shards hold now to all ranks; every rank calls it."""
+        for sharded in self.all_chunks:
+            if self.stage < 3:
+                self.gatherer.start(sharded, exact=True)
+                self.gatherer.finish(sharded)
+        torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
+        self.gatherer.copies.remember()
+
+
+# Parameters that are unfrozen after boost: their chunks begin to be trained.
+
+
+# [Note: frozen trainable chunks] Frozen parameters that the optimizer was given have chunks of
+# their own, with nothing but parameters: no gradient, no state, no float32 copy, no vote, no
+# message. When a forward or a backward begins and one of them requires a gradient, all of its chunk
+# is trained from there on. A parameter without a gradient is not stepped, so neighbours that are
+# still frozen stay as they are, and state is made in the first step that there is a gradient for,
+# as in plain torch. Freezing needs nothing: a parameter that gets no gradient is not stepped.
+def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
+    """Trains the chunks of parameters that were unfrozen; every rank has to unfreeze the same."""
+    if not shards.frozen_trainable:
+        return
+    with without_torch_functions():
+        unfrozen = {
+            p for p, name in shards.frozen_trainable.items() if p.requires_grad or name in also
+        }
+    if not unfrozen or not shards.gatherer.idle:
+        return
+    found = [c for c in shards.all_chunks if not unfrozen.isdisjoint(c.chunk.members)]
+    for sharded in found:
+        check_trainable({p: n for n, p in sharded.chunk.parameters.items()})
+    shards.train(found)
+
+
+# Gives a model back to its user: parameters of its own, in place of those that lie in chunks.
+
+
+def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
+    """Replaces a model's parameters by whole copies; every rank calls it."""
+    # They are new tensors, not the old ones with other memory: nothing that the run has hooked to
+    # those can go on, and a second boost finds the model as if it had never been boosted.
+    shards.gatherer.release_all()
+    shards.publish_exact()
+    members = {p for sharded in shards.all_chunks for p in sharded.chunk.members}
+    fresh = dict[nn.Parameter, nn.Parameter]()
+    for module in model.modules():
+        for key, held in module._parameters.items():
+            if held is None or held not in members:
+                continue
+            if held not in fresh:  # tied ones stay tied
+                value = held.detach().clone()
+                fresh[held] = nn.Parameter(value, requires_grad=held.requires_grad)
+            module._parameters[key] = fresh[held]
+    for hook in hooks:
+        hook.remove()
+    shards.reducer.take(())
+
+
+# Hooks on the model's own call, and around compiled parts of it.
+#
+# Waiting for parameters needs no hooks, see `gather.py`. Two things do: a pass of stage 3 begins
+# and ends with the model's call, and a compiled region must find its parameters there when it is
+# entered, because what it reads is not seen from Python. Where the model itself is compiled,
+# before boost or after, that is all of them. What else is compiled after boost, such as a
+# function, is not known here: it is compiled around whatever reads a parameter that waits, which
+# is right, but slow.
+
+
+class _Calls:
+    """Enters and leaves passes with the calls of a model."""
+
+    def __init__(self, shards: ShardedState | None, model: nn.Module | None = None) -> None:
+        self._shards = shards
+        self._modules = [] if model is None else list(model.modules())
+        self._open: list[tuple[Gatherer, Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
+        return _Calls(None)  # a copy of the model has its parameters whole
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._shards is None or self._shards.stage < 3:
+            return _Calls, (None,)
+        raise GulliverError(
+            "a model of stage 3 cannot be pickled, its parameters are shards: save it with "
+            "booster.save_model(model, path)"
+        )
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        # True in what is traced, whenever that runs: what is compiled reads everything at once.
+        self._enter(torch.compiler.is_compiling())
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._leave()
+
+    def _enter(self, whole: bool) -> None:
+        if self._shards is None:
+            return
+        gatherer = self._shards.gatherer
+        if gatherer.sharded:
+            self._begin(gatherer)
+        if whole:
+            gatherer.use_together(gatherer.chunks)
+        elif is_transformed():
+            self._check_wrapped(gatherer)
+
+    def _check_wrapped(self, gatherer: Gatherer) -> None:
+        """Refuses pending parameters that `torch.func` has wrapped: reads of them are not seen."""
+        if not gatherer.sharded:
+            gatherer.finish_all()
+        for parameter in self._modules[0].parameters():
+            inner = untransformed(parameter)
+            if inner is not parameter and type(inner) is PendingParameter:
+                raise GulliverError(
+                    "torch.func was given parameters that stage 3 has sharded: give it copies, "
+                    "such as {name: p.detach().clone() for name, p in model.named_parameters()}"
+                )
+
+    def _begin(self, gatherer: Gatherer) -> None:
+        assert self._shards is not None
+        if self._shards.frozen_trainable:
+            train_unfrozen(self._shards)
+        for module in self._modules[1:]:
+            _wait_before(module, self._shards)
+        with outside_transforms():
+            gatherer.enter_forward()
+        # Inside of `torch.func` hooks cannot be set: then what is used stays until the step.
+        hooks = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
+        context = hooks if can_hook_saving() else nullcontext()
+        # Entered here and left in `leave`, which torch calls for failed forwards, too
+        # (`always_call`). Nested calls of the model push one entry each, and pop their own.
+        context.__enter__()
+        self._open.append((gatherer, context))
+
+    def _leave(self) -> None:
+        if not self._open:
+            return
+        gatherer, context = self._open.pop()
+        context.__exit__(None, None, None)
+        failed = sys.exc_info()[1]
+        try:
+            with outside_transforms():
+                gatherer.leave_forward()
+        except GulliverError as error:
+            # What ended the forward ends this too; torch would warn of it.
+            if str(error) != str(failed):
+                raise
+
+
+def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]:
+    """Registers the hooks that the stage needs on a model."""
+    _hide_from_compilers()
+    hooks = list[RemovableHandle]()
+    for module in model.modules():
+        if is_compiled(module):
+            waiting = _waiting(module, shards)
+            hook = module.register_forward_pre_hook(lambda *_, wait=waiting: wait(), prepend=True)
+            hooks.append(hook)
+        # What the model itself reads, `_Calls.enter` waits for inside of its call.
+        if module is not model:
+            _wait_before(module, shards)
+    calls = _Calls(shards, model)
+    hooks.append(model.register_forward_pre_hook(calls.enter, prepend=True))
+    if shards.stage == 3:
+        replace_recomputed(refer)
+        hooks.append(model.register_forward_hook(calls.leave, always_call=True))
+    return hooks
+
+
+def _wait_before(module: nn.Module, shards: ShardedState) -> None:
+    """Makes the compiled call of a module wait for its parameters; once, after boost too."""
+    inner = compiled_call(module)
+    if inner is not None and not hasattr(inner, "_waits"):
+        call = _after(_waiting(module, shards), inner)
+        vars(call)["_waits"] = True
+        replace_compiled_call(module, call)
+
+
+@cache
+def _hide_from_compilers() -> None:
+    """Keeps compilers out of what moves parameters; late, as it takes seconds to import them."""
+    for owner, names in ((_Calls, ("_enter", "_leave")), (Gatherer, ("pack", "unpack"))):
+        for name in names:
+            setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+    hide_from_compilers()
+
+
+def _waiting(region: nn.Module, shards: ShardedState) -> Callable[[], None]:
+    parameters = {id(p) for p in region.parameters()}
+
+    def wait() -> None:
+        gatherer = shards.gatherer
+        gatherer.use_together(
+            [
+                sharded
+                for sharded in gatherer.chunks
+                if any(id(p) in parameters for p in sharded.chunk.parameters.values())
+            ]
+        )
+
+    return wait
+
+
+def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable(recursive=False)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return call(*args, **kwargs)
+
+    return both

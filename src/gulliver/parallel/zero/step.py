@@ -1,0 +1,443 @@
+"""Steps chunks where they lie: each lands, is stepped and starts its gather."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from gulliver._compat import step_hooks, step_without_hooks
+from gulliver.comm.collectives import Handle, all_gather
+from gulliver.comm.world import guard
+from gulliver.errors import GulliverError
+from gulliver.memory.pending import ASKS, before_write, mark_pending, mark_ready
+from gulliver.memory.prefetch import Presence
+from gulliver.parallel.zero.chunks import ShardedChunk
+from gulliver.parallel.zero.state import ShardedState, train_unfrozen
+from gulliver.parallel.zero.tiers import first_change
+from gulliver.solve.timeline import UPDATE_LAG, gathers_in_backward
+
+if TYPE_CHECKING:
+    from gulliver.parallel.zero.optimizer import ZeroOptimizer
+
+
+# [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
+# use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
+# carries the first chunks' parameters while the others are updated, and the next forward begins
+# while most of them are still in flight. Only clipping needs all gradients first: one number is
+# exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first
+# is the last to be reduced: one call of the optimizer for all is as early, and cheaper. Where
+# chunks lie in tiers of memory they are stepped one by one, too: there is no room for all.
+#
+# [Note: order of updates] Backward completes the last chunk first, so in that order the first
+# update could begin earlier. But the gathers would be issued in it too, and the parameters that the
+# next forward waits for first would be sent last. In the order of use the forward's first chunk is
+# sent first; the price is that the first update waits for the reduction that was issued last. Who
+# wants updates during backward asks for them, see `step.py`.
+class Updates:
+    """Steps chunks of a sharded state."""
+
+    def __init__(self, shards: ShardedState) -> None:
+        self._shards = shards
+        # Whether the optimizer may be stepped now: users may not do so themselves.
+        self._allowed = False
+        # Seconds that the optimizer took since `begin`.
+        self.seconds = 0.0
+        setattr(shards.inner, ASKS, shards.changed)
+        shards.inner.register_step_pre_hook(self._refuse)
+
+    def _refuse(self, *_: Any) -> None:
+        """Refuses steps of the optimizer from before boost, which would do nothing silently."""
+        if not self._allowed:
+            raise GulliverError("step the optimizer that boost returned, not the one it was given")
+
+    def begin(self) -> None:
+        """Allows steps of the optimizer until `end`."""
+        self._allowed, self.seconds = True, 0.0
+
+    def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
+        """Steps the chunks of some numbers together, once their gradients are there.
+
+        Args:
+            numbers: numbers of chunks.
+            used: names of parameters that have a gradient on any rank.
+            gather: whether their gathers are started, below stage 3.
+        """
+        shards = self._shards
+        chunks = [shards.chunks[number] for number in numbers]
+        for sharded in chunks:
+            shards.reducer.wait_reduction(sharded)
+        if shards.states.tiered and chunks[0].gradient_shard is None:
+            return  # nothing to fetch it for
+        with shards.states.opened(chunks[0]):  # in tiers there is only one
+            self._step(chunks, numbers, used)
+        if gather and shards.stage < 3:
+            for sharded in chunks:
+                shards.gatherer.start(sharded)
+
+    def _step(self, chunks: Sequence[ShardedChunk], numbers: Sequence[int], used: set[str]) -> None:
+        shards = self._shards
+        for sharded in chunks:
+            sharded.show_gradients(used)
+        shards.groups.show_pieces(numbers[0] if len(numbers) == 1 else None)
+        before_write(shards.states.written(chunks))
+        with shards.states.making(chunks[0]):
+            begun = time.perf_counter()
+            step_without_hooks(shards.inner)
+            self.seconds += time.perf_counter() - begun
+            for sharded in chunks:
+                if not shards.states.by_chunk:  # those that may be stepped by chunks write in place
+                    sharded.take_assigned()
+                shards.states.place_new(sharded, used)
+
+    def end(self) -> None:
+        """Shows the model's parameters again, and no gradients."""
+        if not self._allowed:
+            return
+        self._allowed = False
+        self._shards.groups.show_parameters()
+        for sharded in self._shards.chunks:
+            sharded.hide_gradients()
+
+
+# Steps each chunk inside of backward, as soon as its reduced gradient is there.
+#
+# Read `InBackward.reduced` first: the reducer calls it for every chunk that it has sent. Updates,
+# and with stages 1 and 2 some gathers, then overlap with the backward of earlier layers, and a
+# gradient lives from its first term to its update only.
+
+
+# [Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
+# among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
+# and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the
+# step, in the order of use: `gathers_in_backward` decides which, and says why. Until then its
+# parameters are neither old nor new, and reading them raises.
+#
+# [Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step,
+# see `reduce.py`. Here every chunk has a vote of its own, which is sent next to its gradients;
+# with the first go the options of the groups.
+#
+# [Note: exact or refused] What a loop does between backward and step comes too late for chunks that
+# have been stepped: other options, clipping, reading or forgetting gradients, a further backward.
+# All of it is refused. What needs all gradients before the first update (a norm to clip to, the
+# overflow check of fp16) is given to the optimizer before; nothing is stepped in backward then.
+#
+# It does not know how gradients are reduced, nor how a chunk is stepped.
+class InBackward:
+    """Steps chunks while backward goes on."""
+
+    def __init__(self, shards: ShardedState, updates: Updates) -> None:
+        self._shards, self._updates = shards, updates
+        # Whether a backward has stepped chunks, or could have, and no step has followed.
+        self.begun = False
+        self._torn = self._suspended = ""
+        self._numbers: dict[ShardedChunk, int] = {}
+        self._sent: deque[tuple[ShardedChunk, Tensor, Handle]] = deque()
+        self._stepped: dict[int, ShardedChunk] = {}
+        self._options: dict[str, str] = {}
+        self._hooks = ExitStack()
+
+    # Inside of backward.
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Steps what is reduced in this block; every rank enters it."""
+        reducer = self._shards.reducer
+        self.check_whole()
+        self.refuse("backward was called again")
+        reducer.check_cleared()
+        self.begun = True
+        self._numbers = {c: n for n, c in enumerate(self._shards.chunks)}
+        count = len(self._numbers)
+        try:
+            yield
+            while self._sent:
+                self._step(*self._sent.popleft())
+        except BaseException:  # an interrupt leaves the model between two steps, too
+            if len(self._numbers) < count:
+                self._torn = f"{count - len(self._numbers)} of {count} chunks"
+            self._forget()
+            raise
+        finally:
+            self._updates.end()
+
+    def reduced(self, sharded: ShardedChunk) -> None:
+        """Called when a chunk's gradients were sent; steps the chunks that are complete."""
+        used = self._shards.reducer.used_in(sharded)
+        first = not self._sent and len(self._numbers) == len(self._shards.chunks)
+        votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
+        votes = votes.to(torch.uint8)
+        why = sharded.purpose("votes on", "in a backward")
+        # One exchange, where an all-reduce takes two, and the second would wait for what follows.
+        every = votes.new_empty(self._shards.size * len(votes))
+        handle = all_gather(every, votes, self._shards.group, async_op=True, purpose=why)
+        self._sent.append((sharded, every.view(self._shards.size, -1), handle))
+        # On one rank there is nothing to wait for.
+        while len(self._sent) > (UPDATE_LAG if self._shards.size > 1 else 0):
+            self._step(*self._sent.popleft())
+
+    def _step(self, sharded: ShardedChunk, votes: Tensor, handle: Handle) -> None:
+        handle.wait()
+        names, answer = list(sharded.chunk.parameters), votes.amax(0).tolist()
+        if len(answer) > len(names):
+            self._shards.groups.check_votes(answer[len(names) :])
+            self._begin()
+        self._prepare(sharded)
+        used = {name for name, vote in zip(names, answer, strict=False) if vote}
+        self._updates.begin()
+        number = self._numbers.pop(sharded)
+        later = self._is_gathered_later(number)
+        self._updates.step([number], used, gather=not later)
+        if later:
+            self._stepped[number] = sharded
+        sharded.is_ahead = True  # reading it now raises, at every stage
+        mark_pending(sharded.chunk.members, self._shards.gatherer.touched)
+        self._shards.reducer.use_up(sharded)
+        # Its buffer was written behind autograd's back: what still refers to it must not be used.
+        increment_version(sharded.chunk.members)
+        self._shards.gatherer.copies.remember()
+        sharded.updates += 1
+
+    def _is_gathered_later(self, number: int) -> bool:
+        """Whether a chunk of a number is gathered in the step, and not when it is stepped."""
+        shards = self._shards
+        gathered = shards.stage in (1, 2) and shards.size > 1
+        return gathered and not gathers_in_backward(number, len(shards.chunks))
+
+    def _begin(self) -> None:
+        """The first chunk is about to be stepped."""
+        self._options = self._shards.groups.options()
+        self._updates.begin()
+        self._hooks.enter_context(step_hooks(self._shards.inner))
+
+    def _prepare(self, sharded: ShardedChunk) -> None:
+        """Takes what was written to the parameters of a chunk that is about to be stepped."""
+        sharded.chunk.check_parameters()
+        gatherer = self._shards.gatherer
+        if self._shards.stage == 3:
+            gatherer.release(sharded)
+        else:
+            gatherer.finish(sharded)
+            sharded.chunk.take_writes()
+
+    # The step after it.
+
+    def finish(self, used: set[str], end: Callable[[], None]) -> None:
+        """Gathers what backward has stepped, steps what it has not; every rank calls it."""
+        self._check_options()
+        if self._shards.stage == 3:
+            self._shards.gatherer.release_all()
+        if not self._options:
+            self._begin()
+        self._updates.begin()
+        try:
+            for _, sharded in sorted(self._stepped.items()):
+                self._shards.gatherer.start(sharded)
+            self._stepped.clear()
+            for sharded in self._numbers:
+                self._prepare(sharded)
+                # An evaluation since may have let more chunks be trained.
+                self._updates.step([self._shards.chunks.index(sharded)], used)
+                if sharded.gradient_shard is not None:
+                    self._shards.reducer.use_up(sharded)
+        finally:
+            self._updates.end()
+        hooks = self._hooks.pop_all()
+        self._forget()
+        end()
+        hooks.close()
+
+    def _check_options(self) -> None:
+        """Refuses options that were changed after chunks had been stepped with others."""
+        found = self._options and first_change(self._options, self._shards.groups.options())
+        if found:
+            name, then, now = found
+            raise GulliverError(
+                f"{name} was changed from {then} to {now} between backward and step, but "
+                "step_in_backward has stepped with the first: set it before backward"
+            )
+
+    def refuse(self, what: str) -> None:
+        """Refuses what comes too late where a backward has begun a step."""
+        if self._suspended:
+            raise GulliverError(self._suspended)
+        if self.begun:
+            raise GulliverError(
+                f"{what} between backward and step: step_in_backward has begun the step already; "
+                "accumulate inside no_sync, clip with the plugin's max_norm, and step first, or "
+                "leave step_in_backward out"
+            )
+
+    def suspend(self, why: str) -> None:
+        """Makes `refuse` refuse everything with these words; empty ones end that."""
+        self._suspended = why
+
+    def check_whole(self) -> None:
+        """Refuses to go on from the middle of a step."""
+        if self._torn:
+            raise GulliverError(
+                f"the last backward failed when step_in_backward had stepped {self._torn}: load a "
+                "checkpoint, the model is between two steps"
+            )
+
+    def mend(self) -> None:
+        """All values are replaced."""
+        self._torn = ""
+
+    def _forget(self) -> None:
+        self.begun = False
+        self._numbers, self._options = {}, {}
+        for sharded in self._shards.chunks:
+            if sharded.is_ahead:
+                sharded.is_ahead = False
+                if sharded.presence is Presence.WHOLE:
+                    mark_ready(sharded.chunk.members)
+        self._stepped.clear()
+        self._sent.clear()
+        # Drops the hooks that follow a step without calling them: where a backward failed, no step
+        # has ended. `finish` has taken them out before, and calls them itself.
+        self._hooks.pop_all()
+
+
+# Steps in which ranks call forward and backward as often as each has work: never, or many times.
+#
+# The loop of a step looks like this:
+#
+#     with uneven_step(optimizer) as uneven:
+#         for batch in mine:
+#             uneven.backward(loss(batch), last=batch is mine[-1])
+#     optimizer.step()
+
+
+UNFINISHED = (
+    "a step whose ranks have unequal work is under way: call its own backward(loss) inside the "
+    "loop over its micro-batches, and the optimizer's step(), zero_grad() and clipping after that "
+    "loop has ended"
+)
+LEFT = (
+    "the loop over a step was left before its end, and gradients of a part of it are there: call "
+    "the optimizer's zero_grad() on all ranks and go over the steps anew, which begin with this one"
+)
+OUTSIDE = (
+    "loss.backward() was called inside a step whose ranks have unequal work: its gradient would "
+    "count without a weight; call step.backward(loss) once for each micro-batch, with all terms in "
+    "that loss; optimizer.zero_grad() on all ranks begins the step anew"
+)
+
+
+# [Note: one reduction] Collectives over all ranks have to be issued in one order everywhere, and a
+# backward of stages 2 and 3 issues some. So inside such a step nothing is sent: gradients are added
+# up where they are made, whatever the stage, and travel once, with each rank's last backward. A
+# rank without any sends zeros. Of stage 3 all parameters are gathered when the step begins and
+# given back when it ends; so inside it takes the memory of stage 1, and between steps that of its
+# own stage.
+#
+# Under a memory limit they are gathered into copies that may leave (`copies.py`), and what is
+# sent waits until these have gone.
+#
+# The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
+# ranks wait for the longest at every micro-batch; steps are balanced as wholes.
+class UnevenStep:
+    """One step's backwards on this rank."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer, self.sent = optimizer, False
+        self._reducer = optimizer.shards.reducer
+        # Under a limit gradients are sent when the copies of parameters have left their room.
+        self.waits = optimizer.shards.manager is not None
+
+    @property
+    def _scale(self) -> float:
+        scaler = self._optimizer.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of a loss; the last one of the step sends what was added up."""
+        if self.sent:
+            raise GulliverError("a backward follows the last one of a step: call it once for each")
+        last, scale = last and not self.waits, self._scale
+        with guard(), self._reducer.backward(last, scale), self._passes():
+            (loss if scale == 1.0 else loss * scale).backward()
+        self.sent = last
+
+    @contextmanager
+    def several(self) -> Iterator[float]:
+        """Wraps backwards that something else calls, such as the schedule of a pipeline.
+
+        Yields the factor of their losses. What they add up is sent when the step ends.
+        """
+        with guard(), self._reducer.backward(reduce=False, scale=self._scale):
+            yield self._scale
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Gathers and releases parameters in a backward, where they are not whole."""
+        if self._optimizer.shards.manager is None:
+            yield
+            return
+        gatherer = self._optimizer.gatherer
+        gatherer.enter_backward()
+        try:
+            with self._optimizer.saving():
+                yield
+        finally:
+            gatherer.leave_backward()
+
+    def finish(self) -> None:
+        """Sends what was added up, if no backward did: zeros where there was none."""
+        self._reducer.check_stray()
+        if self.waits:
+            return
+        if not self.sent:
+            self._optimizer.join_copies()
+            with guard(), self._reducer.backward(reduce=True, scale=self._scale):
+                pass
+        self.sent = True
+
+    def finish_waiting(self) -> None:
+        """Sends what had to wait for room."""
+        self.waits = False
+        self.finish()
+
+
+@contextmanager
+def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
+    """Wraps all forwards and backwards of a step; every rank of the optimizer enters and leaves it.
+
+    Args:
+        optimizer: optimizer that steps afterwards.
+
+    Raises:
+        GulliverError: the optimizer does something in every backward that ranks do together.
+    """
+    check_uneven(optimizer)
+    if optimizer.unfinished:  # what was added up before would count in this step, too
+        raise GulliverError(optimizer.unfinished)
+    shards = optimizer.shards
+    train_unfrozen(shards)
+    with optimizer.suspended(UNFINISHED, LEFT), shards.reducer.refusing(OUTSIDE):
+        step = UnevenStep(optimizer)
+        with shards.gatherer.whole():
+            yield step
+            step.finish()
+        step.finish_waiting()
+
+
+def check_uneven(optimizer: ZeroOptimizer) -> None:
+    """Refuses what needs backwards that are alike on all ranks."""
+    limited = optimizer.shards.manager is not None
+    found = {
+        "step_in_backward": optimizer.options.step_in_backward,
+        "a memory limit that was planned for equal work: boost with "
+        "DataCentricPlugin(memory_limit=...)": limited and not optimizer.shards.options.unequal,
+        "the tuning of chunks (give chunk_mb a number)": optimizer.tuner is not None,
+    }
+    for what, there in found.items():
+        if there:
+            raise GulliverError(f"steps of unequal work on the ranks do not go with {what}")

@@ -1,0 +1,459 @@
+"""State of a sharded optimizer, found under the model's parameters as well as under pieces.
+
+Between steps ``optimizer.param_groups`` shows the model's parameters, so ``optimizer.state[p]`` has
+to find what belongs to them: the state of this rank's piece, and what users keep there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from numbers import Number
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gulliver.comm.collectives import Group, gather_objects
+from gulliver.errors import GulliverError, first_difference
+from gulliver.memory.buffers import OPTIMIZER_STATE, ShardPiece, moment_size
+from gulliver.memory.manager import Manager
+from gulliver.parallel.optimizer import is_counter
+from gulliver.parallel.zero.chunks import ShardedChunk
+from gulliver.parallel.zero.elementwise import makes_beside, state_sizes, steps_by_chunk
+
+
+class StateByParameter(defaultdict[Any, Any]):
+    """An optimizer's state by parameter; a piece has the entry of the parameter it is of."""
+
+    def __init__(self, parameter_of: Mapping[Any, nn.Parameter]) -> None:
+        super().__init__(dict)
+        self.parameter_of = parameter_of
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are plain: their pieces are other tensors."""
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self.parameter_of.get(key, key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(self.parameter_of.get(key, key), value)
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(self.parameter_of.get(key, key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self.parameter_of.get(key, key), default)
+
+
+# The groups of a sharded optimizer: their options may change, their members may not.
+#
+# Steps use the pieces that belong to the members at boost, so moving one elsewhere means nothing.
+# Options have to be the same on all ranks, since each steps its shards with its own. Both are
+# checked in the vote that comes before every step anyway, see `reduce.py`: a few bytes more.
+
+
+DIGEST = 8
+"""Bytes that stand for all options."""
+
+MOVED = (
+    "param_groups have other parameters than at boost: set groups up before it; afterwards only "
+    "their options may change (lr = 0 stops a group)"
+)
+
+
+class OptimizerGroups:
+    """The groups of the user's optimizer, over the ranks that step shards of the same parameters.
+
+    Between steps they show the model's parameters, where users look and write; a step shows them
+    this rank's pieces.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, group: Group) -> None:
+        self._inner, self._group = inner, group
+        self.given = [list(group["params"]) for group in inner.param_groups]
+        # Names of the trained parameters of each group.
+        self.names: list[list[str]] = []
+        self._number_of: dict[str, int] = {}
+        self._members: list[list[Any]] = []
+        self._pieces: list[list[nn.Parameter]] = []
+        self._by_chunk: list[list[list[nn.Parameter]]] = []
+
+    def list_members(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Lists the trained parameters, of these names, of each group."""
+        self.names = [[names[p] for p in found if p in names] for found in self.given]
+        self._number_of = {name: n for n, found in enumerate(self.names) for name in found}
+
+    def of(self, name: str) -> dict[str, Any]:
+        """The group that a trained parameter is in."""
+        return self._inner.param_groups[self._number_of[name]]
+
+    def alike(self, names: Collection[str], pieces: Iterable[ShardPiece]) -> list[ShardPiece]:
+        """The pieces whose parameters are in the groups of these names."""
+        numbers = {self._number_of[name] for name in names}
+        return [piece for piece in pieces if self._number_of[piece.name] in numbers]
+
+    def list_pieces(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Makes the lists of pieces that the groups are given, once for all steps."""
+        mine = {piece.name: owned for c in chunks for piece, owned in c.pieces}
+        self._pieces = [[mine[n] for n in names if n in mine] for names in self.names]
+        self._by_chunk = []
+        for sharded in chunks:
+            here = {piece.name: owned for piece, owned in sharded.pieces}
+            self._by_chunk.append([[here[n] for n in m if n in here] for m in self.names])
+        self.show_parameters()
+        self._members = [list(group["params"]) for group in self._inner.param_groups]
+
+    def show_pieces(self, number: int | None = None) -> None:
+        """Puts this rank's pieces of one chunk, or of all, into the groups."""
+        self._show(self._pieces if number is None else self._by_chunk[number])
+
+    def show_parameters(self) -> None:
+        """Puts the model's parameters into the groups."""
+        # A write to a piece would be known on one rank only, and race with its gather.
+        self._show(self.given)
+
+    def _show(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
+        for group, found in zip(self._inner.param_groups, members, strict=True):
+            group["params"] = list(found)
+
+    def capturing(self) -> set[Tensor]:
+        """Pieces whose counters kernels read: torch wants them on the parameter's device."""
+        return {
+            owned
+            for group, pieces in zip(self._inner.param_groups, self._pieces, strict=True)
+            for owned in pieces
+            if group.get("capturable") or group.get("fused")
+        }
+
+    def is_moved(self) -> bool:
+        """Whether the groups have other members; options and the lists themselves may be new."""
+        groups = self._inner.param_groups
+        return len(groups) != len(self._members) or any(
+            len(group["params"]) != len(members) or not all(map(is_, group["params"], members))
+            for group, members in zip(groups, self._members, strict=True)
+        )
+
+    def check_members(self) -> None:
+        """Refuses groups with other members, on this rank."""
+        if self.is_moved():
+            raise GulliverError(MOVED)
+
+    def votes(self) -> list[int]:
+        """Input of this rank to a max all-reduce: bytes."""
+        moved = self.is_moved()
+        # Of a byte and its complement both largest are this rank's only if all ranks have it.
+        digest = hashlib.sha256(repr([] if moved else self.options()).encode()).digest()[:DIGEST]
+        return [moved, *digest, *(255 - byte for byte in digest)]
+
+    def check_votes(self, votes: Sequence[int]) -> None:
+        """Refuses, on all ranks alike, what the vote has shown."""
+        moved, digest, complement = votes[0], votes[1 : DIGEST + 1], votes[DIGEST + 1 :]
+        if moved:
+            raise GulliverError(MOVED)
+        if any(a + b != 255 for a, b in zip(digest, complement, strict=True)):
+            raise GulliverError(_difference(gather_objects(self.options(), self._group)))
+
+    def options(self) -> dict[str, str]:
+        """The numbers among the options, by name and group."""
+        # Options on a device are left out: the host would have to wait for them.
+        known = self._inner.defaults
+        return {
+            f"{key} of the optimizer's group {number}": repr(_numbers(value))
+            for number, group in enumerate(self._inner.param_groups)
+            for key, value in group.items()
+            if key in known
+        }
+
+
+def first_change(then: dict[str, str], now: dict[str, str]) -> tuple[str, str, str] | None:
+    """The first option of which two reports differ, with both values."""
+    for name in then | now:
+        if then.get(name) != now.get(name):
+            return name, str(then.get(name)), str(now.get(name))
+    return None
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, list | tuple):
+        return [_numbers(entry) for entry in value]
+    return value if isinstance(value, Number) else None
+
+
+def _difference(every: Sequence[dict[str, str]]) -> str:
+    found = first_difference(every)
+    if found is None:
+        return "the options of the optimizer differ between ranks: set the same on all"
+    rank, name, first, other = found
+    return (
+        f"{name} is {first} on rank 0 and {other} on rank {rank}: give schedulers the same "
+        "numbers on all ranks, such as a loss averaged over them"
+    )
+
+
+def gradient_was_set(foreign: Sequence[str]) -> GulliverError:
+    """The refusal of gradients of these names, or of another rank's, that backward did not make."""
+    whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
+    return GulliverError(
+        f"{whose} was set: the optimizer steps what backward has reduced to the shards, and "
+        "setting .grad is not supported with ZeRO: change the loss, or register_hook on the "
+        "parameter"
+    )
+
+
+# The state that the user's optimizer keeps of this rank's pieces, in the buffers of their chunks.
+#
+# Where a `gulliver.memory.manager.Manager` has a chunk's shard, moments and gradient, their memory moves.
+# So the pieces that the optimizer steps, and its state, are views for the length of a block only;
+# outside of one the pieces are nan, and the state lies on meta: nothing can be read by mistake.
+
+
+Place = Callable[[ShardPiece, str, Tensor], Tensor | None]
+_ALWAYS = nullcontext()
+_CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
+
+
+# [Note: new state] In its first step an optimizer makes its state itself: one constant tensor for
+# each parameter and kind, ``state["exp_avg"] = torch.zeros_like(p)``. All of a chunk would be as
+# much as its moments, on top of the budget. So such a constant takes no memory (one element,
+# stretched), and what is put into a parameter's state is filled in at its place in the chunk at
+# once. The optimizer goes on with that: it reads what it has put there. The bits are the same.
+#
+# It does not know what is done in a block, nor when.
+class _Stretched(TorchFunctionMode):
+    """Makes constants of a tensor's shape take the memory of one element."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _CONSTANTS:
+            return func(*args, **kwargs)
+        like, *rest = args
+        kwargs.pop("memory_format", None)
+        return func(like.new_empty(()), *rest, **kwargs).expand(like.shape)
+
+
+class _NewState(dict[str, Any]):
+    """State of a piece while it is made: tensors go to their places at once."""
+
+    def __init__(self, piece: ShardPiece, owned: nn.Parameter, place: Place) -> None:
+        super().__init__()
+        self._piece, self._owned, self._place = piece, owned, place
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        owned, counts = self._owned, is_counter(key, value, self._owned)
+        if isinstance(value, Tensor) and not counts and value.dtype == owned.dtype:
+            placed = self._place(self._piece, key, value) if value.shape == owned.shape else None
+            value = value.contiguous() if placed is None else placed
+        super().__setitem__(key, value)
+
+
+class PieceStates:
+    """State of pieces that stays on the device."""
+
+    tiered = False
+
+    def __init__(self, inner: torch.optim.Optimizer, groups: OptimizerGroups, whole: bool) -> None:
+        self._inner, self._groups, self._whole = inner, groups, whole
+        # Whether it may step some parameters in one call and some in the next.
+        self.by_chunk = steps_by_chunk(inner)
+
+    def opened(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
+        """Block in which the optimizer can step a chunk, and new state of it can be placed."""
+        return _ALWAYS
+
+    def shown(self, sharded: ShardedChunk, fill: bool = False) -> AbstractContextManager[None]:
+        """Block in which a chunk's shard and state can be read, or filled, wherever they lie."""
+        return _ALWAYS
+
+    def making(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
+        """Block in which the optimizer steps a chunk, and may make its first state."""
+        return _ALWAYS
+
+    def hide(self, sharded: ShardedChunk) -> None:
+        """Takes memory that may leave out of the optimizer's sight."""
+
+    def places(self, key: str, value: Any, owned: Tensor) -> bool:
+        """Whether `place` moves an entry: it has an element for each, or factors them."""
+        if not self.by_chunk or not isinstance(value, Tensor) or is_counter(key, value, owned):
+            return False
+        fits = value.shape == owned.shape or self._whole
+        return fits and value.dtype == owned.dtype and value.is_contiguous()
+
+    def place(self, sharded: ShardedChunk) -> None:
+        """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`."""
+        # Only that of known optimizers is moved: they write their state in place. Others may
+        # exchange theirs for new tensors in every step, so it stays where it is.
+        found: dict[str, dict[str, tuple[Tensor, Any]]] = {}
+        for piece, owned in sharded.pieces:
+            state = self._inner.state.get(owned)
+            for key, value in state.items() if state else ():
+                if self.places(key, value, owned):
+                    found.setdefault(key, {})[piece.name] = value, state
+                    sharded.placed.add(piece.name)
+        for key, entries in found.items():
+            values = {name: value for name, (value, _) in entries.items()}
+            sizes = {name: value.numel() for name, value in values.items()}
+            if not self._whole:
+                # Room for all pieces of these groups: each will have state of its own size.
+                pieces = self._groups.alike(entries, (p for p, _ in sharded.pieces))
+                sizes = {p.name: p.numel for p in pieces}
+            for name, view in sharded.chunk.place_moment(key, values, sizes).items():
+                value, state = entries[name]
+                if value.is_meta or view.data_ptr() != value.data_ptr():
+                    state[key] = view.view(value.shape)
+
+    def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
+        """Moves state after a step, where pieces were stepped that had no state before."""
+        if self.by_chunk and len(sharded.placed) < len(sharded.pieces):
+            new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
+            if new:
+                self.place(sharded)
+                sharded.placed |= new  # some optimizers keep nothing
+
+    def drop(self, chunks: Iterable[ShardedChunk]) -> None:
+        """Forgets all state of the optimizer."""
+        self._inner.state.clear()
+        for sharded in chunks:
+            sharded.placed.clear()
+            sharded.chunk.drop_moments()
+
+    def written(self, chunks: Iterable[ShardedChunk]) -> Iterator[Tensor]:
+        """Tensors that a step of chunks writes; a checkpoint may be copying them."""
+        for sharded in chunks:
+            yield sharded.chunk.master_shard
+            for owned in sharded.owned:
+                for value in self._inner.state.get(owned, {}).values():
+                    if isinstance(value, Tensor):
+                        yield value
+
+
+class TieredStates(PieceStates):
+    """State of pieces that a manager keeps in tiers: shown to the optimizer block by block."""
+
+    tiered = True
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        groups: OptimizerGroups,
+        whole: bool,
+        manager: Manager,
+    ) -> None:
+        super().__init__(inner, groups, whole)
+        self._manager = manager
+        self._nowhere: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def opened(self, sharded: ShardedChunk) -> Iterator[None]:
+        """Brings all of a chunk into the fast tier for a block; new state may be placed in it."""
+        with sharded.chunk.opened(write=True, moments=True):
+            try:
+                self._point(sharded)
+                with sharded.stepped_gradient():
+                    yield
+            finally:
+                sharded.hide_gradients()
+                self.hide(sharded)
+
+    @contextmanager
+    def shown(self, sharded: ShardedChunk, fill: bool = False) -> Iterator[None]:
+        """Shows the shard and the state wherever they lie for a block; see `ManagedChunk.shown`."""
+        with sharded.chunk.shown(fill):
+            try:
+                self._point(sharded)
+                yield
+            finally:
+                self.hide(sharded)
+
+    def making(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
+        """Block in which the optimizer steps a chunk, and may make its first state."""
+        new = {
+            owned: piece
+            for piece, owned in sharded.pieces
+            if owned.grad is not None and not self._inner.state.get(owned)
+        }
+        if not new:
+            return _ALWAYS
+        if not makes_beside(self._inner):
+            return self._making(sharded, new)
+        nbytes = sum(
+            moment_size(state_sizes(self._inner, self._groups.of(piece.name), owned.shape))
+            * owned.itemsize
+            for owned, piece in new.items()
+        )
+        return self._manager.reserved(nbytes, OPTIMIZER_STATE) if nbytes else _ALWAYS
+
+    @contextmanager
+    def _making(
+        self, sharded: ShardedChunk, new: Mapping[nn.Parameter, ShardPiece]
+    ) -> Iterator[None]:
+        """Places state of new pieces as the optimizer makes it; see [Note: new state]."""
+        states, place = self._inner.state, partial(self._place_first, sharded)
+        states.update({owned: _NewState(piece, owned, place) for owned, piece in new.items()})
+        try:
+            with _Stretched():
+                yield
+        finally:
+            for owned in new:
+                made = dict(states.pop(owned))
+                if made:
+                    states[owned] = made
+
+    def _place_first(
+        self, sharded: ShardedChunk, piece: ShardPiece, key: str, value: Tensor
+    ) -> Tensor | None:
+        """Copies new state of a piece to a buffer of its chunk; None where it has no room."""
+        chunk = sharded.chunk
+        moment = chunk.moments.get(key)
+        if moment is not None and piece.name not in moment.starts:
+            return None
+        mine = _kept_by(self._groups.of(piece.name))
+        sizes = {
+            p.name: p.numel for p, _ in sharded.pieces if _kept_by(self._groups.of(p.name)) == mine
+        }
+        sharded.placed.add(piece.name)
+        return chunk.place_moment(key, {piece.name: value}, sizes)[piece.name].view(value.shape)
+
+    def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
+        """Moves state after a step, of which views are good for its block only."""
+        self.place(sharded)
+
+    def _point(self, sharded: ShardedChunk) -> None:
+        chunk = sharded.chunk
+        for piece, owned in sharded.pieces:
+            owned.data = chunk.master_shard[piece.start : piece.end].view(owned.shape)
+            state = self._inner.state.get(owned, {})
+            for key, moment in chunk.moments.items():
+                if piece.name in moment.starts and key in state:
+                    start, shape = moment.starts[piece.name], state[key].shape
+                    state[key] = moment.buffer[start : start + shape.numel()].view(shape)
+
+    def hide(self, sharded: ShardedChunk) -> None:
+        """Takes memory that may leave out of the optimizer's sight."""
+        chunk = sharded.chunk
+        for piece, owned in sharded.pieces:
+            owned.data = self._nan(owned)
+            state = self._inner.state.get(owned, {})
+            for key, moment in chunk.moments.items():
+                if piece.name in moment.starts and key in state:
+                    state[key] = torch.empty_like(state[key], device="meta")
+
+    def _nan(self, owned: nn.Parameter) -> Tensor:
+        found = self._nowhere.get(owned)
+        if found is None:
+            nan = torch.full((), float("nan"), dtype=owned.dtype, device=owned.device)
+            found = self._nowhere[owned] = nan.expand(owned.shape)
+        return found
+
+
+def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Settings of a group that decide which state its parameters have."""
+    return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))

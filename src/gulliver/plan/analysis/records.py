@@ -1,0 +1,285 @@
+"""Results of an analysis: operators, calls of modules, and sums over them.
+
+For example:
+
+    found = analyse(model, batch)
+    found.flops, found.saved, found.peak
+    found.module("model.layers.7").backward.flops
+    found.graph("model.layers.7")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.cluster import Device
+from gulliver.hardware.operators import operator_seconds
+
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+OPAQUE = "opaque"
+"""Name of the operator that stands for a module that could not be followed."""
+
+
+# [Note: repeated modules] Equal calls of equal modules are followed once. The operators of that
+# call represent all of them (`Operator.count`); paths of the others lead to it (`Analysis.alike`).
+#
+# Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An input or output tensor of an operator.
+
+    Attributes:
+        shape: sizes of its dimensions.
+        dtype: name of its element type, such as ``bfloat16``.
+        storage: number of its memory, which views share.
+        producer: index of the operator that wrote it last; -1 for what was there before.
+        name: path of a parameter or buffer, ``input`` for the batch; empty for what is computed.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: int
+    producer: int = -1
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Operator:
+    """An operation below autograd, as torch ran it.
+
+    Attributes:
+        name: name with its overload, such as ``aten::addmm``.
+        phase: "forward", "recompute" (a forward inside backward) or "backward".
+        path: path of the module that it belongs to.
+        inputs: tensors that it takes.
+        outputs: tensors that it gives.
+        arguments: positional arguments, with the number n of an input as ``Value`` has it in place
+            of a tensor: ``("%0", "%1", -1)``.
+        options: keyword arguments, alike.
+        flops: FLOPs of products of matrices, convolutions and attention.
+        read: bytes that it reads.
+        written: bytes that it writes; none of a view.
+        saved: bytes that its node of autograd's graph keeps, which nothing before kept.
+        forward: index of the forward operator whose gradient it computes; -1 for none.
+        in_place: whether it writes into what it takes.
+        view: whether what it gives is memory that it was given.
+        live: bytes that are there after it, of all that the step has made but gradients.
+        count: number of times that it runs in the step, as itself or in calls that it stands for.
+        seconds: seconds that were measured, of a module that could not be followed.
+    """
+
+    name: str
+    phase: str
+    path: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    saved: int = 0
+    forward: int = -1
+    in_place: bool = False
+    view: bool = False
+    live: int = 0
+    count: int = 1
+    seconds: float | None = None
+
+    def seconds_on(self, device: Device) -> float:
+        """Seconds of one call on a device; measured ones if there are any.
+
+        Raises:
+            GulliverError: the device has no rate for the dtype of a product.
+        """
+        if self.seconds is not None:
+            return self.seconds
+        if self.view:
+            return 0.0
+        dtype = next((v.dtype for v in self.inputs if v.dtype.startswith(("float", "bf"))), "")
+        return operator_seconds(
+            device, self.flops, self.read, self.written, not self.in_place, dtype
+        )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of a pass."""
+
+    # FLOPs of products of matrices, convolutions and attention.
+    flops: int = 0
+    # Bytes that operators read.
+    read: int = 0
+    # Bytes that operators write.
+    written: int = 0
+    # Number of operators that are no views.
+    operators: int = 0
+
+    def plus(self, operator: Operator, times: int) -> Cost:
+        """The cost plus some calls of an operator."""
+        return Cost(
+            self.flops + times * operator.flops,
+            self.read + times * operator.read,
+            self.written + times * operator.written,
+            self.operators + times * (not operator.view),
+        )
+
+
+@dataclass(frozen=True)
+class ModuleCosts:
+    """Costs of a module in a step, summed over its calls."""
+
+    # Path of the module.
+    path: str
+    # Name of its class.
+    kind: str
+    # Number of calls in the forward.
+    calls: int = 0
+    # Work of the forward.
+    forward: Cost = Cost()
+    # Work of what backward computes again.
+    recompute: Cost = Cost()
+    # Work of the backward.
+    backward: Cost = Cost()
+    # Bytes that the forward leaves for the backward and nothing before it left.
+    saved: int = 0
+    # Bytes of the output of a call.
+    output: int = 0
+    # Bytes of the outputs shaped like an input (hidden states), or of all outputs.
+    handed: int = 0
+    # Most bytes during a forward, above what was there as it began.
+    forward_peak: int = 0
+    # Most bytes during its backward, above what was there as it began; what is computed again
+    # included, gradients of parameters not.
+    backward_peak: int = 0
+    # Path of the module followed in place of this one; empty for none.
+    alike: str = ""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all passes."""
+        return self.forward.flops + self.recompute.flops + self.backward.flops
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that autograd saves for the backward, each memory counted once."""
+
+    # What the step computes.
+    activations: int = 0
+    # Memory of the batch.
+    inputs: int = 0
+    # Memory of parameters, buffers and other tensors that existed before the step.
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A module that could not be followed."""
+
+    # Path of the module; empty for the model.
+    path: str
+    # Name of its class.
+    kind: str
+    # File and line that need data.
+    where: str
+    # What torch said.
+    reason: str
+    # Whether its figures were measured on real data.
+    measured: bool = False
+
+    def __str__(self) -> str:
+        name = f"{self.path} ({self.kind})" if self.path else self.kind
+        costs = "was measured" if self.measured else "is costed by its parameters and its input"
+        return (
+            f"{name} cannot be followed ({self.where}: {self.reason}): it stays whole and {costs}"
+        )
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """FLOPs, bytes and memory of a step."""
+
+    # Operators in the order in which they ran, each standing for `count` of them.
+    operators: tuple[Operator, ...]
+    # Costs by path of followed modules; `module` finds those of the others.
+    modules: Mapping[str, ModuleCosts]
+    # Paths of modules, and of those followed in their place.
+    alike: Mapping[str, str] = field(default_factory=dict)
+    # Bytes that autograd keeps for the backward.
+    saved: Saved = Saved()
+    # Bytes of the batch.
+    inputs: int = 0
+    # Peak bytes of everything that the step allocates and the batch, without gradients of
+    # parameters, which are model state.
+    peak: int = 0
+    # The same with the gradients, as they come.
+    peak_with_gradients: int = 0
+    # Bytes of the gradients of parameters.
+    gradients: int = 0
+    # Bytes of the parameters.
+    parameters: int = 0
+    # Bytes of each memory that the step computes and autograd keeps, by its number.
+    kept: Mapping[int, int] = field(default_factory=dict)
+    # Modules that could not be followed.
+    opaque: tuple[Opaque, ...] = ()
+    # Remarks about unexpected behaviour.
+    notes: tuple[str, ...] = ()
+
+    def cost(self, phase: str) -> Cost:
+        """Work of a phase: "forward", "recompute" or "backward"."""
+        found = Cost()
+        for operator in self.operators:
+            if operator.phase == phase:
+                found = found.plus(operator, operator.count)
+        return found
+
+    @cached_property
+    def flops(self) -> int:
+        """FLOPs of the whole step."""
+        return sum(o.flops * o.count for o in self.operators)
+
+    def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:
+        """Seconds of the step on a device, or of a part of it, operators one after the other."""
+        chosen = self.operators if not path else self.graph(path)
+        every = ((o, 1 if path else o.count) for o in chosen if phase in (None, o.phase))
+        return sum(count * o.seconds_on(device) for o, count in every)
+
+    def module(self, path: str) -> ModuleCosts:
+        """Costs of a module, or of the equal one that was followed in its place."""
+        stands = self.followed(path)
+        found = self.modules.get(stands)
+        if found is None:
+            # A list of all modules would fill a screen: the outermost suffice.
+            high = {p for p in self.modules if p and p.count(".") <= 1} or set(self.modules)
+            near = get_close_matches(path, self.modules, n=1, cutoff=0.5)
+            known = self.modules if near else high
+            raise GulliverError(f"no module {path!r} was called: {nearest(path, known)}")
+        return found if stands == path else replace(found, path=path, alike=stands)
+
+    def followed(self, path: str) -> str:
+        """Path of the module that was followed in place of another."""
+        parts = path.split(".")
+        for end in range(len(parts), 0, -1):
+            head = ".".join(parts[:end])
+            if head in self.alike:
+                return ".".join([self.alike[head], *parts[end:]])
+        return path
+
+    def graph(self, path: str, phase: str | None = None) -> tuple[Operator, ...]:
+        """Operators of a module, or of the one followed in its place, in order."""
+        own = self.module(path).alike or path
+        inside = (o for o in self.operators if not own or f"{o.path}.".startswith(f"{own}."))
+        return tuple(o for o in inside if phase in (None, o.phase))
+
+    def stacks(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yields each followed module with the equal ones that it represents."""
+        found: dict[str, list[str]] = {}
+        for path, stands in self.alike.items():
+            found.setdefault(stands, []).append(path)
+        yield from found.items()

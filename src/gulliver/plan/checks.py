@@ -1,0 +1,301 @@
+"""Refuses values of a plan that contradict each other, or the world, with the lines of both.
+
+What a model does not allow is refused when a plan is resolved for a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.plan.plan import Plan, written
+from gulliver.plan.tree import (
+    AXES,
+    MODEL_AXES,
+    SHARED_BY_SEQUENCE,
+    SHARED_BY_TENSOR,
+    PipelineLayout,
+    TensorLayout,
+)
+from gulliver.precision.wire.formats import wire_format
+
+LONGEST = 120
+"""Most characters of a value that a message shows."""
+SECTIONS = ("zero", "ddp", "operators")
+"""Parts of a plan that are there or not."""
+WHOLE_MODELS = {
+    "ddp": "zero with stage 0 does as DDP does",
+    "zero.tuning": "off, with zero.chunk_bytes",
+    "zero.broadcast_buffers": "false",
+    "mesh.torus": "{}",
+}
+"""What runs whole models only, with what is right for a model that is cut."""
+
+
+def check_plan(plan: Plan, ranks: int) -> None:
+    """Refuses a plan that cannot be run by so many ranks, whatever the model is."""
+    checks = [_mesh(plan, ranks)]
+    if plan.operators is not None:
+        checks.append(_operators(plan))
+    else:
+        checks += [_shards(plan), _unused(plan), _sequence(plan), _pipeline(plan), _tiers(plan)]
+        checks += [_step_in_backward(plan), _fp8(plan), _wire(plan)]
+    for contradictions in checks:
+        for text in contradictions:
+            raise GulliverError(text)
+
+
+def _clash(plan: Plan, *names: str, why: str) -> str:
+    """A message that names values, with their lines, and says why they do not go together."""
+    return f"{' and '.join(_shown(plan, name) for name in names)}: {why}"
+
+
+def _shown(plan: Plan, name: str) -> str:
+    if name in SECTIONS:
+        value = "null" if getattr(plan, name) is None else "given"
+    elif name in ("mesh.axes", "mesh.torus"):
+        sizes = plan.mesh.axes if name == "mesh.axes" else plan.mesh.torus
+        value = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    else:
+        return plan.describe_field(name)
+    return f"{name}: {value}{plan.line_text(name)}"
+
+
+def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
+    mesh = plan.mesh
+    for name in mesh.axes:
+        if name not in AXES:
+            yield f"mesh.axes has no axis {name!r}: {nearest(name, AXES)}"
+    if list(mesh.axes) != [name for name in AXES if name in mesh.axes]:
+        yield f"mesh.axes are out of order: name them outer to inner, as in {', '.join(AXES)}"
+    if mesh.size != ranks:
+        yield (
+            f"{_shown(plan, 'mesh.axes')} make {mesh.size} ranks, and there are {ranks}: change "
+            "an axis, or the number of ranks"
+        )
+    if mesh.torus and math.prod(mesh.torus.values()) != mesh.size:
+        yield (
+            f"{_shown(plan, 'mesh.torus')} and {_shown(plan, 'mesh.axes')} differ: a torus is "
+            "all ranks of the mesh"
+        )
+    order = _shown(plan, "mesh.rank_order")
+    if mesh.rank_order and sorted(mesh.rank_order) != list(range(mesh.size)):
+        yield f"{order} must name each of the {mesh.size} ranks of mesh.axes once"
+    if mesh.rank_order and not mesh.torus:
+        yield f"{order} is of a torus, and mesh.torus is empty: name its axes"
+
+
+def _operators(plan: Plan) -> Iterator[str]:
+    """Yields choices that contradict operators which are shared one by one."""
+    for name in ("zero", "ddp"):
+        if getattr(plan, name) is not None:
+            why = f"operators are shared over all ranks; right would be {name}: null"
+            yield _clash(plan, "operators", name, why=why)
+    default = Plan()
+    for name in ("tensor", "sequence", "pipeline", "recompute", "precision", "max_norm", "weights"):
+        if getattr(plan, name) != getattr(default, name):
+            yield (
+                f"{_shown(plan, 'operators')} and {name}: given{plan.line_text(name)}: operators "
+                "say themselves how they are cut and what is computed again, and clipping is the "
+                f"loop's; leave {name} out"
+            )
+    if plan.mesh.torus:
+        yield (
+            f"{_shown(plan, 'operators')} and {plan.describe_field('mesh.torus')}: axes of "
+            "operators are those of mesh.axes"
+        )
+
+
+def _shards(plan: Plan) -> Iterator[str]:
+    zero = plan.zero
+    if (zero is None) == (plan.ddp is None):
+        why = "one of them shares the work of the replicas, the other one is null"
+        yield _clash(plan, "zero", "ddp", why=why)
+    given = {
+        "ddp": plan.ddp is not None,
+        "zero.tuning": zero is not None and zero.tuning != "off",
+        "zero.broadcast_buffers": zero is not None and zero.broadcast_buffers,
+        "mesh.torus": bool(plan.mesh.torus),
+    }
+    cutting = [f"mesh.axes.{name}" for name in MODEL_AXES if plan.mesh.of(name) > 1]
+    for name, right in WHOLE_MODELS.items():
+        if cutting and given[name]:
+            told = _shown(plan, name) if name in SECTIONS else plan.describe_field(name)
+            yield (
+                f"{_shown(plan, cutting[0])} and {told}: the second is for whole models only; "
+                f"right would be {right}"
+            )
+    if plan.ddp is not None and plan.precision.parameters != "none":
+        why = "DDP has no float32 copies; take zero, or precision.autocast"
+        yield _clash(plan, "ddp", "precision.parameters", why=why)
+    if plan.ddp is not None and plan.max_norm:
+        why = "under DDP the loop clips; take zero, or max_norm: 0.0"
+        yield _clash(plan, "ddp", "max_norm", why=why)
+
+
+def _unused(plan: Plan) -> Iterator[str]:
+    """Yields values that have no effect: of an axis with one rank, or of unused number formats."""
+    for axis, default in (("pipeline", PipelineLayout()), ("tensor", TensorLayout())):
+        layout = getattr(plan, axis)
+        changed = {
+            f"{axis}.{one.name}": getattr(default, one.name)
+            for one in fields(default)
+            if getattr(layout, one.name) != getattr(default, one.name)
+        }
+        if plan.mesh.of(axis) == 1 and changed:
+            given = ", ".join(_short(plan, name) for name in changed)
+            right = ", ".join(f"{name}: {written(value)}" for name, value in changed.items())
+            yield (
+                f"{_shown(plan, f'mesh.axes.{axis}')} and {given}: with one rank of the {axis} "
+                f"axis this does nothing; right would be {right}"
+            )
+    if plan.precision.kept and plan.precision.parameters == "none":
+        why = "nothing is turned to 16 bits, so there is nothing to keep; right would be kept: []"
+        yield _clash(plan, "precision.parameters", "precision.kept", why=why)
+
+
+def _short(plan: Plan, name: str) -> str:
+    """A value with its line, shortened if it is long."""
+    told = plan.describe_field(name)
+    return told if len(told) <= LONGEST else f"{name}: ... {told[told.rfind('(line') :]}"
+
+
+def _sequence(plan: Plan) -> Iterator[str]:
+    sequence, size = plan.sequence, plan.mesh.of("sequence")
+    own, both = ", ".join(SHARED_BY_SEQUENCE), ("mesh.axes.sequence", "sequence.mode")
+    if sequence.degree != size:
+        yield (
+            f"{_shown(plan, 'mesh.axes.sequence')} and {_shown(plan, 'sequence.ulysses')}, "
+            f"{_shown(plan, 'sequence.outer')}, {_shown(plan, 'sequence.inner')}: their product "
+            f"must be {size}"
+        )
+    if sequence.mode is None and size > 1:
+        yield _clash(plan, *both, why=f"name a mode, one of {own}")
+    if sequence.mode in (*SHARED_BY_SEQUENCE, "auto") and size == 1:
+        yield _clash(plan, *both, why="this mode needs at least 2 ranks of a sequence, or be null")
+    if sequence.mode in SHARED_BY_TENSOR and plan.mesh.of("tensor") == 1:
+        why = (
+            "this mode needs at least 2 ranks of the tensor axis; with ranks of its own take one "
+            f"of {own}"
+        )
+        yield _clash(plan, "mesh.axes.tensor", "sequence.mode", why=why)
+    if sequence.mode in SHARED_BY_TENSOR and size > 1:
+        yield _clash(plan, *both, why="this mode has no ranks of its own")
+    if sequence.mode == "all_to_all" and sequence.outer * sequence.inner > 1:
+        why = "it has no ring; take mode ring_attn, or ulysses instead of inner and outer"
+        yield _clash(plan, "sequence.mode", "sequence.inner", why=why)
+
+
+def _pipeline(plan: Plan) -> Iterator[str]:
+    pipeline, size = plan.pipeline, plan.mesh.of("pipeline")
+    stages = size * pipeline.chunks_per_rank
+    if size > 1 and pipeline.cut and stages and len(pipeline.cut) not in (stages, stages - 1):
+        yield (
+            f"{_shown(plan, 'pipeline.cut')} deals {len(pipeline.cut)} stages, "
+            f"{_shown(plan, 'mesh.axes.pipeline')} and {_shown(plan, 'pipeline.chunks_per_rank')} "
+            f"make {stages}"
+        )
+
+
+def _tiers(plan: Plan) -> Iterator[str]:
+    zero, tiers = plan.zero, plan.tiers
+    if zero is None or tiers is None:
+        return
+    limit, disk = "zero.tiers.limit", ("zero.tiers.disk", "zero.tiers.disk_bytes")
+    if plan.stage != 3:
+        why = "what is whole on every rank cannot leave its memory; take stage: 3, or tiers: null"
+        yield _clash(plan, "zero.stage", limit, why=why)
+    if zero.tuning != "off":
+        why = (
+            "the size of chunks is planned with the limit; right would be tuning: off, with "
+            "zero.chunk_bytes"
+        )
+        yield _clash(plan, "zero.tuning", limit, why=why)
+    if tiers.disk is None and tiers.disk_bytes:
+        yield _clash(plan, *disk, why="name a folder, or give it 0 bytes")
+    if tiers.disk is not None and not tiers.disk_bytes:
+        yield _clash(plan, *disk, why="say how much may lie there, such as disk_bytes: 100GiB")
+    if tiers.host and plan.mesh.device == "cpu":
+        why = f"memory of the host is what {_shown(plan, limit)} is of; right would be host: 0"
+        yield _clash(plan, "mesh.device", "zero.tiers.host", why=why)
+    if tiers.offloaded and tiers.activations != "mixed":
+        why = "it names blocks, as activations: mixed does"
+        yield _clash(plan, "zero.tiers.activations", "zero.tiers.offloaded", why=why)
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes and tiers.activations not in ("keep", "recompute"):
+            why = (
+                "activations of whole models can leave, and those of a cut one not yet; take "
+                f"activations: keep, or recompute, or leave the axis {name} out"
+            )
+            yield _clash(plan, f"mesh.axes.{name}", "zero.tiers.activations", why=why)
+    for name in ("offload_optim", "offload_param"):
+        if tiers.policy == "auto" and getattr(tiers, name) != 1:
+            why = f"auto finds the shares itself; take policy: static, or {name}: 1.0"
+            yield _clash(plan, "zero.tiers.policy", f"zero.tiers.{name}", why=why)
+
+
+def _wire(plan: Plan) -> Iterator[str]:
+    sizes = {kind: plan.mesh.of(kind) for kind in ("tensor", "sequence", "pipeline")}
+    sizes |= {"gather": plan.mesh.replicas, "reduce": plan.mesh.replicas}
+    packed = {k: f for k, f in plan.wire.formats.items() if wire_format(f).name != "identity"}
+    for kind in packed:
+        name = f"wire.{kind}"
+        if sizes[kind] == 1:
+            axis = "data" if kind in ("gather", "reduce") else kind
+            why = f"with one rank nothing travels; right would be wire.{kind}: identity"
+            yield _clash(plan, f"mesh.axes.{axis}", name, why=why)
+        if kind == "gather" and (plan.zero is None or plan.zero.stage == 0):
+            why = (
+                "parameters are gathered from stage 1 of ZeRO on; right would be wire.gather: "
+                "identity"
+            )
+            yield _clash(plan, name, why=why)
+        if kind == "gather" and wire_format(packed[kind]).rounding != "nearest":
+            exact = packed[kind].replace(":stochastic", "")
+            why = (
+                "parameters are rounded to the nearest, for all ranks have to find the same; "
+                f"right would be wire.gather: {exact}, of a plugin "
+                f"communication_dtype={packed | {kind: exact}}"
+            )
+            yield _clash(plan, name, why=why)
+    if plan.wire.error_feedback and "reduce" not in packed:
+        why = "gradients lose nothing that could be fed back; right would be error_feedback: false"
+        yield _clash(plan, "wire.reduce", "wire.error_feedback", why=why)
+    if plan.wire.error_feedback and plan.limited:
+        why = (
+            "what is fed back takes as much memory as all gradients; right would be "
+            "error_feedback: false"
+        )
+        yield _clash(plan, "zero.tiers.limit", "wire.error_feedback", why=why)
+
+
+def _step_in_backward(plan: Plan) -> Iterator[str]:
+    if plan.zero is None or not (plan.zero.step_in_backward or plan.zero.steps_in_backward):
+        return
+    plain, limited = "zero.step_in_backward", "zero.tiers.step_in_backward"
+    if not plan.zero.steps_in_backward:
+        yield _clash(plan, plain, limited, why="with tiers the second counts; say it there alone")
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes:
+            why = (
+                "whole models can be stepped during backward, and a cut model not yet; leave the "
+                f"axis {name} out, or say false"
+            )
+            yield _clash(plan, f"mesh.axes.{name}", limited if plan.limited else plain, why=why)
+
+
+def _fp8(plan: Plan) -> Iterator[str]:
+    fp8, scaling = plan.precision.fp8, "precision.fp8.scaling"
+    if fp8 is None:
+        return
+    if fp8.scaling == "delayed" and plan.mesh.size > 1:
+        why = "each rank would have a history of its own; take tensorwise or rowwise"
+        yield _clash(plan, "mesh.axes", scaling, why=why)
+    if plan.sequence.mode in SHARED_BY_TENSOR:
+        why = (
+            "FP8 layers take whole sequences on tensor ranks; take mode: null, or one of "
+            + ", ".join(SHARED_BY_SEQUENCE)
+        )
+        yield _clash(plan, "sequence.mode", scaling, why=why)

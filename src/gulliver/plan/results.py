@@ -1,0 +1,173 @@
+"""Predicted bytes, seconds and traffic of a plan; recomputed whenever a plan is applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Peak bytes of a rank, by kind; of the fullest rank where ranks differ."""
+
+    # Size of the parameters; with stage 3, shards and gathered chunks.
+    parameters: int = 0
+    # Size of gradients: shards, and buffers in flight.
+    gradients: int = 0
+    # Size of the optimizer's state, float32 copies included.
+    optimizer_state: int = 0
+    # Size of what forward keeps for backward; 0 where it was not measured.
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the model's state."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a step of the rank that computes most.
+
+    Attributes:
+        compute: seconds of forward and backward.
+        recompute: seconds of forwards that backward repeats.
+        all_gather: seconds of gathers, hidden or not; likewise the next four.
+        reduce_scatter: seconds of reduce-scatters.
+        all_reduce: seconds of all-reduces.
+        all_to_all: seconds of exchanges of heads.
+        sends: seconds of messages between stages and in rings.
+        exposed: seconds of all these, and of transfers, in which the rank does not compute.
+        bubble: seconds that it waits for other stages.
+        update: seconds of the optimizer.
+        transfers: seconds of reads and writes between memories, hidden or not.
+        step: seconds of the whole step.
+    """
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+    all_to_all: float = 0.0
+    sends: float = 0.0
+    exposed: float = 0.0
+    bubble: float = 0.0
+    update: float = 0.0
+    transfers: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class TierTraffic:
+    """State that lies in slower tiers, and the traffic of a step between tiers; a result."""
+
+    # Least limit that suffices.
+    minimum: int = 0
+    # Bytes of state that are in use at once.
+    needed: int = 0
+    # The chunk that decides that.
+    decides: str = ""
+    # Bytes of state that always stay on the device.
+    stays: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes of state that are offloaded at least at times.
+    leaves: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes that a step reads from slower tiers.
+    read: int = 0
+    # Bytes that a step writes to slower tiers.
+    written: int = 0
+    # Bytes of state that are on a disk behind host memory at least at times.
+    on_disk: MemoryPlan = field(default_factory=MemoryPlan)
+    # Bytes that a step reads from that disk.
+    disk_read: int = 0
+    # Bytes that a step writes to that disk.
+    disk_written: int = 0
+    # What the step waits for.
+    bottleneck: str = ""
+    # Seconds that more memory would save.
+    price: str = ""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predicted costs of a step; a result."""
+
+    # Name of the machines that seconds are of.
+    cluster: str = ""
+    # Seconds of a step, by kind.
+    seconds: Seconds = field(default_factory=Seconds)
+    # Bytes sent by the first rank in a step; without a sample, those that do not depend on the
+    # batch.
+    sent: int = 0
+    # Bytes of the fullest rank, by kind.
+    bytes: MemoryPlan = field(default_factory=MemoryPlan)
+    # Traffic between tiers; None without a limit.
+    moved: TierTraffic | None = None
+    # The fullest rank; the first of equals.
+    fullest: int = 0
+
+
+# Predicted and measured costs of a run.
+
+
+TOLERATED = 0.15
+"""Error of a prediction from which on what it stands on should be measured again."""
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One kind of cost."""
+
+    # Name of the value in the plan.
+    kind: str
+    # ``s``, ``bytes`` that are held, or ``sent bytes``.
+    unit: str
+    # Value in the plan.
+    predicted: float
+    # Value of the run.
+    measured: float
+    # What the prediction is based on, and how to measure that; may be empty.
+    source: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction; None where nothing was predicted or measured."""
+        return self.predicted / self.measured - 1 if self.measured and self.is_predicted else None
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the plan predicts it; costs of a step need a sample."""
+        return self.unit == "bytes" or self.predicted > 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted and measured costs of a run, by kind."""
+
+    # Seconds of the step and its phases, then bytes sent by this rank in a step, then bytes held.
+    rows: tuple[ComparisonRow, ...]
+
+    def __getitem__(self, kind: str) -> ComparisonRow:
+        found = {row.kind: row for row in self.rows}
+        if kind not in found:
+            raise KeyError(f"{kind!r} was not measured: {', '.join(found)} were")
+        return found[kind]
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Names what to measure again, the worst prediction first; empty where all are near."""
+        off = [row for row in self.rows if row.source and abs(row.error or 0.0) > TOLERATED]
+        off.sort(key=lambda row: -abs(row.measured - row.predicted))
+        return tuple(f"{row.kind} is {100 * (row.error or 0):+.0f} %: {row.source}" for row in off)
+
+    def __str__(self) -> str:
+        lines = [f"{'':<24}{'predicted':>14}{'measured':>14}{'error':>9}"]
+        for row in self.rows:
+            error = "" if row.error is None else f"{100 * row.error:+.1f} %"
+            shown = [_shown(value, row.unit) for value in (row.predicted, row.measured)]
+            predicted = shown[0] if row.is_predicted else "not predicted"
+            lines.append(f"{row.kind:<24}{predicted:>14}{shown[1]:>14}{error:>9}")
+        return "\n".join([*lines, *self.advice])
+
+
+def _shown(value: float, unit: str) -> str:
+    return f"{1e3 * value:.2f} ms" if unit == "s" else f"{value / 2**20:.3f} MiB"

@@ -1,0 +1,281 @@
+"""Prepares a model before it is shared: one dtype, equal values on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from gulliver._compat import compiled_call, is_batch_norm
+from gulliver.comm.collectives import broadcast
+from gulliver.errors import GulliverError, nearest
+from gulliver.memory.activations import recompute_modules
+from gulliver.parallel.optimizer import has_stepped
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Normalizations that may keep running statistics.
+RUNNING = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def no_optimizer() -> torch.optim.Optimizer:
+    """An optimizer without parameters, for models that are not trained."""
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+def check_modules(model: nn.Module, sharded: bool) -> None:
+    """Refuses lazy modules and, where parameters are sharded, TorchScript."""
+    for name, module in model.named_modules():
+        if any(is_lazy(p) for p in module.parameters(recurse=False)):
+            raise GulliverError(
+                f"{name or 'the model'} ({type(module).__name__}) has parameters without shapes: "
+                "run the model on a batch before boost"
+            )
+        if sharded and isinstance(module, torch.jit.ScriptModule):
+            raise GulliverError(
+                f"{name or 'the model'} is TorchScript, which reads parameters before they are "
+                "gathered: boost the module that it was made from, or use TorchDDPPlugin"
+            )
+
+
+def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer with state, which would have another dtype than the parameters."""
+    if has_stepped(optimizer):
+        raise GulliverError(
+            "the optimizer has stepped before boost: precision converts the model, so boost first"
+        )
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Dtypes of parameters by all their names."""
+    return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def narrow_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Dtypes of parameters whose range is smaller than that of the float32 copies."""
+    # The range of bfloat16 is float32's but for its very end: to look at that, every resumed run
+    # would read all values twice.
+    return {name: dtype for name, dtype in dtypes_of(model).items() if dtype is torch.float16}
+
+
+def broadcast_all(tensors: Iterable[Tensor]) -> None:
+    """Gives all ranks rank 0's values, for any memory layout and dtype."""
+    with torch.no_grad():
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            if flat.numel() and not tensor.is_meta:
+                broadcast(flat.view(torch.uint8))  # backends do not know every dtype
+                tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def modules_kept(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that keep their dtype: running averages in 16 bits stop moving."""
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, RUNNING) and module.track_running_stats
+    )
+
+
+def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields what `convert` converts, by name: parameters and persistent buffers."""
+    # As with Hugging Face's ``from_pretrained(dtype=)`` buffers that are no part of the state dict
+    # keep their dtype: tables that modules compute from, such as rotary frequencies, which 16 bits
+    # would spoil.
+    for path, module in model.named_modules():
+        if path in kept:
+            continue
+        tables = module._non_persistent_buffers_set
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.is_floating_point() and name not in tables:
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Refuses values that would become infinite in a dtype; arguments as of `convert`."""
+    for name, tensor in converted(model, kept):
+        wider = torch.finfo(tensor.dtype).max > torch.finfo(dtype).max
+        if not wider or tensor.is_meta or not tensor.numel():
+            continue
+        values = tensor.detach()
+        # One pass that makes no copy; values that are no numbers, or infinite already, take more.
+        if torch.stack(torch.aminmax(values)).to(dtype).isfinite().all():
+            continue
+        lost = values.isfinite() & ~values.to(dtype).isfinite()
+        if lost.any():
+            half = next(half for half, other in HALVES.items() if other is dtype)
+            raise GulliverError(
+                f"precision={half!r} cannot hold {name!r}: {values[lost][0].item()} is beyond "
+                f"{torch.finfo(dtype).max:g}; scale it, or train with another precision"
+            )
+
+
+def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Converts a model and its inputs to `dtype`; see `converted`."""
+    for _, tensor in converted(model, kept):
+        tensor.data = tensor.data.to(dtype)
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Converts floating-point tensors, also those in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast_floats(entry, dtype) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cast_floats(entry, dtype) for entry in value)
+    return value
+
+
+# Mixed precision: a model's own call runs under autocast.
+#
+# By hooks, not by a wrapped forward: a deep copy of the model (an average of its weights, say)
+# takes hooks along, while a wrapped forward would go on calling the model that it was copied from.
+
+
+PRECISIONS = {"bf16": torch.bfloat16}
+
+
+def check_precision(name: Any) -> None:
+    """Refuses a precision that is not supported."""
+    if name is not None and name not in PRECISIONS:
+        raise GulliverError(
+            f"mixed_precision={name!r} is not supported: {nearest(str(name), PRECISIONS)} (or None)"
+        )
+
+
+class _Autocast:
+    """Enters autocast before a call and leaves it after, also when the call fails."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._open: list[Any] = []
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        context = torch.autocast(self._device, self._dtype)
+        context.__enter__()
+        self._open.append(context)
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+def autocast_calls(model: nn.Module, device: str, precision: str) -> None:
+    """Runs every call of `model` under autocast; its parameters stay as they are."""
+    hooks = _Autocast(device, PRECISIONS[precision])
+    model.register_forward_pre_hook(hooks.enter, prepend=True)
+    model.register_forward_hook(hooks.leave, always_call=True)
+
+
+# Blocks of a model: what is recomputed, or whose activations are offloaded.
+#
+# A transformers model names its blocks and has a switch for each. In other models they are the
+# modules in its innermost lists.
+
+
+LISTS = (nn.ModuleList, nn.Sequential)
+NO_BLOCKS = (
+    "there are no blocks to compute again: they are those of a pipeline, or of "
+    "gradient_checkpointing_enable, or modules of several layers each, without batch norms, in a "
+    "Sequential or ModuleList; group single layers, or wrap the blocks with torch.utils.checkpoint "
+    "before boost"
+)
+
+
+def has_switch(model: nn.Module) -> bool:
+    """Whether a model has a switch of its own for recomputation."""
+    return hasattr(model, "gradient_checkpointing_enable")
+
+
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks of a model, as registered; none where there are fewer than two."""
+    # A block has several layers: single ones of torch have nothing to keep but their input. Modules
+    # of a block's class that lie in no list are blocks, too.
+    found = _within(model, "")
+    paths = dict(model.named_modules())
+    kinds = {type(paths[path]) for path in found} - set(LISTS)
+    for path, module in paths.items():
+        near = [p for p in found if f"{p}.".startswith(f"{path}.") or path.startswith(f"{p}.")]
+        if type(module) in kinds and not near:
+            found.append(path)
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _within(module: nn.Module, path: str) -> list[str]:
+    found = list[str]()
+    for name, child in module.named_children():
+        own = f"{path}.{name}" if path else name
+        inner = _within(child, own)
+        if len(inner) < 2 and isinstance(module, LISTS) and _is_block(child):
+            inner = [own]
+        found += inner
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # nobody calls it
+        return False
+    if hasattr(module, "base_layer"):  # a layer with adapters beside it
+        return False
+    single = type(module).__module__.startswith("torch.nn") and not list(module.children())
+    return not single and any(True for _ in module.parameters())
+
+
+def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks that backward can compute again."""
+    # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
+    # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
+    if not has_switch(model):
+        return tuple(p for p in blocks_of(model) if not _has_statistics(model.get_submodule(p)))
+    offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
+    if not offering:
+        return ("",)
+    return tuple(p for p in offering if not any(o.startswith(f"{p}.") for o in offering))
+
+
+def offloadable_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks that are chosen one by one where activations may be offloaded."""
+    known = recomputable_blocks(model) if has_switch(model) else ()
+    return known if known and known != ("",) else blocks_of(model)
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return any(is_batch_norm(m) for m in module.modules())
+
+
+def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[str]) -> None:
+    """Recomputes blocks in backward instead of keeping their activations."""
+    if not has_switch(model):
+        recompute_modules(model, paths)
+        return
+    with warnings.catch_warnings(action="ignore"):  # names that transformers has newer ones for
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    for path in set(offering) - set(paths):
+        vars(model.get_submodule(path))["gradient_checkpointing"] = False
+
+
+def check_uncompiled(model: nn.Module, paths: Iterable[str]) -> None:
+    """Refuses to recompute compiled blocks where that needs a wrapper."""
+    for path in () if has_switch(model) else paths:
+        if any(compiled_call(m) is not None for m in model.get_submodule(path).modules()):
+            raise GulliverError(
+                f"block {path!r} is compiled and cannot be computed again as a whole: wrap what is "
+                "inside with torch.utils.checkpoint before it is compiled"
+            )

@@ -1,0 +1,17 @@
+"""Search."""
+
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from gulliver.planner.search.grids import MinimumResources, search_grids
+
+__all__ = ["MinimumResources", "search_grids"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "gulliver.planner.search.grids": ["MinimumResources", "search_grids"],
+    },
+)

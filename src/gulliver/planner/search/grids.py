@@ -1,0 +1,453 @@
+"""The search over grids: the fastest way to run a model on a cluster within its memory.
+
+    found = search_grids(model, optimizer, batch, cluster, samples=512, memory="70GiB")
+    print(found)
+
+Meshes are visited in the order of a lower bound. The search ends when the bound of the next mesh is
+no better than the worst of the grids kept, so none of the best is missed under the cost formulas.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gulliver.errors import GulliverError
+from gulliver.families.lookup import family_of, is_hugging_face
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.offload import rate_text, seconds_text
+from gulliver.options import LARGEST, byte_size, size_at_least, size_text
+from gulliver.planner.predict import free_share
+from gulliver.planner.search.facts import Axes, Facts, Grid, axes_of, facts_of, grids_of
+from gulliver.planner.search.offload import Least, Offloader, least_offloaded, with_offload
+from gulliver.planner.search.rank_bytes import WIDE
+from gulliver.planner.search.score import Scored, Scorer
+from gulliver.planner.tiers import NOTHING, OffloadTiers
+
+BEST = 10
+RESERVED = 0.06
+"""Share of a GPU's memory that is not planned: its context, the allocator, libraries."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search over grids."""
+
+    # Grids that fit, fastest first, of each mesh the fastest.
+    best: tuple[Scored, ...]
+    # Grid that needs the least memory of all that were looked at.
+    least: Scored
+    # Bytes that a rank may hold; 0 for no limit.
+    limit: int
+    # Number of grids that were priced.
+    looked: int
+    # Number of meshes, and how many the bound left out.
+    meshes: tuple[int, int]
+    # Why meshes were left out that the model cannot be run on, by what was asked.
+    refused: dict[str, str]
+    # Seconds that analysis and search took.
+    seconds: tuple[float, float]
+    # The model and its batch in numbers.
+    facts: Facts
+    # Machines that were searched for.
+    cluster: Cluster
+    # Memory behind that of the ranks, which state may leave for.
+    behind: OffloadTiers = NOTHING
+    # Least memory that suffices with offloading, if nothing was found.
+    offloaded: Least | None = None
+    # Offloading grids that were not replayed, to save time.
+    unlooked: int = 0
+
+    def __str__(self) -> str:
+        if not self.best:
+            return self.why_none()
+        lines = []
+        for number, scored in enumerate(self.best, 1):
+            step = scored.seconds.step
+            rate = rate_text(scored.samples / step)
+            lines.append(
+                f"{number:>2}  {seconds_text(step):>9}  {rate:>9} samples/s  "
+                f"{size_text(scored.bytes):>10}  {scored.grid}"
+            )
+        return "\n".join(lines)
+
+    def why_none(self) -> str:
+        """Explains why nothing fits, and how many bytes would suffice."""
+        least = self.least
+        kinds = {**vars(least.memory), "working memory": least.working}
+        largest = max(kinds, key=lambda kind: kinds[kind])
+        return (
+            f"nothing fits {size_at_least(self.limit)} on a rank: the least is "
+            f"{size_at_least(least.bytes)} ({least.grid}), of which {largest.replace('_', ' ')} "
+            f"are {size_text(kinds[largest])}; give more memory, more ranks or a smaller batch"
+            + self._off_load()
+        )
+
+    def _off_load(self) -> str:
+        """What would suffice with offloading."""
+        if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
+            return f"; off-load to {self.behind} helps nothing" if self.behind else ""
+        where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
+        least = self.offloaded
+        told = f"; off-load to {where} needs at least {size_at_least(least.bytes)} ({least})"
+        if self.behind and least.bytes <= self.limit:
+            told += f", and the {self.behind} has {size_text(self.behind.bytes)}"
+        return told
+
+
+def search_grids(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    cluster: Cluster,
+    samples: int,
+    memory: int | str | None = None,
+    precision: str = "bf16",
+    best: int = BEST,
+    facts: Facts | None = None,
+    behind: OffloadTiers = NOTHING,
+    explain: bool = True,
+) -> Found:
+    """Searches all grids that a plugin can run.
+
+    Args:
+        model: whole model, perhaps on meta; it is left as it was.
+        optimizer: optimizer of its parameters; None where it is not trained.
+        batch: one sample or a few, as the model takes them; real or on meta.
+        cluster: machines, one rank for each device.
+        samples: samples of a step, of all ranks together.
+        memory: bytes that a rank may hold; None for what the device has, less what is not planned.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        best: number of grids to return.
+        facts: what an earlier search found out about the model, to be used again.
+        behind: memory behind that of each rank, which state that does not fit may leave for.
+        explain: whether to find, where nothing fits, the least memory that off-load can do with.
+
+    Raises:
+        GulliverError: the model does not run on this batch, fewer samples than can be dealt out,
+            no mesh that it can be cut over, or memory behind that the machines do not have.
+    """
+    behind.check(cluster)
+    on_cpu = cluster.device.to_device_rate is None
+    begun = time.perf_counter()
+    facts = facts or facts_of(model, optimizer, batch, cluster.device, precision, on_cpu)
+    analysed = time.perf_counter()
+    limit = _limit(memory, cluster, on_cpu)
+    free = free_share(cluster.device, cluster.size)
+    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
+    possible, refused = _possible(scorer)
+    looked = _look(scorer, possible, limit, best)
+    offloader = Offloader(scorer, behind, limit)
+    ranked, unlooked, offloaded = _with_offloaded(offloader, possible, looked.ranked, best, explain)
+    return Found(
+        ranked,
+        scorer.score(looked.least),
+        limit or 0,
+        looked.count + offloader.looked * bool(behind),
+        (len(possible), len(possible) - looked.meshes),
+        refused,
+        (analysed - begun, time.perf_counter() - analysed),
+        facts,
+        cluster,
+        behind,
+        offloaded,
+        unlooked,
+    )
+
+
+def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
+    """Meshes that the model can run on, and why not on the others."""
+    facts, ranks = scorer.facts, scorer.cluster.size
+    blocks = len(facts.blocks) if facts.has_stack else 0
+    meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
+    refusals = {axes: scorer.refuses(axes) for axes in meshes}
+    possible = [axes for axes, why in refusals.items() if not why]
+    refused = {axes_text(axes): why for axes, why in refusals.items() if why}
+    if not possible:
+        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be dealt to them")
+        raise GulliverError(f"no mesh of {ranks} ranks can run this model: {why}")
+    return possible, refused
+
+
+class _Looked(NamedTuple):
+    """The fastest grids, the smallest one, and how many grids and meshes were priced."""
+
+    ranked: tuple[Scored, ...]
+    least: Grid
+    count: int
+    meshes: int
+
+
+def _look(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
+    """Prices the grids of meshes in the order of their bounds, and keeps the fastest of each."""
+    facts, tie = scorer.facts, itertools.count()
+    chosen: list[tuple[float, int, Scored]] = []
+    least: tuple[int, Grid] | None = None
+    count = meshes = 0
+    for bound, axes in sorted((scorer.bound(axes), axes) for axes in possible):
+        # No grid of this mesh, nor of those that follow, is faster than the slowest one kept.
+        if len(chosen) == best and bound >= -chosen[0][0]:
+            break
+        meshes += 1
+        fastest: Scored | None = None
+        for grid in grids_of(axes, scorer.batch, len(facts.blocks), facts.optimizer is not None):
+            count += 1
+            scored = scorer.least(grid, limit)
+            small = scored.grid if scored else replace(grid, recomputed=len(facts.recomputable))
+            held = scorer.bytes_of(small)
+            if least is None or held < least[0]:
+                least = held, small
+            if scored is not None and (fastest is None or _order(scored) < _order(fastest)):
+                fastest = scored
+        if fastest is None:
+            continue
+        entry = (-fastest.seconds.step, next(tie), fastest)
+        if len(chosen) < best:
+            heapq.heappush(chosen, entry)
+        elif entry[0] > chosen[0][0]:
+            heapq.heapreplace(chosen, entry)
+    assert least is not None, "some mesh was looked at"
+    ranked = tuple(scored for _, _, scored in sorted(chosen, key=lambda e: (-e[0], e[1])))
+    return _Looked(ranked, least[1], count, meshes)
+
+
+def _with_offloaded(
+    offloader: Offloader,
+    possible: list[Axes],
+    ranked: tuple[Scored, ...],
+    best: int,
+    explain: bool,
+) -> tuple[tuple[Scored, ...], int, Least | None]:
+    """Grids including offloading ones, how many were skipped, and the least memory if none fits."""
+    behind, unlooked, offloaded = offloader.behind, 0, None
+    if behind:
+        ranked, unlooked = with_offload(offloader, possible, ranked, best)
+    if not ranked and (explain or behind):
+        offloaded = least_offloaded(offloader.scorer, possible)
+    if behind and offloaded is not None and offloaded.bytes <= offloader.limit:
+        # It may not have been replayed.
+        last = offloader.score(replace(offloaded.grid, offload=str(behind)))
+        ranked = () if last is None else (last,)
+    return ranked, unlooked, offloaded
+
+
+def _order(scored: Scored) -> tuple[float, int, int]:
+    """Sort key: faster first; of equals to four digits fewer micro-batches, then fewer bytes."""
+    step = float(f"{scored.seconds.step:.4g}")
+    return step, scored.grid.micro_batches, scored.bytes
+
+
+def modes_of(facts: Facts) -> Sequence[str]:
+    """Searched sequence modes that a model supports."""
+    family = family_of(facts.model)
+    if family.sequences is None or not (family.classes or is_hugging_face(facts.model)):
+        return ()
+    return [
+        mode
+        for mode in family.sequences.modes
+        if mode in ("split_gather", "all_to_all", "ring_attn")
+    ]
+
+
+def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
+    if memory is not None:
+        return byte_size("memory", memory)
+    whole = cluster.device.memory_bytes
+    return whole if on_cpu else int(whole * (1 - RESERVED))
+
+
+def axes_text(axes: Axes) -> str:
+    """Short description of a mesh."""
+    return str(Grid(axes))
+
+
+# The price of memory, and the least memory and ranks that suffice.
+
+
+GIB = 1 << 30
+SHARES = (0.5, 0.75, 1.0, 1.5)
+"""Limits that memory is priced at, as parts of the one that was given."""
+DOUBLINGS = 4
+"""Times that a cluster that is too small is doubled."""
+COUNTS = 24
+"""Numbers of ranks that are looked at one by one: each is a search of its own."""
+
+
+# [Note: few searches] The fastest grid under a limit is also the fastest under every limit between
+# its own bytes and that one, so most limits need no search.
+@dataclass(frozen=True)
+class Price:
+    """The fastest grid under a limit."""
+
+    # Bytes that a rank may hold.
+    limit: int
+    # The grid; None where none fits.
+    scored: Scored | None
+
+
+@dataclass(frozen=True)
+class MinimumResources:
+    """Least memory and fewest ranks that suffice."""
+
+    # Least bytes of a rank that a grid on this cluster holds.
+    bytes: int
+    # Grid that holds so few.
+    grid: Grid
+    # Fewest ranks that the model fits on; 0 if none of those tried.
+    ranks: int
+    # Least memory that suffices with offloading; None if that is not less.
+    offloaded: Least | None = None
+    # First and last number of ranks below `ranks` that were not tried.
+    unlooked: tuple[int, int] | None = None
+
+
+def searched_again(
+    found: Found, samples: int, cluster: Cluster | None = None, **others: int | None
+) -> Found:
+    """Repeats a search with other machines or limits, for the fastest grid only."""
+    machines = cluster or found.cluster
+    facts = (
+        found.facts if machines.device == found.facts.device else found.facts.on(machines.device)
+    )
+    arguments = {"best": 1, "facts": facts, "behind": found.behind, "explain": False, **others}
+    return search_grids(facts.model, None, None, machines, samples, **arguments)  # type: ignore[arg-type]
+
+
+def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
+    """Step times under smaller and larger limits, and with one GiB more."""
+    if not found.best:
+        return ()
+    limit, best = found.limit, found.best[0]
+    search = partial(searched_again, found, samples)
+    free = search(memory=LARGEST).best[0]
+    if best.moved is not None:
+        return _priced_one_by_one(_limits(limit), search)
+    if free.seconds.step >= best.seconds.step:
+        free = best
+    return tuple(Price(at, _under(at, limit, best, free, search)) for at in _limits(limit))
+
+
+def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
+    """Prices of limits with offloading, where every byte changes what moves."""
+    # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
+    found, best = list[Price](), None
+    for at in limits:
+        now = _first(search(memory=at))
+        if best is None or (now is not None and now.seconds.step < best.seconds.step):
+            best = now
+        found.append(Price(at, best))
+    return tuple(found)
+
+
+def _limits(limit: int) -> list[int]:
+    """Limits to price, including the given one."""
+    return sorted({*(int(limit * share) for share in SHARES), limit + GIB})
+
+
+def _first(found: Found) -> Scored | None:
+    return found.best[0] if found.best else None
+
+
+def _under(
+    at: int, limit: int, best: Scored, free: Scored, search: Callable[..., Found]
+) -> Scored | None:
+    """The fastest grid under a limit; searches only if no known one applies."""
+    if at >= free.bytes:
+        return free
+    if best.bytes <= at <= limit:
+        return best
+    return _first(search(memory=at))
+
+
+def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
+    """Seconds of a step that one GiB more saves."""
+    steps = {p.limit: p.scored.seconds.step for p in prices if p.scored is not None}
+    return steps[limit] - steps[limit + GIB]
+
+
+def enough(found: Found, samples: int) -> MinimumResources:
+    """The least memory on this cluster and the fewest ranks that suffice."""
+    least, grid = least_bytes(found.facts, found.cluster, samples)
+    offloaded = _offloaded(found, samples)
+    if offloaded is not None and offloaded.bytes >= least:
+        offloaded = None
+    return replace(_enough(found, samples, least, grid), offloaded=offloaded)
+
+
+def _offloaded(found: Found, samples: int) -> Least | None:
+    """The least memory that suffices with offloading."""
+    if found.offloaded is not None or found.facts.optimizer is None:
+        return found.offloaded
+    scorer, meshes = _scorer(found.facts, found.cluster, samples)
+    return least_offloaded(scorer, meshes)
+
+
+def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
+    """A scorer for a model on a cluster, and the possible meshes."""
+    on_cpu = cluster.device.to_device_rate is None
+    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
+    blocks = len(facts.blocks) * facts.has_stack
+    meshes = axes_of(cluster.size, samples, blocks, modes_of(facts))
+    return scorer, [axes for axes in meshes if not scorer.refuses(axes)]
+
+
+def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResources:
+    ranks, most = found.cluster.size, found.cluster.size
+    if least <= found.limit:
+        while most % 2 == 0 and _fits(found, samples, most // 2):
+            most //= 2
+        first = _fewest(found)
+    else:
+        first = max(ranks + 1, _fewest(found))
+        doubles = [ranks << n for n in range(1, DOUBLINGS + 1)]
+        most = next((n for n in doubles if n >= first and _fits(found, samples, n)), 0)
+    # Fewer ranks may fit where more do not (5 samples divide over 5 ranks, not 6), so each is
+    # tried.
+    last = min(most or ranks << DOUBLINGS, first + COUNTS)
+    for number in range(first, last):
+        if _fits(found, samples, number):
+            return MinimumResources(least, grid, number)
+    return MinimumResources(least, grid, most, unlooked=(last, most - 1) if last < most else None)
+
+
+def _fewest(found: Found) -> int:
+    """A lower bound of the ranks that can hold the state."""
+    facts = found.facts
+    master = WIDE if facts.copied else facts.item
+    # What the optimizer works with: its numbers, what it steps, and the gradients of that.
+    learned = facts.trained * (WIDE * facts.states + 2 * master)
+    state = learned + facts.item * (facts.parameters - facts.trained)
+    return max(1, -(-state // max(1, found.limit)))
+
+
+def _fits(found: Found, samples: int, ranks: int) -> bool:
+    try:
+        cluster = found.cluster.resized(ranks)
+        return least_bytes(found.facts, cluster, samples, found.limit)[0] <= found.limit
+    except GulliverError:
+        return False
+
+
+def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
+    """The grid with the smallest fullest rank, every block recomputed."""
+    scorer, meshes = _scorer(facts, cluster, samples)
+    again, trains = len(facts.recomputable), facts.optimizer is not None
+    best: tuple[int, Grid] | None = None
+    for axes in meshes:
+        for grid in grids_of(axes, samples, len(facts.blocks), trains):
+            held = scorer.bytes_of(replace(grid, recomputed=again))
+            if best is None or held < best[0]:
+                best = held, replace(grid, recomputed=again)
+            if held <= limit:
+                return best
+    if best is None:
+        raise GulliverError(f"no mesh of {cluster.size} ranks can run this model")
+    return best

@@ -1,0 +1,249 @@
+"""Memory options of plugins as the section `tiers` of a plan, and chunk sizes under a limit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.offload import host_rates, seconds_text
+from gulliver.hardware.probe import current_cluster, memory_bytes
+from gulliver.options import byte_size, size_text
+from gulliver.plan.plan import Plan
+from gulliver.plan.tree import Tiers
+from gulliver.planner.activations import plan_activations
+from gulliver.planner.ranks import largest_residency, rank_states, rank_work, state_bytes
+from gulliver.planner.residency import chunk_sizes, tier_rates
+from gulliver.planner.resolve import cut_model
+
+POLICIES = ("auto", "static")
+ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+_ANY = 2**60
+"""Memory that a share is of while only its text is checked."""
+
+
+class TierOptions:
+    """Memory arguments of a plugin.
+
+    Args:
+        memory_limit: bytes, text such as ``6GiB`` or ``70%``; see `gulliver.options.byte_size`.
+        host_limit: the same of page-locked host memory; None for none.
+        disk: folder and size, such as ``/scratch:100GiB``, behind the host's memory if there is
+            some; None for none.
+        placement_policy: ``auto``, or ``static`` for the shares that follow.
+        shard_param_frac: share of the parameters that is sharded.
+        offload_optim_frac: share of the optimizer's state that may leave the first memory; None
+            for all of it.
+        offload_param_frac: the same of parameters.
+        step_in_backward: step a chunk as soon as its gradient is complete.
+        activations: what is done with what forward keeps.
+        keep_freed: whether freed memory may stay with the process.
+
+    Raises:
+        GulliverError: a size, a share or a name of no sense, or shares without ``static``.
+    """
+
+    def __init__(
+        self,
+        memory_limit: int | float | str,
+        host_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
+        placement_policy: str = "auto",
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float | None = None,
+        offload_param_frac: float | None = None,
+        step_in_backward: bool = False,
+        activations: str = "keep",
+        keep_freed: bool = True,
+    ) -> None:
+        self.memory_limit, self.host_limit = memory_limit, host_limit
+        byte_size("memory_limit", memory_limit, _ANY)
+        if host_limit is not None:
+            byte_size("host_limit", host_limit, _ANY)
+        self.disk = None if disk is None else split_disk(str(disk))
+        for name, value, known in (
+            ("placement_policy", placement_policy, POLICIES),
+            ("activations", activations, ACTIVATIONS),
+        ):
+            if value not in known:
+                raise GulliverError(f"{name}={value!r} is not known: {nearest(str(value), known)}")
+        self.policy, self.activations = placement_policy, activations
+        self.step_in_backward, self.keep_freed = step_in_backward, keep_freed
+        if shard_param_frac != 1:
+            raise GulliverError(
+                f"shard_param_frac={shard_param_frac} is not supported: 1.0 shards all parameters; "
+                "LowLevelZeroPlugin(stage=2) keeps them whole on every rank"
+            )
+        given = {"offload_optim_frac": offload_optim_frac, "offload_param_frac": offload_param_frac}
+        for name, share in given.items():
+            if share is not None and placement_policy != "static":
+                raise GulliverError(
+                    f"{name}={share} needs placement_policy='static': 'auto' finds the shares"
+                )
+            if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+                raise GulliverError(f"{name}={share!r} is no share: give a number from 0 to 1")
+        self.shares = {name: 1.0 if s is None else float(s) for name, s in given.items()}
+
+    @classmethod
+    def within(
+        cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
+    ) -> Self | None:
+        """The options of a plugin whose limit is optional; None without a limit."""
+        if limit is None and disk is not None:
+            raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
+        if limit is None and host is not None:
+            raise GulliverError(f"host_limit={host!r} needs a memory_limit: what fits it stays")
+        if limit is None:
+            return None
+        if stage != 3:
+            raise GulliverError(
+                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
+                f"leave its memory; take {right}"
+            )
+        return cls(limit, host, disk, **options)
+
+    def tiers(self, device: str) -> Tiers:
+        """The section of a plan."""
+        if self.host_limit is not None and device == "cpu":
+            raise GulliverError(
+                f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit is of the "
+                "host's memory; leave host_limit out, and name a disk"
+            )
+        whole = memory_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        host = 0
+        if self.host_limit is not None:
+            host = byte_size("host_limit", self.host_limit, memory_bytes("cpu"))
+        folder, size = self.disk or (None, None)
+        return Tiers(
+            limit=byte_size("memory_limit", self.memory_limit, whole),
+            host=host,
+            disk=folder,
+            disk_bytes=0 if folder is None or size is None else _disk_bytes(folder, size),
+            policy=self.policy,
+            offload_optim=self.shares["offload_optim_frac"],
+            offload_param=self.shares["offload_param_frac"],
+            step_in_backward=self.step_in_backward,
+            activations=self.activations,
+            keep_freed=self.keep_freed,
+        )
+
+
+def split_disk(text: str) -> tuple[str, str]:
+    """Folder and size of ``/scratch:100GiB``; the folder may have colons."""
+    folder, _, size = text.rpartition(":")
+    right = f"give a folder and a size, such as disk='{folder or text}:100GiB'"
+    if not folder:
+        raise GulliverError(f"disk={text!r} says not how much may lie there: {right}")
+    try:
+        byte_size("disk", size, _ANY)
+    except GulliverError as error:
+        why = str(error).removeprefix(f"disk={size!r} ")
+        raise GulliverError(f"disk={text!r}: {size!r} {why}") from None
+    return folder, size
+
+
+def _disk_bytes(folder: str, size: str) -> int:
+    whole = shutil.disk_usage(folder).free if size.endswith("%") and Path(folder).is_dir() else 0
+    return byte_size("disk", size, whole or _ANY)
+
+
+def plan_tiers(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    cluster: Cluster | None,
+    chosen: bool,
+) -> Plan:
+    """Chooses the fate of activations and the size of chunks by the seconds of a step."""
+    given = cut_model(plan, model, optimizer)
+    assert plan.tiers is not None, "the plan has a limit"
+    rates = tier_rates(plan.tiers, cluster or current_cluster(plan.mesh.size))
+    plan = plan_activations(plan, model, lambda: state_bytes(given.plan, given.sizes()), rates)
+    tiers = plan.tiers
+    assert tiers is not None, "the plan has a limit"
+    if not chosen:
+        return plan
+    work = rank_work(given.with_plan(plan))
+    tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
+    for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in given.sizes())):
+        one = plan.with_zero(chunk_bytes=size, chunks=())
+        try:
+            states = rank_states(given.with_plan(one))
+            found = largest_residency(states, tiers, work, "farthest")
+        except GulliverError as error:
+            errors[size] = error
+            continue
+        moves = found.moved.read + found.moved.written
+        seconds = None if rates is None else found.seconds(work, rates).step
+        told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
+        told += "" if seconds is None else f", {seconds_text(seconds)}"
+        # Of equals the larger size: fewer chunks.
+        tried.append((moves if seconds is None else seconds, -size, told))
+    if not tried:
+        raise errors[min(errors)]
+    _, size, told = min(tried)
+    size, (_, _, worst) = -size, max(tried)
+    why = f"{size_text(size)}: {told}" + (f"; at worst {worst}" if len(tried) > 1 else "")
+    reasons = {**plan.reasons, "zero.chunk_bytes": why}
+    return replace(plan.with_zero(chunk_bytes=size), reasons=reasons)
+
+
+# Memory tiers that state is offloaded to.
+
+
+@dataclass(frozen=True)
+class OffloadTiers:
+    """Host memory and disk of a rank, for what does not fit its device."""
+
+    # Bytes of page-locked host memory of a rank; 0 for none.
+    host: int = 0
+    # Folder on the disk of a rank; None for none.
+    disk: str | None = None
+    # Bytes of a rank that may lie there.
+    disk_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return self.host > 0 or self.disk is not None
+
+    def __str__(self) -> str:
+        names = ["host"] * (self.host > 0) + ["disk"] * (self.disk is not None)
+        return " and ".join(names)
+
+    @classmethod
+    def of(cls, host: int | str | None, disk: str | None) -> Self:
+        """Parses a user's options."""
+        folder, size = (None, "0") if disk is None else split_disk(disk)
+        return cls(
+            0 if host is None else byte_size("host", host),
+            folder,
+            0 if folder is None else byte_size("disk", size),
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of host memory and disk together."""
+        return self.host + self.disk_bytes
+
+    def check(self, cluster: Cluster) -> None:
+        """Refuses tiers that the machines do not have, or whose speed is not known."""
+        if self.host and host_rates(cluster.device) is None:
+            raise GulliverError(
+                f"host={size_text(self.host)}: ranks of {cluster.name} compute in the host's "
+                "memory, which the limit is of; name a disk"
+            )
+        if self.disk is not None and cluster.disk is None:
+            raise GulliverError(
+                f"disk={self.disk!r}: {cluster.name} tells no rates of a disk; gulliver probe "
+                f"--folder {self.disk} measures them, or write them into the cluster's file"
+            )
+
+
+NOTHING = OffloadTiers()
+"""No memory behind the ranks'."""

@@ -1,0 +1,476 @@
+"""Scaled casts: a tensor in FP8, and the factor that turns it back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from gulliver._compat import scaled_matmul
+from gulliver.errors import GulliverError, nearest, once_differentiable
+
+FORWARD = torch.float8_e4m3fn
+"""Format of inputs and weights."""
+GRADIENT = torch.float8_e5m2
+"""Format of gradients of outputs, whose range is wider."""
+LARGEST_SCALE = 2.0**126
+"""The inverse is the least normal number of float32."""
+EXPONENT = 0x7F800000
+"""Bits of the exponent of a float32."""
+
+
+# [Note: scales are powers of two] A scale maps the largest magnitude of a tensor (tensor-wise), of
+# each of its rows or of each of its columns (row-wise) to the upper half of the format's range.
+# Which number of that half it becomes does not matter to a floating-point format but for what
+# underflows, so the scale is rounded down to a power of two: multiplying by it, and dividing, is
+# exact; a magnitude that differs in its last bit between two ranks, or between a forward and its
+# recomputation, gives the same scale; and a product comes out the same whether it is scaled before
+# or after it is summed, which makes emulation and hardware agree.
+#
+# [Note: what is no number] A scale is finite whatever the input: 0 and the tiniest magnitudes get
+# the largest one, infinities and NaN get 1. What was infinite must not come back as a large number
+# (casts of torch saturate), so a tensor, or row, with such an element becomes NaN as a whole, as it
+# nearly does in a product of high precision; the caller can count it by its magnitude.
+#
+# Source: Micikevicius et al., FP8 formats for deep learning, 2022 (arXiv 2209.05433): e4m3 has 3
+# bits of mantissa and ends at 448, e5m2 has 2 and ends at 57344.
+class Scaled(NamedTuple):
+    """A matrix in FP8."""
+
+    values: Tensor
+    inverse: Tensor  # Factors that turn them back, float32: one, or one for each row or column
+
+    def t(self) -> Scaled:
+        """Returns the transpose."""
+        return Scaled(self.values.t(), self.inverse.t())
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Returns the elements as numbers of a wider dtype."""
+        return self.values.to(dtype) * self.inverse.to(dtype)
+
+
+def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
+    """Returns the largest magnitude in float32; infinite where an element is infinite or NaN."""
+    if not x.numel():
+        shape = () if dim is None else tuple(1 if d == dim else n for d, n in enumerate(x.shape))
+        return x.new_zeros(shape, dtype=torch.float32)
+    found = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    return found.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the power of two that maps a magnitude into the upper half of a format's range."""
+    exact = (torch.finfo(dtype).max / largest).clamp(max=LARGEST_SCALE)
+    power = (exact.view(torch.int32) & EXPONENT).view(torch.float32)
+    return torch.where(largest.isfinite(), power, 1.0)
+
+
+def encode(x: Tensor, largest: Tensor, dtype: torch.dtype, limit: Tensor | None = None) -> Scaled:
+    """Returns a matrix in FP8."""
+    scale = scale_of(largest if limit is None else limit, dtype)
+    factor = torch.where(largest.isfinite(), scale, torch.nan)
+    wide = x.float() if x.dtype is torch.float16 else x  # its exponents end too early
+    wide = wide * factor.to(wide.dtype)
+    if limit is not None:
+        most = torch.finfo(dtype).max
+        wide = wide.clamp(-most, most)
+    return Scaled(wide.to(dtype), 1.0 / scale)
+
+
+# State of one FP8 layer: scaling recipe, histories of magnitudes, what overflowed.
+
+
+Scaling = Literal["tensorwise", "rowwise", "delayed"]
+SCALINGS: tuple[str, ...] = get_args(Scaling)
+Role = Literal["input", "weight", "gradient"]
+COPIES = {"tensorwise": 1, "rowwise": 0, "delayed": 1}
+"""FP8 copies of the weights that backward reads again; row-wise it needs other scales."""
+HISTORY = 16
+"""Steps that delayed scaling looks back."""
+Agree = Callable[[Tensor], Any]
+"""Replaces magnitudes by the largest of all ranks, in place."""
+DIMS: dict[Role, tuple[str, str]] = {
+    "input": ("tokens", "inputs"),
+    "weight": ("outputs", "inputs"),
+    "gradient": ("tokens", "outputs"),
+}
+
+
+# [Note: weights are cast in every forward] No FP8 copy of a weight outlives the graph that it was
+# made for. Nothing tells reliably that a weight has not changed since: fused optimizers, ``p.data``
+# and native kernels write without raising its version, and addresses are used again.
+#
+# [Note: delayed scaling] The scale of inputs and of gradients comes from the largest magnitudes of
+# the last steps, so that a cast need not wait for a reduction over its own tensor. All
+# micro-batches of a step have one scale, and a recomputed block the same as its first forward: the
+# history moves only when the weight has been stepped, which its version says, or, for fused
+# optimizers, the hook that `_watch_steps` registers. A step that neither shows leaves the history
+# where it is. Before there is any, a tensor's own magnitude counts. What is larger than all that
+# was seen saturates, and is counted. Checkpoints have the histories, so that a resumed run
+# continues as it would have. Source: Transformer Engine's ``DelayedScaling``.
+#
+# [Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
+# largest of all ranks, so that each quantises its shard as one process would. `SharedDims` says
+# how, for the dims of a layer: a sum over ranks of products of such shards has the terms of one
+# process.
+@dataclass(frozen=True)
+class Recipe:
+    """Recipe by which linear layers compute in FP8."""
+
+    # ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column that a
+    # product sums over; ``delayed``: one for each tensor, from the steps before.
+    scaling: str = "tensorwise"
+    emulate: bool = False  # Compute the same numerics without FP8 units: slower than without FP8
+    history: int = HISTORY  # Number of steps that delayed scaling looks back
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise GulliverError(
+                f"FP8 scaling {self.scaling!r} is not known: {nearest(str(self.scaling), SCALINGS)}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.scaling}{', emulated' if self.emulate else ''}"
+
+
+@dataclass(frozen=True)
+class SharedDims:
+    """Reductions over the ranks that share a dim of a layer; None where each has all of it."""
+
+    tokens: Agree | None = None
+    inputs: Agree | None = None
+    outputs: Agree | None = None
+
+    def over(self, role: Role, dim: int | None) -> list[Agree]:
+        """Returns the reductions of a magnitude over one dim of a tensor, or over both."""
+        names = DIMS[role] if dim is None else DIMS[role][dim : dim + 1]
+        found = (getattr(self, name) for name in names)
+        return [agree for agree in found if agree is not None]
+
+    @property
+    def any(self) -> bool:
+        """Whether ranks share a dim."""
+        return any((self.tokens, self.inputs, self.outputs))
+
+
+NOT_SHARED = SharedDims()
+
+
+@dataclass
+class MagnitudeHistory:
+    """Largest magnitudes of the last steps, and of the one that runs."""
+
+    length: int
+    past: list[Tensor] = field(default_factory=list)
+    now: Tensor | None = None
+
+    def step(self) -> None:
+        """Begins a step."""
+        if self.now is not None:
+            self.past, self.now = [*self.past, self.now][-self.length :], None
+
+    def note(self, largest: Tensor) -> None:
+        """Records a magnitude, unless it is not finite."""
+        seen = torch.where(largest.isfinite(), largest, 0.0)
+        self.now = seen if self.now is None else torch.maximum(self.now, seen)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Returns the state to save; empty before the first cast."""
+        past = {"past": torch.stack(self.past)} if self.past else {}
+        return past if self.now is None else {**past, "now": self.now}
+
+    def restore(self, leaves: Mapping[str, Tensor], device: torch.device) -> None:
+        """Takes up what `leaves` returned."""
+        past, now = leaves.get("past"), leaves.get("now")
+        self.past = [] if past is None else [*past.to(device)][-self.length :]
+        self.now = None if now is None else now.to(device)
+
+    def limit(self, largest: Tensor) -> Tensor | None:
+        """Returns the magnitude to scale for; None while nothing is known."""
+        if not self.past:
+            return None
+        known = torch.stack(self.past).amax()
+        return torch.where(known > 0, known, largest)
+
+
+class LayerState:
+    """State that an FP8 layer keeps from call to call."""
+
+    def __init__(
+        self, recipe: Recipe, keep_weights: bool = True, shared: SharedDims = NOT_SHARED
+    ) -> None:
+        self.recipe, self.keep_weights, self.shared = recipe, keep_weights, shared
+        self._step: tuple[weakref.ref[Tensor], int] | None = None
+        self._events: dict[str, Tensor] = {}
+        self._histories = {
+            role: MagnitudeHistory(recipe.history) for role in ("input", "gradient") if self.delayed
+        }
+        if self.delayed:
+            _watch_steps()
+            _DELAYED.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        # Process groups cannot be copied, and a copy of the model has weights of its own.
+        return LayerState(self.recipe, self.keep_weights, self.shared)
+
+    def __reduce__(self) -> Any:
+        return LayerState, (self.recipe, self.keep_weights)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales come from the steps before."""
+        return self.recipe.scaling == "delayed"
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether rows and columns have scales of their own."""
+        return self.recipe.scaling == "rowwise"
+
+    @property
+    def eager_only(self) -> bool:
+        """Whether casts do what compilers cannot trace: keep histories, or send."""
+        return self.delayed or self.shared.any
+
+    def leaves(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the histories of delayed scaling, by what they are of."""
+        found = {role: history.leaves() for role, history in self._histories.items()}
+        return {role: leaves for role, leaves in found.items() if leaves}
+
+    def restore(self, leaves: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+        """Takes up histories that `leaves` returned; those that are not there start empty."""
+        # The next forward begins a step, as that after an optimizer's step does.
+        self._step = None
+        for role, history in self._histories.items():
+            history.restore(leaves.get(role, {}), device)
+
+    def begin(self, weight: Tensor) -> None:
+        """Notes a forward; one with another or a stepped weight begins a step."""
+        if not self.delayed or weight.is_inference():
+            return
+        before = self._step
+        if before is None or before[0]() is not weight or before[1] != weight._version:
+            self._step = weakref.ref(weight), weight._version
+            for history in self._histories.values():
+                history.step()
+
+    def stepped(self, weights: set[int]) -> None:
+        """Ends the step if the layer's weight is one of those with these ids."""
+        if self._step is not None and id(self._step[0]()) in weights:
+            self._step = None
+
+    def cast(self, role: Role, x: Tensor, dim: int | None) -> Scaled:
+        """Returns a matrix in FP8, with scales that all ranks agree on."""
+        dtype, largest = GRADIENT if role == "gradient" else FORWARD, magnitude(x, dim)
+        for agree in self.shared.over(role, dim):
+            agree(largest)
+        self._count(f"{role}s not finite", ~largest.isfinite())
+        history = self._histories.get(role)
+        if history is None:
+            return encode(x, largest, dtype)
+        limit = history.limit(largest)
+        if torch.is_grad_enabled() or role == "gradient":
+            history.note(largest)
+        if limit is not None:
+            beyond = largest * scale_of(limit, dtype) > torch.finfo(dtype).max
+            self._count(f"{role}s beyond their scale", beyond & largest.isfinite())
+        return encode(x, largest, dtype, limit)
+
+    def _count(self, what: str, happened: Tensor) -> None:
+        # On the device, without a look at the number: a look would wait for the device.
+        seen = happened.any().long()
+        before = self._events.get(what)
+        self._events[what] = seen if before is None else before + seen
+
+    def events(self) -> dict[str, int]:
+        """Returns how many casts had elements that FP8 cannot take, by what they were."""
+        return {what: int(count) for what, count in self._events.items() if int(count)}
+
+
+_DELAYED = weakref.WeakSet[LayerState]()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    weights = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for state in tuple(_DELAYED):
+        state.stepped(weights)
+
+
+def plain_cast(role: Role, x: Tensor, dim: int | None) -> Scaled:
+    """Returns a matrix in FP8 without recording anything, for compiled graphs."""
+    return encode(x, magnitude(x, dim), GRADIENT if role == "gradient" else FORWARD)
+
+
+# A linear layer in FP8: three products, of quantised factors, summed in high precision.
+#
+# | product | factors | tensor-wise | row-wise: scales along | |---|---|---|---| | ``y = x W^T`` |
+# e4m3, e4m3 | one scale each | tokens of x, outputs of W | | ``dX = g W`` | e5m2, e4m3 | the same
+# W | tokens of g, inputs of W | | ``dW = g^T x`` | e5m2, e4m3 | the same g, the same x | outputs
+# of g, inputs of x |
+#
+# A scale may differ along the dims that a product keeps, never along the one that it sums over, so
+# row-wise scaling quantises each tensor twice, once for each product that it is in. Tensor-wise
+# scaling quantises it once, and then the FP8 input alone is saved for the weights' gradient: a
+# byte for each element in place of two or four.
+#
+# On hardware the sums are those of the tensor cores: forward with their fast accumulation,
+# backward without it. `emulated` is the same arithmetic in float32, or in float64 for float64
+# inputs: FP8 numbers are exact in both.
+
+
+MULTIPLE = 16
+"""FP8 units take sums and outputs whose lengths are multiples of this."""
+
+
+# [Note: one input, several layers] Queries, keys and values are products of one tensor. Its FP8
+# copy is noted on that very tensor, so that it is made, and saved, once for all of them. Only
+# results of operations that autograd records are noted: leaves, such as batches and parameters,
+# stay alive from step to step and may be written without a new version (NumPy, ``.data``, fused
+# optimizers).
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, transposed: bool = False
+) -> Tensor:
+    """Returns ``x @ weight.T + bias`` with an FP8 product: ``[..., outputs]``."""
+    traced = torch.compiler.is_compiling()
+    if traced and state.eager_only:
+        y = _uncompiled(x, weight, state, transposed, False)
+    else:
+        y = _product(x, weight, state, transposed, traced)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _product(
+    x: Tensor, weight: Tensor, state: LayerState, transposed: bool, traced: bool
+) -> Tensor:
+    given, device = x, x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    matrix = weight.t() if transposed else weight
+    rows, dim = x.reshape(-1, x.shape[-1]), 1 if state.rowwise else None
+    if traced:
+        # Casts stand in the graph, where they are fused, and those alike become one.
+        inputs = plain_cast("input", rows.detach(), dim)
+        weights = plain_cast("weight", matrix.detach(), dim)
+    else:
+        state.begin(weight)
+        inputs, weights = (
+            _input(given, rows, state, dim),
+            state.cast("weight", matrix.detach(), dim),
+        )
+    same = not state.rowwise and (traced or state.keep_weights)
+    how = state.recipe.emulate, state.rowwise, same
+    y = _Linear.apply(rows, matrix, *inputs, *weights, None if traced else state, *how)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+_uncompiled: Any = torch.compiler.disable(_product)
+
+
+def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> Scaled:
+    """Returns the input in FP8, as another layer may have left it on the tensor."""
+    if state.eager_only or given.grad_fn is None or not torch.is_grad_enabled():
+        return state.cast("input", rows.detach(), dim)
+    known, key = vars(given).get("_fp8"), (given._version, rows.dtype, dim)
+    if known is None or known[0] != key:
+        known = key, state.cast("input", rows.detach(), dim)
+        vars(given)["_fp8"] = known
+    return known[1]
+
+
+class _Linear(Function):
+    """The products of a layer; its factors come quantised, and are saved so where they suffice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        x_values: Tensor,
+        x_inverse: Tensor,
+        weight_values: Tensor,
+        weight_inverse: Tensor,
+        state: LayerState | None,
+        emulate: bool,
+        rowwise: bool,
+        same_weights: bool,
+    ) -> Tensor:
+        ctx.how, ctx.dtype = (state, emulate, rowwise, same_weights), weight.dtype
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        first: list[Tensor | None] = [None, None]
+        if needs_weight:
+            first = [x, None] if rowwise else [x_values, x_inverse]
+        second: list[Tensor | None] = [None, None]
+        if needs_x:
+            second = [weight_values, weight_inverse] if same_weights else [weight, None]
+        ctx.save_for_backward(*first, *second)
+        factor = Scaled(weight_values, weight_inverse).t()
+        return matmul(Scaled(x_values, x_inverse), factor, x.dtype, emulate, fast=True)
+
+    @staticmethod
+    @once_differentiable("use_fp8")
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad, (state, emulate, rowwise, same_weights) = grads[0], ctx.how
+        x, x_inverse, weight, weight_inverse = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        cast = plain_cast if state is None else state.cast
+        of_x = of_weight = once = None
+        if needs_x:
+            once = cast("gradient", grad, 1 if rowwise else None)
+            if same_weights:
+                factor = Scaled(weight, weight_inverse)
+            else:
+                factor = cast("weight", weight.detach(), 0 if rowwise else None)
+            of_x = matmul(once, factor, grad.dtype, emulate)
+        if needs_weight:
+            if rowwise:
+                once, inputs = cast("gradient", grad, 0), cast("input", x, 0)
+            else:
+                once = cast("gradient", grad, None) if once is None else once
+                inputs = Scaled(x, x_inverse)
+            of_weight = matmul(once.t(), inputs, ctx.dtype, emulate)
+        return of_x, of_weight, *[None] * 8
+
+
+def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
+    """Returns the product of two FP8 matrices, summed in high precision."""
+    if emulate:
+        return emulated(a, b, dtype)
+    if 0 in (*a.values.shape, *b.values.shape):
+        return a.inverse.new_zeros(a.values.shape[0], b.values.shape[1], dtype=dtype)
+    a, b = _padded(a), _padded(b.t()).t()
+    # Units read both along the dim that is summed. Scales of rows come with bf16 results only.
+    single = a.inverse.numel() == b.inverse.numel() == 1 and dtype is not torch.float64
+    out = dtype if single else torch.bfloat16
+    left, right = a.values.contiguous(), b.values.t().contiguous().t()
+    scales = a.inverse.contiguous(), b.inverse.contiguous()
+    return scaled_matmul(left, right, *scales, out, fast).to(dtype)
+
+
+def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """Emulates FP8 units, except for the order in which terms are added."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    with torch.autocast(a.values.device.type, enabled=False):
+        # One factor after the other: their product may be less than float32 has.
+        product = a.values.to(wide) @ b.values.to(wide)
+    return (product * a.inverse.to(wide) * b.inverse.to(wide)).to(dtype)
+
+
+def _padded(a: Scaled) -> Scaled:
+    """Pads the summed dim with zeros to the multiple that the units need."""
+    missing = -a.values.shape[1] % MULTIPLE
+    if not missing:
+        return a
+    rows = a.values.contiguous().view(torch.uint8)
+    zeros = rows.new_zeros(rows.shape[0], missing)
+    return Scaled(torch.cat([rows, zeros], 1).view(a.values.dtype), a.inverse)

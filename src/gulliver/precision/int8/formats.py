@@ -1,0 +1,165 @@
+"""Weights as int8 rows and int4 groups, and back.
+
+A weight is a matrix ``[outputs, inputs]``. In int8 each row has a scale: its largest magnitude is
+127. In int4 each 128 inputs of a row have one: the value of largest magnitude is -8, and two values
+lie in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
+2208.07339); the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
+
+Rows are independent of each other, and a shard of rows has the values of the whole's. A shard of
+inputs has them where it is given the whole's largest magnitudes (`largest=`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+
+GROUP = 128
+"""Inputs that share a scale in int4."""
+CHUNK = 1 << 20
+"""Elements that are converted at once, so that no float32 copy of a weight is made."""
+
+
+def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(1, inputs))
+    yield from (slice(start, start + step) for start in range(0, outputs, step))
+
+
+def largest_of(weight: Tensor, path: str) -> Tensor:
+    """Returns the largest magnitude of each row, in float32."""
+    largest = weight.new_zeros(len(weight), dtype=torch.float32)
+    if weight.numel():
+        for rows in _chunks(*weight.shape):
+            largest[rows] = weight[rows].float().abs().amax(1)
+    if not weight.is_meta and not bool(largest.isfinite().all()):
+        raise GulliverError(
+            f"{path}.weight has values that are not finite: a quantised row would be lost; "
+            "load sound weights, or exclude the layer"
+        )
+    return largest
+
+
+def check_int4(largest: Tensor, inputs: int, path: str) -> None:
+    """Refuses weights whose products in int4 would overflow on the way to a sum."""
+    # Kernels add the groups of a row up before the row's activations are scaled back: up to 127
+    # times the weights' magnitude for each input.
+    most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
+    if not largest.is_meta and largest.numel() and float(largest.max()) > most:
+        raise GulliverError(
+            f"{path}.weight has magnitudes of {float(largest.max()):.2g}, and int4 sums of "
+            f"{inputs} inputs overflow from {most:.2g} on: take mode='int8', or exclude the layer"
+        )
+
+
+@torch.no_grad()
+def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds a weight to int8."""
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    inverse = torch.where(largest > 1e-36, 127.0 / largest, 0.0)[:, None]
+    for rows in _chunks(*weight.shape):
+        values[rows] = (weight[rows].float() * inverse[rows]).round_().clamp_(-127, 127)
+    return values, largest / 127.0
+
+
+@torch.no_grad()
+def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds a weight to int4."""
+    outputs, inputs = weight.shape
+    packed = torch.empty(outputs, inputs // 2, dtype=torch.int8, device=weight.device)
+    scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float32)
+    for rows in _chunks(outputs, inputs):
+        groups = weight[rows].float().unflatten(1, (-1, GROUP))
+        scale = scale_int4(groups)[:, :, None]
+        inverse = torch.where(scale.abs() > 1e-36, 1.0 / scale, 0.0)
+        scales[rows] = scale.squeeze(2)
+        packed[rows] = packed_int4((groups * inverse).round_().clamp_(-8, 7))
+    return packed, scales
+
+
+def scale_int4(groups: Tensor) -> Tensor:
+    """Returns the scales of groups ``[..., inputs]``: the value of largest magnitude becomes -8."""
+    largest = groups.abs().argmax(-1, keepdim=True)
+    return groups.gather(-1, largest).squeeze(-1) / -8.0
+
+
+def packed_int4(values: Tensor) -> Tensor:
+    """Packs ``[rows, groups, GROUP]`` of -8 to 7: byte i has values i (low) and i + 64 (high)."""
+    low, high = (values + 8).to(torch.uint8).chunk(2, dim=2)
+    return (low | (high << 4)).view(torch.int8).flatten(1)
+
+
+def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix that int8 values and their scales stand for."""
+    return (values.float() * scales[:, None]).to(dtype)
+
+
+def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix that int4 bytes and their scales stand for."""
+    groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
+    values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
+    return (values * scales[:, :, None]).flatten(1).to(dtype)
+
+
+# Rounds weights so that a layer's outputs err least on inputs that were seen: GPTQ.
+#
+# Columns of a weight are rounded one after the other. What a column's rounding changes in the
+# outputs is made good by the columns after it, as far as their inputs went along with its own: the
+# least squares solution, of which the Cholesky factor of the inverse of ``x^T x`` has all that is
+# needed.
+#
+# The numbers are kept in the formats of `formats.py`, and run on the same kernels. In int4 a
+# group's scale is that of its weights as they are when their turn comes. Columns whose input never
+# was anything but 0 are rounded to the nearest.
+#
+# Source: Frantar et al., GPTQ, 2022 (arXiv 2210.17323), without reordering.
+
+
+DAMPING = 0.01
+"""Share of the mean of the diagonal that is added to it, so that it can be inverted."""
+
+
+@torch.no_grad()
+def round_calibrated(
+    weight: Tensor, products: Tensor, mode: str, damping: float = DAMPING
+) -> tuple[Tensor, Tensor]:
+    """Rounds a weight for the inputs that a layer has seen."""
+    factor = _factor(products, damping)
+    left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device).copy_(weight)
+    codes = torch.empty_like(left)  # row by row, as kernels read it, whatever the weight is
+    outputs, inputs = left.shape
+    largest = weight.detach().float().abs().amax(1)
+    four = mode == "int4"
+    scales = largest.new_empty(outputs, inputs // GROUP) if four else largest / 127.0
+    low, high = (-8, 7) if four else (-127, 127)
+    for start in range(0, inputs, GROUP):
+        stop = min(start + GROUP, inputs)
+        if four:
+            scales[:, start // GROUP] = scale_int4(left[:, start:stop].float())
+        step = (scales[:, start // GROUP] if four else scales).double()
+        inverse = torch.where(step.abs() > 1e-36, 1.0 / step, 0.0)
+        errors = torch.empty_like(left[:, start:stop])
+        for column in range(start, stop):
+            own = left[:, column]
+            codes[:, column] = (own * inverse).round().clamp(low, high)
+            error = (own - codes[:, column] * step) / factor[column, column]
+            left[:, column:stop] -= error[:, None] * factor[column, column:stop]
+            errors[:, column - start] = error
+        left[:, stop:] -= errors @ factor[start:stop, stop:]
+    if four:
+        return packed_int4(codes.float().unflatten(1, (-1, GROUP))), scales
+    return codes.to(torch.int8), scales
+
+
+def _factor(products: Tensor, damping: float) -> Tensor:
+    """Returns the upper Cholesky factor of the inverse of the damped products."""
+    damped = products.double()
+    diagonal = damped.diagonal()
+    more = damping * diagonal.mean()
+    unseen = diagonal == 0
+    damped = damped + torch.diag(torch.where(unseen, 1.0, more))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)

@@ -1,0 +1,495 @@
+"""`Report`: what became of each layer of a model that was quantised."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from gulliver._compat import share_forward_hooks
+from gulliver.errors import GulliverError, nearest
+from gulliver.options import size_text
+from gulliver.precision.fp8.conversion import is_transposed
+from gulliver.precision.int8.formats import (
+    GROUP,
+    check_int4,
+    from_int4,
+    from_int8,
+    largest_of,
+    to_int4,
+    to_int8,
+)
+from gulliver.precision.int8.layers import (
+    QuantizedConvolution,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+)
+from gulliver.precision.int8.products import MODES, chosen_kernels
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Report on one layer."""
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    format: str  # Mode that it is in; empty where it was kept
+    before: int  # Bytes of its weight
+    after: int  # Bytes of its weight, scales and sums of rows
+    why: str = ""  # Why it was kept, or not in the mode that was asked for
+    # Relative error of its weight in the Frobenius norm, where it was measured.
+    error: float | None = None
+
+
+@dataclass
+class Report:
+    """Report on a model's layers and its kernels."""
+
+    mode: str  # Mode that was asked for
+    # All layers with a weight of two dims or more, replaced and kept.
+    layers: list[Layer] = field(default_factory=list)
+    before: int = 0  # Bytes of the model's parameters and buffers
+    after: int = 0
+
+    @property
+    def replaced(self) -> list[Layer]:
+        """Layers that are quantised now."""
+        return [layer for layer in self.layers if layer.format]
+
+    @property
+    def kept(self) -> list[Layer]:
+        """Layers that were kept."""
+        return [layer for layer in self.layers if not layer.format]
+
+    def __str__(self) -> str:
+        lines: dict[tuple[str, ...], int] = {}
+        for layer in self.layers:
+            path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.path)
+            shape = "x".join(map(str, layer.shape))
+            row = (path, layer.kind, shape, layer.format or "kept", layer.why)
+            lines[row] = lines.get(row, 0) + 1
+        widths = [max((len(row[i]) for row in lines), default=0) for i in range(4)]
+        text = [
+            f"{self.mode}: {len(self.replaced)} layers quantised, {len(self.kept)} kept; "
+            f"{size_text(self.before)} before, {size_text(self.after)} after"
+        ]
+        for row, count in lines.items():
+            cells = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
+            text.append(f"  {cells}  x{count}  {row[4]}".rstrip())
+        own = {(layer.format, *sorted(layer.shape)) for layer in self.replaced}
+        for shape, kernel in chosen_kernels().items():
+            mode, outputs, inputs, rows, dtype, *_ = shape
+            if (mode, *sorted((outputs, inputs))) not in own:
+                continue
+            name = str(dtype).removeprefix("torch.")
+            text.append(f"  kernel of {mode} {outputs}x{inputs}, {rows} rows of {name}: {kernel}")
+        return "\n".join(text)
+
+
+# Replaces the layers of a model by quantised ones, in place, and says what was done to each.
+#
+# model = replace_module(model)                      # int8 weights and activations
+# print(report_of(model))
+
+
+LOG = logging.getLogger("gulliver")
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Model = TypeVar("Model", bound=nn.Module)
+NOTE = "_quantisation"
+"""Attribute of a model that has its report."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight that was rounded before, as `replace_module` takes it."""
+
+    values: Tensor  # Values, as `to_int8` or `to_int4` returns them
+    scales: Tensor  # Scales that those return with them
+    error: float  # Relative error of the weight in the Frobenius norm
+
+
+@dataclass
+class Ways:
+    """Settings of a quantisation."""
+
+    mode: str  # One of `MODES`
+    threshold: float  # Magnitude of activations that are not quantised
+    # Fills a layer on meta before it is quantised, given its path.
+    load: Callable[[str, nn.Module], None] | None = None
+    errors: bool = False  # Whether the error of each weight is measured
+    # Weights that were rounded before, by the paths of their layers.
+    rounded: Mapping[str, Rounded] = field(default_factory=dict)
+    path: str = ""  # Path of the layer at hand
+    key: int = 0  # What tells its weight from others; tied ones have the same
+    # Quantised values and scales by weight, so that tied ones stay one.
+    made: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Relative error of the weight that was quantised last, in the Frobenius norm.
+    error: float | None = None
+
+    def quantised(
+        self, weight: Tensor, mode: str, joined: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns values and scales of a matrix ``[outputs, inputs]``."""
+        key = self.key, mode == "int4"
+        known, given = self.made.get(key), self.rounded.get(self.path)
+        if known is None and given is not None:
+            known = self.made[key] = given.values, given.scales
+            self.error = given.error
+        elif known is None:
+            largest = largest_of(weight, self.path)
+            if mode == "int4":
+                check_int4(largest, weight.shape[1], self.path)
+            largest = largest if joined is None else joined(largest)
+            known = to_int4(weight) if mode == "int4" else to_int8(weight, largest)
+            self.made[key] = known
+            back = (from_int4 if mode == "int4" else from_int8) if self.errors else None
+            self.error = None if back is None else _relative(weight, back(*known, weight.dtype))
+        return known
+
+
+Make = Callable[[Any, Ways], nn.Module]
+REPLACED: dict[type[nn.Module], Make] = {}
+"""Class of a layer to what makes a quantised one of it; for layers of other packages."""
+GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
+"""Class of a layer to what says of one and its path whether int4's groups divide its inputs."""
+
+
+def replace_module(
+    model: Model,
+    mode: str = "int8_dynamic",
+    exclude: Iterable[str] = (),
+    outlier_threshold: float | None = 6.0,
+    embeddings: bool = False,
+    convolutions: bool = True,
+    only: Iterable[str] | None = None,
+    load: Callable[[str, nn.Module], None] | None = None,
+    errors: bool = False,
+    rounded: Mapping[str, Rounded] | None = None,
+) -> Model:
+    """Quantises a model's weights for inference, in place.
+
+    The weights must be loaded before. Tied weights stay tied where both layers are quantised. Of
+    what was done to each layer `report_of` tells.
+
+    Args:
+        model: any model; its linear layers (and transformers' Conv1D) and convolutions are
+            replaced by layers that have the same names in it.
+        mode: ``"int8_dynamic"``, int8 weights and activations as LLM.int8 has them, ``"int8"``,
+            weights only, or ``"int4"``, weights in groups of 128 inputs.
+        exclude: patterns (``"lm_head"``, ``"*.attn.*"``) of paths that are kept, each or its end.
+        outlier_threshold: magnitude from which on an activation is multiplied as it is instead of
+            as int8; None: all are quantised.
+        embeddings: whether embeddings are quantised, too.
+        convolutions: whether convolutions are.
+        only: patterns of the paths that are quantised; None for all.
+        load: fills a layer whose parameters are on meta, given its path and itself, before it is
+            quantised; its weight is let go afterwards.
+        errors: whether the report says the error of each weight.
+        rounded: weights of linear layers that were rounded before, by path: see
+            `gulliver.quantize.replace_calibrated`.
+
+    Returns:
+        The model.
+
+    Raises:
+        GulliverError: the mode or a pattern is unknown, the threshold is not positive, the model is
+            quantised already, or a weight is not finite or too large; nothing is changed then.
+    """
+    _check(model, mode, outlier_threshold)
+    threshold = math.inf if outlier_threshold is None else float(outlier_threshold)
+    ways = Ways(mode, threshold, load, errors, rounded or {})
+    replacing = _Replacing(model, ways, embeddings, convolutions)
+    replacing.match(list(exclude), None if only is None else list(only))
+    replacing.run()
+    return model
+
+
+def linear_modes(
+    model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
+) -> dict[str, str]:
+    """Returns the modes that `replace_module` would give to linear layers, by path."""
+    # Those whose weights other layers share are not among them, nor are layers of other packages.
+    _check(model, mode, None)
+    replacing = _Replacing(model, Ways(mode, math.inf), False, False)
+    replacing.match(list(exclude), None)
+    users = Counter(id(p) for m in replacing.modules.values() for p in m._parameters.values())
+    found: dict[str, str] = {}
+    for path, module in replacing.modules.items():
+        weight = _matrix_in(module)
+        own = weight is not None and users[id(weight)] == 1 and type(module) not in REPLACED
+        if own and not replacing._why_kept(path, module)[0]:
+            found[path] = _fitting(mode, module, path)
+    return found
+
+
+def _fitting(mode: str, module: nn.Module, path: str) -> str:
+    if mode != "int4":
+        return mode
+    asked = GROUPED.get(type(module))
+    divides = asked(module, path) if asked else matrix_of(module).shape[1] % GROUP == 0
+    return mode if divides else "int8"
+
+
+def report_of(model: nn.Module) -> Report:
+    """Returns what `replace_module` did to a model.
+
+    Raises:
+        GulliverError: nothing, so far.
+    """
+    report = vars(model).get(NOTE)
+    if report is None:
+        raise GulliverError("the model is not quantised: call replace_module(model) first")
+    return report
+
+
+def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
+    if mode not in MODES:
+        raise GulliverError(f"unknown mode {mode!r}: {nearest(mode, MODES)}")
+    if threshold is not None and not threshold > 0:
+        raise GulliverError(f"outlier_threshold is {threshold}: it is above 0, or None")
+    for path, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise GulliverError(
+                f"{path} has no shape yet: run the model once before replace_module"
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            raise GulliverError(
+                f"the model is quantised already ({path or 'it'} is {module.mode}): quantising "
+                "twice would round what is rounded; load its float weights again"
+            )
+
+
+class _Replacing:
+    def __init__(self, model: nn.Module, ways: Ways, embeddings: bool, convolutions: bool) -> None:
+        self.model, self.ways = model, ways
+        self.embeddings, self.convolutions = embeddings, convolutions
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.exclude: set[str] = set()
+        self.report = Report(ways.mode, before=model_bytes(model))
+
+    def match(self, exclude: Sequence[str], only: Sequence[str] | None) -> None:
+        """Finds the paths that patterns keep; one that matches nothing is refused."""
+        for pattern in (*exclude, *(only or ())):
+            if not any(_matches(path, pattern) for path in self.modules):
+                raise GulliverError(f"no module matches {pattern!r}: name a path or its end")
+        for path in self.modules:
+            wanted = only is None or any(_matches(path, p) or _under(path, p) for p in only)
+            if not wanted or any(_matches(path, p) or _under(path, p) for p in exclude):
+                self.exclude.add(path)
+
+    def run(self) -> None:
+        for path, module in self.modules.items():
+            if type(module) in GROUPED and not self._why_kept(path, module)[0]:
+                _fitting(self.ways.mode, module, path)  # refused before anything is read
+        new: dict[int, nn.Module | None] = {}
+        layers: list[tuple[str, nn.Module, nn.Module]] = []
+        for path, module in self.modules.items():
+            weight = _matrix_in(module)
+            if weight is None or id(module) in new:
+                continue
+            why, mode = self._why_kept(path, module)
+            made = None
+            if not why:
+                made, why = self._loaded(path, module, mode, weight)
+            new[id(module)] = made
+            self._note(path, module, weight, made, why)
+        # Only now: a weight that is refused leaves the model as it was.
+        for path, module in self.modules.items():
+            made = new.get(id(module))
+            if made is not None and path:
+                parent, _, name = path.rpartition(".")
+                layers.append((path, module, made))
+                setattr(self.model.get_submodule(parent), name, made)
+        for _, module, made in layers:
+            share_forward_hooks(module, made)
+            made.train(module.training)
+        self._note_untied(new)
+        self._warn(bool(layers))
+        self.report.after = model_bytes(self.model)
+        vars(self.model)[NOTE] = self.report
+
+    def _warn(self, some: bool) -> None:
+        """Warns when most of a model, such as fused experts, was not quantised."""
+        whole = sum(layer.before for layer in self.report.layers)
+        kept = {layer.path: layer.before for layer in self.report.kept}
+        if not some:
+            LOG.warning("replace_module replaced nothing: see report_of(model)")
+        elif sum(kept.values()) > whole / 2:
+            LOG.warning(
+                "replace_module kept %.0f %% of the weights as they were, the largest in %s: see "
+                "report_of(model)",
+                100 * sum(kept.values()) / whole,
+                max(kept, key=lambda path: kept[path]),
+            )
+
+    def _note_untied(self, new: Mapping[int, nn.Module | None]) -> None:
+        """Notes on quantised layers that others still share their float weight."""
+        kept = {
+            id(_matrix_in(m)): path for path, m in self.modules.items() if new.get(id(m), m) is None
+        }
+        for place, layer in enumerate(self.report.layers):
+            other = kept.get(id(_matrix_in(self.modules[layer.path])))
+            if layer.format and other is not None:
+                why = "; ".join(filter(None, (layer.why, f"untied: {other} keeps the weight")))
+                self.report.layers[place] = replace(layer, why=why)
+
+    def _why_kept(self, path: str, module: nn.Module) -> tuple[str, str]:
+        """Returns why a layer is kept, or an empty text, and the mode that it will be in."""
+        parent = self.modules.get(path.rpartition(".")[0]) if path else None
+        mode = self.ways.mode
+        if path in self.exclude:
+            return "excluded", mode
+        if not path:
+            return "it is the model itself", mode
+        if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            return f"nn.{type(parent).__name__} reads its weights past the layer", mode
+        what = "" if isinstance(module, nn.Embedding) else ".dtype"
+        if _reads_weight(parent, path.rpartition(".")[2], what):
+            return f"{type(parent).__name__}.forward reads its weight past the layer", mode
+        hooked = "weight" in vars(module)  # by nn.utils.weight_norm or spectral_norm
+        if parametrize.is_parametrized(module) or hooked:
+            return "its weight is recomputed at every use (parametrised)", mode
+        if isinstance(module, nn.Embedding):
+            return ("" if self.embeddings else "embeddings=False"), "int8"
+        if type(module) in CONVOLUTIONS:
+            return ("" if self.convolutions else "convolutions=False"), "int8"
+        if type(module) in REPLACED or _is_linear(module):
+            return "", mode
+        return f"no quantised {type(module).__name__} is known", mode
+
+    def _loaded(
+        self, path: str, module: Any, mode: str, weight: Tensor
+    ) -> tuple[nn.Module | None, str]:
+        """Makes the quantised layer of one on meta, which is filled only meanwhile."""
+        self.ways.path, self.ways.key, self.ways.error = path, id(weight), None
+        if self.ways.load is not None:
+            self.ways.load(path, module)
+        made, why = self._made(module, mode)
+        if self.ways.load is not None:
+            module._parameters["weight"] = weight
+        if all((id(weight), int4) in self.ways.made for int4 in (True, False)):
+            why = "; ".join(filter(None, (why, "untied: the other layer's weight is not " + mode)))
+        return made, why
+
+    def _made(self, module: Any, mode: str) -> tuple[nn.Module | None, str]:
+        why = ""
+        if isinstance(module, nn.Embedding):
+            return self._embedding(module)
+        if type(module) in CONVOLUTIONS:
+            values, scales = self.ways.quantised(module.weight.detach().flatten(1), "int8")
+            values = values.view(module.weight.shape)
+            note = "" if self.ways.mode == "int8" else "weights only"
+            return QuantizedConvolution(module, self.ways.path, values, scales), note
+        if _fitting(mode, module, self.ways.path) != mode:
+            mode, why = "int8", f"int8: {GROUP} does not divide its inputs"
+        self.ways.mode, asked = mode, self.ways.mode
+        try:
+            return REPLACED.get(type(module), quantized_linear)(module, self.ways), why
+        finally:
+            self.ways.mode = asked
+
+    def _embedding(self, module: Any) -> tuple[nn.Module | None, str]:
+        if module.max_norm is not None or type(module).forward is not nn.Embedding.forward:
+            return None, "it does more than look up"
+        values, scales = self.ways.quantised(module.weight.detach(), "int8")
+        made = (self.ways.path, values, scales, module.weight.dtype, module.padding_idx)
+        return QuantizedEmbedding(*made), ""
+
+    def _note(
+        self, path: str, module: nn.Module, weight: Tensor, made: nn.Module | None, why: str
+    ) -> None:
+        inside = [m for m in made.modules() if isinstance(m, QuantizedLayer)] if made else []
+        after = sum(layer_bytes(m) for m in inside) if made else weight.nbytes
+        mode = inside[0].mode if inside else ""
+        said = path, type(module).__name__, tuple(weight.shape), mode, weight.nbytes, after
+        self.report.layers.append(Layer(*said, why, self.ways.error if made else None))
+
+
+def quantized_linear(module: Any, ways: Ways) -> nn.Module:
+    """Makes a quantised linear layer of `nn.Linear` or transformers' Conv1D."""
+    weight = matrix_of(module)
+    values, scales = ways.quantised(weight, ways.mode)
+    return QuantizedLinear(
+        ways.path, ways.mode, values, scales, weight.shape[1], module.bias, ways.threshold
+    )
+
+
+def matrix_of(module: Any) -> Tensor:
+    """Returns a linear layer's weight as ``[outputs, inputs]``, detached."""
+    weight = module.weight.detach()
+    return weight.t() if is_transposed(module) or getattr(module, "transposed", False) else weight
+
+
+def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
+    """Whether a module's forward reads its layer's weight itself, as CLIP asks for its dtype."""
+    # Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
+    # branch for slices of its weights that nobody takes, so that other uses than dtypes do not
+    # count.
+    source = "" if parent is None else _source(type(parent))
+    asked = re.search(rf"\bself\.{re.escape(name)}\.weight{re.escape(what)}\b", source)
+    return asked is not None and "int8" not in source
+
+
+@cache
+def _source(kind: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return ""
+
+
+def _relative(weight: Tensor, back: Tensor) -> float:
+    return float((back - weight).norm() / weight.norm().clamp(min=1e-30))
+
+
+def _matrix_in(module: nn.Module) -> Tensor | None:
+    """Returns a module's weight, or else its largest own parameter, of two dims or more."""
+    own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.dim() > 1:
+        return weight
+    return max(own, key=Tensor.numel, default=None)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return is_transposed(module) or type(module).forward is nn.Linear.forward
+
+
+def layer_bytes(layer: QuantizedLayer) -> int:
+    """Returns the bytes of a layer's values, scales and sums of rows."""
+    sums = 0 if layer.mode == "int4" or not isinstance(layer, QuantizedLinear) else layer.outputs
+    return layer.weight.nbytes + layer.weight_scale.nbytes + 4 * sums
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Returns the bytes of a model's parameters, buffers and sums of rows, each storage once."""
+    seen: dict[Any, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Those on meta have no address: each is its own.
+        key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+        seen[key] = max(seen.get(key, 0), tensor.nbytes)
+    layers = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.mode != "int4")
+    return sum(seen.values()) + sum(4 * layer.outputs for layer in layers)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or path.endswith(f".{pattern}")
+
+
+def _under(path: str, pattern: str) -> bool:
+    parts = path.split(".")
+    return any(_matches(".".join(parts[:count]), pattern) for count in range(1, len(parts)))

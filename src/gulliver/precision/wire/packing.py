@@ -1,0 +1,356 @@
+"""Packs elements into blocks with scales, and unpacks them.
+
+packed:  scale 0 | scale 1 | ... | elements of block 0 | of block 1 | ... | up to three zeros
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.probe import kept_seconds
+from gulliver.precision.wire.formats import (
+    LEAST_SCALE,
+    SCALE_BYTES,
+    ElementKind,
+    WireFormat,
+    packed_bytes,
+)
+
+RUN = 1 << 16
+"""Elements that are worked on at once."""
+_LARGEST = torch.finfo(torch.float32).max
+_EXPONENT = 0x7F800000
+"""Bits of a float32 that are its exponent: alone they are a power of two."""
+_NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, None: 0}
+"""Codes of nan, by the dtype of elements; those of int4 lie in halves of a byte."""
+_LOG = logging.getLogger("gulliver")
+_TOLD = (
+    "an infinity or a nan travels packed, and arrives as one; "
+    "gulliver.precision.wire.nonfinite_blocks() counts the blocks that have some from here on"
+)
+_lock = threading.Lock()
+_nonfinite = 0
+_on_devices: dict[torch.device, Tensor] = {}
+"""Counts of devices: they are read when somebody asks, for to read one waits for the device."""
+
+
+# [Note: passes] What is packed is as large as the gradients of a chunk, and on a CPU each pass over
+# it through memory costs as much as half a gigabit link does. So it goes in runs of 64 Ki elements,
+# which stay in the cache with the one scratch buffer of a call: largest, least, product, cast for
+# fp8, one more for whole numbers. Memory is read once and written once, and a call needs 256 KiB
+# in addition to its result. On a GPU the run is all of it.
+#
+# [Note: not finite] Scales are finite whatever travels: they are those of a block's finite
+# elements, which arrive as they would without the others. An infinity or a nan arrives as what the
+# format has for it: itself in e5m2 (and in bf16, which has no blocks), nan in e4m3, and nan in
+# whole numbers, as the code that no finite element has (-128 of int8, -8 of int4). So who looks for
+# overflows finds one, and where. The scale of such a block is negative: who unpacks looks at
+# elements only where one is. Such blocks are counted (`nonfinite_blocks`).
+#
+# [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives
+# zeros, nothing is divided by zero, and what lies below 1e-35 loses bits.
+def nonfinite_blocks() -> int:
+    """Blocks with an infinity or a nan that this process has packed since it began."""
+    return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
+
+
+def pack(
+    tensor: Tensor,
+    wire: WireFormat,
+    out: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Packs the elements of a tensor."""
+    flat = tensor.detach().reshape(-1)
+    count = packed_bytes(flat.numel(), wire, flat.element_size())
+    packed = flat.new_empty(count, dtype=torch.uint8) if out is None else out
+    if wire.name == "identity":
+        packed.copy_(flat.contiguous().view(torch.uint8))
+        return packed
+    if not flat.is_floating_point():
+        raise GulliverError(f"{flat.dtype} does not travel as {wire}: whole numbers must be exact")
+    if not wire.scaled:
+        _pack_halves(flat, wire, packed, generator)
+        return packed
+    scales, values = _places(packed, flat.numel(), wire)
+    values[-(-flat.numel() * wire.kind.bits // 8) :].zero_()
+    scratch = _scratch(flat)
+    for start, rows, length in _runs(flat, wire.block):
+        run = flat[start : start + rows * length].view(rows, length)
+        buffer = scratch[: run.numel()].view(rows, length)
+        first = start // wire.block
+        marks = _scale(run, buffer, scales[first : first + rows], wire.kind)
+        if wire.rounding == "stochastic":
+            _dither(buffer, wire.kind, generator)
+        nbytes = rows * -(-length * wire.kind.bits // 8)
+        begin = start * wire.kind.bits // 8
+        into = values[begin : begin + nbytes].view(rows, -1)
+        _encode(buffer, into, wire)
+        if marks is not None:
+            _mark(into, *marks)
+    return packed
+
+
+def unpack(
+    packed: Tensor,
+    wire: WireFormat,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+    add: float = 0.0,
+) -> Tensor:
+    """Unpacks elements."""
+    target = packed.new_empty(numel, dtype=dtype) if out is None else out
+    if not wire.scaled:
+        kept = target.dtype if wire.name == "identity" else torch.bfloat16
+        found = packed[: numel * kept.itemsize].view(kept)
+        if add:
+            target.add_(found, alpha=add)
+        else:
+            target.copy_(found)
+        return target
+    scales, values = _places(packed, numel, wire)
+    scratch, factor = _scratch(target), _factor(wire.kind)
+    # A look at scales of a device would wait for it.
+    marked = target.device.type != "cpu" or bool((scales < 0).any())
+    scales = scales.abs() if marked else scales
+    for start, rows, length in _runs(target, wire.block):
+        begin, nbytes = start * wire.kind.bits // 8, rows * -(-length * wire.kind.bits // 8)
+        buffer = scratch[: rows * length].view(rows, length)
+        _decode(values[begin : begin + nbytes].view(rows, -1), buffer, wire)
+        if marked and wire.kind.dtype is not torch.float8_e5m2:
+            beyond = buffer.abs() > wire.kind.largest / factor
+            buffer.masked_fill_(beyond, float("nan"))
+        into = target[start : start + rows * length].view(rows, length)
+        scale = scales[start // wire.block :][:rows].unsqueeze(1)
+        scale = scale if factor == 1.0 else scale * factor
+        if target.dtype is torch.float32 and not add:
+            torch.mul(buffer, scale, out=into)
+        elif target.dtype is torch.float32:
+            into.addcmul_(buffer, scale, value=add)
+        elif add:
+            into.add_(buffer.mul_(scale), alpha=add)
+        else:
+            into.copy_(buffer.mul_(scale))
+    return target
+
+
+def _places(packed: Tensor, numel: int, wire: WireFormat) -> tuple[Tensor, Tensor]:
+    """The scales of packed elements, and the bytes of the elements."""
+    end = SCALE_BYTES * -(-numel // wire.block)
+    return packed[:end].view(torch.float32), packed[end:]
+
+
+def _runs(flat: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
+    """First element, blocks, and elements of a block, of the runs that are worked on at once."""
+    whole, rest = divmod(flat.numel(), block)
+    step = RUN // block if flat.device.type == "cpu" else max(whole, 1)
+    for row in range(0, whole, step):
+        yield row * block, min(step, whole - row), block
+    if rest:
+        yield whole * block, 1, rest
+
+
+def _scratch(like: Tensor) -> Tensor:
+    size = min(like.numel(), RUN) if like.device.type == "cpu" else like.numel()
+    return like.new_empty(size, dtype=torch.float32)
+
+
+Marks = tuple[Tensor, Tensor]
+"""Mask of elements that are not finite [blocks, elements], and the codes that they travel as."""
+
+
+def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: ElementKind) -> Marks | None:
+    """Writes the scales of blocks, and the blocks divided by them to the buffer."""
+    if run.dtype is not torch.float32:
+        run = buffer.copy_(run)
+    largest, marks = _largest(run), None
+    if run.device.type != "cpu" or not math.isfinite(float(largest.sum())):
+        marks = _marks(run, kind)
+    if marks is not None:
+        run = torch.where(marks[0], 0.0, run)
+        largest = _largest(run)
+    # With the largest of scales no product is above the largest float32.
+    largest.div_(kind.largest)
+    torch.clamp(largest, LEAST_SCALE, _LARGEST / kind.largest * (1 - 2.0**-22), out=scales)
+    torch.mul(run, torch.reciprocal(scales, out=largest).unsqueeze(1), out=buffer)
+    if marks is not None:
+        scales.copy_(torch.where(marks[0].any(1), -scales, scales))
+    return marks
+
+
+def _largest(run: Tensor) -> Tensor:
+    return torch.maximum(run.amax(1), run.amin(1).neg_())  # nan where one is
+
+
+def _marks(run: Tensor, kind: ElementKind) -> Marks | None:
+    """Finds what is not finite, and counts the blocks; None where there is nothing."""
+    global _nonfinite
+    bad = run.isfinite().logical_not_()
+    count = bad.any(1).sum()
+    with _lock:
+        if run.device.type != "cpu":
+            _on_devices[run.device] = _on_devices.get(run.device, 0) + count
+        elif not int(count):
+            return None
+        else:
+            if not _nonfinite:
+                _LOG.warning(_TOLD)
+            _nonfinite += int(count)
+    codes = torch.full_like(run, _NAN[kind.dtype], dtype=torch.uint8)
+    if kind.dtype is torch.float8_e5m2:
+        codes.masked_fill_(run == math.inf, 0x7C).masked_fill_(run == -math.inf, 0xFC)
+    return bad, codes
+
+
+def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
+    """Writes the codes of elements that are not finite."""
+    half = values.shape[1]
+    if half == bad.shape[1]:
+        values.copy_(torch.where(bad, codes, values))
+        return
+    low, high = bad[:, :half], bad[:, half:]
+    values.bitwise_and_(low.to(torch.uint8).mul_(0x0F).bitwise_not_())
+    values[:, : high.shape[1]].bitwise_and_(high.to(torch.uint8).mul_(0xF0).bitwise_not_())
+
+
+def _dither(buffer: Tensor, kind: ElementKind, generator: torch.Generator | None) -> None:
+    """Rounds to a neighbour in the format, to the nearer one more often, so that the mean stays."""
+    random = torch.rand(buffer.shape, device=buffer.device, generator=generator)
+    if kind.floats:
+        quantum = buffer.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
+        quantum.clamp_(min=2.0**kind.least_exponent).mul_(2.0**-kind.mantissa)
+        buffer.div_(quantum).add_(random).floor_().mul_(quantum)
+    else:
+        buffer.add_(random).floor_()
+    buffer.clamp_(-kind.largest, kind.largest)
+
+
+def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
+    """Writes scaled elements; the buffer is used up."""
+    if wire.kind.floats:
+        assert wire.kind.dtype is not None, "formats of floats have a dtype"
+        values.view(wire.kind.dtype).copy_(buffer)
+        return
+    if wire.rounding == "nearest":
+        buffer.round_()
+    if wire.kind.dtype is not None:
+        values.view(wire.kind.dtype).copy_(buffer)
+        return
+    # The second half of a block lies in the upper halves of the bytes.
+    half = values.shape[1]
+    low, high = buffer[:, :half].add_(8.0), buffer[:, half:].add_(8.0)
+    low[:, : high.shape[1]].add_(high, alpha=16.0)
+    values.copy_(low)
+
+
+def _decode(values: Tensor, buffer: Tensor, wire: WireFormat) -> None:
+    """Writes elements before they are scaled."""
+    if wire.kind.dtype is None:
+        half = values.shape[1]
+        buffer[:, :half].copy_(values & 15)
+        buffer[:, half:].copy_((values >> 4)[:, : buffer.shape[1] - half])
+        buffer.sub_(8.0)
+    elif wire.kind.floats:
+        # Ten times as fast as the cast: exponent and mantissa where a float16 has them, but for a
+        # factor (`_factor`). The sign went along, and is taken from the highest bit but one.
+        bits = values.view(torch.int8).to(torch.int16)
+        bits.mul_(1 << (10 - wire.kind.mantissa))
+        if wire.kind.mantissa == 3:
+            bits.bitwise_and_(~(1 << 14))
+        buffer.copy_(bits.view(torch.float16))
+    else:
+        buffer.copy_(values.view(wire.kind.dtype))
+
+
+def _factor(kind: ElementKind) -> float:
+    """What `_decode` leaves to be multiplied by: exponents of a float16 begin at -14."""
+    return 2.0 ** (14 + kind.least_exponent) if kind.floats else 1.0
+
+
+def _pack_halves(
+    flat: Tensor, wire: WireFormat, packed: Tensor, generator: torch.Generator | None
+) -> None:
+    """Writes elements as bf16."""
+    size = 2 * flat.numel()
+    packed[size:].zero_()
+    target = packed[:size].view(torch.bfloat16)
+    if wire.rounding == "nearest":
+        target.copy_(flat)
+        return
+    for part, into in zip(flat.split(RUN), target.split(RUN), strict=True):
+        bits = part.float().clone().view(torch.int32)
+        noise = torch.randint(
+            0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
+        )
+        # Below the lowest bit that stays: a carry into it comes as often as the rest says.
+        rounded = bits.add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+        into.copy_(torch.where(part.isfinite(), rounded, part.float()))
+
+
+# Rates at which this machine packs and unpacks, measured once for each format and kept.
+#
+# ``gulliver probe`` measures them with all else; a plan that asks before measures those it needs.
+
+
+SAMPLE = 1 << 18
+"""Elements that are packed to measure: more than one run, and soon done."""
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class PackRates:
+    """Seconds of an element."""
+
+    pack_s: float  # Seconds that packing takes
+    unpack_s: float  # Seconds that unpacking takes
+    call_s: float = 0.0  # Seconds of packing and unpacking next to nothing
+
+
+@lru_cache
+def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
+    """Returns how fast a device packs float32, from the cache or measured in milliseconds."""
+    if wire.name == "identity":
+        return PackRates(0.0, 0.0)
+    facts = {"what": "packing 1", "wire": str(wire), "device": device}
+    return PackRates(*kept_seconds(facts, lambda: _measured(wire, device), 3))
+
+
+def _measured(wire: WireFormat, device: str) -> tuple[float, ...]:
+    # Of its own: random numbers of the program must not depend on whether rates were kept.
+    random = torch.Generator(device).manual_seed(1)
+    sample = torch.randn(SAMPLE, device=device, generator=random)
+    packed = pack(sample, wire, generator=random)
+    few = sample[: wire.block]
+    little = pack(few, wire, generator=random)
+
+    def both() -> object:
+        return unpack(pack(few, wire, little, random), wire, len(few))
+
+    return (
+        _timed(lambda: pack(sample, wire, packed, random), device) / SAMPLE,
+        _timed(lambda: unpack(packed, wire, SAMPLE, out=sample), device) / SAMPLE,
+        _timed(both, device),
+    )
+
+
+def _timed(call: Callable[[], object], device: str) -> float:
+    found = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)

@@ -1,0 +1,183 @@
+"""Quantises a model on data: each linear layer is rounded for the inputs that it is given there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+from gulliver.precision.int8.formats import (
+    check_int4,
+    from_int4,
+    from_int8,
+    largest_of,
+    round_calibrated,
+)
+from gulliver.precision.int8.replace import Rounded, linear_modes, matrix_of, replace_module
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+# [Note: in order] Layers are rounded block by block, in the order in which the model calls them,
+# and the data goes through the model once for each block, up to that block: its inputs are those
+# that the blocks before give when they are rounded. So a model of L blocks runs about L / 2 times
+# over the data. What is kept in addition are the products of one block's inputs.
+@torch.no_grad()
+def replace_calibrated(
+    model: Model,
+    batches: Sequence[Any],
+    mode: str = "int4",
+    exclude: Iterable[str] = (),
+    outlier_threshold: float | None = 6.0,
+    embeddings: bool = False,
+    convolutions: bool = True,
+    told: Callable[[str], Any] = lambda line: None,
+) -> Model:
+    """Quantises a model's weights as `replace_module` does, rounded by GPTQ for given data.
+
+    Linear layers that the data reaches are rounded so; convolutions, embeddings, layers that share
+    their weight with others, and those that are never called, to the nearest. The model must be
+    whole on this rank, and is in evaluation mode afterwards.
+
+    Args:
+        model: model with its weights.
+        batches: inputs of the model, each a tensor or a mapping of keyword arguments.
+        mode: mode as of `replace_module`, as are the arguments not listed here.
+        exclude: patterns of layers that stay in float.
+        outlier_threshold: magnitude of activations that are not quantised.
+        embeddings: whether embeddings are quantised.
+        convolutions: whether convolutions are.
+        told: takes a line about each block that is done.
+
+    Returns:
+        The model.
+
+    Raises:
+        GulliverError: no batches, none that reaches a linear layer, or inputs or weights that are
+            not finite or too large; nothing is changed then.
+    """
+    exclude = list(exclude)
+    model.eval()
+    modules = dict(model.named_modules())
+    modes = {p: m for p, m in linear_modes(model, mode, exclude).items() if p in modules}
+    for path in modes:
+        weight = matrix_of(modules[path])
+        largest = largest_of(weight, path)
+        if modes[path] == "int4":
+            check_int4(largest, weight.shape[1], path)
+    blocks = _called(model, modules, modes, batches)
+    rounded: dict[str, Rounded] = {}
+    for number, (name, calls) in enumerate(blocks.items(), 1):
+        told(f"block {number} of {len(blocks)}, {name}: {len(calls)} layers")
+        for path, products in _products(model, modules, calls, batches).items():
+            rounded[path] = _rounded(modules[path], products, modes[path])
+    given = exclude, outlier_threshold, embeddings, convolutions
+    return replace_module(model, mode, *given, errors=True, rounded=rounded)
+
+
+@dataclass
+class _Counts:
+    """Calls of layers, by path, in the order of their last ones."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    bad: str = ""
+
+    def note(self, path: str, x: Tensor) -> None:
+        self.calls[path] = self.calls.pop(path, 0) + 1
+        if not self.bad and not bool(x.isfinite().all()):
+            self.bad = path
+
+
+class _Enough(Exception):
+    """Ends a forward pass whose rest is of no use."""
+
+
+def _called(
+    model: nn.Module, modules: Mapping[str, nn.Module], paths: Iterable[str], batches: Sequence[Any]
+) -> dict[str, dict[str, int]]:
+    """Returns the blocks in order, and how often each layer is called in a batch."""
+    if not len(batches):
+        raise GulliverError("calibration without data: give batches that the model is to be for")
+    counts = _Counts()
+    _watched(model, modules, paths, batches, counts.note)
+    if counts.bad:
+        raise GulliverError(
+            f"calibration gives {counts.bad} inputs that are not finite: check data and weights"
+        )
+    if not counts.calls:
+        raise GulliverError("calibration reaches no linear layer that is to be quantised")
+    blocks: dict[str, dict[str, int]] = {}
+    for path, calls in counts.calls.items():
+        found = re.match(r"(.*?\.\d+)\.", path)
+        blocks.setdefault(found[1] if found else path, {})[path] = calls
+    return blocks
+
+
+def _products(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, int],
+    batches: Sequence[Any],
+) -> dict[str, Tensor]:
+    """Returns the sums of outer products of the layers' inputs, by path."""
+    found: dict[str, Tensor] = {}
+
+    def note(path: str, x: Tensor) -> None:
+        rows = x.flatten(0, -2)
+        rows = rows if rows.dtype is torch.float64 else rows.float()
+        if path in found:
+            found[path].addmm_(rows.t(), rows)
+        else:
+            found[path] = rows.t() @ rows
+
+    # The first pass counted the calls of all batches together.
+    most = max(1, sum(calls.values()) // len(batches))
+    _watched(model, modules, calls, batches, note, most)
+    return found
+
+
+def _watched(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    paths: Iterable[str],
+    batches: Sequence[Any],
+    note: Callable[[str, Tensor], None],
+    most: int | None = None,
+) -> None:
+    """Runs batches, and shows the inputs of layers; each batch ends after so many calls of them."""
+    left = [0]
+
+    def hook(path: str) -> Callable[..., None]:
+        def seen(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            note(path, args[0])
+            left[0] -= 1
+            if left[0] == 0:
+                raise _Enough
+
+        return seen
+
+    handles = [modules[path].register_forward_hook(hook(path)) for path in paths]
+    try:
+        for batch in batches:
+            left[0] = -1 if most is None else most
+            with suppress(_Enough):
+                model(**batch) if isinstance(batch, Mapping) else model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rounded(module: nn.Module, products: Tensor, mode: str) -> Rounded:
+    """Rounds a layer, and leaves in its weight what the layers after it are to see."""
+    weight = matrix_of(module)
+    values, scales = round_calibrated(weight, products, mode)
+    back = (from_int4 if mode == "int4" else from_int8)(values, scales, weight.dtype)
+    error = float((back - weight).norm() / weight.norm().clamp(min=1e-30))
+    weight.copy_(back)
+    return Rounded(values, scales, error)

@@ -1,0 +1,382 @@
+"""Quantises the networks of a diffusers pipeline, and compares the pictures of both.
+
+Denoisers and text encoders are quantised. The autoencoder is not: it is small, and its errors are
+seen at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.booster.hybrid.checks import lazy_parameters
+from gulliver.checkpoint.huggingface import float_config, load_huggingface
+from gulliver.errors import GulliverError, missing_extra
+from gulliver.options import size_text
+from gulliver.parallel.tensor.apply import materialize
+from gulliver.precision.int8.replace import Report, replace_module, report_of
+from gulliver.quantize.calibrated import replace_calibrated
+from gulliver.quantize.files import (
+    copy_companions,
+    load_quantized,
+    refuse_quantized,
+    save_quantized,
+)
+from gulliver.quantize.streaming import stream_quantized
+
+INDEX, NOTE = "model_index.json", "_gulliver_quantized"
+NETWORKS = ("unet", "transformer", "text_encoder")
+"""Beginnings of the names of networks that are quantised."""
+PROMPT = "a photo of a red house by the sea"
+STEPS, SEED = 20, 0
+
+
+@dataclass
+class Quantized:
+    """A folder that was quantised."""
+
+    # Model, or pipeline.
+    model: Any
+    # What became of the layers, by network; a model alone has the name of its class.
+    reports: dict[str, Report]
+    # Lines of what was measured, if it was asked for.
+    lines: list[str] = field(default_factory=list)
+
+    def compare(self, before: dict[str, float], after: dict[str, float]) -> None:
+        """Adds lines with the errors of the weights, memory, and figures before and after."""
+        several = len(self.reports) > 1
+        errors = [
+            (layer.error or 0.0, f"{name}.{layer.path}" if several else layer.path, layer.format)
+            for name, report in self.reports.items()
+            for layer in report.replaced
+        ]
+        self.lines.append("relative error of each weight, largest first:")
+        for error, path, layer_format in sorted(errors, key=lambda one: -one[0]):
+            self.lines.append(f"  {path}  {layer_format}  {error:.3%}")
+        old, new = (sum(getattr(r, n) for r in self.reports.values()) for n in ("before", "after"))
+        ratio = f"({new / old:.3f} x)"
+        self.lines.append(f"memory: {size_text(old)} before, {size_text(new)} after {ratio}")
+        self.lines += [
+            f"{name}: {value:.5g} before, {after[name]:.5g} after ({after[name] / value:.3f} x)"
+            for name, value in before.items()
+        ]
+
+
+def quantize_pipeline(
+    folder: Path,
+    out: Path,
+    report: bool = False,
+    mode: str = "int8_dynamic",
+    prompts: tuple[str, ...] = (),
+    steps: int | None = None,
+    exclude: Iterable[str] = (),
+    outlier_threshold: float | None = 6.0,
+    embeddings: bool = False,
+) -> Quantized:
+    """Quantises a pipeline's folder into another, which `load_pipeline` reads."""
+    pipeline = _loaded(folder)
+    networks = {
+        name: part
+        for name, part in pipeline.components.items()
+        if isinstance(part, nn.Module) and name.startswith(NETWORKS)
+    }
+    if not networks:
+        raise GulliverError(
+            f"{folder} has no network to quantise: {', '.join(pipeline.components)}"
+        )
+    kept = _kept(networks, list(exclude))
+    prompts, steps = prompts or (PROMPT,), steps or STEPS
+    before = _made(pipeline, prompts, steps) if report else None
+    reports = dict[str, Report]()
+    for name, network in networks.items():
+        given = mode, kept[name], outlier_threshold, embeddings
+        replace_module(network.eval(), *given, errors=report)
+        reports[name] = report_of(network)
+    _save(folder, out, networks)
+    done = Quantized(pipeline, reports)
+    if before is not None:
+        after = _made(pipeline, prompts, steps)
+        done.compare(*({"seconds a picture": seconds} for _, seconds in (before, after)))
+        for number, prompt in enumerate(prompts, 1):
+            one, other = before[0][number - 1], after[0][number - 1]
+            done.lines.append(_distance(prompt, one, other))
+            path = out / f"picture-{number}.png"
+            both = torch.cat([one, other], 2).permute(1, 2, 0).clamp(0, 1).numpy()
+            pipeline.image_processor.numpy_to_pil(both)[0].save(path)
+            done.lines.append(f"{path}: before on the left, after on the right")
+    return done
+
+
+def load_pipeline(folder: Path | str, **given: Any) -> Any:
+    """Loads a pipeline whose networks are quantised.
+
+    Args:
+        folder: folder that `quantize_pipeline` wrote.
+        given: further arguments of diffusers' ``from_pretrained``.
+    """
+    import diffusers
+    import transformers
+
+    folder = Path(folder)
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    networks = dict[str, nn.Module]()
+    for name, (library, kind) in _quantised(folder).items():
+        made: Any = getattr(libraries[library], kind)
+        with lazy_parameters():
+            if library == "diffusers":
+                network = made.from_config(made.load_config(folder / name))
+            else:
+                network = made(transformers.AutoConfig.from_pretrained(folder / name))
+        networks[name] = load_quantized(network, folder / name)
+    return diffusers.DiffusionPipeline.from_pretrained(
+        folder, local_files_only=True, **networks, **given
+    )
+
+
+def _quantised(folder: Path) -> dict[str, tuple[str, str]]:
+    if not (folder / INDEX).is_file():
+        raise GulliverError(f"{folder} is no pipeline: it has no {INDEX}")
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    found = {name: tuple(index[name]) for name in index.get(NOTE, [])}
+    if not found:
+        raise GulliverError(
+            f"{folder} is not quantised: gulliver quantize {folder} --out FOLDER makes such a one"
+        )
+    return found  # type: ignore[return-value]
+
+
+def _loaded(folder: Path) -> Any:
+    try:
+        import diffusers
+    except ImportError:
+        raise missing_extra("quantising a pipeline needs diffusers", "dreambooth") from None
+    if NOTE in json.loads((folder / INDEX).read_text(encoding="utf-8")):
+        raise GulliverError(f"{folder} is quantised already: take the folder that it was made of")
+    try:
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError, AttributeError) as error:
+        raise GulliverError(f"{folder}: {str(error).splitlines()[0]}") from None
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _kept(networks: dict[str, nn.Module], exclude: list[str]) -> dict[str, list[str]]:
+    """Returns the paths of each network that patterns keep."""
+    kept: dict[str, list[str]] = {name: [] for name in networks}
+    for pattern in exclude:
+        before = sum(map(len, kept.values()))
+        for name, network in networks.items():
+            for path, _ in network.named_modules():
+                whole = f"{name}.{path}"
+                if path and (fnmatchcase(whole, pattern) or whole.endswith(f".{pattern}")):
+                    kept[name].append(path)
+        if sum(map(len, kept.values())) == before:
+            raise GulliverError(
+                f"no module of {', '.join(networks)} matches {pattern!r}: name a path or its end"
+            )
+    return kept
+
+
+def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
+    """Copies what is not quantised, and notes in the index what is."""
+    out.mkdir(parents=True)
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in networks:
+            shutil.copytree(path, out / path.name)
+        elif path.is_file():
+            shutil.copy2(path, out / path.name)
+    for name, network in networks.items():
+        save_quantized(network, out / name)
+    index = json.loads((out / INDEX).read_text(encoding="utf-8"))
+    (out / INDEX).write_text(json.dumps({**index, NOTE: [*networks]}, indent=2), encoding="utf-8")
+
+
+@torch.no_grad()
+def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Tensor], float]:
+    """Returns the pictures ``[3, H, W]`` of one seed, from 0 to 1, and the seconds of one."""
+    found = list[Tensor]()
+    begun = time.perf_counter()
+    for prompt in prompts:
+        draw = torch.Generator().manual_seed(SEED)
+        made = pipeline(prompt=prompt, num_inference_steps=steps, generator=draw, output_type="pt")
+        images = getattr(made, "images", None)
+        if images is None:
+            raise GulliverError(
+                f"--report compares pictures, and a {type(pipeline).__name__} makes none"
+            )
+        found.append(images[0].float())
+    return found, (time.perf_counter() - begun) / len(prompts)
+
+
+def _distance(prompt: str, before: Tensor, after: Tensor) -> str:
+    apart = after.double() - before.double()
+    square = float(apart.square().mean())
+    psnr = f"{-10 * math.log10(square):.1f} dB" if square else "no difference"
+    return (
+        f"picture {prompt!r}: PSNR {psnr}, largest difference {float(apart.abs().max()):.3g} of 1"
+    )
+
+
+# ``gulliver quantize``: makes a quantised folder of a model's or a pipeline's, and judges it.
+
+
+WINDOW = 256
+"""Most tokens of a window of text."""
+
+
+def quantize_folder(
+    folder: Path,
+    out: Path,
+    report: bool = False,
+    text: Path | None = None,
+    mode: str = "int8_dynamic",
+    rounding: str = "nearest",
+    calibration: Path | None = None,
+    calibration_tokens: int = 16384,
+    prompts: tuple[str, ...] = (),
+    steps: int | None = None,
+    **ways: Any,
+) -> Quantized:
+    """Quantises a folder into another, which has the tokenizer and all else that is no weights."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise GulliverError(f"{folder} {what}: name a folder with a config.json and weights")
+    if out.exists():
+        raise GulliverError(f"{out} exists: name a folder that does not")
+    _check_calibration(rounding, calibration)
+    if (folder / INDEX).is_file():
+        for name, value in (("--text", text), ("--calibration", calibration)):
+            if value is not None:
+                raise GulliverError(f"{name} is for language models, and {folder} is a pipeline")
+        if not report and (prompts or steps is not None):
+            raise GulliverError("--prompts and --steps are for --report: give that, too")
+        return quantize_pipeline(folder, out, report, mode, prompts, steps, **ways)
+    if prompts or steps is not None:
+        raise GulliverError(f"--prompts and --steps are for pipelines: {folder} has no {INDEX}")
+    if text is not None and not report:
+        raise GulliverError("--text is for --report: give that, too")
+    refuse_quantized(folder)
+    tokens = None if text is None else _tokens(folder, text, "--text")
+    given = None if calibration is None else _tokens(folder, calibration, "--calibration")
+    before = _judged(_whole(folder), tokens) if report else {}
+    if given is None:
+        model = stream_quantized(_built(folder), folder, mode, errors=report, **ways)
+    else:
+        whole = _whole(folder)
+        windows = given[:calibration_tokens].split(_window(whole))
+        model = replace_calibrated(whole, [ids[None] for ids in windows], mode, told=print, **ways)
+    save_quantized(model, out)
+    copy_companions(folder, out)
+    done = Quantized(model, {type(model).__name__: report_of(model)})
+    if report:
+        done.compare(before, _judged(model, tokens))
+    return done
+
+
+def _check_calibration(rounding: str, calibration: Path | None) -> None:
+    if rounding == "gptq" and calibration is None:
+        raise GulliverError(
+            "--rounding gptq rounds for data: name a text with --calibration FILE, or take nearest"
+        )
+    if rounding == "nearest" and calibration is not None:
+        raise GulliverError("--calibration is for --rounding gptq: give that, too")
+
+
+def _built(folder: Path) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise missing_extra("quantising a folder needs transformers", "transformers") from None
+    try:
+        found = float_config(folder)
+        with lazy_parameters():
+            return transformers.AutoModelForCausalLM.from_config(found, dtype=torch.float32)
+    except (ValueError, OSError, KeyError) as error:
+        raise GulliverError(f"{folder}: {str(error).splitlines()[0]}") from None
+
+
+def _whole(folder: Path) -> nn.Module:
+    model = _built(folder)
+    materialize(model, "cpu")
+    load_huggingface(model, folder)
+    return model.eval()
+
+
+def _tokens(folder: Path, text: Path, option: str) -> Tensor:
+    import transformers
+
+    if not text.is_file():
+        raise GulliverError(f"{option} {text} is no file")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise GulliverError(f"{folder} has no tokenizer: {str(error).splitlines()[0]}") from None
+    ids = tokenizer(text.read_text(encoding="utf-8"))["input_ids"]
+    if len(ids) < 2:
+        raise GulliverError(f"{option} {text} has {len(ids)} tokens: give a longer one")
+    return torch.tensor(ids)
+
+
+def _window(model: Any) -> int:
+    """Tokens of a text that a model sees at once."""
+    return min(WINDOW, getattr(model.config, "max_position_embeddings", WINDOW))
+
+
+def _judged(model: nn.Module, tokens: Tensor | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if tokens is not None:
+        found["perplexity"] = perplexity(model, tokens, _window(model))
+    inner: Any = model
+    for batch in (1, 8):
+        found[f"tokens/s at batch {batch}"] = 16 * batch / generation_seconds(inner, batch)
+    return found
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, tokens: Tensor, length: int = 256, batch: int = 4) -> float:
+    """Returns the perplexity of a text: e to the mean negative log-likelihood of a token."""
+    length = min(length, len(tokens))
+    windows = tokens[: len(tokens) // length * length].view(-1, length)
+    total = count = 0.0
+    for rows in windows.split(batch):
+        found: Any = model(rows)
+        logits = getattr(found, "logits", found)[:, :-1].float()
+        total += float(
+            F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        )
+        count += rows[:, 1:].numel()
+    return math.exp(total / count)
+
+
+@torch.no_grad()
+def generation_seconds(
+    model: Any, batch: int, prompt: int = 16, tokens: int = 16, turns: int = 3
+) -> float:
+    """Returns the median seconds in which a model continues prompts greedily."""
+    seed = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=seed)
+    found = []
+    for _ in range(turns + 1):
+        begun = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found[1:])

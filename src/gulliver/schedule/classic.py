@@ -1,0 +1,212 @@
+"""Policies that others are compared with: first come, shortest first, Tiresias, Optimus, Pollux.
+
+The last three follow the rules of their papers; each class says what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gulliver.schedule.estimates import Estimator
+from gulliver.schedule.state import Allotment, Decision, JobState, Policy, Room, View
+from gulliver.solve.allocation import allocate
+
+
+def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:
+    """Gives jobs the slots that they ask for, in order, where they fit."""
+    room, given, why = Room(view), {}, {}
+    for place, state in enumerate(order):
+        job = state.job
+        if room.fits(job, job.slots):
+            room.take(job, job.slots)
+            given[job.name] = Allotment(job.slots, job.batch)
+            why[job.name] = f"number {place + 1} in the queue, with the slots it asks for"
+            continue
+        why[job.name] = f"asks for {job.slots} slots, and {room.most(job)} are left for it"
+        if blocking:
+            for behind in order[place + 1 :]:
+                why[behind.job.name] = f"behind {job.name}, which waits for {job.slots} slots"
+            break
+    return Decision(given, why=why)
+
+
+class Fifo(Policy):
+    """Serves jobs in order of arrival, each with the slots it asks for, until it ends."""
+
+    name, what = "fifo", "in order of arrival, nothing is taken back"
+    preempts = False
+
+    def decide(self, view: View) -> Decision:
+        """Keeps running jobs, and adds from the head of the queue."""
+        running = [state for state in view.jobs if state.slots]
+        waiting = [state for state in view.jobs if not state.slots]
+        return packed(view, [*running, *waiting], blocking=True)
+
+
+class Srpt(Policy):
+    """Serves the job with the shortest remaining time first, with the slots it asks for."""
+
+    # It knows the true remaining time of every job, announced or not.
+
+    name, what = (
+        "srpt",
+        "shortest remaining time first, slots as asked for; knows all lengths",
+    )
+
+    def decide(self, view: View) -> Decision:
+        """Packs by remaining seconds."""
+
+        def left(state: JobState) -> float:
+            job = state.job
+            return (job.samples - state.done) / job.goodput(job.slots, job.batch)
+
+        return packed(view, sorted(view.jobs, key=left))
+
+
+class Tiresias(Policy):
+    """Serves the queue of least attained service first, each job with the slots it asks for."""
+
+    # Discretized two-dimensional LAS (Gu et al. 2019, "Tiresias"): a job sinks to a lower queue
+    # when its slot-seconds pass a limit; within a queue the earlier start is first. It needs no
+    # lengths. Not here: promotion of jobs that starve, placement by the skew of a model's tensors.
+
+    name, what = "tiresias", "least attained service first, with the slots asked for"
+
+    def __init__(self, limits: tuple[float, ...] = (1000.0, 10000.0)) -> None:
+        self.limits = limits
+
+    def _queue(self, state: JobState) -> int:
+        # A limit that is reached by rounding counts as reached: it is the wake-up of just then.
+        return sum(state.service >= limit * (1 - 1e-12) for limit in self.limits)
+
+    def decide(self, view: View) -> Decision:
+        """Packs by queue; wakes when a running job sinks."""
+
+        def place(state: JobState) -> tuple[int, float, float]:
+            started = np.inf if state.started is None else state.started
+            return self._queue(state), started, state.job.arrival
+
+        decision = packed(view, sorted(view.jobs, key=place))
+        sinks = []
+        for state in view.jobs:
+            if state.job.name in decision.allotments and self._queue(state) < len(self.limits):
+                left = self.limits[self._queue(state)] - state.service
+                sinks.append(view.now + left / state.job.slots)
+        return Decision(decision.allotments, min(sinks, default=None), decision.why)
+
+
+class Optimus(Policy):
+    """Gives slots one by one where they shorten a job's remaining time most."""
+
+    # The marginal greedy of Peng et al. 2018, "Optimus", with its remaining times from `estimator`
+    # in place of its fit of loss curves. Jobs keep their own batch size, as there. Every job starts
+    # with one slot, in order of arrival.
+
+    name, what = "optimus", "slots where they shorten a job most, one by one; batch sizes as given"
+
+    def __init__(self, estimator: Estimator | None = None, period: float = 60.0) -> None:
+        self.estimator, self.period = estimator or Estimator(), period
+
+    def decide(self, view: View) -> Decision:
+        """Runs the greedy."""
+        self.estimator.learn(view.finished)
+        room, counts = Room(view), dict[str, int]()
+        curves = {s.job.name: self._remaining(s, view) for s in view.jobs}
+        for state in view.jobs:
+            if room.fits(state.job, 1):
+                room.take(state.job, 1)
+                counts[state.job.name] = 1
+        growing = {s.job.name: s.job for s in view.jobs if s.job.name in counts}
+
+        def gain(name: str) -> float:
+            if not room.fits(growing[name], 1):
+                return 0.0
+            curve, count = curves[name], counts[name]
+            return curve[count] - curve[count + 1] if count + 1 < len(curve) else 0.0
+
+        while growing:
+            best = max(growing, key=gain)
+            if gain(best) <= 0:
+                break
+            room.take(growing[best], 1)
+            counts[best] += 1
+        given = {n: Allotment(count, growing[n].batch) for n, count in counts.items()}
+        return Decision(given, view.now + self.period)
+
+    def _remaining(self, state: JobState, view: View) -> list[float]:
+        """Remaining seconds on 0, 1, 2 ... slots, without restarts as in the paper."""
+        job, left = state.job, self.estimator.remaining(state)
+        most = min(job.most_slots or view.cluster.slots, view.cluster.slots)
+        return [np.inf, *(left / job.goodput(n, job.batch) for n in range(1, most + 1))]
+
+
+class Pollux(Policy):
+    """Shares slots so that the power mean of the jobs' speed-ups is highest.
+
+    The fitness of Qiao et al. 2021, "Pollux": speed-up is goodput over that on a fair share, its
+    mean is of power -1, weights fall with attained service, and a job that is moved counts less by
+    (age - resizes x resize) / (age + resize). Its genetic search is replaced by exact dynamic
+    programming, as the sum of 1 / speed-up is separable; batch sizes
+    follow goodput. Not here: placement in the search, and a cluster of changing size.
+
+    Args:
+        period: seconds between rounds; it is asked at arrivals and ends too.
+        service: slot-seconds from which a job's weight falls.
+        least: speed-up that a job without slots counts with.
+    """
+
+    name, what = "pollux", "power mean of speed-ups, batch sizes by goodput"
+
+    def __init__(self, period: float = 60.0, service: float = 14400.0, least: float = 0.05) -> None:
+        self.period, self.service, self.least = period, service, least
+
+    def decide(self, view: View) -> Decision:
+        """Solves the round."""
+        return self._decision(view, shared(view, self.fitness(view)[None])[0])
+
+    def _decision(self, view: View, counts: np.ndarray) -> Decision:
+        given = {
+            s.job.name: Allotment(int(n), s.job.modes(view.cluster).batches[n])
+            for s, n in zip(view.jobs, counts, strict=True)
+            if n
+        }
+        return Decision(given, view.now + self.period)
+
+    def fitness(self, view: View) -> np.ndarray:
+        """Values of every number of slots, [jobs, slots + 1], whose sum is maximised."""
+        slots = view.cluster.slots
+        fair = max(1, slots // len(view.jobs))
+        values = np.full((len(view.jobs), slots + 1), -np.inf)
+        for row, state in enumerate(view.jobs):
+            modes = state.job.modes(view.cluster)
+            share = min(fair, modes.useful)
+            speed = modes.goodputs / modes.goodputs[share]
+            age, cost = view.now - state.job.arrival, state.job.resize_seconds
+            moved = (age - state.resizes * cost) / (age + cost) if age + cost > 0 else 1.0
+            if state.started is not None:
+                stays = np.arange(slots + 1) == state.count
+                speed = np.where(stays, speed, speed * max(moved, self.least))
+            weight = min(1.0, self.service / max(state.service, 1.0)) ** 0.5
+            values[row] = -weight / np.maximum(speed, self.least)
+            values[row, modes.useful + 1 :] = -np.inf
+        return values
+
+
+def shared(view: View, values: np.ndarray) -> np.ndarray:
+    """Shares slots exactly under the tenants' limits; values as `allocate` takes them."""
+    return shares(view)(values)[0]
+
+
+def shares(view: View) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Prepares `allocate` for a view: one group, or one for each tenant."""
+    if not view.cluster.quotas:
+        return allocate
+    tenants = sorted({state.job.tenant for state in view.jobs})
+    groups = [
+        [place for place, state in enumerate(view.jobs) if state.job.tenant == tenant]
+        for tenant in tenants
+    ]
+    limits = [view.limits[tenant] for tenant in tenants]
+    return lambda values: allocate(values, groups, limits)

@@ -1,0 +1,375 @@
+"""Splits jobs over nodes so that they lose the least speed to the links between nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.scaling import Scaling, batch_efficiency, best_batch
+from gulliver.options import AT_LEAST_1, Range, check_options
+
+Parts = tuple[int, ...]
+"""Slots of a job on each node."""
+Loss = Callable[[int, Parts], float]
+EXACT_NODES, EXACT_SLOTS, EXACT_JOBS = 4, 8, 6
+"""Nodes, slots of a node and jobs up to which the placement is exact."""
+SCATTERED = 1e-7
+"""Weight of scattered free slots: small, so that it only breaks ties."""
+
+
+def place(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
+    """Splits jobs over nodes."""
+    assert sum(counts) <= sum(free), "more slots than there are"
+    # Few jobs on few nodes are placed exactly: all splits of each job, memoised by the free slots
+    # left. Others go largest first into the node that they fill best (best-fit decreasing; Johnson
+    # 1973, "Near-optimal bin packing algorithms"). Ties are broken by keeping free slots together.
+    small = len(free) <= EXACT_NODES and max(free, default=0) <= EXACT_SLOTS
+    exact = small and len(counts) <= EXACT_JOBS
+    return (_exact if exact else _greedy)(counts, free, loss)
+
+
+def scattered(free: Sequence[int]) -> float:
+    """Cost of free slots: less where they are together."""
+    return -SCATTERED * sum(room * room for room in free)
+
+
+def splits(count: int, free: Sequence[int]) -> Iterator[Parts]:
+    """All ways to take `count` slots from nodes."""
+    if not free:
+        if count == 0:
+            yield ()
+        return
+    for here in range(max(0, count - sum(free[1:])), min(count, free[0]) + 1):
+        for rest in splits(count - here, free[1:]):
+            yield (here, *rest)
+
+
+def _exact(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
+    # Nodes are alike, so what is left is remembered in falling order, and put back afterwards.
+    @cache
+    def best(job: int, room: Parts) -> tuple[float, Parts]:
+        if job == len(counts):
+            return scattered(room), ()
+        found: tuple[float, Parts] | None = None
+        for parts in splits(counts[job], room):
+            behind = tuple(sorted((r - p for r, p in zip(room, parts, strict=True)), reverse=True))
+            cost = loss(job, parts) + best(job + 1, behind)[0]
+            if found is None or cost < found[0]:
+                found = cost, parts
+        assert found is not None
+        return found
+
+    left, placed = list(free), []
+    for job in range(len(counts)):
+        order = sorted(range(len(left)), key=lambda node: -left[node])
+        parts = best(job, tuple(left[node] for node in order))[1]
+        own = dict(zip(order, parts, strict=True))
+        placed.append(tuple(own[node] for node in range(len(left))))
+        left = [room - part for room, part in zip(left, placed[-1], strict=True)]
+    return placed
+
+
+def _greedy(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
+    del loss
+    left = list(free)
+    placed: dict[int, Parts] = {}
+    for job in sorted(range(len(counts)), key=lambda number: -counts[number]):
+        parts, count = [0] * len(left), counts[job]
+        fits = [node for node, room in enumerate(left) if room >= count]
+        if count and fits:
+            parts[min(fits, key=lambda node: left[node])] = count
+        else:
+            for node in sorted(range(len(left)), key=lambda number: -left[number]):
+                parts[node] = min(left[node], count - sum(parts))
+        left = [room - part for room, part in zip(left, parts, strict=True)]
+        placed[job] = tuple(parts)
+    return [placed[job] for job in range(len(counts))]
+
+
+# Jobs, the slots that they share, and the speed of a job on a number of slots.
+#
+# A slot is one accelerator. Work is counted in samples at the job's own batch size. On n slots a
+# job runs at the batch size of the highest goodput that its limits allow. With a fixed batch,
+# other slots change its gradient accumulation only.
+
+
+AT_LEAST_0 = Range(0, math.inf, open_above=True)
+POSITIVE_TIME = Range(0, math.inf, open_below=True, open_above=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Attributes:
+        name: name, one of its kind in a trace.
+        arrival: second at which it is submitted.
+        samples: samples to process at `batch`; of larger batches more, as `noise` says.
+        batch: global batch size that its user has chosen.
+        slots: number of slots that its user asks for; policies that do not resize give it these.
+        scaling: seconds of a step over slots and batch.
+        noise: gradient noise scale in samples; 0 says that larger batches gain nothing.
+        least_batch: smallest batch size that is allowed; None for `batch`.
+        most_batch: largest batch size that is allowed; None for `batch`.
+        epoch: samples of an epoch, None for a twentieth of `samples`.
+        deadline: second at which it should be done, None without one.
+        tenant: name that quotas know its user by.
+        resize_seconds: seconds that it loses when its slots change, and when it goes on after a
+            pause.
+        start_seconds: seconds from its first slots to its first step.
+        save_seconds: those of `resize_seconds` in which it saves and still holds the slots that it
+            leaves.
+        end_seconds: seconds from its last step until it has ended and its slots are free.
+        most_slots: largest number of slots that it runs on, None for any.
+        announced: whether policies know `samples`; otherwise they have to estimate.
+        curvature: how fast its loss falls, as policies observe it: it is by then
+            exp(-curvature x progress).
+    """
+
+    name: str
+    arrival: Annotated[float, AT_LEAST_0]
+    samples: Annotated[float, POSITIVE_TIME]
+    batch: Annotated[int, AT_LEAST_1]
+    slots: Annotated[int, AT_LEAST_1]
+    scaling: Scaling
+    noise: Annotated[float, AT_LEAST_0] = 0.0
+    least_batch: Annotated[int | None, AT_LEAST_1] = None
+    most_batch: Annotated[int | None, AT_LEAST_1] = None
+    epoch: Annotated[float | None, POSITIVE_TIME] = None
+    deadline: float | None = None
+    tenant: str = ""
+    resize_seconds: Annotated[float, AT_LEAST_0] = 10.0
+    most_slots: Annotated[int | None, AT_LEAST_1] = None
+    announced: bool = True
+    curvature: Annotated[float, POSITIVE_TIME] = 3.0
+    start_seconds: Annotated[float, AT_LEAST_0] = 0.0
+    save_seconds: Annotated[float, AT_LEAST_0] = 0.0
+    end_seconds: Annotated[float, AT_LEAST_0] = 0.0
+
+    def __post_init__(self) -> None:
+        label = f"job {self.name!r}: "
+        check_options(self, label)
+        if self.save_seconds > self.resize_seconds:
+            raise GulliverError(
+                f"{label}save_seconds {self.save_seconds:g} are a part of resize_seconds, which "
+                f"are {self.resize_seconds:g}: give at most as many"
+            )
+        if self.deadline is not None and not self.deadline >= self.arrival:
+            raise GulliverError(
+                f"{label}deadline is {self.deadline}: it must be at least {self.arrival:g}, its "
+                "arrival"
+            )
+        costs = self.scaling
+        seconds = costs.sample_seconds, costs.step_seconds, costs.exchange_seconds
+        if not all(0 <= one < math.inf for one in seconds):
+            raise GulliverError(f"{label}costs of a step are {seconds} s: give 0 or more")
+        if costs.sample_seconds + costs.step_seconds <= 0:
+            raise GulliverError(f"{label}a step takes no time: give sample_seconds above 0")
+        if not self.smallest <= self.batch <= self.largest:
+            raise GulliverError(
+                f"{label}batch {self.batch} is outside of its limits {self.smallest} to "
+                f"{self.largest}: give least_batch <= batch <= most_batch"
+            )
+        if self.most_slots is not None and self.slots > self.most_slots:
+            raise GulliverError(
+                f"{label}it asks for {self.slots} slots and runs on {self.most_slots} at most"
+            )
+
+    @property
+    def smallest(self) -> int:
+        """Smallest batch size that is allowed."""
+        return self.batch if self.least_batch is None else self.least_batch
+
+    @property
+    def largest(self) -> int:
+        """Largest batch size that is allowed."""
+        return self.batch if self.most_batch is None else self.most_batch
+
+    @property
+    def elastic_batch(self) -> bool:
+        """Whether its batch size may change."""
+        return self.smallest < self.largest
+
+    @cached_property
+    def epoch_samples(self) -> float:
+        """Samples of an epoch."""
+        return self.samples / 20 if self.epoch is None else self.epoch
+
+    def goodput(self, slots: int, batch: int, scaling: Scaling | None = None) -> float:
+        """Samples a second, counted as those of its own batch size.
+
+        Args:
+            slots: number of slots.
+            batch: global batch size.
+            scaling: costs where the slots lie; None for those of slots of one node.
+        """
+        worth = batch_efficiency(self.noise, self.batch, batch) if batch != self.batch else 1.0
+        return (scaling or self.scaling).throughput(slots, batch) * worth
+
+    def modes(self, within: int | JobCluster) -> Modes:
+        """Returns what it does on 0 to all slots: of one node, or of a cluster where they lie best.
+
+        Args:
+            within: number of slots of one node, or a cluster.
+        """
+        if isinstance(within, int):
+            return _modes(self, within, within, 1.0)
+        return _modes(self, within.slots, within.node_slots or within.slots, within.across)
+
+
+class Modes(NamedTuple):
+    """A job over numbers of slots."""
+
+    # Batch size on 0, 1, 2 ... slots; 0 on none.
+    batches: tuple[int, ...]
+    # Samples a second, [slots + 1]; 0 beyond the slots that it runs on.
+    goodputs: np.ndarray
+    # Number of slots beyond which it does not become faster.
+    useful: int
+
+
+def best_parts(scaling: Scaling, slots: int, node_slots: int, nodes: int, slower: float) -> Parts:
+    """Splits slots over nodes so that their exchange is fastest: evenly over the right number."""
+    fewest = -(-slots // node_slots)
+    even = [
+        tuple((slots + place) // count for place in range(count))
+        for count in range(fewest, min(nodes, slots) + 1)
+    ]
+    return min(even, key=lambda parts: scaling.across(parts, slower).exchange_seconds)
+
+
+@lru_cache(maxsize=4096)
+def _modes(job: Job, slots: int, node_slots: int, slower: float) -> Modes:
+    most = min(slots, job.most_slots or slots)
+    batches, goodputs = [0] * (slots + 1), np.zeros(slots + 1)
+    for count in range(1, most + 1):
+        batch, scaling = job.batch, job.scaling
+        if node_slots < slots:
+            parts = best_parts(scaling, count, node_slots, slots // node_slots, slower)
+            scaling = scaling.across(parts, slower)
+        if job.elastic_batch:
+            limits = (job.smallest, job.largest)
+            batch = best_batch(scaling, count, job.noise, job.batch, *limits)
+        batches[count], goodputs[count] = batch, job.goodput(count, batch, scaling)
+    goodputs.flags.writeable = False
+    return Modes(tuple(batches), goodputs, int(goodputs.argmax()))
+
+
+@dataclass(frozen=True)
+class JobCluster:
+    """Slots that jobs share.
+
+    Attributes:
+        slots: number of slots.
+        quotas: slots that a tenant has a right to. What the others leave idle it may have beyond
+            that, until they want it: then its jobs shrink or pause.
+        node_slots: slots of a node; None where all are of one.
+        across: times that a byte takes between two nodes what it takes within one.
+    """
+
+    slots: Annotated[int, AT_LEAST_1]
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    node_slots: Annotated[int | None, AT_LEAST_1] = None
+    across: Annotated[float, Range(1, math.inf, open_above=True)] = 1.0
+
+    def __post_init__(self) -> None:
+        check_options(self, "cluster: ")
+        if self.node_slots is not None and self.slots % self.node_slots:
+            raise GulliverError(
+                f"the cluster has {self.slots} slots and nodes have {self.node_slots}: give "
+                "node_slots that divides slots"
+            )
+        for tenant, quota in self.quotas.items():
+            if not isinstance(quota, int) or quota < 0:
+                raise GulliverError(f"quota of {tenant!r} is {quota}: give a whole number from 0")
+        if sum(self.quotas.values()) > self.slots:
+            raise GulliverError(
+                f"quotas add up to {sum(self.quotas.values())} slots and the cluster has "
+                f"{self.slots}: lower them"
+            )
+
+    @classmethod
+    def of(cls, hardware: Cluster, quotas: Mapping[str, int] | None = None) -> JobCluster:
+        """Takes nodes and links from one of `gulliver.hardware`; a node is its innermost axis.
+
+        Between nodes the slowest of the outer links counts.
+
+        Args:
+            hardware: cluster, measured or described.
+            quotas: slots that a tenant has a right to.
+        """
+        links = [(size, link) for size, link in hardware.links() if size > 1]
+        if len(links) < 2:
+            return cls(hardware.size, quotas or {})
+        size, inner = links[-1]
+        slowest = min(link.bandwidth for _, link in links[:-1])
+        return cls(hardware.size, quotas or {}, size, max(1.0, inner.bandwidth / slowest))
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.slots // (self.node_slots or self.slots)
+
+    def parts(self, slots: Sequence[int]) -> Parts:
+        """Counts slots by the node that they are of, [nodes]."""
+        size, found = self.node_slots or self.slots, [0] * self.nodes
+        for slot in slots:
+            found[slot // size] += 1
+        return tuple(found)
+
+    def loss(self, job: Job, batch: int, parts: Parts) -> float:
+        """Share of its goodput that a job loses by its placement, compared with the best one."""
+        count = sum(parts)
+        if count < 2 or self.nodes < 2:
+            return 0.0
+        here = job.scaling.across(parts, self.across)
+        best = best_parts(job.scaling, count, self.slots // self.nodes, self.nodes, self.across)
+        there = job.scaling.across(best, self.across)
+        return 1 - job.goodput(count, batch, here) / job.goodput(count, batch, there)
+
+    def limits(self, wanted: Mapping[str, int], borrow: bool = True) -> dict[str, int]:
+        """Returns the most slots of each tenant, so that all others keep what they want of theirs.
+
+        Args:
+            wanted: slots that each tenant could use now.
+            borrow: whether a tenant may have more than its quota; a policy that cannot take slots
+                back must not lend them.
+        """
+        if not self.quotas:
+            return dict.fromkeys(wanted, self.slots)
+        kept = {tenant: min(wanted.get(tenant, 0), quota) for tenant, quota in self.quotas.items()}
+        if not borrow:
+            return {tenant: self.quotas.get(tenant, 0) for tenant in wanted}
+        return {
+            tenant: self.slots - sum(n for other, n in kept.items() if other != tenant)
+            for tenant in wanted
+        }
+
+
+def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
+    """Refuses jobs that the cluster can never run."""
+    if not jobs:
+        raise GulliverError("the trace has no jobs: give at least one")
+    seen: set[str] = set()
+    for job in jobs:
+        if job.name in seen:
+            raise GulliverError(f"two jobs are named {job.name!r}: give each a name of its own")
+        seen.add(job.name)
+        if job.slots > cluster.slots:
+            raise GulliverError(
+                f"job {job.name!r} asks for {job.slots} slots and the cluster has "
+                f"{cluster.slots}: lower its slots, or take a larger cluster"
+            )
+        if cluster.quotas and job.tenant not in cluster.quotas:
+            known = ", ".join(map(repr, cluster.quotas))
+            raise GulliverError(
+                f"job {job.name!r} is of tenant {job.tenant!r}, which has no quota: give it one "
+                f"beside {known}"
+            )

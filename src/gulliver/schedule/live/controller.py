@@ -1,0 +1,415 @@
+"""Runs a policy on live jobs.
+
+One `tick` looks at what has happened, asks the policy if anything has, and moves jobs towards its
+decision. The last part compares only the present with the wanted state, so the order of events does
+not matter. Times are seconds since the schedule began.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gulliver.errors import GulliverError
+from gulliver.schedule.jobs import JobCluster
+from gulliver.schedule.live.nodes import Backend, Launch, RankEnd
+from gulliver.schedule.live.tracking import (
+    LiveJob,
+    MeasuredSeconds,
+    Phase,
+    Spool,
+    read_object,
+    write_object,
+)
+from gulliver.schedule.simulator import Change, Round, Segment
+from gulliver.schedule.state import Policy, View, limits_of, placed
+
+ROUNDS = 1000
+"""Decisions that are remembered."""
+LEAST_SECONDS = 0.5
+"""Seconds between two decisions that only time has caused."""
+
+
+@dataclass
+class Controller:
+    """State of a schedule that runs."""
+
+    spool: Spool
+    backend: Backend
+    policy: Policy
+    clock: Callable[[], float]
+    quotas: Mapping[str, int]
+    begun: float
+
+    def __post_init__(self) -> None:
+        self.jobs: dict[str, LiveJob] = {}
+        self.slots: dict[int, str] = {}
+        self.rounds: deque[Round] = deque(maxlen=ROUNDS)
+        self.measured = MeasuredSeconds([], [], [], [])
+        self.wake: float | None = None
+        self.refused: dict[str, str] = {}
+        self.changed, self.draining = True, False
+        self._last_tick = self._now()
+        self.policy.begin(JobCluster(max(1, sum(self.quotas.values())), self.quotas))
+
+    def _now(self) -> float:
+        return self.clock() - self.begun
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job is not over."""
+        return any(not job.phase.over for job in self.jobs.values())
+
+    def tick(self) -> None:
+        """Follows events, decides and acts."""
+        now = self._now()
+        self._account(now)
+        # Ends first: a rank that does not answer is how one hears that a node is gone.
+        causes = self._follow_ends(now) + self._follow_nodes() + self._follow_submissions(now)
+        causes += self._follow_reports(now)
+        causes += self._follow_wishes(now) + self._follow_time(now)
+        due = self.wake is not None and now >= self.wake
+        if causes or due:
+            self._decide(now, "; ".join(causes) or "the policy woke")
+        self._act(now)
+        self.changed |= bool(causes)
+
+    def _account(self, now: float) -> None:
+        """Adds up slot-seconds, and draws what jobs have held since the last tick."""
+        for job in self.jobs.values():
+            if job.held and now > self._last_tick:
+                job.state.service += len(job.held) * (now - self._last_tick)
+                runs = job.heard and job.phase in (Phase.RUNNING, Phase.LEAVING)
+                rate = job.state.job.goodput(len(job.held), job.batch) if runs else 0.0
+                _draw(job, self._last_tick, now, rate)
+        self._last_tick = now
+
+    # --- What has happened -----------------------------------------------------------------------
+
+    def _follow_nodes(self) -> list[str]:
+        found, before = dict(self.backend.slots()), self.slots
+        if found == before:
+            return []
+        self.slots = found
+        causes = []
+        for node in dict.fromkeys([*before.values(), *found.values()]):
+            count = sum(n == node for n in found.values()) - sum(n == node for n in before.values())
+            if count:
+                report = f"came with {count}" if count > 0 else f"left with {-count}"
+                causes.append(f"node {node} {report} slots")
+        for job in self.jobs.values():
+            job.assigned = tuple(slot for slot in job.assigned if slot in found)
+        return causes
+
+    def _follow_submissions(self, now: float) -> list[str]:
+        causes = []
+        for name in self.spool.names():
+            if name in self.jobs or name in self.refused:
+                continue
+            try:
+                submission = self.spool.read(name)
+                self._check(submission.tenant, submission.slots, name)
+            except GulliverError as error:
+                self.refused[name] = str(error)
+                causes.append(f"{name} was refused")
+                continue
+            self.jobs[name] = LiveJob(submission, min(now, submission.submitted - self.begun))
+            causes.append(f"{name} arrived")
+        return causes
+
+    def _check(self, tenant: str, slots: int, name: str) -> None:
+        if slots > len(self.slots):
+            raise GulliverError(
+                f"job {name!r} asks for {slots} slots and the cluster has {len(self.slots)}: lower "
+                "its slots, or take a larger cluster"
+            )
+        if self.quotas and tenant not in self.quotas:
+            known = ", ".join(map(repr, self.quotas))
+            raise GulliverError(
+                f"job {name!r} is of tenant {tenant!r}, which has no quota: give it one beside "
+                f"{known}"
+            )
+
+    def _follow_ends(self, now: float) -> list[str]:
+        causes = []
+        for end in self.backend.ended():
+            job = self.jobs.get(end.run.rpartition("/")[0])
+            if job is None or end.run != job.run or end.rank not in job.alive:
+                continue
+            job.alive.discard(end.rank)
+            job.codes[end.rank] = end.code
+            if end.code and not job.first_failed:
+                job.first_failed, job.blameless = self._reason(job, end), bool(end.why)
+                # The others could not go on, and would find that out later.
+                self.backend.kill(job.run)
+            if not job.alive:
+                causes += self._over(job, now)
+        return causes
+
+    def _reason(self, job: LiveJob, end: RankEnd) -> str:
+        report = f"rank {end.rank} " + (
+            end.why or (f"was killed by signal {-end.code}" if end.code < 0 else "")
+        )
+        if end.code > 0:
+            log = self.spool.job(job.name) / "logs"
+            line = last_line(log / f"attempt-{job.attempt:03d}-rank-{end.rank}.log")
+            report += f"ended with code {end.code}: {line}"
+        return report
+
+    def _over(self, job: LiveJob, now: float) -> list[str]:
+        """An attempt has ended: the job is done, has left, or has failed."""
+        self._hear(job, now)
+        left = bool(job.progress.get("leaving")) and job.progress.get("attempt") == job.attempt
+        job.held, job.asked = (), None
+        if job.stopping:
+            return self._finish(job, Phase.STOPPED, now, job.note or "it was asked to stop")
+        if job.first_failed:
+            return self._failed(job, now)
+        if left:
+            job.saving = saving = max(0.0, now - (job.progress["time"] - self.begun))
+            job.saves.append(saving)
+            self.measured.saves.append(saving)
+            job.go(Phase.WAITING, "has saved and left its slots")
+            self.changed = True
+            return []
+        return self._ended(job, now)
+
+    def _ended(self, job: LiveJob, now: float) -> list[str]:
+        """All ranks have ended without an error, and not because they were asked to."""
+        if not job.starts:
+            note = "ended without having reported: call job.report of elastic() in every step"
+            return self._finish(job, Phase.ENDED, now, note)
+        done, samples = float(job.progress.get("done", 0)), job.submission.samples
+        if samples is not None and done < samples * (1 - 1e-9):
+            note = f"ended by itself after {done:g} of {samples:g} samples"
+            return self._finish(job, Phase.ENDED, now, note)
+        job.ends = [max(0.0, now - (job.progress["time"] - self.begun))]
+        self.measured.ends.extend(job.ends)
+        more = samples is not None and done > samples + job.batch
+        note = f"done, after {done:g} samples where {samples:g} were submitted" if more else "done"
+        return self._finish(job, Phase.ENDED, now, note)
+
+    def _finish(self, job: LiveJob, phase: Phase, now: float, note: str) -> list[str]:
+        job.go(phase, note)
+        job.ended, job.assigned = now, ()
+        job.state.slots, job.state.batch = (), 0
+        if phase is Phase.ENDED and job.submission.samples is not None:
+            job.state.done = job.submission.samples
+        return [f"{job.name} {phase.value}"]
+
+    def _failed(self, job: LiveJob, now: float) -> list[str]:
+        # A node that leaves is no fault of the job's.
+        job.failures += not job.blameless
+        why, job.first_failed = job.first_failed, ""
+        job.saving = None
+        if job.failures >= job.submission.tries:
+            times = f"{job.failures} times" if job.failures > 1 else "once"
+            return self._finish(
+                job, Phase.FAILED, now, f"failed {times} from one checkpoint: {why}"
+            )
+        job.go(Phase.WAITING, f"starts again from its last checkpoint: {why}")
+        self.changed = True
+        return []
+
+    def _follow_reports(self, now: float) -> list[str]:
+        return [
+            cause
+            for job in self.jobs.values()
+            if job.phase in (Phase.STARTING, Phase.RUNNING, Phase.LEAVING)
+            for cause in self._hear(job, now)
+        ]
+
+    def _hear(self, job: LiveJob, now: float) -> list[str]:
+        """Reads a job's progress."""
+        report = read_object(self.spool.job(job.name) / "progress.json")
+        if report is None or report == job.progress or report.get("attempt") != job.attempt:
+            return []
+        job.progress = report
+        if report["first"] > job.base:
+            job.base, job.failures = report["first"], 0
+        if report["steps"] and not job.heard:
+            self._begins(job, report["begun"] - self.begun)
+        return [f"{job.name} was measured"] if job.measure() else []
+
+    def _begins(self, job: LiveJob, begun: float) -> None:
+        """The first step of an attempt: seconds of the start, or of the resize, are known."""
+        job.heard, job.silent = True, False
+        seconds = max(0.0, begun - job.launched)
+        if job.attempt == 1:
+            job.starts = [seconds]
+            self.measured.starts.append(seconds)
+        elif job.saving is not None:
+            job.resizes.append(seconds + job.saving)
+            self.measured.resizes.append(job.resizes[-1])
+        job.saving = None
+        if job.phase is Phase.STARTING:
+            job.go(Phase.RUNNING, f"runs since {begun:.4g} s")
+        self.changed = True
+
+    def _follow_wishes(self, now: float) -> list[str]:
+        causes = []
+        for job in self.jobs.values():
+            if job.phase.over or job.stopping or not (self.spool.job(job.name) / "stop").is_file():
+                continue
+            job.stopping = True
+            job.note = "it was asked to stop"
+            if not job.alive:
+                causes += self._finish(job, Phase.STOPPED, now, job.note)
+            elif job.phase is Phase.STARTING:
+                # It has done nothing yet, or nothing that it tells of.
+                self.backend.kill(job.run)
+        return causes
+
+    def _follow_time(self, now: float) -> list[str]:
+        """Reports silent jobs, and kills those that do not leave."""
+        causes = []
+        for job in self.jobs.values():
+            given = job.submission
+            late = job.phase is Phase.STARTING and now - job.launched > given.report_within
+            if late and not job.silent and not job.stopping:
+                job.silent = True
+                job.note = (
+                    f"has not reported for {given.report_within:g} s: call job.report of "
+                    "gulliver.schedule.elastic() in every step; "
+                )
+                job.note += "it is stopped" if given.stop_silent else "it keeps its slots"
+                if given.stop_silent:
+                    job.stopping = True
+                    self.backend.kill(job.run)
+                causes.append(f"{job.name} is silent")
+            if job.asked is not None and now - job.asked > given.grace and job.alive:
+                job.first_failed = job.first_failed or (
+                    f"it was asked to leave and did not within {given.grace:g} s"
+                )
+                job.asked = math.inf
+                self.backend.kill(job.run)
+        return causes
+
+    # --- What is decided -------------------------------------------------------------------------
+
+    def _decide(self, now: float, cause: str) -> None:
+        taken = {s for job in self.jobs.values() if job.silent for s in job.held}
+        here = sorted(set(self.slots) - taken)
+        present = [job for job in self.jobs.values() if not (job.phase.over or job.silent)]
+        present = [job for job in present if not job.stopping and not self.draining]
+        self.wake = None
+        if not here or not present:
+            return
+        view = self.view(now, present, here, cause)
+        decision = self.policy.decide(view)
+        chosen = placed(view.jobs, decision, range(len(here)))
+        changes = []
+        for job, state in zip(present, view.jobs, strict=True):
+            places, batch = chosen.get(job.name, ((), 0))
+            slots = tuple(here[place] for place in places)
+            if set(slots) != set(job.assigned):
+                changes.append(Change(job.name, len(job.assigned), len(slots)))
+                state.changed, job.since = now, state.done
+                if slots:
+                    state.resizes += state.started is not None
+                    state.started = now if state.started is None else state.started
+                job.assigned = slots
+            job.batch = batch or job.batch
+            state.slots, state.batch = places, batch
+        if decision.wake is not None:
+            self.wake = max(decision.wake, now + LEAST_SECONDS)
+        self.rounds.append(
+            Round(now, cause, tuple(changes), decision.why, decision.predicted, decision.bound)
+        )
+        self.changed = True
+
+    def view(self, now: float, present: list[LiveJob], here: list[int], cause: str) -> View:
+        """What the policy sees: slots are numbered from 0 on, whichever are there."""
+        places = {slot: place for place, slot in enumerate(here)}
+        states = [job.seen(now, places, self.measured) for job in present]
+        room = sum(self.quotas.values())
+        # Of a cluster that has lost nodes not all quotas are there: all tenants share then.
+        cluster = JobCluster(len(here), self.quotas if room <= len(here) else {})
+        over = [job.state for job in self.jobs.values() if job.phase is Phase.ENDED]
+        limits = limits_of(states, cluster, self.policy)
+        return View(now, cluster, states, over, limits, cause)
+
+    # --- What is done ----------------------------------------------------------------------------
+
+    def _act(self, now: float) -> None:
+        # Only a job itself leaves its slots, at the end of a step and once its checkpoint is whole.
+        # So a resize that is decided during another resize or a save waits for it, without extra
+        # state.
+        held = {slot for job in self.jobs.values() for slot in job.held}
+        for job in self.jobs.values():
+            if job.phase is Phase.WAITING and job.assigned and not job.stopping:
+                # Asked again: the start of another job may have found a node gone.
+                there = set(self.backend.slots())
+                if not held & set(job.assigned) and set(job.assigned) <= there:
+                    self._launch(job, now)
+                    held |= set(job.held)
+            elif job.phase is Phase.RUNNING and (
+                job.stopping or set(job.held) != set(job.assigned)
+            ):
+                job.asked = now
+                wanted = "it is to stop" if job.stopping else f"to have {len(job.assigned)} slots"
+                job.go(Phase.LEAVING, f"asked to save and leave, {wanted}")
+                self._ask(job, True)
+            elif job.phase is Phase.RUNNING and job.progress.get("batch") != job.batch:
+                self._ask(job, False)
+
+    def _ask(self, job: LiveJob, leave: bool) -> None:
+        asked = {"attempt": job.attempt, "leave": leave, "batch": job.batch}
+        path = self.spool.job(job.name) / "control.json"
+        if read_object(path) != asked:
+            write_object(path, asked)
+            self.changed = True
+
+    def _launch(self, job: LiveJob, now: float) -> None:
+        job.attempt += 1
+        job.held, job.alive = job.assigned, set(range(len(job.assigned)))
+        job.codes, job.heard, job.silent = {}, False, False
+        job.looked, job.launched = 0, now
+        job.go(Phase.STARTING, f"starts on {len(job.held)} slots")
+        self.backend.start(
+            Launch(
+                job.run, job.attempt, job.held, job.batch, job.submission, self.spool.job(job.name)
+            )
+        )
+        self.changed = True
+
+    def drain(self) -> bool:
+        """Asks all jobs to save and leave, for the next schedule in this folder to take up."""
+        self.draining = True
+        for job in self.jobs.values():
+            job.assigned = ()
+            if job.alive and not job.heard:
+                self.backend.kill(job.run)
+        self.tick()
+        return not any(job.alive for job in self.jobs.values())
+
+    def close(self) -> None:
+        """Kills what runs; the next schedule in this folder takes the jobs up again."""
+        for job in self.jobs.values():
+            if job.alive:
+                self.backend.kill(job.run)
+        self.backend.close()
+
+
+def _draw(job: LiveJob, begin: float, end: float, rate: float) -> None:
+    log = job.segments
+    known = (job.held, job.batch, rate)
+    if log and log[-1].end == begin and (log[-1].slots, log[-1].batch, log[-1].rate) == known:
+        log[-1] = replace(log[-1], end=end)
+    else:
+        log.append(Segment(job.name, begin, end, job.held, job.batch, rate))
+
+
+def last_line(log: Path) -> str:
+    """Reads the last line that is not empty of what a rank has printed."""
+    # Characters that steer a terminal are shown as escapes.
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace")[-4000:].splitlines()
+    except OSError:
+        return "it has printed nothing"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in last)
+    return "".join(shown)

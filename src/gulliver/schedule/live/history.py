@@ -1,0 +1,248 @@
+"""The state of a schedule in a file: for commands to show, and for the next scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware.scaling import Scaling
+from gulliver.schedule.jobs import Job, JobCluster
+from gulliver.schedule.live.tracking import (
+    LiveJob,
+    MeasuredSeconds,
+    Phase,
+    Spool,
+    read_object,
+    write_object,
+)
+from gulliver.schedule.policies import make_policy
+from gulliver.schedule.report import schedule_page, told_change
+from gulliver.schedule.simulator import Change, Result, Round, Segment, follow
+
+PLAIN = (
+    "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
+    "starts", "saves", "ends", "base", "failures", "ended",
+)  # fmt: skip
+"""Attributes of a job that are kept as they are."""
+STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")
+"""Attributes of its state that are kept."""
+
+
+@dataclass
+class ScheduleHistory:
+    """A schedule as it happened."""
+
+    # Second of the epoch at which it began; all others count from there.
+    begun: float
+    # Second up to which it is known.
+    now: float
+    policy: str
+    seed: int
+    slots: dict[int, str]
+    # Slots that tenants have a right to.
+    quotas: dict[str, int]
+    jobs: dict[str, LiveJob] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    # Why jobs were not taken.
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def job(self, name: str) -> LiveJob:
+        """Finds a job."""
+        if name in self.refused:
+            raise GulliverError(f"job {name!r} was refused: {self.refused[name]}")
+        if name not in self.jobs:
+            raise GulliverError(f"the scheduler has no job {name!r}: {nearest(name, self.jobs)}")
+        return self.jobs[name]
+
+    @property
+    def measured(self) -> MeasuredSeconds:
+        """Seconds that were measured of all jobs so far."""
+        return MeasuredSeconds.of(self.jobs.values())
+
+    def cluster(self) -> JobCluster:
+        """The slots that are there."""
+        return JobCluster(max(1, len(self.slots)), self.quotas)
+
+
+def write_history(spool: Spool, history: ScheduleHistory) -> None:
+    """Writes the history."""
+    values = asdict(replace(history, jobs={}, rounds=[]))
+    values["jobs"] = {name: _job_values(job) for name, job in history.jobs.items()}
+    values["rounds"] = [
+        [r.time, r.cause, [list(c) for c in r.changes], r.why, r.predicted, r.bound]
+        for r in history.rounds
+    ]
+    write_object(spool.path / "schedule.json", values)
+
+
+def _job_values(job: LiveJob) -> dict[str, Any]:
+    values = {name: getattr(job, name) for name in PLAIN}
+    values |= {"arrival": job.arrival, "phase": job.phase.name}
+    values |= {"assigned": job.assigned, "held": job.held, "alive": sorted(job.alive)}
+    values["points"] = [[n, b, speed] for (n, b), speed in job.points.items()]
+    values["scaling"] = None if job.scaling is None else asdict(job.scaling)
+    values["state"] = {name: getattr(job.state, name) for name in STATE}
+    values["segments"] = [[s.begin, s.end, s.slots, s.batch, s.rate] for s in job.segments]
+    return values
+
+
+def read_history(spool: Spool) -> ScheduleHistory | None:
+    """Reads the history; None if nothing was scheduled yet."""
+    values = read_object(spool.path / "schedule.json")
+    if values is None:
+        return None
+    jobs, rounds = values.pop("jobs"), values.pop("rounds")
+    values["slots"] = {int(slot): node for slot, node in values["slots"].items()}
+    found = ScheduleHistory(**values)
+    for name, values in jobs.items():
+        found.jobs[name] = _job_from(spool, name, values)
+    for time, cause, changes, why, predicted, bound in rounds:
+        made = tuple(Change(*change) for change in changes)
+        found.rounds.append(Round(time, cause, made, why, predicted, bound))
+    return found
+
+
+def _job_from(spool: Spool, name: str, values: Mapping[str, Any]) -> LiveJob:
+    job = LiveJob(spool.read(name), values["arrival"], Phase[values["phase"]])
+    for key in PLAIN:
+        setattr(job, key, values.get(key, getattr(job, key)))
+    job.assigned, job.held = tuple(values["assigned"]), tuple(values["held"])
+    job.alive = set(values["alive"])
+    job.points = {(n, b): speed for n, b, speed in values["points"]}
+    job.scaling = None if values["scaling"] is None else Scaling(**values["scaling"])
+    for key, value in values["state"].items():
+        setattr(job.state, key, value)
+    job.segments = [
+        Segment(name, begin, end, tuple(slots), batch, rate)
+        for begin, end, slots, batch, rate in values["segments"]
+    ]
+    job.state.job = job.job()
+    return job
+
+
+def take_up(job: LiveJob) -> None:
+    """Puts a job of an earlier scheduler, whose ranks are gone with it, back into the queue."""
+    if not job.phase.over:
+        job.phase, job.note = Phase.WAITING, "taken up by a new scheduler"
+        job.assigned, job.held, job.alive, job.heard = (), (), set(), False
+        job.silent = False
+
+
+def result_of(history: ScheduleHistory) -> Result:
+    """Makes a result as the simulator does; what is not over ends now."""
+    ran = [job for job in history.jobs.values() if job.segments]
+    jobs = tuple(_counted(job) for job in ran)
+    slots = [s for job in ran for segment in job.segments for s in segment.slots]
+    cluster = JobCluster(max([len(history.slots), 1, *(slot + 1 for slot in slots)]))
+    result = Result(jobs, cluster, f"{history.policy}, as it happened")
+    for job in ran:
+        result.ends[job.name] = history.now if job.ended is None else job.ended
+        result.states[job.name] = job.state
+    result.segments = sorted(
+        (segment for job in ran for segment in job.segments), key=lambda s: s.begin
+    )
+    result.rounds, result.events = history.rounds, len(history.rounds)
+    return result
+
+
+def _counted(job: LiveJob) -> Job:
+    """The job with as many samples as it has done, for the bound of what has happened."""
+    found = job.job()
+    if job.phase is Phase.ENDED and job.submission.samples is not None:
+        return found
+    return replace(found, samples=max(1.0, job.state.done))
+
+
+def live_page(history: ScheduleHistory) -> str:
+    """Draws the schedule as it happened."""
+    lines = [f"{job.name}: {status_line(job, history)}" for job in history.jobs.values()]
+    lines += [f"{name} was refused: {why}" for name, why in history.refused.items()]
+    result = result_of(history)
+    if not result.jobs:
+        return schedule_page("Jobs", [*lines, "Nothing has run yet."], [])
+    return schedule_page("Jobs as they ran", lines, [result])
+
+
+def status_line(job: LiveJob, history: ScheduleHistory) -> str:
+    """Says where a job stands, in one line."""
+    if job.phase.over:
+        return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
+    text = f"{job.phase.value} on {len(job.held)} slots" if job.held else "waits"
+    if job.submission.samples is not None:
+        text += f", {min(job.progress.get('done', 0.0) / job.submission.samples, 1):.0%} done"
+    return f"{text} ({job.note or 'submitted'})"
+
+
+def expected_ends(history: ScheduleHistory) -> dict[str, float]:
+    """Returns when jobs should end, if none comes: the simulator goes on from where they are."""
+    # Jobs that say nothing, or nothing of their length, are left out, and hold what they hold.
+    silent = {s for job in history.jobs.values() if job.silent for s in job.held}
+    here = sorted(set(history.slots) - silent)
+    places = {slot: place for place, slot in enumerate(here)}
+    present = [
+        job
+        for job in history.jobs.values()
+        if not (job.phase.over or job.silent or job.stopping) and job.submission.samples is not None
+    ]
+    if not here or not present:
+        return {}
+    quotas = history.quotas if sum(history.quotas.values()) <= len(here) else {}
+    cluster = JobCluster(len(here), quotas)
+    policy = make_policy(history.policy, history.seed)
+    policy.begin(cluster)
+    states = [job.seen(history.now, places, history.measured) for job in present]
+    finished = [job.state for job in history.jobs.values() if job.phase is Phase.ENDED]
+    return follow(history.now, states, finished, cluster, policy).ends
+
+
+def live_why(history: ScheduleHistory, name: str) -> list[str]:
+    """Explains a live job: what it has and why, its last change, and when it should end."""
+    job = history.job(name)
+    lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {status_line(job, history)}"]
+    if job.phase.over:
+        return lines
+    if not job.held:
+        lines.append(_holders(history))
+    lines += _reasons(history.rounds, name)
+    if job.resizes or job.starts:
+        lines.append(_measured(job))
+    ends = expected_ends(history)
+    if name in ends:
+        left = ends[name] - history.now
+        lines.append(
+            f"should end at {ends[name]:.4g} s, in {left:.4g} s, if no job comes"
+            + ("" if job.scaling else "; its speed was not measured yet")
+        )
+    else:
+        lines.append("nobody knows when it ends: it has not values its samples, or says nothing")
+    return lines
+
+
+def _holders(history: ScheduleHistory) -> str:
+    held = {job.name: len(job.held) for job in history.jobs.values() if job.held}
+    others = ", ".join(f"{name} {n}" for name, n in sorted(held.items(), key=lambda p: -p[1])[:6])
+    used = sum(held.values())
+    return f"{used} of {len(history.slots)} slots are held ({others or 'nobody'})"
+
+
+def _reasons(rounds: Sequence[Round], name: str) -> list[str]:
+    lines = []
+    reasons = [entry for entry in rounds if name in entry.why]
+    if reasons:
+        entry = reasons[-1]
+        lines.append(f"said at {entry.time:.4g} s ({entry.cause}): {entry.why[name]}")
+    for entry in reversed(rounds):
+        if any(change.job == name for change in entry.changes):
+            return [*lines, told_change(entry, name)]
+    return lines
+
+
+def _measured(job: LiveJob) -> str:
+    parts = [f"its start took {seconds:.3g} s" for seconds in job.starts]
+    if job.resizes:
+        each = ", ".join(f"{seconds:.3g}" for seconds in job.resizes[-5:])
+        parts.append(f"its resizes took {each} s, and {job.job().resize_seconds:.3g} s count next")
+    points = [f"{b / speed:.3g} s a step on {n} slots" for (n, b), speed in job.points.items()]
+    return "measured: " + "; ".join(parts + points)

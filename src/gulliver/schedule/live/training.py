@@ -1,0 +1,316 @@
+"""What a training script reports to the scheduler, and what it is asked for.
+
+    job = elastic()
+    first = booster.load(job.checkpoints, model, optimizer).step + 1 if job.resumes else 0
+    for step in job.steps(first, STEPS):
+        mine = job.share()                                   # of range(job.batch)
+        loss = criterion(model(x[mine]), y[mine])            # a mean over this rank's samples
+        booster.backward(loss * job.weight(), optimizer)     # gradients of the whole batch's mean
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.report(loss) or step % 100 == 99:             # True: save now, the loop ends then
+            booster.save(job.checkpoints, step, model, optimizer)
+    booster.close()
+
+Started without a scheduler the same script runs to its end, as it is or under torchrun.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.scaling import batch_efficiency
+from gulliver.jobs.log import Log
+from gulliver.schedule.live.tracking import read_object, write_object
+
+JOB, ATTEMPT, BATCH = "GULLIVER_JOB", "GULLIVER_JOB_ATTEMPT", "GULLIVER_JOB_BATCH"
+"""Variables that a rank finds its job's folder, attempt and first batch size in."""
+SECONDS_BETWEEN = 0.2
+"""Seconds between two writes of progress."""
+
+
+def share_of(batch: int, part: int, parts: int) -> range:
+    """Samples of a batch that one of several parts takes: neighbours, and all as many but one."""
+    # Rank r of n takes the samples from floor(r B / n) to floor((r + 1) B / n) of B. Gradients are
+    # means over ranks, so a rank's mean loss is weighted by its samples times n / B
+    # (`Elastic.weight`): the step is that of one rank up to the rounding of sums, whatever the
+    # number of slots.
+    return range(part * batch // parts, (part + 1) * batch // parts)
+
+
+def elastic(
+    checkpoints: str | Path = "checkpoints", batch: int | None = None, samples: float | None = None
+) -> Elastic:
+    """Joins the job that the scheduler has started this rank for.
+
+    Args:
+        checkpoints: folder of checkpoints without a scheduler; a scheduled job has its own.
+        batch: global batch size without a scheduler.
+        samples: samples to process without a scheduler; None ends by steps alone.
+    """
+    place = os.environ.get(JOB)
+    if place is None:
+        return Elastic(None, Path(checkpoints), batch, samples, 0)
+    values = read_object(Path(place) / "job.json")
+    if values is None:
+        raise GulliverError(f"{JOB} is {place}, where there is no job: submit it again")
+    found = Elastic(
+        Path(place),
+        Path(place) / "checkpoints",
+        int(os.environ.get(BATCH) or values["batch"]),
+        values["samples"],
+        int(os.environ.get(ATTEMPT) or 1),
+    )
+    found.base, found.noise = int(values["batch"]), float(values.get("noise", 0.0))
+    return found
+
+
+class Elastic:
+    """A job as its own ranks see it; made by `elastic`."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        checkpoints: Path,
+        batch: int | None,
+        samples: float | None,
+        attempt: int,
+    ) -> None:
+        self.folder, self.checkpoints, self.attempt = folder, checkpoints, attempt
+        self._batch, self.samples = batch, samples
+        self.base, self.noise = batch or 0, 0.0
+        self.drawn = self.done = 0.0
+        self._step: int | None = None
+        self._leaving = False
+        self._control: tuple[int, bool, int] = (-1, False, 0)
+        self._pace = Pace()
+
+    @property
+    def batch(self) -> int:
+        """Global batch size of the next step."""
+        if self._batch is None:
+            raise GulliverError("the batch size is not known: call elastic(batch=...)")
+        return self._batch
+
+    @property
+    def resumes(self) -> bool:
+        """Whether there is a checkpoint to load."""
+        from gulliver.checkpoint.folder import CheckpointFolder
+
+        found = self.checkpoints.is_dir()
+        return found and CheckpointFolder(self.checkpoints).latest() is not None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the scheduler wants it to save and leave."""
+        return self._leaving
+
+    def share(self, part: int | None = None, parts: int | None = None) -> range:
+        """Samples of the global batch that this rank takes.
+
+        Args:
+            part: number of the replica that this rank belongs to, where ranks share one.
+            parts: number of replicas.
+        """
+        world = _world()
+        return share_of(
+            self.batch,
+            world.rank if part is None else part,
+            world.size if parts is None else parts,
+        )
+
+    def weight(self, part: int | None = None, parts: int | None = None) -> float:
+        """Factor of this rank's mean loss: gradients are then those of the whole batch's mean."""
+        count = _world().size if parts is None else parts
+        return len(self.share(part, parts)) * count / self.batch
+
+    def rate_factor(self, rule: Literal["linear", "sqrt"] = "linear") -> float:
+        """Factor of the learning rate where the batch is not the one that it was chosen for."""
+        if rule not in ("linear", "sqrt"):
+            raise GulliverError(f"rule is {rule!r}: give 'linear' or 'sqrt'")
+        grown = self.batch / self.base
+        return grown if rule == "linear" else grown**0.5
+
+    def steps(self, first: int = 0, last: int | None = None) -> Iterator[int]:
+        """Yields steps until the job is done, or has saved to leave.
+
+        Args:
+            first: first step: 0, or the one after the checkpoint that was loaded.
+            last: number of steps of the whole job; None goes on until all samples are done.
+
+        Raises:
+            GulliverError: nothing says when it ends, or a step was not reported.
+        """
+        if last is None and self.samples is None:
+            raise GulliverError("nothing says when the job ends: give steps(first, last)")
+        self._begin(first)
+        step = first
+        while not self._leaving and (step < last if last is not None else not self._complete()):
+            self._step = step
+            yield step
+            if self._step is not None:
+                raise GulliverError(f"step {step} was not reported: call job.report(loss) in it")
+            step += 1
+
+    def report(
+        self, loss: Any = None, samples: int | None = None, noise: float | None = None
+    ) -> bool:
+        """Reports that a step is done; every rank calls it once a step.
+
+        Args:
+            loss: this rank's mean loss, a number or a tensor; their mean over all samples is kept.
+            samples: samples that this rank has processed; its share by default. Where several ranks
+                share a model, all but one of them give 0.
+            noise: gradient noise scale in samples, where it was measured.
+
+        Returns:
+            Whether to save now: the scheduler wants the job to leave, and `steps` ends.
+        """
+        if self._step is None:
+            raise GulliverError("report is called once in each step of job.steps")
+        count = len(self.share()) if samples is None else samples
+        leave, batch = self._asked()
+        # While it cannot be measured yet, the last known value is kept.
+        noise = float(noise) if noise is not None and math.isfinite(noise) else self.noise
+        drawn, mean, leave, batch, self.noise = _agree(count, loss, leave, batch, noise)
+        self.drawn += drawn
+        self.done += drawn * (
+            batch_efficiency(self.noise, self.base, self.batch)
+            if self.base and self.batch != self.base
+            else 1.0
+        )
+        # What has reached its end need not leave.
+        self._leaving = leave and not self._complete()
+        if self.folder is not None and _world().is_main:
+            self._write(drawn, mean)
+        self._batch = batch or self._batch
+        self._step = None
+        return self._leaving
+
+    def _complete(self) -> bool:
+        # A hair below: done is a sum of rounded numbers where batches differ.
+        return self.samples is not None and self.done >= self.samples * (1 - 1e-12)
+
+    def _begin(self, first: int) -> None:
+        """Continues the counts of the steps before `first`; later steps are cut."""
+        from gulliver.comm.collectives import broadcast_object
+
+        counted = (0.0, 0.0)
+        if self.folder is not None and _world().is_main:
+            log = Log(self.folder / "curve.jsonl")
+            log.cut(first - 1)
+            lines = log.read()
+            if lines:
+                counted = lines[-1]["drawn"], lines[-1]["done"]
+        self.drawn, self.done = broadcast_object(counted)
+        self._pace.begin(_world().size, first)
+        if self.folder is not None and _world().is_main:
+            self._tell()
+
+    def _asked(self) -> tuple[bool, int]:
+        """What the scheduler asks for, read by rank 0: to leave, and another batch size."""
+        if self.folder is None or not _world().is_main:
+            return False, 0
+        path = self.folder / "control.json"
+        try:
+            changed = path.stat().st_mtime_ns
+        except OSError:
+            return False, 0
+        if changed != self._control[0]:
+            found = read_object(path) or {}
+            mine = found.get("attempt") == self.attempt
+            leave, batch = bool(found.get("leave")) and mine, int(found.get("batch", 0)) * mine
+            self._control = changed, leave, batch
+        return self._control[1:]
+
+    def _write(self, drawn: float, mean: float | None) -> None:
+        assert self.folder is not None
+        now = time.time()
+        line = {"step": self._step, "samples": drawn, "drawn": self.drawn, "done": self.done}
+        line |= {"loss": mean, "batch": self.batch, "attempt": self.attempt, "time": now}
+        Log(self.folder / "curve.jsonl").append(line)
+        self._pace.step(now)
+        if self._leaving or self._complete() or self._pace.due(now):
+            self._tell()
+
+    def _tell(self) -> None:
+        assert self.folder is not None
+        progress = {"attempt": self.attempt, "drawn": self.drawn, "done": self.done}
+        progress |= {"noise": self.noise, "batch": self.batch, "leaving": self._leaving}
+        write_object(self.folder / "progress.json", progress | self._pace.values(self._step))
+
+
+class Pace:
+    """Seconds of the steps of one attempt; the first is left out, for it warms up."""
+
+    def begin(self, ranks: int, first: int) -> None:
+        """Starts the clock."""
+        self.ranks, self.first = ranks, first
+        self.begun = self.last = self.written = time.time()
+        self.warm, self.count = self.begun, 0
+
+    def step(self, now: float) -> None:
+        """Counts a step."""
+        self.count += 1
+        self.warm = now if self.count == 1 else self.warm
+        self.last = now
+
+    def due(self, now: float) -> bool:
+        """Whether progress is to be written: after the first step, and now and then."""
+        if self.count > 1 and now - self.written < SECONDS_BETWEEN:
+            return False
+        self.written = now
+        return True
+
+    def values(self, step: int | None) -> dict[str, Any]:
+        """Figures for the scheduler; times are seconds of the epoch."""
+        mean = (self.last - self.warm) / (self.count - 1) if self.count > 1 else None
+        return {
+            "ranks": self.ranks,
+            "first": self.first,
+            "step": step,
+            "steps": self.count,
+            "seconds": mean,
+            "begun": self.begun,
+            "time": self.last,
+        }
+
+
+def _world() -> Any:
+    from gulliver.comm.world import current_world
+
+    return current_world()
+
+
+def _agree(
+    count: int, loss: Any, leave: bool, batch: int, noise: float
+) -> tuple[float, float | None, bool, int, float]:
+    """Adds up over the ranks, and broadcasts the scheduler's requests from rank 0."""
+    world = _world()
+    value = None if loss is None else float(getattr(loss, "detach", lambda: loss)())
+    if world.size == 1:
+        return float(count), value, leave, batch, noise
+    import torch
+    from torch import distributed as dist
+
+    from gulliver.comm.world import guard
+
+    weighed = 0.0 if value is None or not count else value * count
+    mine = [count, weighed, count * (value is not None)]
+    mine += [leave, batch, noise] if world.is_main else [0, 0, 0]
+    numbers = torch.tensor(mine, dtype=torch.float64, device=world.device)
+    with guard():
+        dist.all_reduce(numbers)
+    drawn, total, progress, left, size, scale = numbers.tolist()
+    return drawn, total / progress if progress else None, left > 0, int(size), scale
+
+
+def read_curve(folder: Path) -> list[dict[str, Any]]:
+    """Reads the steps that count of a job, each once: step, samples, loss, batch, attempt."""
+    return Log(folder / "curve.jsonl").read()

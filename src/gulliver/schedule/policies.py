@@ -1,0 +1,614 @@
+"""Simulates rules of sharing into the future, as if no more jobs came.
+
+One world per rule is followed from completion to completion, all in one array. In each phase the
+slots are shared exactly (`gulliver.solve.allocation.allocate`) for the rule's weights:
+
+    maximise sum_j weight_j x (seconds of j on one slot now) / (seconds of j on n_j slots from now)
+
+where the seconds on another number of slots include the resize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.schedule.classic import Fifo, Optimus, Pollux, Srpt, Tiresias, shares
+from gulliver.schedule.estimates import Estimator
+from gulliver.schedule.jobs import JobCluster
+from gulliver.schedule.ones import Ones
+from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
+from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
+
+HORIZON = 40
+"""Most jobs that are shared among in a phase: those with the least work."""
+NEVER = 1e30
+"""Seconds of a sample where a job cannot run."""
+LATE = 1e9
+"""Seconds that a missed deadline counts as."""
+
+Share = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class SharingRule(NamedTuple):
+    """A rule of sharing."""
+
+    # Power of the remaining seconds; None for the weights of the closed form.
+    power: float | None
+    # Power p of the speed-up, where power is None.
+    speedup: float = 0.0
+    # Whether jobs that run keep at least their slots.
+    lazy: bool = False
+    # Whether jobs with a deadline come first.
+    reserving: bool = False
+    # Whether the sum of weighted slowdowns is minimised instead.
+    inverse: bool = False
+    # Power of the slowdowns in that sum.
+    exponent: float = 1.0
+    # Slowdown, over all slots for itself, that a job without slots counts with.
+    worst: float = 20.0
+    # Times that the seconds of a resize count.
+    inertia: float = 1.0
+    # Part of its weight that a job is charged for all slots.
+    price: float = 0.0
+
+    def __str__(self) -> str:
+        text = (
+            f"weights of heSRPT at {self.speedup:g}"
+            if self.power is None
+            else f"seconds to the -{self.power:g}"
+        )
+        text = f"slowdowns ^ {self.exponent:g}, {text}" if self.inverse else text
+        text += f", resizes x {self.inertia:g}" * (self.inertia != 1)
+        return text + ", lazy" * self.lazy + ", deadlines first" * self.reserving
+
+
+RULES = tuple(
+    SharingRule(power, speedup, lazy)
+    for power, speedup in ((0, 0), (0.5, 0), (1, 0), (2, 0), (5, 0), (None, 0.5), (None, 0.75))
+    for lazy in (False, True)
+) + tuple(
+    SharingRule(power, lazy=lazy, inverse=True)
+    for power in (-1, 0, 0.5, 1, 2)
+    for lazy in (False, True)
+)
+CALM = SharingRule(0.45, inverse=True, exponent=0.5, worst=4.7, inertia=4.0, price=0.06)
+"""Best rule while jobs keep arriving; a resize counts four times, as the next job undoes it.
+Its numbers were searched on 24 traces of each kind, with other seeds than any table of ours."""
+
+
+class Jobs(NamedTuple):
+    """Jobs as numbers."""
+
+    # Samples that are left, [jobs].
+    left: np.ndarray
+    # Samples a second over slots, [jobs, slots + 1].
+    goodputs: np.ndarray
+    held: np.ndarray
+    # Seconds until it makes progress on these, [jobs].
+    ready: np.ndarray
+    # Seconds that other slots cost, [jobs]; those of a start of one that has not started.
+    resize: np.ndarray
+    # Seconds that a resize costs once it has started, [jobs].
+    resume: np.ndarray
+    # Seconds to the deadline, inf without one, [jobs].
+    slack: np.ndarray
+    # Seconds until it comes, 0 of one that is there, [jobs].
+    comes: np.ndarray
+
+
+def jobs_of(view: View, left: list[float]) -> Jobs:
+    """Converts a view to arrays; `left` is the estimated remaining work."""
+    states = view.jobs
+    return Jobs(
+        np.array(left),
+        np.stack([useful_goodputs(state.job.modes(view.cluster).goodputs) for state in states]),
+        np.array([state.count for state in states]),
+        np.array([max(0.0, state.ready - view.now) for state in states]),
+        np.array([state.overhead(view.now, -1) for state in states]),
+        np.array([state.job.resize_seconds for state in states]),
+        np.array([np.inf if s.job.deadline is None else s.job.deadline - view.now for s in states]),
+        np.zeros(len(states)),
+    )
+
+
+def useful_goodputs(goodputs: np.ndarray) -> np.ndarray:
+    """Zeroes numbers of slots that are no faster than fewer."""
+    before = np.maximum.accumulate(np.concatenate([[0.0], goodputs[:-1]]))
+    return np.where(goodputs > before, goodputs, 0.0)
+
+
+class WorldsOutcome(NamedTuple):
+    """Results of worlds that were simulated to their end.
+
+    Attributes:
+        counts: slots of the first phase, [worlds, jobs].
+        ends: seconds until each job is done, [worlds, jobs].
+        starts: seconds until each job first holds slots, [worlds, jobs].
+        cost: sum of seconds until jobs are done that are there, or from their arrival on, and of
+            `LATE` by missed deadline, [worlds].
+    """
+
+    counts: np.ndarray
+    ends: np.ndarray
+    starts: np.ndarray
+    cost: np.ndarray
+
+
+class Worlds:
+    """Worlds that are simulated together."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        rules: tuple[SharingRule, ...],
+        share: Share,
+        first: np.ndarray | None = None,
+        limited: bool = False,
+        there: np.ndarray | None = None,
+        boost: np.ndarray | None = None,
+    ) -> None:
+        self.rules, self.share, self.first, self.limited = rules, share, first, limited
+        wide = (len(rules), 1)
+        self.goodputs, self.slack, self.resume = jobs.goodputs, jobs.slack, jobs.resume
+        self.left = np.array(np.broadcast_to(jobs.left, (len(rules), jobs.left.shape[-1])))
+        self.held, self.comes, self.boost = np.tile(jobs.held, wide), jobs.comes, boost
+        self.ready, self.resize = np.tile(jobs.ready, wide), np.tile(jobs.resize, wide)
+        self.now = np.zeros(len(rules))
+        there = np.ones(self.left.shape, dtype=bool) if there is None else there
+        self.there, self.coming = there, there & (self.comes > 0)
+        self.alive = there & ~self.coming
+        self.ends = np.zeros(self.left.shape)
+        self.starts = np.where(self.held > 0, 0.0, np.inf)
+        with np.errstate(divide="ignore"):
+            # Seconds of one sample on each number of slots; NEVER where it cannot run.
+            self.slow = np.minimum(1 / self.goodputs, NEVER)
+            self.fastest = self.slow.min(axis=1)
+        self.lazy = np.array([rule.lazy for rule in rules])
+        self.reserving = np.array([rule.reserving for rule in rules])
+        self.inverse = np.array([rule.inverse for rule in rules])[:, None, None]
+        self.exponent = np.array([rule.exponent for rule in rules])[:, None, None]
+        self.worst = np.array([rule.worst for rule in rules])[:, None, None]
+        self.price = np.array([rule.price for rule in rules])[:, None, None]
+        self.inertia = np.array([rule.inertia for rule in rules])[:, None]
+
+    def follow(self) -> WorldsOutcome:
+        """Simulates all worlds until every job is done."""
+        counts = self.shared() if self.first is None else self.first
+        firsts = counts.copy()
+        for _ in range(3 * self.left.shape[1] + 2):
+            self._advance(counts)
+            if not (self.alive.any() or self.coming.any()):
+                break
+            counts = self.shared()
+        # Nobody runs first where a lazy rule cannot keep all: tenants want their slots back.
+        self.ends[self.alive | (firsts.sum(axis=1) == 0)[:, None]] = np.inf
+        late = (self.ends > self.slack).sum(axis=1)
+        cost = (self.ends - self.comes * self.there).sum(axis=1) + LATE * late
+        return WorldsOutcome(firsts, self.ends, self.starts, cost)
+
+    def shared(self) -> np.ndarray:
+        """Shares the slots by each world's rule."""
+        worlds, jobs = self.left.shape
+        width = self.goodputs.shape[1]
+        most = max(1, int(self.alive.sum(axis=1).max()))
+        kept = jobs if self.limited else min(most, HORIZON)
+        alone = np.where(self.alive, self.left * self.fastest, np.inf)
+        # Who runs is never left out: a lazy rule keeps it.
+        order = np.argsort(np.where(self.held > 0, -1 / (1 + alone), alone), axis=1, kind="stable")
+        chosen = np.arange(jobs)[None].repeat(worlds, 0) if kept == jobs else order[:, :kept]
+        row = np.arange(worlds)[:, None]
+        alive, held = self.alive[row, chosen], self.held[row, chosen]
+        left = self.left[row, chosen]
+        lost = self.inertia * self.resize[row, chosen]
+        seconds = left[:, :, None] * self.slow[chosen] + lost[:, :, None]
+        stays = np.arange(width) == held[:, :, None]
+        now = left * self.slow[chosen, held] + self.inertia * self.ready[row, chosen]
+        seconds = np.where(stays & (held > 0)[:, :, None], now[:, :, None], seconds)
+        seconds[:, :, 0] = NEVER
+        alone = left * self.fastest[chosen]
+        weights = self._weights(np.where(alive, np.maximum(alone, 1e-9), np.nan))
+        if self.boost is not None:
+            weights = weights * self.boost[row, chosen]
+        values = np.where(
+            alive[:, :, None], (weights * alone)[:, :, None] / np.maximum(seconds, 1e-12), -np.inf
+        )
+        values[:, :, 0] = 0.0
+        slowdown = seconds / np.maximum(alone, 1e-9)[:, :, None]
+        slower = -weights[:, :, None] * (
+            np.minimum(slowdown, self.worst) ** self.exponent
+            + self.price * np.arange(width) / (width - 1)
+        )
+        values = np.where(self.inverse & alive[:, :, None], slower, values)
+        values[seconds >= NEVER / 1e6] = -np.inf
+        none = -1.05 * weights * (self.worst**self.exponent)[:, :, 0]
+        values[:, :, 0] = np.where(self.inverse[:, :, 0] & alive, none, 0.0)
+        if self.reserving.any():
+            slack = self.slack[chosen] - self.now[:, None]
+            urgent = np.isfinite(slack) & (slack > 0) & alive & self.reserving[:, None]
+            meets = urgent[:, :, None] & (seconds <= slack[:, :, None])
+            # What comes first is what is due first.
+            due = np.argsort(np.argsort(np.where(urgent, slack, np.inf), axis=1), axis=1)
+            values = np.where(meets, values + 1e6 * (jobs - due)[:, :, None], values)
+        fewer = (np.arange(width) < held[:, :, None]) & self.lazy[:, None, None]
+        values[fewer & alive[:, :, None]] = -np.inf
+        found, _ = self.share(values)
+        counts = np.zeros((worlds, jobs), dtype=np.int64)
+        np.put_along_axis(counts, chosen, found, axis=1)
+        return counts
+
+    def _weights(self, alone: np.ndarray) -> np.ndarray:
+        """Weights of jobs by their remaining work; nan marks finished jobs."""
+        weights = np.zeros(alone.shape)
+        shortest = np.where(np.isnan(alone), np.inf, alone).min(axis=1)
+        shortest = np.where(np.isfinite(shortest), shortest, 1.0)
+        for world, rule in enumerate(self.rules):
+            if rule.power is not None:
+                relative = alone[world] / max(shortest[world], 1e-9)
+                weights[world] = np.maximum(relative**-rule.power, 1e-6)
+                continue
+            # The optimal policy for speed-up n^p (Berg et al. 2020, "heSRPT"): with m jobs the i-th
+            # longest gets weight ((i/m)^(1/(1-p)) - ((i-1)/m)^(1/(1-p)))^(1-p).
+            known = ~np.isnan(alone[world])
+            order = np.argsort(-np.where(known, alone[world], -np.inf), kind="stable")
+            count = int(known.sum())
+            ends = (np.arange(count + 1) / max(1, count)) ** (1 / (1 - rule.speedup))
+            weights[world, order[:count]] = np.diff(ends) ** (1 - rule.speedup)
+        return np.nan_to_num(weights)
+
+    def _advance(self, counts: np.ndarray) -> None:
+        """Advances every world to its next completion."""
+        moved = (counts != self.held) & self.alive
+        self.ready = np.where(moved & (counts > 0), self.resize, self.ready)
+        self.held = np.where(self.alive, counts, 0)
+        runs = self.held > 0
+        self.starts = np.where(runs, np.minimum(self.starts, self.now[:, None]), self.starts)
+        self.resize = np.where(runs, self.resume, self.resize)
+        slow = self.slow[np.arange(counts.shape[1])[None], self.held]
+        with np.errstate(invalid="ignore"):
+            until = np.where(runs, self.ready + self.left * slow, np.inf)
+        spent = until.min(axis=1)[:, None]
+        if self.coming.any():
+            wait = np.where(self.coming, self.comes, np.inf).min(axis=1) - self.now
+            spent = np.minimum(spent, np.maximum(wait, 0.0)[:, None])
+        spent = np.where(np.isfinite(spent), spent, 0.0)
+        ran = np.where(runs, np.maximum(0.0, spent - self.ready), 0.0)
+        with np.errstate(invalid="ignore"):
+            self.left = np.maximum(0.0, self.left - np.where(runs, ran / slow, 0.0))
+        self.ready = np.maximum(0.0, self.ready - spent)
+        self.now = self.now + spent[:, 0]
+        ended = (until <= spent * (1 + 1e-12)) & runs
+        self.ends = np.where(ended, self.now[:, None], self.ends)
+        self.alive &= ~ended
+        self.held = np.where(ended, 0, self.held)
+        came = self.coming & (self.comes <= self.now[:, None] * (1 + 1e-12))
+        self.alive, self.coming = self.alive | came, self.coming & ~came
+
+
+# Draws futures: remaining work of jobs, and arrivals, from what has been seen so far.
+
+
+LEAST_SEEN = 6
+"""Jobs that must have come before more are expected."""
+
+
+class Futures(NamedTuple):
+    """Futures of a view."""
+
+    # Jobs that are there and those of all futures behind them; `left` is [futures, jobs].
+    jobs: Jobs
+    # Whether a job is in a future, [futures, jobs].
+    there: np.ndarray
+    # Number of jobs that are there now.
+    present: int
+
+
+def futures_of(view: View, estimator: Estimator, count: int, coming: int, seed: int) -> Futures:
+    """Draws futures."""
+    # Gaps between arrivals are those seen so far, the first one of those longer than the time since
+    # the last arrival; each new job is a copy of one that was seen (a bootstrap). Nothing of the
+    # trace that has not happened yet is looked at. The same moment always has the same futures.
+    draw = np.random.default_rng([seed, round(view.now * 1e3), len(view.jobs)])
+    now = jobs_of(view, [0.0] * len(view.jobs))
+    left = np.stack([estimator.draws(state, count, draw) for state in view.jobs], axis=1)
+    seen = [*view.jobs, *view.finished]
+    times = _arrivals(seen, view.now, count, coming, draw)
+    if not times.size:
+        certain = bool((left == left[0]).all())
+        kept = left[:1] if certain else left
+        return Futures(now._replace(left=kept), np.ones(kept.shape, dtype=bool), len(view.jobs))
+    picked = draw.integers(len(seen), size=times.shape)
+    flat = [seen[int(number)] for number in picked.ravel()]
+    more = len(flat)
+    zeros = np.zeros(more)
+    jobs = Jobs(
+        np.concatenate([left, np.tile(_totals(flat, estimator, draw), (count, 1))], axis=1),
+        np.concatenate(
+            [
+                now.goodputs,
+                np.stack([useful_goodputs(s.job.modes(view.cluster).goodputs) for s in flat]),
+            ]
+        ),
+        np.concatenate([now.held, np.zeros(more, dtype=now.held.dtype)]),
+        np.concatenate([now.ready, zeros]),
+        np.concatenate([now.resize, [s.job.start_seconds for s in flat]]),
+        np.concatenate([now.resume, [s.job.resize_seconds for s in flat]]),
+        np.concatenate([now.slack, np.full(more, np.inf)]),
+        np.concatenate([now.comes, times.ravel()]),
+    )
+    there = np.ones((count, jobs.left.shape[1]), dtype=bool)
+    there[:, len(view.jobs) :] = np.kron(np.eye(count), np.ones((1, times.shape[1]))) > 0
+    return Futures(jobs, there, len(view.jobs))
+
+
+def _arrivals(
+    seen: list[JobState], now: float, count: int, coming: int, draw: np.random.Generator
+) -> np.ndarray:
+    """Seconds until jobs come, [futures, jobs]; empty where too few were seen to tell."""
+    times = np.sort([state.job.arrival for state in seen])
+    gaps, since = np.diff(times), now - float(times[-1])
+    longer = gaps[gaps > since]
+    if len(seen) < LEAST_SEEN or not len(longer) or not coming:
+        return np.zeros((count, 0))
+    first = draw.choice(longer, size=(count, 1)) - since
+    rest = draw.choice(gaps, size=(count, coming - 1))
+    return np.cumsum(np.concatenate([first, rest], axis=1), axis=1)
+
+
+def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generator) -> np.ndarray:
+    """Samples of copies of jobs: their own where they are known."""
+    return np.array(
+        [
+            state.job.samples
+            if state.job.announced or state.done == state.job.samples
+            else state.done + float(estimator.draws(state, 1, draw)[0])
+            for state in flat
+        ]
+    )
+
+
+# Rollout policy: chooses the sharing whose simulated future is best.
+#
+# A rule as a base policy with a better first step is a rollout policy (Bertsekas and Castanon
+# 1999, "Rollout algorithms for stochastic scheduling problems").
+
+
+MOVES = 64
+"""Most first steps that are tried in a round of moves."""
+Bound = Literal["closed form", "lp", "none"]
+
+
+class Rollout(Policy):
+    """Shares slots by the best predicted future.
+
+    Args:
+        estimator: samples that are left of jobs that do not announce theirs; by default from how
+            far the losses of jobs fall.
+        margin: share of the predicted sum that a change has to save.
+        moves: rounds of moving slots between jobs where nobody is expected; 0 for none.
+        period: seconds between looks while jobs are there whose samples are estimated.
+        futures: futures that are drawn.
+        coming: jobs that come in each of them; 0 expects nobody.
+        bound: bound that predictions are laid beside; ``lp`` needs scipy and takes longer.
+        seed: seed of the futures.
+    """
+
+    name, what = "rollout", "ours: the sharing whose predicted future is best, resizes included"
+
+    def __init__(
+        self,
+        estimator: Estimator | None = None,
+        margin: float = 0.003,
+        moves: int = 2,
+        period: float = 60.0,
+        futures: int = 8,
+        coming: int = 12,
+        bound: Bound = "closed form",
+        seed: int = 0,
+    ) -> None:
+        self.estimator = estimator or Estimator()
+        self.futures, self.coming, self.seed = futures, coming, seed
+        self.margin, self.moves, self.period, self.bound = margin, moves, period, bound
+        self.pollux = Pollux()
+
+    def begin(self, cluster: JobCluster) -> None:
+        """Resets the policy for a new simulation."""
+        super().begin(cluster)
+        self.estimator.begin()
+
+    def decide(self, view: View) -> Decision:
+        """Chooses the slots of every job."""
+        # 1. Follow all rules of `policies.py` to the end of the jobs that are there, resizes
+        #   included.
+        # 2. With the best rule as the future, try other first steps: keep all as it is, grow into
+        #   idle slots only, move slots between two jobs.
+        # 3. Drop a change that saves less than `margin` of the sum over staying (hysteresis).
+        self.estimator.learn(view.finished)
+        jobs = jobs_of(view, [self.estimator.remaining(state) for state in view.jobs])
+        futures = futures_of(view, self.estimator, self.futures, self.coming, self.seed)
+        if len(futures.there) == 1 and futures.present == futures.there.shape[1]:
+            best, stays = self._best(jobs, view)
+        else:
+            best, stays = self._best_over(futures, jobs, view)
+        counts = best.counts[0]
+        given = {
+            s.job.name: Allotment(int(n), s.job.modes(view.cluster).batches[n])
+            for s, n in zip(view.jobs, counts, strict=True)
+            if n
+        }
+        known = all(state.job.announced for state in view.jobs)
+        predicted = float(best.ends[0].sum())
+        return Decision(
+            given,
+            None if known else view.now + self.period,
+            _reasons(view, best, stays),
+            predicted,
+            self._bound(jobs, view.cluster.slots),
+        )
+
+    def _rules(self, jobs: Jobs) -> tuple[SharingRule, ...]:
+        rules = (*RULES, CALM, CALM._replace(lazy=True))
+        if np.isfinite(jobs.slack).any():
+            rules = (*rules, *(rule._replace(reserving=True) for rule in rules))
+        return rules
+
+    def _best_over(self, futures: Futures, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
+        """Finds the first step with the best mean cost over many futures."""
+        share, limited = shares(view), bool(view.cluster.quotas)
+        rules = self._rules(jobs)
+        calm = CALM._replace(reserving=bool(np.isfinite(jobs.slack).any()))
+        # Each rule's first step, Pollux' and what is held now; that of the calm rule comes first.
+        rules = (calm, *rules)
+        firsts = list(Worlds(jobs, rules, share, None, limited).shared())
+        quiet = [n for n, rule in enumerate(rules) if rule.lazy]
+        asked = self.pollux.decide(view).allotments
+        firsts.append(np.array([_count(asked.get(state.job.name)) for state in view.jobs]))
+        firsts.append(jobs.held)
+        keeps = {first.tobytes(): n in quiet for n, first in reversed([*enumerate(firsts)])}
+        unique = {first.tobytes(): first for first in firsts if self._allowed(first, view)}
+        keeps = [keeps[key] or key == jobs.held.tobytes() for key in unique]
+        tried = np.stack([first for first in unique.values() if first.any()])
+        count = len(futures.there)
+        ahead = np.zeros((len(tried) * count, futures.there.shape[1]), dtype=np.int64)
+        ahead[:, : futures.present] = np.repeat(tried, count, axis=0)
+        found = Worlds(
+            futures.jobs._replace(left=np.tile(futures.jobs.left, (len(tried), 1))),
+            (calm,) * len(ahead),
+            share,
+            ahead,
+            limited,
+            np.tile(futures.there, (len(tried), 1)),
+        ).follow()
+        cost = found.cost.reshape(len(tried), count).mean(axis=1)
+        best = int(cost.argmin())
+        if cost[best] > cost[0] * (1 - self.margin):
+            best = 0
+        alone = Worlds(jobs, (calm,), share, tried[best][None], limited).follow()
+        lazy = [float(c) for c, keep in zip(cost, keeps, strict=False) if keep]
+        gain = min(lazy) - float(cost[best]) if lazy else 0.0
+        return alone, float(alone.cost[0]) + gain
+
+    def _best(self, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
+        """Finds the best world without arrivals, and the cost of the best that only adds slots."""
+        share, limited = shares(view), bool(view.cluster.quotas)
+        rules = self._rules(jobs)
+        found = Worlds(jobs, rules, share, None, limited).follow()
+        place = int(found.cost.argmin())
+        best, rule = _world(found, place), rules[place]
+        lazy = np.array([rule.lazy for rule in rules])
+        quiet = np.flatnonzero(lazy)[found.cost[lazy].argmin()] if lazy.any() else place
+        # The quiet world's first step, with the better future behind it.
+        stays = found.counts[quiet]
+        if not self._allowed(stays, view):
+            stays = best.counts[0]
+        for _ in range(max(1, self.moves)):
+            tried = [stays, *(self._moved(best.counts[0], jobs, view) if self.moves else [])]
+            first = np.stack(tried)
+            again = Worlds(jobs, (rule,) * len(first), share, first, limited).follow()
+            if float(again.cost[0]) < float(found.cost[quiet]):
+                found.cost[quiet] = again.cost[0]
+                found.ends[quiet], found.starts[quiet] = again.ends[0], again.starts[0]
+            better = int(again.cost.argmin())
+            if again.cost[better] >= best.cost[0] * (1 - 1e-9):
+                break
+            best = _world(again, better)
+        quiet_cost = float(found.cost[quiet])
+        if self._allowed(found.counts[quiet], view) and best.cost[0] > quiet_cost * (
+            1 - self.margin
+        ):
+            return _world(found, int(quiet)), quiet_cost
+        return best, quiet_cost
+
+    def _allowed(self, counts: np.ndarray, view: View) -> bool:
+        used: dict[str, int] = {}
+        for state, count in zip(view.jobs, counts, strict=True):
+            used[state.job.tenant] = used.get(state.job.tenant, 0) + int(count)
+        fits = all(count <= view.limits[tenant] for tenant, count in used.items())
+        return fits and int(counts.sum()) <= view.cluster.slots
+
+    def _moved(self, counts: np.ndarray, jobs: Jobs, view: View) -> list[np.ndarray]:
+        """First steps that move one, half or all of a job's slots to another job."""
+        possible = jobs.goodputs > 0
+        idle = view.cluster.slots - int(counts.sum())
+        found: dict[bytes, np.ndarray] = {}
+        givers = [(None, n) for n in {idle} if n] + [
+            (int(a), n)
+            for a in np.flatnonzero(counts)
+            for n in {1, int(counts[a]) // 2, int(counts[a])}
+            if n
+        ]
+        for giver, amount in givers:
+            for taker in range(len(counts)):
+                if taker == giver:
+                    continue
+                step = counts.copy()
+                if giver is not None:
+                    step[giver] -= amount
+                    if step[giver] and not possible[giver, step[giver]]:
+                        continue
+                reach = np.flatnonzero(possible[taker, : step[taker] + amount + 1])
+                if not len(reach) or reach[-1] <= step[taker]:
+                    continue
+                step[taker] = reach[-1]
+                if self._allowed(step, view):
+                    found[step.tobytes()] = step
+        return list(found.values())[:MOVES]
+
+    def _bound(self, jobs: Jobs, slots: int) -> float | None:
+        if self.bound == "none":
+            return None
+        by = fluid_bound_by_lp if self.bound == "lp" else fluid_bound
+        return by(list(jobs.left), jobs.goodputs, [0.0] * len(jobs.left), slots)
+
+
+def _count(given: Allotment | None) -> int:
+    return 0 if given is None else given.slots if isinstance(given.slots, int) else len(given.slots)
+
+
+def _world(found: WorldsOutcome, place: int) -> WorldsOutcome:
+    return WorldsOutcome(*(part[place : place + 1] for part in found))
+
+
+def _reasons(view: View, best: WorldsOutcome, stays: float) -> dict[str, str]:
+    """Describes the plan for every job."""
+    why = {}
+    gain = stays - float(best.cost[0])
+    for place, state in enumerate(view.jobs):
+        count, end = int(best.counts[0, place]), float(best.ends[0, place])
+        plan = f"the plan ends it in {end:.4g} s"
+        if not count:
+            start = float(best.starts[0, place])
+            text = f"waits: the plan starts it in {start:.4g} s and ends it in {end:.4g} s"
+        elif state.count == 0 or count == state.count:
+            text = f"{count} slots: {plan}"
+        else:
+            text = f"from {state.count} to {count} slots: {plan}"
+        if state.count > count and 0 < gain < LATE:
+            text += f"; all jobs together end {gain:.4g} s sooner than if nothing were taken away"
+        why[state.job.name] = text
+    return why
+
+
+# Policies by name.
+
+
+POLICIES: Mapping[str, Callable[[int], Policy]] = {
+    "fifo": lambda seed: Fifo(),
+    "srpt": lambda seed: Srpt(),
+    "tiresias": lambda seed: Tiresias(),
+    "optimus": lambda seed: Optimus(Estimator(seed=seed)),
+    "pollux": lambda seed: Pollux(),
+    "ones": lambda seed: Ones(seed=seed),
+    "rollout": lambda seed: Rollout(Estimator(seed=seed)),
+}
+"""Policies by name, made from the seed of what they draw."""
+
+
+def make_policy(name: str, seed: int = 0) -> Policy:
+    """Makes a policy with its default settings."""
+    if name not in POLICIES:
+        raise GulliverError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
+    return POLICIES[name](seed)

@@ -1,0 +1,559 @@
+"""Slots in transit: a job that leaves holds its slots until it has saved; the next one waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.schedule.jobs import Job, JobCluster, Parts, check_trace, place
+from gulliver.schedule.state import Decision, JobState, Policy, View, limits_of, placed
+from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
+
+
+class Start(NamedTuple):
+    """A decided start of a job."""
+
+    # Second of it; inf of a job that has no slots.
+    at: float
+    # Second at which it has left the slots that it had before.
+    gone: float
+    # Seconds from then to its first step.
+    seconds: float
+
+
+@dataclass
+class Handover:
+    """Decided starts, and slots that are not free yet."""
+
+    # Second at which a slot is free of the job that leaves it.
+    free: dict[int, float] = field(default_factory=dict)
+    # Last start of each job.
+    starts: dict[str, Start] = field(default_factory=dict)
+
+    def end(self, state: JobState, now: float) -> None:
+        """Holds the slots of a job that has done its last step until it has ended."""
+        if state.job.end_seconds:
+            self.free |= dict.fromkeys(state.slots, now + state.job.end_seconds)
+
+    def leave(self, state: JobState, now: float) -> Start:
+        """Plans a job's leave from its slots, before they are given to others."""
+        # What is decided before a job was started again costs nothing more: it starts on what was
+        # decided last.
+        job, last = state.job, self.starts.get(state.job.name)
+        if last is not None and (last.at > now or not state.slots):
+            return last
+        if state.started is None:
+            return Start(math.inf, now, job.start_seconds)
+        if not job.save_seconds or not state.slots:
+            return Start(math.inf, now, job.resize_seconds - job.save_seconds)
+        # At the end of a step, half of one from now in the mean; of the first, where it starts.
+        step = (state.scaling or job.scaling).seconds(state.count, state.batch)
+        still = step if state.ready > now else step / 2
+        gone = max(state.ready, now) + still + job.save_seconds
+        self.free |= dict.fromkeys(state.slots, gone)
+        # The step that it still does counts, so that it loses no more than its resize.
+        return Start(math.inf, gone, max(0.0, job.resize_seconds - job.save_seconds - still))
+
+    def enter(self, state: JobState, slots: tuple[int, ...], now: float, left: Start) -> float:
+        """Starts a job on slots, or on none, once it and others have left; returns when it runs."""
+        at = max(now, left.gone, *(self.free.get(slot, now) for slot in slots))
+        self.starts[state.job.name] = left._replace(at=at if slots else math.inf)
+        return at + left.seconds
+
+
+# Chooses the slots of jobs on nodes, once a policy has chosen their number.
+
+
+LESS = 0.5
+"""Largest loss after a move, as a share of the loss before it."""
+Chosen = Mapping[str, tuple[tuple[int, ...], int]]
+
+
+class _Wish(NamedTuple):
+    """Number of slots that a job is to have, and its batch size."""
+
+    state: JobState
+    slots: int
+    batch: int
+
+
+def on_nodes(
+    states: Sequence[JobState],
+    decision: Decision,
+    chosen: Chosen,
+    cluster: JobCluster,
+    now: float,
+) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Finds slots and batch of the jobs that start, resize or move."""
+    wishes = {}
+    for state in states:
+        given = decision.allotments.get(state.job.name)
+        if given is not None and isinstance(given.slots, int) and given.slots:
+            wishes[state.job.name] = _Wish(state, given.slots, given.batch)
+    # Jobs whose number of slots changes start or resize anyway, so they may move for free. The
+    # others stay until their placement has cost them what a move costs, as in ski rental (Karlin
+    # et al. 1988): that needs no job lengths, and never costs more than twice what knowing them
+    # would.
+    moving = {name: wish for name, wish in wishes.items() if wish.slots != wish.state.count}
+    moved = {
+        name: wish
+        for name, wish in wishes.items()
+        if name not in moving and _has_lost_a_move(wish.state, cluster, now)
+    }
+    while True:
+        found = _slots({**moving, **moved}, chosen, cluster)
+        better = {
+            name: wish
+            for name, wish in moved.items()
+            if _loss(wish.state, found[name], cluster)
+            < LESS * _loss(wish.state, wish.state.slots, cluster)
+        }
+        if len(better) == len(moved):
+            return {name: (slots, chosen[name][1]) for name, slots in found.items()}
+        moved = better
+
+
+def _loss(state: JobState, slots: Sequence[int], cluster: JobCluster) -> float:
+    return cluster.loss(state.job, state.batch, cluster.parts(slots))
+
+
+def _has_lost_a_move(state: JobState, cluster: JobCluster, now: float) -> bool:
+    lost = _loss(state, state.slots, cluster) * (now - state.changed)
+    return lost > state.job.resize_seconds
+
+
+def _slots(
+    wishes: dict[str, _Wish], chosen: Chosen, cluster: JobCluster
+) -> dict[str, tuple[int, ...]]:
+    """Finds slots for some jobs; the others stay where they are."""
+    taken = {slot for name, (slots, _) in chosen.items() if name not in wishes for slot in slots}
+    free = [slot for slot in range(cluster.slots) if slot not in taken]
+    entries = list(wishes.values())
+
+    def loss(number: int, parts: Parts) -> float:
+        return cluster.loss(entries[number].state.job, entries[number].batch, parts)
+
+    size = cluster.slots // cluster.nodes
+    found: dict[str, tuple[int, ...]] = {}
+    split = place([wish.slots for wish in entries], cluster.parts(free), loss)
+    for (name, wish), parts in zip(wishes.items(), split, strict=True):
+        own: list[int] = []
+        for node, part in enumerate(parts):
+            here = [slot for slot in free if slot // size == node]
+            # Its own slots first, so that a drawing shows what has moved.
+            own += sorted(here, key=lambda slot: slot not in wish.state.slots)[:part]
+        same = set(own) == set(wish.state.slots)
+        found[name] = wish.state.slots if same else tuple(own)
+        free = [slot for slot in free if slot not in own]
+    return found
+
+
+# What a simulation has found: who ran when, how long jobs took, how far that is from a bound.
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Seconds in which a job's slots and batch did not change."""
+
+    job: str
+    begin: float
+    end: float
+    slots: tuple[int, ...]
+    batch: int
+    # Samples a second that counted; 0 while it resized.
+    rate: float
+
+
+class Change(NamedTuple):
+    """Slots of a job before and after a decision."""
+
+    job: str
+    before: int
+    after: int
+
+
+class Round(NamedTuple):
+    """A decision."""
+
+    time: float
+    cause: str
+    changes: tuple[Change, ...]
+    why: dict[str, str]
+    # Sum of completion times that the policy expected; None if it did not say.
+    predicted: float | None
+    # Sum that no schedule was below; None likewise.
+    bound: float | None
+
+
+class Summary(NamedTuple):
+    """Figures of a simulation; seconds from arrival to end unless said otherwise.
+
+    Attributes:
+        mean: mean of them.
+        median: median of them.
+        p95: 95th percentile of them.
+        wait: mean seconds in which a job held no slot.
+        makespan: seconds from the first arrival to the last end.
+        gpu_hours: hours that slots were held.
+        used: share of the slots that were held until the makespan.
+        resizes: number of times that jobs lost their resize seconds.
+        missed: jobs that ended after their deadline.
+        to_bound: mean over the lower bound of the mean; 1 cannot be improved.
+    """
+
+    mean: float
+    median: float
+    p95: float
+    wait: float
+    makespan: float
+    gpu_hours: float
+    used: float
+    resizes: int
+    missed: int
+    to_bound: float
+
+
+@dataclass
+class Result:
+    """A simulated schedule.
+
+    Attributes:
+        jobs: jobs in order of arrival.
+        cluster: what they ran on.
+        policy: name of the policy.
+        ends: second at which each job ended.
+        segments: slots that jobs held, in order of begin.
+        rounds: decisions that changed something, or predicted something.
+        states: final state of each job.
+        events: number of decisions.
+    """
+
+    jobs: tuple[Job, ...]
+    cluster: JobCluster
+    policy: str
+    ends: dict[str, float] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    states: dict[str, JobState] = field(default_factory=dict)
+    events: int = 0
+    last_segment: dict[str, int] = field(default_factory=dict)
+
+    def completion(self, name: str) -> float:
+        """Seconds from a job's arrival to its end."""
+        return self.ends[name] - self.states[name].job.arrival
+
+    @cached_property
+    def bound(self) -> float:
+        """Mean completion time in seconds that no schedule is below."""
+        return bound_of(self.jobs, self.cluster)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Share by which each prediction of the policy was above its bound."""
+        return [
+            r.predicted / r.bound - 1 for r in self.rounds if r.predicted is not None and r.bound
+        ]
+
+    def summary(self) -> Summary:
+        """Computes the figures."""
+        times = np.array([self.completion(job.name) for job in self.jobs])
+        held = {job.name: 0.0 for job in self.jobs}
+        seconds = 0.0
+        for segment in self.segments:
+            held[segment.job] += segment.end - segment.begin
+            seconds += (segment.end - segment.begin) * len(segment.slots)
+        span = max(self.ends.values()) - min(job.arrival for job in self.jobs)
+        waits = [self.completion(job.name) - held[job.name] for job in self.jobs]
+        late = [j for j in self.jobs if j.deadline is not None and self.ends[j.name] > j.deadline]
+        return Summary(
+            mean=float(times.mean()),
+            median=float(np.median(times)),
+            p95=float(np.percentile(times, 95)),
+            wait=float(np.mean(waits)),
+            makespan=span,
+            gpu_hours=seconds / 3600,
+            used=seconds / (self.cluster.slots * span),
+            resizes=sum(state.resizes for state in self.states.values()),
+            missed=len(late),
+            to_bound=float(times.mean()) / self.bound,
+        )
+
+
+_bounds: dict[tuple[object, ...], float] = {}
+
+
+def bound_of(jobs: tuple[Job, ...], cluster: JobCluster, intervals: int = 40) -> float:
+    """Returns a mean completion time in seconds that no schedule is below.
+
+    It is that of `gulliver.solve.allocation.fluid_bound_by_lp` where there is scipy, and else of
+    `fluid_bound`: slots may be cut, resizing is free, all arrivals are known, quotas are not there.
+
+    Args:
+        jobs: jobs.
+        cluster: slots, and nodes.
+        intervals: intervals that the linear programme cuts time into; more are tighter and slower.
+    """
+    key = (jobs, cluster.slots, cluster.node_slots, cluster.across, intervals)
+    if key not in _bounds:
+        rates = np.stack([job.modes(cluster).goodputs for job in jobs])
+        arrivals = [job.arrival for job in jobs]
+        found = find_spec("scipy") is not None
+        work = [job.samples for job in jobs]
+        if found and len(jobs) <= 400:
+            total = fluid_bound_by_lp(work, rates, arrivals, cluster.slots, intervals)
+        else:
+            total = fluid_bound(work, rates, arrivals, cluster.slots)
+        _bounds[key] = (total - math.fsum(arrivals)) / len(jobs)
+    return _bounds[key]
+
+
+# Runs a policy over a trace: an exact discrete-event simulation.
+#
+# Between two events nothing changes, so the next event is known in closed form: a job arrives, a
+# job ends, or the policy asks to be woken. At each event the policy decides what every job has
+# from then on. Contention between neighbouring jobs is not modelled.
+
+
+MOST_EVENTS = 2_000_000
+"""Events after which a policy that asks to be woken again and again is given up."""
+
+
+def simulate(
+    trace: Sequence[Job], cluster: JobCluster, policy: Policy, until: float = math.inf
+) -> Result:
+    """Simulates a cluster.
+
+    Args:
+        trace: jobs, in any order.
+        cluster: slots and quotas.
+        policy: rule of who gets what; it begins anew.
+        until: second after which no job comes any more, those that are there being finished: so
+            one sees what is to be expected at that moment.
+
+    Raises:
+        GulliverError: the cluster cannot run a job, the policy knows no quotas, or it leaves jobs
+            waiting for ever.
+    """
+    jobs = tuple(sorted(trace, key=lambda job: job.arrival))
+    check_trace(jobs, cluster)
+    _check_borrowers(jobs, cluster, policy)
+    policy.begin(cluster)
+    return _Simulation(tuple(job for job in jobs if job.arrival <= until), cluster, policy).run()
+
+
+def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
+    """Refuses jobs that would wait for ever for borrowed slots."""
+    for job in jobs if not policy.preempts else ():
+        quota = cluster.quotas.get(job.tenant, cluster.slots)
+        if job.slots > quota:
+            raise GulliverError(
+                f"job {job.name!r} asks for {job.slots} slots, tenant {job.tenant!r} has a quota "
+                f"of {quota}, and policy {policy.name!r} lends none: raise the quota, ask for "
+                "fewer slots, or take a policy that takes slots back"
+            )
+
+
+def follow(
+    now: float,
+    states: Sequence[JobState],
+    finished: Sequence[JobState],
+    cluster: JobCluster,
+    policy: Policy,
+) -> Result:
+    """Simulates from a moment on, with the present jobs and no arrivals."""
+    run = _Simulation((), cluster, policy)
+    run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
+    run.result.states = {state.job.name: state for state in run.present}
+    return run.run()
+
+
+class _Simulation:
+    """State of a simulation."""
+
+    def __init__(self, jobs: tuple[Job, ...], cluster: JobCluster, policy: Policy) -> None:
+        self.coming, self.cluster, self.policy = list(jobs), cluster, policy
+        self.result = Result(jobs, cluster, policy.name)
+        self.present: list[JobState] = []
+        self.finished: list[JobState] = []
+        self.handover = Handover()
+        self.now = 0.0
+
+    def run(self) -> Result:
+        """Runs all events."""
+        ends: dict[str, float] = {}
+        wake: float | None = None
+        for _ in range(MOST_EVENTS):
+            cause = self._end(ends) + self._arrive()
+            if not self.coming and not self.present:
+                return self.result
+            ends = {}
+            if self.present:
+                self.result.events += 1
+                decision = self.policy.decide(self._view(cause))
+                self._apply(decision, cause)
+                ends = {s.job.name: self._ends_at(s) for s in self.present if s.slots}
+                wake = decision.wake
+            else:
+                wake = None
+            self._advance(self._next(ends, wake))
+        raise GulliverError(
+            f"policy {self.policy.name!r} was asked {MOST_EVENTS} times: give it up"
+        )
+
+    def _view(self, cause: str) -> View:
+        return View(
+            self.now, self.cluster, self.present, self.finished, self._limits(), cause or "awake"
+        )
+
+    def _limits(self) -> dict[str, int]:
+        return limits_of(self.present, self.cluster, self.policy)
+
+    def _ends_at(self, state: JobState) -> float:
+        begun = max(self.now, state.ready)
+        return begun + (state.job.samples - state.done) / state.rate
+
+    def _next(self, ends: dict[str, float], wake: float | None) -> float:
+        times = list(ends.values())
+        if self.coming:
+            times.append(self.coming[0].arrival)
+        if not times and (wake is None or wake <= self.now):
+            names = ", ".join(state.job.name for state in self.present)
+            raise GulliverError(
+                f"policy {self.policy.name!r} leaves jobs waiting for ever: {names}"
+            )
+        if wake is not None and wake > self.now:
+            times.append(wake)
+        return min(times)
+
+    def _end(self, ends: dict[str, float]) -> str:
+        """Removes jobs that end now."""
+        happened = ""
+        for state in [s for s in self.present if ends.get(s.job.name, math.inf) <= self.now]:
+            # The last sample is done by definition: nothing is left over by rounding.
+            left = state.job.samples - state.done
+            state.drawn += left * _drawn_per_sample(state)
+            state.done = state.job.samples
+            self.result.ends[state.job.name] = self.now + state.job.end_seconds
+            self.present.remove(state)
+            self.finished.append(state)
+            self.handover.end(state, self.now)
+            state.slots, state.batch = (), 0
+            happened += f"{state.job.name} ended; "
+        return happened
+
+    def _arrive(self) -> str:
+        happened = ""
+        while self.coming and self.coming[0].arrival <= self.now:
+            job = self.coming.pop(0)
+            state = JobState(job, changed=self.now)
+            self.present.append(state)
+            self.result.states[job.name] = state
+            happened += f"{job.name} arrived; "
+        return happened
+
+    def _advance(self, to: float) -> None:
+        """Advances all jobs to `to`."""
+        for state in self.present:
+            if not state.slots:
+                continue
+            state.service += state.count * (to - self.now)
+            ran = to - max(self.now, state.ready)
+            if ran > 0:
+                done = min(state.rate * ran, state.job.samples - state.done)
+                state.done += done
+                state.drawn += done * _drawn_per_sample(state)
+                state.epochs_since += done / state.job.epoch_samples
+            begun = min(max(state.ready, self.now), to)
+            self._log(state, self.now, begun, False)
+            self._log(state, begun, to, True)
+        self.now = to
+
+    def _log(self, state: JobState, begun: float, ended: float, runs: bool) -> None:
+        if ended <= begun:
+            return
+        name, log = state.job.name, self.result.segments
+        rate = state.rate if runs else 0.0
+        last = log[self._last[name]] if name in self._last else None
+        if (
+            last is not None
+            and last.end == begun
+            and (last.slots, last.batch, last.rate) == (state.slots, state.batch, rate)
+        ):
+            log[self._last[name]] = replace(last, end=ended)
+            return
+        self._last[name] = len(log)
+        log.append(Segment(name, begun, ended, state.slots, state.batch, rate))
+
+    @property
+    def _last(self) -> dict[str, int]:
+        return self.result.last_segment
+
+    def _apply(self, decision: Decision, cause: str) -> None:
+        """Applies a decision."""
+        chosen = placed(self.present, decision, range(self.cluster.slots))
+        if self.cluster.nodes > 1:
+            chosen.update(on_nodes(self.present, decision, chosen, self.cluster, self.now))
+        self._check(chosen)
+        left = {
+            state.job.name: self.handover.leave(state, self.now)
+            for state in self.present
+            if state.slots != chosen.get(state.job.name, ((), 0))[0]
+        }
+        changes = []
+        for state in self.present:
+            slots, batch = chosen.get(state.job.name, ((), 0))
+            if slots == state.slots and batch == state.batch:
+                continue
+            before = state.count
+            if slots != state.slots:
+                changes.append(Change(state.job.name, before, len(slots)))
+                ready = self.handover.enter(state, slots, self.now, left[state.job.name])
+                if slots:
+                    state.ready = ready
+                    state.resizes += state.started is not None
+                    state.started = self.now if state.started is None else state.started
+                state.changed, state.epochs_since = self.now, 0.0
+            state.slots, state.batch = slots, batch
+            parts = self.cluster.parts(slots)
+            spans = sum(part > 0 for part in parts) > 1
+            state.scaling = state.job.scaling.across(parts, self.cluster.across) if spans else None
+        known = decision.predicted is not None
+        if changes or known:
+            self.result.rounds.append(
+                Round(
+                    self.now,
+                    cause.rstrip("; ") or "the policy woke",
+                    tuple(changes),
+                    decision.why,
+                    decision.predicted,
+                    decision.bound,
+                )
+            )
+
+    def _check(self, chosen: dict[str, tuple[tuple[int, ...], int]]) -> None:
+        """Asserts that a decision keeps slots, quotas and batch limits."""
+        slots = [slot for held, _ in chosen.values() for slot in held]
+        assert len(slots) == len(set(slots)) <= self.cluster.slots, "a slot was given twice"
+        limits, used = self._limits(), dict[str, int]()
+        for state in self.present:
+            held, batch = chosen.get(state.job.name, ((), 0))
+            if held:
+                job = state.job
+                assert job.smallest <= batch <= job.largest, f"{job.name}: batch {batch}"
+                assert len(held) <= (job.most_slots or len(held)), f"{job.name}: slots {len(held)}"
+                used[job.tenant] = used.get(job.tenant, 0) + len(held)
+        for tenant, count in used.items():
+            assert count <= limits[tenant], f"tenant {tenant!r} has {count} of {limits[tenant]}"
+
+
+def _drawn_per_sample(state: JobState) -> float:
+    """Samples processed per sample that counts."""
+    costs = state.scaling or state.job.scaling
+    return costs.throughput(state.count, state.batch) / state.rate

@@ -1,0 +1,426 @@
+"""`Pages`: keys and values of all layers in blocks, and attention over them.
+
+Read `Pages.attend`, which every attention layer calls: it writes the new keys and values of all
+packed tokens, then runs attention sequence by sequence kind: the native kernel reads the blocks in
+place for sequences with few new tokens; longer ones are computed by torch's attention on their
+blocks gathered. `_attend_gathered` does all of it without the kernel, and is what the kernel is
+held against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+from gulliver.serve.batch import Batch, Span
+from gulliver.serve.kernels import PagedSpan, native_attention
+
+FEW = 16
+"""Most new tokens of a sequence for which the native kernel is taken: from there on torch's blocked
+products win over reading the blocks in place."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a layer's keys and values."""
+
+    heads: int
+    dim: int
+
+
+class Pages:
+    """Keys and values [blocks, heads, block size, dim] of each layer, and the batch that runs."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        blocks: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.size = size
+        self.keys, self.values = (
+            [torch.zeros(blocks, s.heads, size, s.dim, dtype=dtype, device=device) for s in layers]
+            for _ in range(2)
+        )
+        kernel = native_attention() if device.type == "cpu" else None
+        fits = kernel is not None and all(kernel.takes(dtype, shape.dim) for shape in layers)
+        self._native = kernel if fits else None
+        self.positions = torch.empty(0, dtype=torch.int64, device=device)
+
+    def begin(self, batch: Batch) -> None:
+        """Runs a batch's copies and moves, and prepares its attention."""
+        self._copy(batch)
+        size, device = self.size, self.positions.device
+        pieces, first, positions, slots = [], 0, [], []
+        for span in batch.spans:
+            count, start = len(span.tokens), span.start
+            table = span.blocks[: -(-(start + count) // size)]
+            depth, mask = _tree(span)
+            places = torch.tensor(depth) + start if mask is not None else None
+            where = places if places is not None else torch.arange(start, start + count)
+            positions.append(where)
+            slots += [table[p // size] * size + p % size for p in range(start, start + count)]
+            blocks = torch.tensor(table, dtype=torch.int64, device=device)
+            mask = mask if mask is None else mask.to(device)
+            pieces.append(PagedSpan(first, count, start, blocks, mask, where.to(device)))
+            first += count
+        self.positions = torch.cat(positions).to(device)
+        self._blocks = torch.tensor([s // size for s in slots], device=device)
+        self._offsets = torch.tensor([s % size for s in slots], device=device)
+        few = [p for p in pieces if self._native is not None and p.count <= FEW]
+        self._many = [p for p in pieces if self._native is None or p.count > FEW]
+        prepare = self._native.prepare if self._native is not None and few else None
+        self._few = prepare(few, self.positions) if prepare is not None else None
+
+    def _copy(self, batch: Batch) -> None:
+        if batch.copies:
+            sources, targets = torch.tensor(batch.copies).T.to(self.positions.device)
+            for kept in (*self.keys, *self.values):
+                kept[targets] = kept[sources]
+        if batch.moves:
+            sources, targets = torch.tensor(batch.moves).T.to(self.positions.device)
+            for kept in (*self.keys, *self.values):
+                moved = kept[sources // self.size, :, sources % self.size]
+                kept[targets // self.size, :, targets % self.size] = moved
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the packed tokens to all that is before them, each in its own sequence."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
+        values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
+        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        # No batch has been begun where the model's sizes are measured.
+        if self._few is not None and self._native is not None:
+            self._native.run(self._few, query, keys, values, out, scale, window, slopes)
+        for piece in self._many:
+            at = slice(piece.first, piece.first + piece.count)
+            # From the first token on, what is attended to is what has just been computed.
+            whole = piece.start == 0 and piece.mask is None
+            near = (key[:, at], value[:, at]) if whole else self._gathered(piece, keys, values)
+            out[at] = _attend_gathered(query[:, at], *near, piece, scale, window, slopes)
+        return out
+
+    def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [H', L, D] of a sequence, one after another."""
+        end = piece.start + piece.count
+        key, value = (
+            kept[piece.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
+        )
+        return key, value
+
+
+def _attend_gathered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    piece: PagedSpan,
+    scale: float,
+    window: int | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    """Attention of one sequence's new tokens [H, T, D] to all of its keys [H', L, D]; [T, H, D]."""
+    plain = piece.mask is None and slopes is None and (window is None or window >= key.shape[1])
+    causal = plain and piece.start == 0
+    bias = None if plain and (causal or piece.count == 1) else _bias(query, piece, window, slopes)
+    out = F.scaled_dot_product_attention(
+        query[None],
+        key[None].to(query.dtype),
+        value[None].to(query.dtype),
+        attn_mask=bias,
+        is_causal=causal and piece.count > 1,
+        scale=scale,
+        enable_gqa=query.shape[0] != key.shape[0],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _bias(query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None) -> Tensor:
+    """Mask [1, 1, T, L], or bias [1, H, T, L] with slopes."""
+    mine = piece.positions[:, None]
+    theirs = torch.cat([torch.arange(piece.start, device=query.device), piece.positions])[None]
+    seen = theirs <= mine
+    if piece.mask is not None:
+        seen[:, piece.start :] = piece.mask
+    if window is not None:
+        seen &= mine - theirs < window
+    if slopes is None:
+        return seen[None, None]
+    sloped = slopes[:, None, None].to(query.dtype) * (theirs - mine)
+    return sloped.masked_fill(~seen, -torch.inf)[None]
+
+
+def _tree(span: Span) -> tuple[list[int], Tensor | None]:
+    """Depth of each new token, and which of them each sees; None for a chain."""
+    if span.parents is None:
+        return [], None
+    count = len(span.tokens)
+    depth, mask = [0] * count, torch.eye(count, dtype=torch.bool)
+    for index, parent in enumerate(span.parents):
+        if parent >= 0:
+            depth[index] = depth[parent] + 1
+            mask[index] |= mask[parent]
+    return depth, mask
+
+
+# Attention of transformers' models over `Pages`, without copies of their code.
+#
+# `attach` enters one function under transformers' attention interface and gives every attention
+# layer the pages that it reads. What an architecture hands to its attention beside q, k and v is
+# either understood here or refused. BLOOM's attention does not know the interface: its module gets
+# a forward of a few lines that does.
+
+
+NAME = "gulliver_pages"
+"""Name under transformers' attention interface."""
+
+
+class Attends(Protocol):
+    """What attention layers call: `Pages`, or what measures a model."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """See `Pages.attend`."""
+        ...
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Computes attention as transformers' interface calls it."""
+    known: Any = module
+    odd = next((name for name in REFUSED if more.get(name) is not None), None)
+    if odd is not None:
+        raise GulliverError(f"attention with {odd} ({type(module).__name__}) is not served")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    pages: Attends = known.gulliver_pages
+    out = pages.attend(known.layer_idx, query[0], key[0], value[0], scale, sliding_window)
+    return out[None], None
+
+
+REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments of attention that change its result and are not understood here."""
+
+
+@contextmanager
+def attached(model: Any, pages: Attends) -> Iterator[None]:
+    """Attaches a model to pages within the context."""
+    detach = attach(model, pages)
+    try:
+        yield
+    finally:
+        detach()
+
+
+def attach(model: Any, pages: Attends) -> Callable[[], None]:
+    """Makes a model attend over pages, until the returned function is called."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, paged_attention)
+    layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", 0), int)]
+    layers = [layer for layer in layers if hasattr(layer, "layer_idx")]
+    if any(hasattr(layer, "gulliver_pages") for layer in layers):
+        raise GulliverError("this model is served already: close the other runner first")
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    for layer in layers:
+        layer.gulliver_pages = pages
+        if type(layer).__name__ in OWN_FORWARD:
+            layer.forward = OWN_FORWARD[type(layer).__name__].__get__(layer)
+    for config, _ in before:
+        config._attn_implementation = NAME
+
+    def detach() -> None:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+        for layer in layers:
+            del layer.gulliver_pages
+            layer.__dict__.pop("forward", None)
+
+    return detach
+
+
+def _bloom_attention(
+    self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: Any, **more: Any
+) -> tuple[Tensor, None]:
+    """Runs BLOOM's attention over pages: its projections, ours between them."""
+    del args, more
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    slopes = _slopes(self, alibi)
+    scale = self.inv_norm_factor
+    out = self.gulliver_pages.attend(
+        self.layer_idx, query[0], key[0], value[0], scale, None, slopes
+    )
+    return self.dense(out.flatten(1)[None]) + residual, None
+
+
+def _slopes(layer: Any, alibi: Tensor) -> Tensor:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    if not hasattr(layer, "gulliver_slopes"):
+        ones = alibi.new_ones(1, 2)
+        layer.gulliver_slopes = build_alibi_tensor(ones, layer.num_heads, alibi.dtype)[:, 0, 1]
+    return layer.gulliver_slopes
+
+
+OWN_FORWARD: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom_attention}
+"""Attention layers that do not know transformers' interface, and what they run instead."""
+
+
+# A packed batch through a model: its inputs, and logits of the rows that are wanted.
+
+
+def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Packed tokens [T] of a batch, and the rows [R] of which logits are wanted."""
+    # Of parts of prompts none are: one row is computed since none cannot be asked for.
+    tokens = torch.tensor([t for span in batch.spans for t in span.tokens], device=device)
+    rows, end = [], 0
+    for span in batch.spans:
+        end += len(span.tokens)
+        rows += range(end - span.outputs, end)
+    return tokens, torch.tensor(rows or [0], device=device)
+
+
+def arguments_of(model: Any, positions: Tensor, wanted: Tensor) -> dict[str, Any]:
+    """Arguments of a model's forward besides its packed tokens."""
+    known: dict[str, Any] = {"use_cache": False, "logits_to_keep": wanted}
+    # BLOOM has no positions: its slopes are in its attention.
+    return (
+        known if model.config.model_type == "bloom" else known | {"position_ids": positions[None]}
+    )
+
+
+def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    """Runs a model on packed tokens [T]; returns logits [R, V] of the wanted rows, in float32."""
+    return model(tokens[None], **arguments_of(model, positions, wanted)).logits[0].float()
+
+
+# Shapes of a model's keys and values, and its vocabulary, by a forward of one token.
+
+
+SIGNS = 64
+"""Numbers of a sign, at most."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model's keys, values and logits, measured by a forward of one token."""
+
+    # Shapes of keys and values by layer; 0 heads for layers of other stages.
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    # Columns of the logits; 0 on a stage without them.
+    vocabulary: int
+    # Some of the last layer's values, see `sign_of`.
+    sign: tuple[float, ...] = ()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token."""
+        return sum(2 * s.heads * s.dim for s in self.layers) * self.dtype.itemsize
+
+
+def sign_token(model: Any) -> int:
+    """Token whose values identify a model; the first ones may be padding, of zeros."""
+    return int(model.config.vocab_size) // 2
+
+
+def sign_of(values: Tensor) -> tuple[float, ...]:
+    """Some of a layer's values of `sign_token` at place 0, which identify a model."""
+    # They depend on the weights of all layers below and on no position; another dtype or quantised
+    # weights change them little.
+    flat = values.detach().float().flatten().cpu()
+    some = torch.linspace(0, len(flat) - 1, min(SIGNS, len(flat))).long()
+    return tuple(float(f"{value:.4g}") for value in flat[some].tolist())
+
+
+def likeness(one: Sequence[float], other: Sequence[float]) -> float:
+    """Cosine of two signs; 1 where one of them says nothing."""
+    mine, theirs = (torch.tensor(sign, dtype=torch.float64) for sign in (one, other))
+    if len(mine) != len(theirs):
+        return 0.0 if len(mine) and len(theirs) else 1.0
+    scale = float(mine.norm() * theirs.norm())
+    return float(mine @ theirs) / scale if math.isfinite(scale) and scale > 0 else 1.0
+
+
+class Recorder:
+    """Pages that keep no keys, only their shapes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.dtype = torch.float32
+        self.values: dict[int, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """Notes a layer; the attention of one token to itself is its value."""
+        del scale, window, slopes
+        if key.shape != value.shape:
+            raise GulliverError(
+                f"layer {layer} has keys of {key.shape[-1]} and values of {value.shape[-1]} "
+                "numbers a head: models of unequal ones are not served"
+            )
+        self.shapes[layer] = LayerShape(key.shape[0], key.shape[2])
+        self.dtype = key.dtype
+        self.values[layer] = value
+        return value.repeat_interleave(query.shape[0] // value.shape[0], 0).transpose(0, 1)
+
+
+def measure(
+    model: Any, run: Callable[[], Tensor], layers: range, logits: bool = True
+) -> ModelShape:
+    """Runs one token through a model, or through a stage that has `layers` of it."""
+    recorder = Recorder()
+    with attached(model, recorder):
+        out = run()
+    if sorted(recorder.shapes) != list(layers):
+        raise GulliverError(
+            f"{type(model).__name__} attends over pages in layers {sorted(recorder.shapes)}, not "
+            f"in all of {layers.start} to {layers.stop - 1}: it is not served"
+        )
+    # A layer keeps its number on every stage.
+    none = LayerShape(0, 0)
+    shapes = tuple(recorder.shapes.get(number, none) for number in range(layers.stop))
+    sign = sign_of(recorder.values[layers.stop - 1])
+    return ModelShape(shapes, recorder.dtype, out.shape[-1] if logits else 0, sign)

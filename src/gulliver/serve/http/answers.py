@@ -1,0 +1,213 @@
+"""Events as the JSON of OpenAI's interface: whole answers, pieces of a stream, probabilities.
+
+A token's text is what it decodes to alone. Where that is no whole character it is written as
+``token_id:17``: its number is all that can be said of it without loss.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gulliver.serve.http.requests import RequestBody
+from gulliver.serve.sampling import Token
+
+Names = Callable[[int], str]
+"""Text of a token."""
+
+
+def names_of(tokenizer: Any) -> Names:
+    """Returns the function that writes a token."""
+
+    def name(token: int) -> str:
+        text = tokenizer.decode(
+            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return f"token_id:{token}" if "\ufffd" in text else text
+
+    return name
+
+
+@dataclass
+class AnswerChoice:
+    """One answer so far."""
+
+    # Number of the answer in the request.
+    index: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass
+class Usage:
+    """Numbers of tokens of a request."""
+
+    prompt: int = 0
+    # Those of them that were found in the cache.
+    prefix_cached: int = 0
+    # Tokens of the answers, the ones that ended them included.
+    answer: int = 0
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The usage of a request, as JSON."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.answer,
+            "total_tokens": self.prompt + self.answer,
+            "prompt_tokens_details": {"cached_tokens": self.prefix_cached},
+        }
+
+
+class AnswerFormat(ABC):
+    """How the answers of a request are written."""
+
+    prefix = ""
+    whole_object = ""
+    piece_object = ""
+
+    def __init__(self, body: RequestBody, model: str, names: Names) -> None:
+        self.body, self._model, self._names = body, model, names
+        # Name of the answer.
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        made = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        return {**made, "system_fingerprint": None}
+
+    def whole(self, choices: Sequence[AnswerChoice], usage: Usage) -> dict[str, Any]:
+        """Answers at their end."""
+        content = [self._written(choice) for choice in choices]
+        return {**self._head(self.whole_object), "choices": content, "usage": usage.json}
+
+    def piece(self, choice: dict[str, Any]) -> bytes:
+        """A piece of a stream."""
+        made = {**self._head(self.piece_object), "choices": [choice]}
+        if self.body.tells_usage:
+            made["usage"] = None
+        return event(made)
+
+    def usage(self, usage: Usage) -> bytes:
+        """Last piece of a stream, the numbers of tokens."""
+        return event({**self._head(self.piece_object), "choices": [], "usage": usage.json})
+
+    @abstractmethod
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Writes what comes before the first token of an answer, if anything."""
+
+    @abstractmethod
+    def next(
+        self, index: int, text: str, tokens: Sequence[Token], finish: str | None
+    ) -> dict[str, Any]:
+        """Writes new tokens of an answer as a choice of a piece."""
+
+    @abstractmethod
+    def _written(self, choice: AnswerChoice) -> dict[str, Any]: ...
+
+    def _ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {"token_ids": [t.id for t in tokens]} if self.body.return_token_ids else {}
+
+
+class CompletionFormat(AnswerFormat):
+    """Answers of /v1/completions."""
+
+    prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, body: RequestBody, model: str, names: Names, echo: Sequence[str] = ()
+    ) -> None:
+        super().__init__(body, model, names)
+        self._echo = echo
+
+    def _front(self, index: int) -> str:
+        return self._echo[index] if self._echo else ""
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The prompt, where it is part of the answer."""
+        return self.next(index, self._front(index), (), None) if self._echo else None
+
+    def next(
+        self, index: int, text: str, tokens: Sequence[Token], finish: str | None
+    ) -> dict[str, Any]:
+        """New text of an answer."""
+        made = {"index": index, "text": text, "finish_reason": finish}
+        return {**made, "logprobs": self._logprobs(index, tokens), **self._ids(tokens)}
+
+    def _written(self, choice: AnswerChoice) -> dict[str, Any]:
+        text = self._front(choice.index) + choice.text
+        return self.next(choice.index, text, choice.tokens, choice.finish)
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self.body.likeliest is None:
+            return None
+        texts = [self._names(token.id) for token in tokens]
+        before = len(self._front(index))
+        likely = [{self._names(o.token): _finite(o.logprob) for o in t.likely} for t in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": likely if self.body.likeliest else None,
+            "text_offset": [before + token.offset for token in tokens],
+        }
+
+
+class ChatFormat(AnswerFormat):
+    """Answers of /v1/chat/completions."""
+
+    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def next(
+        self, index: int, text: str, tokens: Sequence[Token], finish: str | None
+    ) -> dict[str, Any]:
+        """New text of an answer."""
+        made = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": finish}
+        return {**made, "logprobs": self._logprobs(tokens), **self._ids(tokens)}
+
+    def _written(self, choice: AnswerChoice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        made = {"index": choice.index, "message": message, "finish_reason": choice.finish}
+        return {**made, "logprobs": self._logprobs(choice.tokens), **self._ids(choice.tokens)}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self.body.likeliest is None:
+            return None
+        content = [
+            {
+                **self._likely(token.id, token.logprob),
+                "top_logprobs": [self._likely(one.token, one.logprob) for one in token.likely],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._names(token)
+        known = None if text == f"token_id:{token}" else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+
+def _finite(logprob: float | None) -> float | None:
+    """A log-probability that JSON can hold: -9999 for none at all, as OpenAI's interface has it."""
+    return None if logprob is None else max(logprob, -9999.0)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """An event of a stream (server-sent events)."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+ALIVE = b": waiting\n\n"
+"""A comment, which clients pass over; one that has gone shows by it."""

@@ -1,0 +1,344 @@
+"""`Gate`: how many answers a server has taken on, and how many more it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from gulliver.errors import GulliverError
+from gulliver.serve.engine import Engine
+from gulliver.serve.http.requests import ApiError, overloaded, wrong
+from gulliver.serve.sampling import Event, SamplingParameters
+
+LONGEST_S = 60.0
+"""Most seconds that a client is asked to wait."""
+WEIGHT = 0.1
+"""Weight of the newest in the mean time between answers."""
+
+
+class Gate:
+    """Counts answers from their request to their end, and bytes of bodies while they are held."""
+
+    def __init__(self, most: int, body_bytes: int) -> None:
+        self.most, self._body_bytes = most, body_bytes
+        self.inside = self.bodies = 0
+        self.draining = False
+        self._left: float | None = None
+        self._between = 1.0
+
+    def check(self) -> None:
+        """Refuses new work while the server drains."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+
+    def enter(self, answers: int) -> None:
+        """Admits answers."""
+        self.check()
+        over = self.inside + answers - self.most
+        if over > 0:
+            raise overloaded(
+                f"{self.inside} answers run and wait, of at most {self.most}: ask again later",
+                min(over * self._between, LONGEST_S),
+            )
+        self.inside += answers
+
+    def leave(self, answers: int) -> None:
+        """Counts answers out; refused clients wait for a multiple of the mean time between them."""
+        self.inside -= answers
+        now = time.monotonic()
+        if self._left is not None:
+            each = (now - self._left) / answers
+            self._between += WEIGHT * (each - self._between)
+        self._left = now
+
+    def hold(self, count: int) -> None:
+        """Counts bytes of a body."""
+        if self.bodies + count > self._body_bytes:
+            raise overloaded("the bodies of requests take too much memory: ask again later", 1)
+        self.bodies += count
+
+    def release(self, count: int) -> None:
+        """Releases bytes of a body."""
+        self.bodies -= count
+
+
+# `Metrics`: what a server counts, as Prometheus reads it.
+
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+GAUGES = {
+    "running": "Answers that run",
+    "waiting": "Answers that wait for blocks",
+    "blocks": "Blocks of the cache",
+    "free_blocks": "Blocks that can be taken",
+    "kept_blocks": "Free blocks whose keys and values can still be found",
+}
+COUNTERS = {
+    "steps": "Batches that were run",
+    "tokens": "Tokens that were made",
+    "prompt_tokens": "Tokens of prompts of ended requests",
+    "prefix_cached_tokens": "Tokens of prompts whose keys and values were in the cache",
+    "drafted_tokens": "Tokens that were drafted",
+    "accepted_tokens": "Drafted tokens that were right",
+    "preemptions": "Answers that gave up their blocks",
+    "finished": "Answers that ended",
+    "restarts": "Runners that were started again",
+    "failures": "Steps that failed",
+}
+"""Numbers of `Engine.counts` that are exported; one that an engine does not have is left out."""
+
+
+class Metrics:
+    """Counters, gauges and histograms of one server."""
+
+    def __init__(self, counts: Callable[[], dict[str, int]]) -> None:
+        self._registry = CollectorRegistry()
+        self._counts = counts
+        made = {"registry": self._registry, "namespace": "gulliver"}
+        self.requests = Counter("requests", "Requests, by their end", ["path", "status"], **made)
+        self.left = Counter("clients_left", "Requests whose client left", **made)
+        self.inside = Gauge("answers", "Answers that were taken on and have not ended", **made)
+        self.connections = Gauge("connections", "Open connections", **made)
+        self.first = Histogram(
+            "first_token_seconds", "From request to first token", buckets=SECONDS, **made
+        )
+        self.between = Histogram(
+            "between_tokens_seconds",
+            "From tokens of an answer to its next",
+            buckets=SECONDS,
+            **made,
+        )
+        self.whole = Histogram("request_seconds", "From request to end", buckets=SECONDS, **made)
+        self._registry.register(self)  # type: ignore[arg-type]
+
+    def collect(self) -> Iterable[Metric]:
+        """The engine's own numbers, read when they are asked for."""
+        counts = self._counts()
+        for name, what in GAUGES.items():
+            if name in counts:
+                yield GaugeMetricFamily(f"gulliver_{name}", what, counts[name])
+        for name, what in COUNTERS.items():
+            if name in counts:
+                yield CounterMetricFamily(f"gulliver_{name}", what, counts[name])
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: what an engine counts is known when it is asked."""
+        return ()
+
+    def text(self) -> bytes:
+        """The page."""
+        return generate_latest(self._registry)
+
+
+# `EngineThread`: the engine in a thread of its own, requests in from an event loop, events back.
+#
+# Everything that touches the engine happens in `_run`, between two steps: commands come by a
+# queue, and events are handed to the loop, at most `AHEAD` steps before it has looked at them.
+
+
+AHEAD = 8
+"""Steps whose events the event loop may not have seen yet."""
+
+
+Inbox = asyncio.Queue["tuple[int, Event | ApiError]"]
+"""Events of a client's requests, each with the index of its prompt."""
+
+
+@dataclass(eq=False)
+class EngineTicket:
+    """A request that the engine has."""
+
+    # Number of the request in the engine.
+    number: int
+    # Index of the prompt, which its events are marked with.
+    place: int
+    inbox: Inbox
+
+    def put(self, event: Event | ApiError) -> None:
+        """Adds an event, or the error that ends the request."""
+        self.inbox.put_nowait((self.place, event))
+
+
+Command = Callable[[], None]
+
+
+class EngineThread:
+    """Owns an engine and runs its steps."""
+
+    def __init__(self, engine: Engine, died: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._died = engine, died
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._credits = threading.Semaphore(AHEAD)
+        self._closing = threading.Event()
+        self._tickets: dict[int, EngineTicket] = {}
+        self._thread = threading.Thread(target=self._run, name="gulliver-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.dead: str | None = None
+        """Why the engine cannot go on; None while it can."""
+        self.failures = 0
+        """Steps that failed."""
+        self.counts = engine.counts()
+        """The engine's numbers after its last step."""
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts; events go to this loop."""
+        self._loop = loop
+        self._thread.start()
+
+    async def add(
+        self, tokens: Sequence[int], sampling: SamplingParameters, place: int, inbox: Inbox
+    ) -> EngineTicket:
+        """Takes a request in."""
+        assert self._loop is not None
+        if self.dead is not None:
+            raise ApiError(503, self.dead, code="engine_dead")
+        taken: asyncio.Future[EngineTicket] = self._loop.create_future()
+
+        def add() -> None:
+            try:
+                number = self._engine.add(tokens, sampling)
+            except GulliverError as error:
+                self._call_in_loop(_refuse, taken, wrong(str(error)))
+                return
+            ticket = EngineTicket(number, place, inbox)
+            self._tickets[number] = ticket
+            self._call_in_loop(self._accept, taken, ticket)
+
+        self._commands.put(add)
+        try:
+            return await taken
+        except asyncio.CancelledError:
+            # The engine may have taken it in just before the client left.
+            if taken.done() and not taken.cancelled() and taken.exception() is None:
+                self.cancel(taken.result())
+            raise
+
+    def _accept(self, taken: asyncio.Future[EngineTicket], ticket: EngineTicket) -> None:
+        if taken.cancelled():
+            # The client left in the meantime.
+            self.cancel(ticket)
+        else:
+            taken.set_result(ticket)
+
+    def cancel(self, ticket: EngineTicket) -> None:
+        """Ends a request, whose further events are dropped."""
+
+        def cancel() -> None:
+            if self._tickets.pop(ticket.number, None) is not None:
+                self._engine.cancel(ticket.number)
+
+        self._commands.put(cancel)
+
+    def end_all(self, error: ApiError) -> None:
+        """Ends all requests with an error."""
+        self._commands.put(lambda: self._end_all(error))
+
+    def close(self) -> None:
+        """Ends the thread after the step that runs; requests are ended."""
+        self._closing.set()
+        self._commands.put(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        engine = self._engine
+        while not self._closing.is_set():
+            self._run_commands(wait=not engine.busy)
+            if self._closing.is_set() or not engine.busy:
+                self.counts = engine.counts()
+                continue
+            try:
+                events = engine.step()
+            except Exception as error:
+                self.failures += 1
+                try:
+                    self._recover(error)
+                except Exception as second:
+                    self.dead = f"the engine cannot go on: {_one_line(second)}"
+                    self._end_all(ApiError(503, self.dead, code="engine_dead"))
+                    self._call_in_loop(self._died)
+                    break
+                continue
+            self.counts = engine.counts()
+            self._hand_over(events)
+        self._run_commands(wait=False)
+        for number in self._tickets:
+            engine.cancel(number)
+
+    def _run_commands(self, wait: bool) -> None:
+        """Runs the pending commands."""
+        try:
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
+        except Empty:
+            return
+
+    def _hand_over(self, events: Sequence[Event]) -> None:
+        known = [(self._tickets.get(event.request), event) for event in events]
+        wanted = [(ticket, event) for ticket, event in known if ticket is not None]
+        for event in events:
+            if event.finish is not None and not self._engine.knows(event.request):
+                self._tickets.pop(event.request, None)
+        if not wanted:
+            return
+        # A credit per step with events bounds what the loop has not looked at yet, so a loop that
+        # is held up (by a large body, say) stops the engine instead of piling up events. With a
+        # timeout, for at shutdown the loop waits for this thread to end and may never release one.
+        while not self._credits.acquire(timeout=0.5):
+            if self._closing.is_set():
+                return
+        self._call_in_loop(self._deliver, wanted)
+
+    def _deliver(self, wanted: Sequence[tuple[EngineTicket, Event]]) -> None:
+        # Before the delivery: what is bounded is the loop's backlog, which this step has just left.
+        # Inboxes of single clients are bounded by their answers' tokens.
+        self._credits.release()
+        for ticket, event in wanted:
+            ticket.put(event)
+
+    def _recover(self, error: Exception) -> None:
+        """Continues after a failed step."""
+        # A runner raises a `GulliverError` after all that it could do to go on: the engine is at
+        # its end. Anything else may have left it half done, and cannot be blamed on one request:
+        # all that run end with the error, and the engine starts again with an empty cache.
+        if isinstance(error, GulliverError):
+            raise error
+        message = f"the step that computed this answer failed: {_one_line(error)}"
+        self._end_all(ApiError(500, message, code="engine_error"))
+        self._engine.replay(self._engine.runner)
+
+    def _end_all(self, error: ApiError) -> None:
+        for number, ticket in self._tickets.items():
+            self._engine.cancel(number)
+            self._call_in_loop(ticket.put, error)
+        self._tickets.clear()
+
+    def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function in the event loop."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            # The loop has ended, so no client is left.
+            self._closing.set()
+
+
+def _refuse(taken: asyncio.Future[EngineTicket], error: ApiError) -> None:
+    if not taken.cancelled():
+        taken.set_exception(error)
+
+
+def _one_line(error: Exception) -> str:
+    """One-line message, with the error's type unless it is a `GulliverError`."""
+    line = " ".join(str(error).split())[:500]
+    return line if isinstance(error, GulliverError) else f"{type(error).__name__}: {line}"

@@ -1,0 +1,295 @@
+"""`open_runner`: a folder's model as what runs it, by its options.
+
+| options | runner |
+|---|---|
+| none | `LocalRunner`, the model in this process |
+| ``memory=`` | the same, with weights that come from a disk (`StreamedWeights`) |
+| ``tensor=``, ``pipeline=`` | `RanksRunner`, processes that it starts (`gulliver.serve.ranks`) |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from gulliver.errors import GulliverError
+from gulliver.finetune.encode import load_tokenizer
+from gulliver.serve.batch import Drafter, Runner
+from gulliver.serve.engine import Engine
+from gulliver.serve.local import LocalRunner
+from gulliver.serve.options import EngineOptions, ModelOptions
+from gulliver.serve.requests import Prompt, chat_tokens, listed
+from gulliver.serve.sampling import Completion, Event, Output, SamplingParameters
+from gulliver.serve.weights import build_on_meta, check_options, dtype_name, end_tokens, load_model
+
+_log = logging.getLogger("gulliver")
+
+
+def open_runner(
+    folder: Path, tokenizer: Any, options: ModelOptions, sequences: int
+) -> tuple[Runner, list[int]]:
+    """Loads a model, or starts the ranks that do; also returns the tokens that end a text."""
+    if options.ranks > 1:
+        from gulliver.serve.ranks.controller import start_ranks
+
+        runner = start_ranks(folder, options, sequences)
+        return runner, end_tokens(build_on_meta(folder, torch.float32), tokenizer)
+    model, streamed = load_model(folder, options)
+    try:
+        sizes = options.context, options.cache_bytes, options.cache_tokens
+        runner = LocalRunner(model, *sizes, sequences=sequences, streamed=streamed)
+    except BaseException:
+        if streamed is not None:
+            streamed.close()
+        raise
+    if streamed is not None:
+        _log.warning("memory=%s: %s", options.memory, streamed)
+    return runner, end_tokens(model, tokenizer)
+
+
+# `LLM`: prompts in, answers out.
+
+
+class LLM:
+    """A language model that answers many prompts at a time, of several threads as well.
+
+    Attributes:
+        engine: the engine that it drives.
+        tokenizer: the model's tokenizer; None where there is none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None = None,
+        *,
+        options: EngineOptions | None = None,
+        drafter: Drafter | None = None,
+        model_options: ModelOptions | None = None,
+        **fields: Any,
+    ) -> None:
+        """Loads a model where it is given as a folder, and takes memory for its cache.
+
+        Args:
+            model: folder that transformers wrote, or a causal language model of transformers.
+            tokenizer: tokenizer, where `model` is not a folder.
+            options: limits of the engine.
+            drafter: what guesses tokens, if any; `speculation` of the model's options names one.
+            model_options: how the model is loaded and run.
+            fields: fields of `ModelOptions` by name, such as ``dtype``, ``quantize``, ``context``,
+                ``cache_tokens``, ``memory``, ``tensor`` or ``speculation``.
+
+        Raises:
+            GulliverError: the folder or the model cannot be served, or there is too little memory.
+        """
+        if "dtype" in fields:
+            fields["dtype"] = dtype_name(fields["dtype"])
+        given = replace(model_options or ModelOptions(), **fields)
+        options = options or EngineOptions()
+        if not isinstance(options, EngineOptions):
+            raise GulliverError(f"options={options!r}: give EngineOptions(...) of gulliver.serve")
+        if drafter is not None and not hasattr(drafter, "draft"):
+            raise GulliverError(
+                f"drafter={drafter!r} drafts nothing: give what make_speculator of "
+                "gulliver.serve.speculative makes, or a name as speculation="
+            )
+        if isinstance(model, (str, Path)):
+            folder = Path(model)
+            if tokenizer is not None:
+                raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
+            check_options(folder, given.dtype, given.quantize)
+            tokenizer = load_tokenizer(folder)
+            # A draft's model is loaded before the cache takes what memory is left.
+            drafter = _drafter(given, drafter, tokenizer, options)
+            runner, ends = open_runner(folder, tokenizer, given, options.sequences)
+        else:
+            _refuse_for_models(given)
+            drafter = _drafter(given, drafter, tokenizer, options)
+            sizes = given.context, given.cache_bytes, given.cache_tokens
+            runner = LocalRunner(model, *sizes, sequences=options.sequences)
+            ends = end_tokens(model, tokenizer)
+        self.tokenizer = tokenizer
+        self._lock, self._inboxes, self._closed = Lock(), dict[int, deque[Event]](), False
+        try:
+            self.engine = Engine(runner, tokenizer, options, ends, drafter)
+        except BaseException:
+            runner.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParameters | Sequence[SamplingParameters] | None = None,
+    ) -> list[Output]:
+        """Answers prompts.
+
+        Args:
+            prompts: texts, or lists of tokens; one alone is a list of one.
+            sampling: how answers are drawn: for all alike, or one for each prompt.
+
+        Returns:
+            Outputs in the order of the prompts.
+
+        Raises:
+            GulliverError: a prompt cannot be answered; none has been begun then.
+        """
+        several = listed(prompts)
+        if sampling is None or isinstance(sampling, SamplingParameters):
+            sampling = [sampling or SamplingParameters()] * len(several)
+        if isinstance(sampling, str) or any(
+            not isinstance(s, SamplingParameters) for s in sampling
+        ):
+            raise GulliverError(
+                "sampling takes SamplingParameters, one for all prompts or one each"
+            )
+        if len(sampling) != len(several):
+            raise GulliverError(f"{len(several)} prompts and {len(sampling)} sampling parameters")
+        outputs: dict[int, Output] = {}
+        try:
+            for prompt, one in zip(several, sampling, strict=True):
+                tokens = self.engine.tokens_of(prompt)
+                completions = [Completion() for _ in range(one.n)]
+                text = prompt if isinstance(prompt, str) else None
+                outputs[self._add(tokens, one)] = Output(text, tokens, 0, completions)
+            for event in self._events(list(outputs), sum(one.n for one in sampling)):
+                _note(outputs[event.request], event)
+        finally:
+            self._forget(list(outputs))
+        return list(outputs.values())
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParameters | None = None
+    ) -> Generator[Event, None, None]:
+        """Answers one prompt, token by token; an iterator that is left ends the request.
+
+        Args:
+            prompt: text or tokens.
+            sampling: how the answer is drawn.
+
+        Yields:
+            Events of the answer; their texts joined are its text.
+
+        Raises:
+            GulliverError: the prompt cannot be answered, or the answer ended in an error.
+        """
+        number = self._add(prompt, sampling)
+        try:
+            for event in self._events([number], 1 if sampling is None else sampling.n):
+                if event.error is not None:
+                    raise GulliverError(event.error)
+                yield event
+        finally:
+            self._forget([number])
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        sampling: SamplingParameters | None = None,
+    ) -> Output:
+        """Answers a conversation, written by the tokenizer's chat template.
+
+        Args:
+            messages: dictionaries of ``role`` and ``content``.
+            sampling: how the answer is drawn.
+
+        Raises:
+            GulliverError: there is no template, or it refuses the conversation.
+        """
+        return self.generate([chat_tokens(self.tokenizer, messages)], sampling)[0]
+
+    def _add(self, prompt: Prompt, sampling: SamplingParameters | None) -> int:
+        with self._lock:
+            self._check_open()
+            number = self.engine.add(prompt, sampling)
+            self._inboxes[number] = deque()
+        return number
+
+    def _events(self, numbers: Sequence[int], answers: int) -> Generator[Event, None, None]:
+        """Yields events of requests until all of their answers have ended."""
+        # A batch has tokens of other threads and streams too: the thread that steps the engine puts
+        # their events into their inboxes.
+        boxes = [self._inboxes[number] for number in numbers]
+        while answers:
+            with self._lock:
+                if not any(boxes):
+                    self._check_open()
+                    assert self.engine.busy, "a request has not ended and is not there"
+                    for event in self.engine.step():
+                        if event.request in self._inboxes:
+                            self._inboxes[event.request].append(event)
+            for box in boxes:
+                while box:
+                    event = box.popleft()
+                    answers -= event.finish is not None
+                    yield event
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Ends requests that have not ended, of a stream that is left or after an error."""
+        with self._lock:
+            for number in numbers:
+                self.engine.cancel(number)
+                self._inboxes.pop(number, None)
+
+    def close(self) -> None:
+        """Gives the model back, and the memory of the cache."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.engine.runner.close()
+            if self.engine.drafter is not None:
+                self.engine.drafter.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GulliverError("this LLM is closed: make another one, or close it later")
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _drafter(
+    given: ModelOptions, drafter: Drafter | None, tokenizer: Any, options: EngineOptions
+) -> Drafter | None:
+    """The drafter that is given, or named by the options."""
+    if given.speculation is None:
+        return drafter
+    if drafter is not None:
+        raise GulliverError("speculation makes a drafter: give one of the two")
+    from gulliver.serve.speculative.speculator import make_speculator
+
+    return make_speculator(given.speculation, None, tokenizer, options.sequences)
+
+
+def _refuse_for_models(given: ModelOptions) -> None:
+    """Refuses what a model that is loaded already cannot be given."""
+    if given.dtype is not None or given.quantize is not None:
+        raise GulliverError(
+            "dtype and quantize are for folders: convert a model with model.to(...) or "
+            "gulliver.replace_module(model)"
+        )
+    if given.memory is not None or given.ranks > 1:
+        raise GulliverError(
+            "memory, tensor and pipeline are for folders, whose weights are read in slices: save "
+            "the model with save_pretrained and give the folder"
+        )
+
+
+def _note(output: Output, event: Event) -> None:
+    """Adds an event to the answer that it is of."""
+    completion = output.completions[event.sample]
+    completion.text += event.text
+    completion.tokens += event.tokens
+    if event.finish is not None:
+        completion.finish, completion.error = event.finish, event.error
+        output.prefix_cached = max(output.prefix_cached, event.prefix_cached)

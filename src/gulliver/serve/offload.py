@@ -1,0 +1,384 @@
+"""`StreamedWeights`: a model whose weights are more than memory may hold.
+
+The memory engine (`gulliver.memory.manager.Manager`) keeps as many layers as fit, and brings the others
+from a disk, each before it is its turn. The order of a forward is always the same, so what stays
+and what is brought when is the plan of a cycle (`gulliver.solve`), not a guess.
+
+A *unit* is a block, or a module around the blocks. Its tensors lie in one object of the manager;
+one that several units have, as tied embeddings are, is an object of its own. Hooks of a unit use
+its objects and give them back.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+from gulliver.hardware.offload import (
+    TierRates,
+    Transfer,
+    Visit,
+    disk_rates,
+    seconds_text,
+    tiered_seconds,
+)
+from gulliver.hardware.probe import current_cluster
+from gulliver.memory.buffers import PARAMETERS
+from gulliver.memory.manager import Manager
+from gulliver.memory.stores import (
+    IN_MEMORY,
+    DiskStore,
+    ManagedTensor,
+    check_disk_folder,
+    file_system,
+    whole_pages,
+)
+from gulliver.options import size_text
+from gulliver.precision.int8.layers import QuantizedLayer
+
+ALIGNED = 64
+"""Bytes that tensors of an object begin at multiples of."""
+DEEPEST = 8
+"""Most layers that are brought ahead."""
+
+
+@dataclass(eq=False)
+class ResidentTensor:
+    """A tensor of a unit, its users among the modules, and its offset in its object."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    users: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def put(self, memory: Tensor | None) -> None:
+        """Gives the modules the tensor in the memory of its object, or NaN for None."""
+        value = self.view(memory) if memory is not None else _absent(self.shape, self.dtype)
+        for module, kind, name in self.users:
+            if kind == "_parameters":
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+            else:
+                module._buffers[name] = value
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor in the memory of its object."""
+        return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(eq=False)
+class WeightObject:
+    """Tensors that are moved together."""
+
+    name: str
+    tensors: list[ResidentTensor]
+    placed: ManagedTensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, in whole pages."""
+        return whole_pages(sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors))
+
+
+@dataclass(eq=False)
+class WeightUnit:
+    """A module whose forward uses objects."""
+
+    path: str
+    module: nn.Module
+    objects: list[WeightObject]
+    quantised: list[QuantizedLayer] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LookAheadDepth:
+    """How far ahead layers are brought, and what was predicted for it."""
+
+    # Layers that are brought ahead of the one that computes.
+    units: int
+    # Bytes that are read for each step.
+    streamed: int
+    # Seconds of a step of one token a sequence; None where the disk is not known.
+    seconds: float | None
+    why: str
+
+
+class StreamedWeights:
+    """The weights of a model within a limit, the rest on a disk."""
+
+    def __init__(
+        self,
+        units: Sequence[WeightUnit],
+        fill: Callable[[WeightUnit], None],
+        budget: int,
+        disk: Path | str | None = None,
+    ) -> None:
+        self._units = list(units)
+        objects = list({id(o): o for unit in units for o in unit.objects}.values())
+        self.whole = sum(o.nbytes for o in objects)
+        self.least = max(sum(o.nbytes for o in unit.objects) for unit in units)
+        if budget < self.least:
+            largest = max(units, key=lambda unit: sum(o.nbytes for o in unit.objects))
+            raise GulliverError(
+                f"{size_text(max(budget, 0))} of memory are left for weights, and "
+                f"{largest.path} alone takes {size_text(self.least)}: give "
+                f"{size_text(self.least - budget)} more, or quantize="
+            )
+        folder = disk_folder(disk)
+        self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
+        # How far ahead.
+        self.depth = choose_depth(self._sizes, budget)
+        ahead = self.depth.units * self.least
+        # Moves the bytes.
+        self.manager = Manager(budget, "cpu", DiskStore(folder, self.whole), ahead=ahead)
+        self.beside = self.peak = 0
+        try:
+            self._add(objects, fill)
+        except BaseException:
+            self.manager.close()
+            raise
+        self._hooks = [h for unit in self._units for h in self._hook(unit)]
+
+    def _add(self, objects: Sequence[WeightObject], fill: Callable[[WeightUnit], None]) -> None:
+        for one in objects:
+            offset = 0
+            for tensor in one.tensors:
+                tensor.offset = offset
+                offset += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            one.placed = self.manager.add(one.name, PARAMETERS, one.nbytes, torch.uint8)
+        filled: set[int] = set()
+        for unit in self._units:
+            fresh = [o for o in unit.objects if id(o) not in filled]
+            for one in unit.objects:
+                memory = self.manager.use(_placed(one), write=True, fresh=one in fresh)
+                for tensor in one.tensors:
+                    tensor.put(memory)
+            if fresh:
+                fill(unit)
+            filled |= {id(o) for o in fresh}
+            self._leave(unit)
+        self.manager.end_step()
+
+    def _hook(self, unit: WeightUnit) -> Iterator[Any]:
+        def enter(*_: object) -> None:
+            for one in unit.objects:
+                memory = self.manager.use(_placed(one))
+                for tensor in one.tensors:
+                    tensor.put(memory)
+            self._moved(unit)
+            self.peak = max(self.peak, self.manager.held + self.beside)
+
+        def leave(*_: object) -> None:
+            self._leave(unit)
+
+        yield unit.module.register_forward_pre_hook(enter, prepend=True)
+        yield unit.module.register_forward_hook(leave, always_call=True)
+
+    def _leave(self, unit: WeightUnit) -> None:
+        for one in unit.objects:
+            for tensor in one.tensors:
+                tensor.put(None)
+        self._moved(unit)
+        for one in unit.objects:
+            self.manager.done(_placed(one))
+        # Most bytes that were held at any use so far, with those.
+        self.peak = max(self.peak, self.manager.held + self.beside)
+
+    @staticmethod
+    def _moved(unit: WeightUnit) -> None:
+        for layer in unit.quantised:
+            layer.moved()
+
+    def set_budget(self, nbytes: int) -> None:
+        """Gives the weights a part of the memory, the cache the rest."""
+        if nbytes < self.least:
+            raise GulliverError(
+                f"{size_text(max(nbytes, 0))} of memory are left for weights next to keys and "
+                f"values, and the largest layer takes {size_text(self.least)}: give "
+                f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
+            )
+        self.depth = choose_depth(self._sizes, nbytes)
+        # Bytes that keys and values took of the first budget.
+        self.beside = self.manager.budget - nbytes
+        self.manager.set_budget(nbytes, self.depth.units * self.least)
+
+    def end_step(self) -> None:
+        """Ends a forward: the next one uses the same in the same order."""
+        self.manager.end_step()
+
+    def __str__(self) -> str:
+        return (
+            f"{size_text(self.whole)} of weights in {size_text(self.manager.budget)}: "
+            f"{self.depth.why}"
+        )
+
+    def close(self) -> None:
+        """Frees memory and disk; the model's weights are NaN from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self.manager.close()
+
+
+def unit_paths(model: nn.Module) -> list[str]:
+    """Paths of a model's blocks and of the modules around them, in the order in which they run."""
+    from gulliver.parallel.pipeline.stack import stack_of, units_of
+
+    stack = stack_of(model)
+    around = units_of(model, stack)
+    last = len(stack.blocks) - 1
+    before = [unit.path for unit in around if unit.home != last or last == 0]
+    after = [unit.path for unit in around if unit.path not in before]
+    return [*before, *stack.blocks, *after]
+
+
+def group_units(model: nn.Module, paths: Sequence[str]) -> list[WeightUnit]:
+    """Finds the tensors of modules; one that several have is an object of its own."""
+    known = dict(model.named_modules(remove_duplicate=False))
+    modules = [(path, known[path]) for path in paths]
+    tensors: dict[int, ResidentTensor] = {}
+    owners: dict[int, set[int]] = {}
+    found: list[tuple[str, nn.Module, list[int], list[QuantizedLayer]]] = []
+    for number, (path, module) in enumerate(modules):
+        mine, quantised = [], []
+        for inner in module.modules():
+            if isinstance(inner, QuantizedLayer):
+                quantised.append(inner)
+            for kind, name, tensor in _tensors(inner):
+                held = tensors.setdefault(id(tensor), ResidentTensor(tensor.shape, tensor.dtype))
+                if (inner, kind, name) not in held.users:
+                    held.users.append((inner, kind, name))
+                owners.setdefault(id(tensor), set()).add(number)
+                mine.append(id(tensor))
+        if mine:
+            found.append((path, module, list(dict.fromkeys(mine)), quantised))
+    shared = {
+        key: WeightObject("shared weights", [tensors[key]])
+        for key in owners
+        if len(owners[key]) > 1
+    }
+    made = []
+    for path, module, keys, quantised in found:
+        objects = [shared[key] for key in keys if key in shared]
+        own = [tensors[key] for key in keys if key not in shared]
+        if own:
+            objects.append(WeightObject(path, own))
+        made.append(WeightUnit(path, module, objects, quantised))
+    inside = {id(inner) for _, module in modules for inner in module.modules()}
+    for path, inner in model.named_modules():
+        if id(inner) not in inside and any(True for _ in _tensors(inner)):
+            raise GulliverError(
+                f"{path or type(model).__name__} has weights outside of the blocks and the modules "
+                "around them, which cannot come from a disk: leave memory= out"
+            )
+    return made
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield "_parameters", name, parameter
+    if isinstance(module, QuantizedLayer):
+        for name in ("weight", "weight_scale"):
+            value = module._buffers[name]
+            assert value is not None
+            yield "_buffers", name, value
+
+
+def choose_depth(
+    sizes: Sequence[int], budget: int, rates: TierRates | None = None
+) -> LookAheadDepth:
+    """Chooses how many layers are brought ahead: each of them is one that cannot stay."""
+    # A step of decoding reads every weight from memory once, which is what it takes to compute.
+    whole, largest = sum(sizes), max(sizes)
+    if whole <= budget:
+        return LookAheadDepth(0, 0, None, "all of them stay")
+    cluster = current_cluster(1)
+    rates = rates or disk_rates(cluster)
+    most = min(DEEPEST, len(sizes) - 1, max(0, budget // largest - 1))
+    options = []
+    for units in range(most + 1):
+        streamed = _streamed(sizes, budget - (1 + units) * largest)
+        moved = sum(sizes[u] for u in streamed)
+        if rates is None:
+            options.append((units != min(1, most), moved, units, None))
+            continue
+        visits = _visits(sizes, streamed, units, cluster.device.memory_rate)
+        seconds = tiered_seconds(visits, rates).step
+        options.append((seconds, moved, units, seconds))
+    _, moved, units, seconds = min(options)
+    tried = ", ".join(f"{o[2]} ahead {seconds_text(o[3])}" for o in options[:4] if o[3] is not None)
+    why = f"{size_text(moved)} of {size_text(whole)} come from the disk in each step, {units} "
+    why += "layers ahead" + (f" (predicted of a step: {tried})" if tried else "")
+    return LookAheadDepth(units, moved, seconds, why)
+
+
+def _streamed(sizes: Sequence[int], room: int) -> list[int]:
+    """Units that do not fit into `room`, spread evenly over the forward."""
+    kept = 0
+    order = sorted(range(len(sizes)), key=lambda n: (n * 0.6180339887498949) % 1)
+    streamed = []
+    for unit in order:
+        if kept + sizes[unit] <= room:
+            kept += sizes[unit]
+        else:
+            streamed.append(unit)
+    return sorted(streamed)
+
+
+def _visits(
+    sizes: Sequence[int], streamed: Sequence[int], ahead: int, memory_rate: float
+) -> list[Visit]:
+    """The uses of units in a step, each streamed one sent for `ahead` streamed ones before."""
+    count = len(sizes)
+    transfers: list[list[Transfer]] = [[] for _ in sizes]
+    for place, unit in enumerate(streamed):
+        if ahead == 0:
+            transfers[unit].append(Transfer(sizes[unit]))
+            continue
+        # Its room is that of the streamed unit `ahead` places before it, free once that has run.
+        earlier = streamed[(place - ahead) % len(streamed)]
+        begin = (earlier + 1) % count if len(streamed) > ahead else (unit + 1) % count
+        transfers[begin].append(Transfer(sizes[unit], until=(unit - begin) % count))
+    return [
+        Visit(size / memory_rate, tuple(moves))
+        for size, moves in zip(sizes, transfers, strict=True)
+    ]
+
+
+def disk_folder(given: Path | str | None) -> Path:
+    """The folder of a disk store."""
+    folder = Path(tempfile.gettempdir() if given is None else given)
+    check_disk_folder(folder)
+    if given is None and file_system(folder) in IN_MEMORY:
+        raise GulliverError(
+            f"temporary files lie in memory ({folder}), which saves none: name a folder on a local "
+            "disk, disk=FOLDER"
+        )
+    return folder
+
+
+def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory: NaN, or zeros of integers, whose scales are NaN."""
+    # If a model reads a weight outside of its unit's forward, its logits are NaN, which ends
+    # requests with an error: never a wrong answer.
+    value = torch.zeros((), dtype=dtype)
+    if dtype.is_floating_point:
+        value.fill_(math.nan)
+    return value.expand(shape)
+
+
+def _placed(one: WeightObject) -> ManagedTensor:
+    assert one.placed is not None
+    return one.placed

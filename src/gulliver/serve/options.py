@@ -1,0 +1,111 @@
+"""Options of a served model and of its engine, for `LLM`, the command line and files.
+
+Nothing here imports torch at its top: ``gulliver serve --help`` reads this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_1, Options, Range, byte_size
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """How a folder's model is loaded, where its weights lie, and what guesses tokens.
+
+    Attributes:
+        dtype: Dtype of the weights; that of the files by default.
+        quantize: Read the weights into int8 or int4, as `gulliver.replace_module` does.
+        context: Most tokens of prompt and answer; the model's own by default.
+        cache_bytes: Memory for keys and values, such as 4GiB; by default what sequences need, at
+            most half.
+        cache_tokens: The same as a number of tokens.
+        memory: Memory of weights, keys and values in each process, such as 6GiB; the rest is on a
+            disk.
+        disk: Folder on a local disk for those weights; that of temporary files by default.
+        tensor: Ranks that each layer is cut over.
+        pipeline: Stages that the layers are dealt to, each on that many ranks.
+        speeds: Relative speeds of the stages; equal ones by default.
+        timeout_s: Seconds after which a silent rank is lost; 60 by default, 600 with memory.
+        speculation: Drafts: ngram, suffix, or the folder of a draft; answers stay the same.
+    """
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    quantize: Literal["int8", "int8_dynamic", "int4"] | None = None
+    context: Annotated[int | None, Range(2)] = None
+    cache_bytes: int | str | None = None
+    cache_tokens: Annotated[int | None, AT_LEAST_1] = None
+    memory: int | str | None = None
+    disk: Path | None = None
+    tensor: Annotated[int, Range(1, 1024)] = 1
+    pipeline: Annotated[int, Range(1, 1024)] = 1
+    speeds: tuple[float, ...] | None = None
+    timeout_s: Annotated[float | None, Range(0.1, 86400)] = None
+    speculation: str | Path | None = None
+
+    def check_combinations(self) -> None:
+        """Refuses options that have no effect without another one."""
+        super().check_combinations()
+        if self.disk is not None and self.memory is None:
+            raise GulliverError(f"disk={str(self.disk)!r} needs memory=: what fits it stays there")
+        if self.speeds and self.pipeline == 1:
+            raise GulliverError(f"speeds={self.speeds} are of stages: give pipeline= as well")
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that compute."""
+        return self.tensor * self.pipeline
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds of silence after which a rank counts as lost."""
+        if self.timeout_s is not None:
+            return self.timeout_s
+        # A step that reads weights from a disk may take minutes.
+        return 60.0 if self.memory is None else 600.0
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of weights, keys and values in each process."""
+        if self.memory is None:
+            return None
+        import torch
+
+        from gulliver.serve.weights import free_bytes
+
+        return byte_size("memory", self.memory, free_bytes(torch.device("cpu")))
+
+
+@dataclass(frozen=True)
+class EngineOptions(Options):
+    """Limits of an engine.
+
+    Attributes:
+        step_tokens: Most tokens of a batch; longer prompts are computed in chunks, so that
+            sequences that are being continued never wait for a whole prompt. By default 512, or
+            one for each of more sequences.
+        sequences: Most answers that run at a time; more requests wait.
+        share_prefixes: Compute equal beginnings of prompts once.
+    """
+
+    step_tokens: Annotated[int | None, AT_LEAST_1] = None
+    sequences: Annotated[int, Range(1, 4096)] = 64
+    share_prefixes: bool = True
+
+    def check_combinations(self) -> None:
+        """Refuses a step without room for a token of each sequence."""
+        super().check_combinations()
+        if self.step_tokens is not None and self.step_tokens < self.sequences:
+            raise GulliverError(
+                f"step_tokens={self.step_tokens} is less than sequences={self.sequences}, each of "
+                "which takes a token of a step: give as many or more"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a batch."""
+        return self.step_tokens or max(512, self.sequences)

@@ -1,0 +1,486 @@
+"""`RanksRunner`: sends batches to the ranks, collects their logits, notices who is late or lost."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.comm.launcher import listen_on_localhost
+from gulliver.errors import GulliverError
+from gulliver.serve.batch import Batch, Facts, RunnerLost
+from gulliver.serve.options import ModelOptions
+from gulliver.serve.ranks.layout import Layout, plan_ranks
+from gulliver.serve.ranks.worker import RankMessage
+from gulliver.serve.weights import BLOCK, check_memory
+
+GRACE_S = 1.0
+"""Longest wait, once a rank has failed, for what others say of it: an error that a rank has by
+itself is message, not that connections to it broke."""
+BROKEN = ("connection closed", "connection reset", "broken pipe", "timed out", "gloo")
+RECENT = 16
+"""Batches that the number in flight is chosen by."""
+
+
+class Crew(Protocol):
+    """The processes of the ranks."""
+
+    @property
+    def links(self) -> Sequence[Any]:
+        """Connections to the ranks, in their order."""
+        ...
+
+    def fate(self, rank: int) -> str:
+        """Describes how a rank ended whose connection has closed."""
+        ...
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        ...
+
+    def restarted(self) -> RanksRunner:
+        """Starts the ranks again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Seconds of a batch at its servers."""
+
+    # Seconds of compute by stage.
+    stages: tuple[float, ...]
+    # Seconds from a stage to the next, where the next one was waiting; 0 where it was not and the
+    # link was covered.
+    links: tuple[float, ...]
+
+
+def best_in_flight(seen: Sequence[Seen], stages: int) -> int:
+    """Number of batches in flight that keep the slowest server busy."""
+    # A batch passes stages and links one after the other, and each works on another batch
+    # meanwhile: m batches take sum + (m - 1) x slowest seconds. The slowest server is never idle
+    # when the batches in flight cover the whole way: sum / slowest, rounded up. The seconds are
+    # those that the ranks measure.
+    if stages == 1:
+        return 1
+    servers = 2 * stages - 1
+    if not seen:
+        return servers
+    by_server = zip(*((*one.stages, *one.links) for one in seen), strict=True)
+    mean = [sum(values) / len(values) for values in by_server]
+    slowest = max(mean)
+    # One more, for the controller, which draws tokens between the last stage and the first.
+    return servers if slowest <= 0 else min(math.ceil(sum(mean) / slowest - 1e-9) + 1, servers + 1)
+
+
+class RanksRunner:
+    """A model that runs on several ranks."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        layout: Layout,
+        timeout_s: float = 60.0,
+        start_s: float = 600.0,
+        block_size: int = 16,
+        max_in_flight: int | None = None,
+    ) -> None:
+        self.layout, self._crew, self._timeout_s = layout, crew, timeout_s
+        self._fixed = max_in_flight
+        # Seconds of the last batches.
+        self.seen: deque[Seen] = deque(maxlen=RECENT)
+        self._messages: queue.Queue[tuple[int, RankMessage | None]] = queue.Queue()
+        self._out = [queue.SimpleQueue() for _ in range(layout.ranks)]
+        self._logits: dict[int, Tensor] = {}
+        self._done: dict[int, dict[int, tuple[float, float, float]]] = {}
+        self._in_flight: deque[int] = deque()
+        self._closed = False
+        self._receiving, self._transmitting = (
+            [
+                threading.Thread(target=target, args=(rank, link), daemon=True)
+                for rank, link in enumerate(crew.links)
+            ]
+            for target in (self._receive, self._transmit)
+        )
+        for thread in (*self._receiving, *self._transmitting):
+            thread.start()
+        try:
+            sizes = self._all("sizes", start_s)
+            blocks = min(one.blocks for one in sizes)
+            vocabulary = max(one.vocabulary for one in sizes)
+            self.facts = Facts(vocabulary, sizes[0].context, blocks, block_size)
+            self._send(blocks)
+            self._all("ready", start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_in_flight(self) -> int:
+        """Batches that should be in flight: as many as cover the slowest server."""
+        return self._fixed or best_in_flight(self.seen, self.layout.stages)
+
+    def submit(self, batch: Batch) -> None:
+        """Sends a batch to all ranks."""
+        self._in_flight.append(batch.ticket)
+        self._send(batch)
+
+    def collect(self) -> Tensor:
+        """Waits for the logits of the oldest batch."""
+        ticket = self._in_flight[0]
+        while ticket not in self._logits:
+            self._handle_next(self._timeout_s)
+        self._in_flight.popleft()
+        return self._logits.pop(ticket)
+
+    def restarted(self) -> RanksRunner:
+        """Ends the ranks and starts others in their place; their caches are empty."""
+        self.close()
+        return self._crew.restarted()
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        if not self._closed:
+            self._closed = True
+            for one in self._out:
+                one.put(_END)
+            # A rank that has stopped takes nothing more, and is killed.
+            _join(self._transmitting)
+            # Nobody reads a connection when it is closed: its number may be another's at once.
+            for link in self._crew.links:
+                _hang_up(link)
+            _join(self._receiving)
+            self._crew.close()
+
+    # Threads
+
+    def _receive(self, rank: int, link: Any) -> None:
+        # A pipe to a process that has stopped fills up, and would stop the controller too. So each
+        # rank has a thread that sends and one that receives, and the controller waits on a queue,
+        # with a timeout.
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self._messages.put((rank, link.recv()))
+        self._messages.put((rank, None))
+
+    def _transmit(self, rank: int, link: Any) -> None:
+        with contextlib.suppress(OSError):
+            while (said := self._out[rank].get()) is not _END:
+                link.send(said)
+            link.send(None)
+
+    # What ranks say
+
+    def _send(self, value: Any) -> None:
+        for one in self._out:
+            one.put(value)
+
+    def _all(self, what: str, timeout_s: float) -> list[Any]:
+        """Waits for a message of each rank."""
+        found: dict[int, Any] = {}
+        while len(found) < self.layout.ranks:
+            missing = next(r for r in range(self.layout.ranks) if r not in found)
+            rank, message = self._next(timeout_s, self.layout.named(missing))
+            if message.what == what:
+                found[rank] = message.value
+        return [found[rank] for rank in range(self.layout.ranks)]
+
+    def _handle_next(self, timeout_s: float) -> None:
+        rank, message = self._next(timeout_s)
+        if message.what == "logits":
+            shape, content = message.value
+            array = np.frombuffer(bytearray(content), dtype=np.float32)
+            self._logits[message.ticket] = torch.from_numpy(array).view(shape)
+        elif message.what == "done":
+            self._note(rank, message)
+
+    def _next(self, timeout_s: float, late: str | None = None) -> tuple[int, RankMessage]:
+        """Waits for the next message."""
+        try:
+            rank, message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RunnerLost(
+                f"{late or self._late()} has said nothing for {timeout_s:g} s: it is too slow, "
+                "stopped or cut off"
+            ) from None
+        if message is None or message.what == "failed":
+            raise RunnerLost(self._failure(rank, message))
+        return rank, message
+
+    def _failure(self, rank: int, message: RankMessage | None) -> str:
+        """Describes the first failure: an error of a rank's own rather than a broken connection."""
+        found = [(rank, message)]
+        end = time.monotonic() + GRACE_S
+        while (left := end - time.monotonic()) > 0 and _rank(*found[-1]) > 0:
+            with contextlib.suppress(queue.Empty):
+                other, word = self._messages.get(timeout=left)
+                if word is None or word.what == "failed":
+                    found.append((other, word))
+        rank, message = min(found, key=lambda one: _rank(*one))
+        if message is None:
+            return f"{self.layout.named(rank)} {self._crew.fate(rank)}"
+        return f"{self.layout.named(rank)} failed: {message.value}"
+
+    def _note(self, rank: int, message: RankMessage) -> None:
+        """Notes the seconds of a batch; when all ranks have reported, those of its servers."""
+        ranks = self._done.setdefault(message.ticket, {})
+        ranks[rank] = message.value
+        if len(ranks) < self.layout.ranks:
+            return
+        del self._done[message.ticket]
+        layout = self.layout
+        by_stage = [[ranks[r] for r in layout.members(stage)] for stage in range(layout.stages)]
+        stages = tuple(max(done - got for _, got, done in stage) for stage in by_stage)
+        ends = [max(done for *_, done in stage) for stage in by_stage]
+        # A stage that was waiting saw the link at work; the others had what came in time.
+        links = tuple(
+            max((got - max(end, began) for began, got, _ in stage), default=0.0)
+            for end, stage in zip(ends, by_stage[1:], strict=False)
+        )
+        self.seen.append(Seen(stages, tuple(max(0.0, link) for link in links)))
+
+    def _late(self) -> str:
+        """Names the first rank that has not done the oldest batch."""
+        ticket = self._in_flight[0]
+        done = self._done.get(ticket, {})
+        rank = next((r for r in range(self.layout.ranks) if r not in done), self.layout.ranks - 1)
+        return f"{self.layout.named(rank)}, which has batch {ticket},"
+
+
+_END = object()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    end = time.monotonic() + GRACE_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _hang_up(link: Any) -> None:
+    """Shuts a connection down for its readers, without closing it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _rank(rank: int, message: RankMessage | None) -> int:
+    """0 for an error of its own, 1 for a death, 2 for a connection that broke."""
+    del rank
+    if message is None:
+        return 1
+    text = str(message.value).lower()
+    return 2 if any(word in text for word in BROKEN) else 0
+
+
+# Starting the ranks of a model on this machine, and ending them.
+#
+# Each rank is a Python of its own, ``python -m gulliver.serve.ranks``: a script needs no guard
+# around its main part, as it would for processes that import it. What a rank must know comes
+# through its standard input. It connects to the controller by a socket of this machine with a
+# secret, and to the other ranks by gloo on the loopback interface. A rank ends when its connection
+# to the controller does, however the controller ended.
+
+
+ENDING_S = 5.0
+"""Longest wait for a rank to end by itself."""
+START_S = 600.0
+"""Longest time for the ranks to start and load."""
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What a rank receives as it starts."""
+
+    address: str
+    secret: bytes
+    # File through which the ranks meet.
+    store: str
+    rank: int
+    folder: Path
+    options: ModelOptions
+    # Ranks of the model, and what each has.
+    layout: Layout
+    # Sequences that run at a time.
+    sequences: int
+    # Threads that it computes with.
+    threads: int
+    # Where Python looks for modules.
+    paths: list[str]
+
+
+def start_ranks(
+    folder: Path, options: ModelOptions, sequences: int, max_in_flight: int | None = None
+) -> RanksRunner:
+    """Starts the ranks of a folder's model, which `check_options` has looked at."""
+    if options.limit is None:
+        check_memory(folder, options.dtype, options.quantize)
+    layout = plan_ranks(folder, options.dtype, options.tensor, options.pipeline, options.speeds)
+    return Processes(folder, options, layout, sequences, max_in_flight).runner()
+
+
+class Processes:
+    """The ranks as processes of this machine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: ModelOptions,
+        layout: Layout,
+        sequences: int,
+        max_in_flight: int | None,
+    ) -> None:
+        self._given = folder, options, layout, sequences, max_in_flight
+        self._layout, self._options, self._max_in_flight = layout, options, max_in_flight
+        self._meeting = tempfile.TemporaryDirectory(prefix="gulliver-ranks-")
+        self._secret = secrets.token_bytes(32)
+        self.links: Sequence[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+        listener = Listener(str(Path(self._meeting.name) / "controller"), authkey=self._secret)
+        try:
+            self._start(listener, folder, sequences)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            listener.close()
+
+    def runner(self) -> RanksRunner:
+        """Waits for the ranks to load."""
+        return RanksRunner(
+            *(self, self._layout, self._options.patience_s, START_S, BLOCK, self._max_in_flight)
+        )
+
+    def _start(self, listener: Listener, folder: Path, sequences: int) -> None:
+        count = self._layout.ranks
+        threads = max(1, (os.cpu_count() or 1) // count)
+        listen_on_localhost()
+        for rank in range(count):
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "gulliver.serve.ranks"],
+                    stdin=subprocess.PIPE,
+                    env=environment,
+                    # Ctrl-C is the controller's: it ends them.
+                    start_new_session=True,
+                )
+            )
+            order = RankOrder(
+                *(str(listener.address), self._secret, str(Path(self._meeting.name) / "store")),
+                *(rank, folder.resolve(), self._options, self._layout, sequences, threads),
+                [path for path in sys.path if path],
+            )
+            entry = self._processes[-1].stdin
+            assert entry is not None
+            with contextlib.suppress(BrokenPipeError):
+                pickle.dump(order.paths, entry)
+                pickle.dump(order, entry)
+                entry.close()
+        found: dict[int, Connection] = {}
+        while len(found) < count:
+            link = self._accepted(listener, [r for r in range(count) if r not in found])
+            found[link.recv()] = link
+        self.links = [found[rank] for rank in range(count)]
+
+    def _accepted(self, listener: Listener, missing: Sequence[int]) -> Connection:
+        """Waits for one rank to connect."""
+        found: list[Connection] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError, EOFError):
+                found.append(listener.accept())
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.1)
+            dead = next((r for r in missing if self._processes[r].poll() is not None), None)
+            if dead is not None and not found:
+                raise GulliverError(
+                    f"{self._layout.named(dead)} {self.fate(dead)} as it started: its error stands "
+                    "above"
+                )
+        if not found:
+            raise GulliverError("a rank could not connect to the controller")
+        return found[0]
+
+    def fate(self, rank: int) -> str:
+        """Describes how a rank ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(ENDING_S)
+        code = self._processes[rank].returncode
+        if code is None:
+            return "has closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """Ends the ranks: they are asked to, and killed where they do not."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S if self.links else 0.1)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self._meeting.cleanup()
+
+    def restarted(self) -> RanksRunner:
+        """Starts other ranks in the place of these."""
+        self.close()
+        return Processes(*self._given).runner()
+
+
+def serve_rank(order: Any) -> None:
+    """Runs a rank: loads its part and works until the controller ends it."""
+    import torch
+    import torch.distributed as dist
+
+    from gulliver.comm.world import World, adopt_world
+    from gulliver.serve.ranks.worker import serve
+
+    link = Client(order.address, authkey=order.secret)
+    link.send(order.rank)
+    torch.set_num_threads(order.threads)
+    count = order.layout.ranks
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(order.store, count),
+        rank=order.rank,
+        world_size=count,
+        # The controller decides who is late: this is for ranks that it could not end.
+        timeout=timedelta(seconds=START_S),
+    )
+    adopt_world(World(order.rank, count, order.rank, torch.device("cpu")))
+    serve(link, order.folder, order.options, order.layout, order.rank, order.sequences, BLOCK)
+    os._exit(0)

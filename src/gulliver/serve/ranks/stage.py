@@ -1,0 +1,178 @@
+"""`StageModel`: one rank's part of a model, over its own pages.
+
+The training side cuts the model (`make_stage`, `apply_tensor`); its own forward runs, in which
+blocks of other stages do nothing. Keys and values of a rank are those of its layers and its heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.layout.even import deal
+from gulliver.parallel.pipeline.stack import Stack, cut, stack_of
+from gulliver.parallel.pipeline.stage import make_stage
+from gulliver.parallel.tensor.apply import apply_tensor
+from gulliver.parallel.tensor.plan import plan_tensor
+from gulliver.quantize.files import quantize_like
+from gulliver.serve.attention import ModelShape, arguments_of, forward, inputs_of, measure
+from gulliver.serve.batch import Batch
+from gulliver.serve.local import PagedModel
+from gulliver.serve.offload import unit_paths
+from gulliver.serve.options import ModelOptions
+from gulliver.serve.ranks.layout import Layout
+from gulliver.serve.weights import (
+    Filling,
+    Source,
+    build_on_meta,
+    cache_blocks,
+    context_of,
+    fill_model,
+    is_quantised,
+    kept_dtype,
+)
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """What a rank reports before it takes memory for its cache."""
+
+    # Columns of the logits; 0 on a stage without them.
+    vocabulary: int
+    # Most tokens of a sequence; None where positions have no end.
+    context: int | None
+    # Most blocks of the cache that this rank has memory for.
+    blocks: int
+
+
+class StageModel:
+    """A rank's part of a folder's model."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: ModelOptions,
+        layout: Layout,
+        rank: int,
+        group: RankGroup = ALONE,
+    ) -> None:
+        self.place, self.layout = layout.place(rank), layout
+        dtype = kept_dtype(folder, options.dtype)
+        self._model: Any = build_on_meta(folder, dtype)
+        self.width, self.dtype = int(self._model.config.hidden_size), dtype
+        self._forward = None
+        # The first forward of a stage looks for what leaks past the carry.
+        self._looks = True
+        paths, quantised = unit_paths(self._model), is_quantised(folder)
+        with Source(folder, self._model) as source:
+            stack = stack_of(self._model)
+            if quantised:
+                # Of the whole: a stage does not have all the layers that the file names.
+                quantize_like(self._model, folder)
+            slopes = self._cut(group, stack)
+            filling = Filling(self._model, source, options.quantize, quantised, group)
+            streamed = fill_model(self._model, paths, filling, options)
+        for path, value in slopes.items():
+            self._model.get_submodule(path).gulliver_slopes = value.to(dtype)
+        self.shape = self._measure()
+        self._paged = PagedModel(self._model, self.shape, streamed, torch.device("cpu"))
+        self._paged.end_step()
+
+    def _cut(self, group: RankGroup, stack: Stack) -> dict[str, Tensor]:
+        """Cuts the model on meta to this rank's part; returns the slopes of its heads."""
+        layout, slopes = self.layout, _slopes(self._model)
+        plan = plan_tensor(self._model, layout.tensor) if layout.tensor > 1 else None
+        found = None
+        if layout.stages > 1:
+            at = [b - a for a, b in zip(layout.bounds, layout.bounds[1:], strict=False)]
+            found = cut(self._model, stack, layout.stages, at=at)
+        if plan is not None:
+            apply_tensor(self._model, plan, group)
+        if found is not None:
+            ranks = RankGroup(tuple(range(layout.stages)), self.place.stage)
+            numbers = [[stage] for stage in range(layout.stages)]
+            self._forward = make_stage(self._model, stack, found, ranks, numbers).stage_forward
+            if self._forward.extra == -1:
+                # To find out, blocks would run on meta, where there are no pages. All served ones
+                # return a plain tensor; one that does not is refused as it runs.
+                self._forward.extra = None
+        kept = dict(self._model.named_modules())
+        mine = {}
+        for path, value in slopes.items():
+            if hasattr(kept.get(path), "num_heads"):
+                sizes = deal(len(value), group.size)
+                mine[path] = value.split(list(sizes))[group.rank]
+        return mine
+
+    @property
+    def last(self) -> bool:
+        """Whether logits come from this stage."""
+        return self.place.stage == self.layout.stages - 1
+
+    def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
+        """What this rank has memory for."""
+        context = context_of(self._model.config, options.context)
+        blocks = cache_blocks(
+            *(self.shape.token_bytes, torch.device("cpu"), context, sequences, options),
+            *(block_size, self._paged.budget, self.layout.ranks),
+        )
+        return RankSizes(self.shape.vocabulary, context, blocks)
+
+    def take_cache(self, blocks: int, block_size: int) -> None:
+        """Takes memory for the cache; from now on batches can be run."""
+        self._paged.take_cache(blocks, block_size)
+
+    @torch.no_grad()
+    def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
+        """Runs a batch through this rank's layers."""
+        # No inference mode: sums over ranks are finished in place by a thread of `gulliver.comm`,
+        # and what was made in inference mode on one thread cannot be changed on another.
+        pages = self._paged.pages
+        assert pages is not None, "the cache has been taken"
+        pages.begin(batch)
+        tokens, wanted = inputs_of(batch)
+        out = self._call(tokens, pages.positions, wanted, carry)
+        self._paged.end_step()
+        return out[: batch.outputs] if self.last else out
+
+    def _call(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor, carry: Tensor | None
+    ) -> Tensor:
+        if self._forward is None:
+            return forward(self._model, tokens, positions, wanted)
+        carries = () if carry is None else (carry,)
+        more = arguments_of(self._model, positions, wanted)
+        given = (self._model, self.place.stage, carries, (tokens[None],), more)
+        out: Any = self._forward.forward(*given, look=self._looks)
+        self._looks = False
+        return out.logits[0].float() if self.last else out[0].contiguous()
+
+    @torch.no_grad()
+    def _measure(self) -> ModelShape:
+        """Shapes of this rank's keys and values, by a forward of one token."""
+        one = torch.zeros(1, dtype=torch.int64)
+        # A stage behind the first is given hidden states of zeros.
+        carry = None if self.place.stage == 0 else torch.zeros(1, 1, self.width, dtype=self.dtype)
+        layers = range(*self.layout.bounds[self.place.stage : self.place.stage + 2])
+        return measure(self._model, lambda: self._call(one, one, one, carry), layers, self.last)
+
+    def close(self) -> None:
+        """Frees memory."""
+        self._paged.close()
+
+
+def _slopes(model: Any) -> dict[str, Tensor]:
+    """Slopes of ALiBi by attention module: those of a rank are its heads' of the whole."""
+    found = {}
+    for path, module in model.named_modules():
+        if type(module).__name__ == "BloomAttention":
+            from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+            ones = torch.ones(1, 2)
+            found[path] = build_alibi_tensor(ones, module.num_heads, torch.float32)[:, 0, 1]
+    return found

@@ -1,0 +1,200 @@
+"""`work`: what a rank does: commands in, carries from stage to stage, logits out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.comm.messages import Messages, post
+from gulliver.errors import GulliverError
+from gulliver.serve.batch import Batch
+from gulliver.serve.options import ModelOptions
+from gulliver.serve.ranks.layout import Layout
+from gulliver.serve.ranks.stage import StageModel
+
+CARRY_TAG = 310
+"""Tag of carries; they are taken in the order in which they were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """What a rank tells the controller."""
+
+    # ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
+    what: str
+    # The batch that it is about, or -1.
+    ticket: int = -1
+    # Sizes, logits as ``(shape, bytes)``, or the text of an error; of ``done`` the seconds, on a
+    # clock that all ranks of the machine share, at which the rank began to wait for the batch, had
+    # it, and had computed it.
+    value: Any = None
+
+
+class Runs(Protocol):
+    """A stage as the worker sees it: `StageModel`, or a stand-in."""
+
+    width: int
+    dtype: torch.dtype
+
+    def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
+        """Runs a batch; see `StageModel.run`."""
+        ...
+
+
+@dataclass
+class _Waiting:
+    """A batch that this rank knows and has not run."""
+
+    batch: Batch
+    carry: Tensor | None
+    arriving: Messages | None
+
+
+def work(
+    link: Connection,
+    model: Runs,
+    layout: Layout,
+    rank: int,
+    world: RankGroup | None = None,
+    before: Callable[[Batch], None] | None = None,
+) -> None:
+    """Runs batches in the order of their tickets until the controller ends it."""
+    _Worker(link, model, layout, rank, world, before).run()
+
+
+class _Worker:
+    def __init__(
+        self,
+        link: Connection,
+        model: Runs,
+        layout: Layout,
+        rank: int,
+        world: RankGroup | None,
+        before: Callable[[Batch], None] | None,
+    ) -> None:
+        self._link, self._model, self._before = link, model, before
+        place = layout.place(rank)
+        ranks = world.ranks if world is not None else tuple(range(layout.ranks))
+        self._group = None if world is None else world.process_group
+        self._first = place.stage == 0
+        self._last = place.stage == layout.stages - 1
+        self._previous = None if self._first else ranks[rank - layout.tensor]
+        self._next = None if self._last else ranks[rank + layout.tensor]
+        self._speaks = self._last and place.tensor == 0
+        self._waiting: deque[_Waiting] = deque()
+        self._sent: deque[Messages] = deque()
+        self._ticket: int | None = None
+
+    def run(self) -> None:
+        """See `work`."""
+        while self._listen():
+            self._run(self._waiting.popleft())
+
+    def _listen(self) -> bool:
+        """Takes all commands that have come; waits for one where there is nothing to do."""
+        while self._link.poll(None if not self._waiting else 0.0):
+            try:
+                batch = self._link.recv()
+            except EOFError:
+                return False
+            if batch is None:
+                return False
+            self._take(batch)
+        return True
+
+    def _take(self, batch: Batch) -> None:
+        # The controller sends each batch to all ranks, several ahead. The receive of a carry is
+        # posted as soon as its batch is known, which says how many tokens come: so a stage's send
+        # never waits for its receiver, and a link carries one batch while the stages compute
+        # others. Ticket order is that of EnergonAI (arXiv 2209.02341); its endless wait for a lost
+        # command is an error here.
+        if self._ticket is not None and batch.ticket != self._ticket:
+            raise GulliverError(
+                f"batch {batch.ticket} came where batch {self._ticket} was expected: a command was "
+                "lost"
+            )
+        self._ticket = batch.ticket + 1
+        if self._previous is None:
+            self._waiting.append(_Waiting(batch, None, None))
+            return
+        carry = torch.empty(1, batch.tokens, self._model.width, dtype=self._model.dtype)
+        arriving = post([(self._previous, carry)], [], self._group, CARRY_TAG)
+        self._waiting.append(_Waiting(batch, carry, arriving))
+
+    def _run(self, one: _Waiting) -> None:
+        began = time.monotonic()
+        if one.arriving is not None:
+            one.arriving.wait()
+        got = time.monotonic()
+        if self._before is not None:
+            self._before(one.batch)
+        out = self._model.run(one.batch, one.carry)
+        done = time.monotonic()
+        if self._speaks:
+            content = out.contiguous().numpy().tobytes()
+            self._link.send(RankMessage("logits", one.batch.ticket, (tuple(out.shape), content)))
+        elif self._next is not None:
+            self._sent.append(post([], [(self._next, out)], self._group, CARRY_TAG))
+            # What was sent before the pipeline has come round has arrived.
+            while len(self._sent) > KEPT:
+                self._sent.popleft().wait()
+        self._link.send(RankMessage("done", one.batch.ticket, (began, got, done)))
+
+
+KEPT = 64
+"""Sends that may be pending: more than there are batches in flight."""
+
+
+# `serve`: a rank's life: it loads its part, says what it has room for, and works.
+
+
+def serve(
+    link: Any,
+    folder: Path,
+    options: ModelOptions,
+    layout: Layout,
+    rank: int,
+    sequences: int,
+    block_size: int,
+    before: Callable[[Batch], None] | None = None,
+) -> None:
+    """Runs a rank until the controller ends it; errors are sent to the controller."""
+    # Every rank of the layout calls it, in a world whose first ranks are those of the layout.
+    try:
+        group = tensor_group(layout, rank)
+        model = StageModel(folder, options, layout, rank, group)
+        link.send(RankMessage("sizes", value=model.sizes(options, block_size, sequences)))
+        blocks = link.recv()
+        if blocks is None:
+            return
+        model.take_cache(blocks, block_size)
+        link.send(RankMessage("ready"))
+        world = RankGroup(tuple(range(layout.ranks)), rank)
+        work(link, model, layout, rank, world, before)
+        model.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the controller has gone
+    except Exception as error:
+        text = " ".join(str(error).split())[:500] or type(error).__name__
+        with contextlib.suppress(OSError):  # the controller may have gone meanwhile
+            link.send(RankMessage("failed", value=text))
+
+
+def tensor_group(layout: Layout, rank: int) -> RankGroup:
+    """The tensor ranks of a rank's stage; every rank of the layout calls it."""
+    if layout.tensor == 1:
+        return ALONE
+    mine = layout.members(layout.place(rank).stage)
+    group: Any = dist.new_group(list(mine), use_local_synchronization=True)
+    return RankGroup(mine, mine.index(rank), group)

@@ -1,0 +1,223 @@
+"""`AnswerText`: tokens to text, as they come.
+
+A token may be part of a character, and a stop text may begin in one token and end in another. So
+text is given out only when later tokens cannot change it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.serve.batch import Facts
+from gulliver.serve.sampling import SamplingParameters
+
+UNFINISHED = "\ufffd"
+"""What tokenizers write for bytes that are not a whole character yet."""
+
+
+class AnswerText:
+    """Text of one answer."""
+
+    # [Note: text of a token] Tokenizers write a token differently after others (a space in front,
+    # one character of several tokens), so that texts of single tokens do not add up. What the last
+    # tokens add is the text of a few tokens before them and of them, without the text of those
+    # before alone.
+
+    def __init__(self, tokenizer: Any | None, stop: Sequence[str], prompt: Sequence[int]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens = list(prompt[-6:])
+        self._before, self._read = 0, len(self._tokens)
+        self._held = ""
+        self.count = 0
+        """Characters so far, those that are held back as well."""
+
+    def forked(self) -> AnswerText:
+        """Another answer to the same prompt, as this one was before its first token."""
+        return AnswerText(self._tokenizer, self._stop, self._tokens[: self._read])
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """Adds a token."""
+        if self._tokenizer is None:
+            return "", False
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._before : self._read])
+        whole = self._decode(self._tokens[self._before :])
+        if len(whole) <= len(before) or whole.endswith(UNFINISHED):
+            return "", False
+        self._before, self._read = self._read, len(self._tokens)
+        return self._released(whole[len(before) :])
+
+    def end(self) -> str:
+        """Ends the answer without a stop text: what was held back is text after all."""
+        if self._tokenizer is None:
+            return ""
+        before = self._decode(self._tokens[self._before : self._read])
+        rest = self._decode(self._tokens[self._before :])[len(before) :]
+        text, _ = self._released(rest) if rest else ("", False)
+        held, self._held = self._held, ""
+        return text + held
+
+    def _decode(self, tokens: list[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _released(self, text: str) -> tuple[str, bool]:
+        """Adds text; what could be the beginning of a stop text is held back."""
+        self.count += len(text)
+        if not self._stop:
+            return text, False
+        self._held += text
+        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if found:
+            text, self._held = self._held[: min(found)], ""
+            return text, True
+        keep = max(_overlap(self._held, stop) for stop in self._stop)
+        text = self._held[: len(self._held) - keep]
+        self._held = self._held[len(text) :]
+        return text, False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+# Prompts as users give them: texts, tokens or conversations, turned into tokens or refused.
+
+
+Prompt = str | Sequence[int]
+_SHORT = 40
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Lists prompts; one alone is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(
+        prompts, Sequence | np.ndarray | Tensor
+    ):
+        raise _no_prompt(prompts)
+    several = list(prompts)
+    return [several] if several and _is_number(several[0]) else several  # type: ignore
+
+
+def tokens_of(prompt: Prompt, tokenizer: Any | None) -> list[int]:
+    """Tokens of a prompt, as the tokenizer encodes a text."""
+    if not isinstance(prompt, str):
+        return _numbers(prompt)
+    if tokenizer is None:
+        raise GulliverError("a prompt that is text needs a tokenizer: give one, or give tokens")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise GulliverError(
+            f"character {error.start} of the prompt is half of a surrogate pair, which is no text"
+        ) from None
+    return list(tokenizer(prompt)["input_ids"])
+
+
+def _is_number(one: Any) -> bool:
+    if isinstance(one, Tensor | np.ndarray):
+        return one.ndim == 0
+    return not isinstance(one, str | Sequence)
+
+
+def _numbers(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | bytearray):
+        raise _no_prompt(prompt)
+    try:
+        tokens = list(prompt)
+        if any(isinstance(token, bool | np.bool_ | str) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise _no_prompt(prompt) from None
+
+
+def _no_prompt(given: Any) -> GulliverError:
+    said = repr(given)
+    said = said if len(said) <= _SHORT else said[:_SHORT] + "..."
+    return GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
+
+
+class RequestError(GulliverError):
+    """A request that cannot be answered; `field` is wrong, and `code` names it for programs."""
+
+    def __init__(self, message: str, field: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field, self.code = field, code
+
+
+def check_request(tokens: Sequence[int], sampling: SamplingParameters, facts: Facts) -> None:
+    """Refuses what the vocabulary, the context or the cache cannot take."""
+    count, longest, wanted = len(tokens), facts.longest, sampling.max_tokens
+    if not tokens:
+        raise RequestError("the prompt is empty: give at least one token", "prompt")
+    for field, given in (("prompt", tokens), ("stop_token_ids", sampling.stop_token_ids)):
+        wrong = next((token for token in given if not 0 <= token < facts.vocabulary), None)
+        if wrong is not None:
+            place = "" if field == "prompt" else f"{field}: "
+            raise RequestError(
+                f"{place}token {wrong} is not in the vocabulary of {facts.vocabulary}", field
+            )
+    if count >= longest:
+        raise RequestError(
+            f"the prompt has {count} tokens and the {facts.what} {longest}: give at most "
+            f"{longest - 1}, so that there is room for an answer",
+            *("prompt", "context_length_exceeded"),
+        )
+    if wanted is not None and count + wanted > longest:
+        raise RequestError(
+            f"max_tokens={wanted} after a prompt of {count} tokens exceeds the {facts.what} of "
+            f"{longest}: give at most {longest - count}",
+            *("max_tokens", "context_length_exceeded"),
+        )
+
+
+def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Tokens of a conversation up to where the answer begins."""
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
+        raise GulliverError(
+            "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
+            "of an instruct model"
+        )
+    for place, message in enumerate(_messages(messages)):
+        for key in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                raise GulliverError(
+                    f"message {place} has no {key}: give dictionaries of role and content, both "
+                    "texts"
+                )
+    from jinja2 import TemplateError
+
+    try:
+        found = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except (TemplateError, ValueError, KeyError, TypeError) as error:
+        raise GulliverError(f"the chat template refuses the conversation: {error}") from None
+    except Exception as error:
+        # A template is an arbitrary program, and may fail in any way.
+        said = f"{type(error).__name__}: {error}"
+        raise GulliverError(f"the chat template fails with this conversation: {said}") from None
+    return list(found["input_ids"])
+
+
+def _messages(messages: Any) -> Sequence[Any]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise GulliverError(
+            f"a conversation is a list of messages, not {type(messages).__name__}: give "
+            '[{"role": "user", "content": ...}]'
+        )
+    return messages

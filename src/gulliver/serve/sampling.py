@@ -1,0 +1,400 @@
+"""`SamplingParameters`: how the tokens of a request are drawn, and when they end."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, Range, check_options
+
+MOST_LOGPROBS = 20
+"""Most alternatives of a token that are returned, as in OpenAI's interface."""
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How the tokens of a request are drawn, and when they end.
+
+    Logits are changed in this order, that of transformers: penalties, temperature, `top_k`,
+    `top_p`, `min_p`. What is drawn is a function of `seed`, the sample's number and the token's
+    place: neither the batch that a request runs in nor preemption changes it.
+
+    Attributes:
+        max_tokens: most tokens to make; None goes on until the context or the cache is full.
+        temperature: 0 takes the likeliest token, 1 the model's own distribution.
+        top_k: draw among this many likeliest tokens; 0 among all.
+        top_p: draw among the fewest likeliest tokens that have this probability together.
+        min_p: draw among tokens of at least this share of the likeliest one's probability.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
+            the prompt or the answer has.
+        presence_penalty: subtracted from the logits of tokens that the answer has.
+        frequency_penalty: subtracted once for each time that the answer has the token.
+        seed: None draws one for each request.
+        n: number of answers, which share the prompt's keys and values.
+        stop: texts that end an answer and are not part of it.
+        stop_token_ids: tokens that end an answer; its text does not have them.
+        ignore_eos: whether the model's own end-of-text tokens are tokens as others.
+        logprobs: None returns no probabilities, 0 those of the tokens taken, k > 0 also those of
+            the k likeliest. They are of the model's own distribution, before any change.
+        speculate: whether tokens may be drafted, where the engine has drafts; no answer depends on
+            it.
+    """
+
+    max_tokens: Annotated[int | None, AT_LEAST_1] = None
+    temperature: Annotated[float, Range(0, 100)] = 1.0
+    top_k: Annotated[int, AT_LEAST_0] = 0
+    top_p: Annotated[float, Range(0, 1, open_below=True)] = 1.0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, Range(0.01, 100)] = 1.0
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    seed: int | None = None
+    n: Annotated[int, Range(1, 128)] = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int | None, Range(0, MOST_LOGPROBS)] = None
+    speculate: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        # Without a prefix: the server says a field's name as its clients know it.
+        check_options(self, "")
+        if not all(self.stop):
+            raise GulliverError("stop is empty: give texts of at least one character")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+
+# What an engine reports of its requests: `Event` by step, `Completion` and `Output` at the end.
+
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""`stop`: an end-of-text token, a stop token or a stop text; `length`: max_tokens, context or cache
+are full; `cancelled`: by `Engine.cancel`; `error`: see `Event.error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """A token and the natural logarithm of its probability under the model."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of an answer.
+
+    Attributes:
+        id: number of the token.
+        logprob: logarithm of its probability under the model; None where `logprobs` is None.
+        likely: the `logprobs` likeliest tokens, the likeliest first.
+        offset: characters of the answer before it, where there are probabilities.
+    """
+
+    id: int
+    logprob: float | None = None
+    likely: tuple[Likely, ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An update of one answer: tokens of a step, or its end.
+
+    Attributes:
+        request: number that `Engine.add` returned.
+        sample: number of the answer among the request's `n`, from 0.
+        tokens: tokens that were added, more than one where drafts were accepted.
+        text: text that is certain now: whole characters, and nothing that could be the beginning
+            of a stop text. Texts of all events of an answer joined are the answer.
+        finish: why the answer ended; None while it goes on.
+        error: message, with `finish="error"`: what is wrong and what would be right.
+        prefix_cached: tokens of the prompt whose keys and values were in the cache; set at the end.
+    """
+
+    request: int
+    sample: int
+    tokens: tuple[Token, ...] = ()
+    text: str = ""
+    finish: FinishReason | None = None
+    error: str | None = None
+    prefix_cached: int = 0
+
+
+@dataclass
+class Completion:
+    """An answer.
+
+    Attributes:
+        text: text without the stop text; empty without a tokenizer.
+        tokens: tokens with the one that ended it.
+        finish: why it ended.
+        error: message, with `finish="error"`.
+    """
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """Numbers of its tokens."""
+        return [token.id for token in self.tokens]
+
+
+@dataclass
+class Output:
+    """A prompt and its answers.
+
+    Attributes:
+        prompt: text of the prompt; None where it was given as tokens.
+        prompt_ids: tokens of the prompt.
+        prefix_cached: tokens of the prompt whose keys and values were in the cache.
+        completions: answers to the prompt.
+    """
+
+    prompt: str | None
+    prompt_ids: list[int]
+    prefix_cached: int
+    completions: list[Completion]
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.completions[0].text
+
+
+# Drawing of tokens: from logits to numbers of tokens and their log-probabilities.
+#
+# A draw is a function of the request's seed, the sample's number and the token's place in the
+# answer, so that it does not depend on which requests share a batch, on preemption or on drafts.
+
+
+HEAD = 64
+"""Tokens that have noise of their own in a draw; the rest have one for all."""
+COLDEST = 1e-30
+"""Least temperature of float32: logits that differ by a rounding error are as far apart as inf."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRow:
+    """What a row of logits is for.
+
+    Attributes:
+        sampling: how its token is drawn.
+        seed: seed of the request.
+        sample: number of the answer among the request's.
+        place: number of the answer's tokens before the one that is drawn.
+        history: prompt and answer so far; needed for penalties only.
+        prompt: number of tokens of the prompt in `history`.
+    """
+
+    sampling: SamplingParameters
+    seed: int
+    sample: int
+    place: int
+    history: Sequence[int] = ()
+    prompt: int = 0
+
+
+def noise(
+    key: int | np.uint64 | NDArray[np.uint64], tokens: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Returns exponential noise of tokens: splitmix64 (Steele and others, 2014) of key and token.
+
+    Args:
+        key: number of the draw; an array of [R, 1] with tokens of [R, K] as well.
+        tokens: numbers of tokens.
+    """
+    with np.errstate(over="ignore"):
+        mixed = np.asarray(key, np.uint64) + (tokens.astype(np.uint64) + _ONE) * _STEP
+        for shift, factor in _MIX:
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        mixed ^= mixed >> np.uint64(31)
+    # In (0, 1): neither end has a finite logarithm that is not 0.
+    return -np.log(((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+
+
+_ONE, _STEP = np.uint64(1), np.uint64(0x9E3779B97F4A7C15)
+_MIX = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
+
+def draw_key(seed: int, sample: int, place: int) -> int:
+    """Returns the 64-bit key of a draw's noise."""
+    digest = hashlib.blake2b(f"{seed}/{sample}/{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
+    """Draws a token for each row."""
+    if not rows:
+        return []
+    highest, likeliest = logits.max(-1)
+    sound = torch.isfinite(highest).tolist()
+    ids: list[int] = likeliest.tolist()
+    groups: dict[SamplingParameters, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if sound[index] and (not row.sampling.greedy or row.sampling.penalised):
+            groups[row.sampling].append(index)
+    for sampling, members in groups.items():
+        drawn = _draw_alike(logits[members], sampling, [rows[m] for m in members])
+        for member, token in zip(members, drawn, strict=True):
+            ids[member] = token
+    tokens: list[Token | None] = [Token(token) for token in ids]
+    wanted = [i for i, r in enumerate(rows) if sound[i] and r.sampling.logprobs is not None]
+    for index, token in zip(
+        wanted, _logprobs(logits[wanted], [ids[i] for i in wanted]), strict=True
+    ):
+        count = rows[index].sampling.logprobs or 0
+        tokens[index] = Token(token.id, token.logprob, token.likely[:count])
+    return [token if good else None for token, good in zip(tokens, sound, strict=True)]
+
+
+def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> list[int]:
+    """Draws for rows [R, V] that are sampled alike."""
+    changed = penalised(logits, sampling, rows)
+    if sampling.greedy:
+        return changed.argmax(-1).tolist()
+    keys = np.array([draw_key(row.seed, row.sample, row.place) for row in rows], np.uint64)
+    return _race(*_cut(changed, sampling), keys[:, None])
+
+
+def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> list[int]:
+    """Draws by weights [R, K] of tokens [R, K], those of `HEAD` tokens and the rest apart."""
+    # [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
+    # the least is that of a token with its probability (the Gumbel trick). The noise is a function
+    # of the token, so that two distributions that are alike mostly draw the same token: one of a
+    # draft and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their
+    # distance in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of
+    # the model's own is another than without drafts. The least of all tokens outside the `HEAD`
+    # likeliest is one exponential number of their weights' sum; only where it wins is one of them
+    # drawn, by their sums.
+    if chances.shape[-1] <= HEAD:
+        head, at, rest = chances, None, None
+    elif order is None:
+        head, at = chances.topk(HEAD, -1)
+        rest = chances.scatter(-1, at, 0)
+    else:
+        head, rest = chances[:, :HEAD], chances[:, HEAD:]
+        at = torch.arange(HEAD, device=chances.device).expand_as(head)
+    tokens = at if order is None else order[:, : head.shape[-1]]
+    if tokens is None:
+        tokens = torch.arange(head.shape[-1], device=head.device).expand_as(head)
+    names = tokens.cpu().numpy()
+    weights = head.double().cpu().numpy()
+    if rest is not None:
+        total = rest.sum(-1, keepdim=True, dtype=torch.float64)
+        weights = np.concatenate([weights, total.cpu().numpy()], -1)
+        names = np.concatenate([names, np.full((len(names), 1), -1)], -1)
+    winners = (weights / noise(keys, names)).argmax(-1)
+    drawn = np.take_along_axis(names, winners[:, None], -1)[:, 0]
+    if rest is None:
+        return drawn.tolist()
+    for row in np.flatnonzero(drawn < 0).tolist():
+        # Of a token's noise e, exp(-e) is a number in (0, 1).
+        height = math.exp(-float(noise(keys[row], np.array([-2]))[0]))
+        place = _below(rest[row], height)
+        drawn[row] = place if order is None else int(order[row, HEAD + place])
+    return drawn.tolist()
+
+
+def _below(weights: Tensor, height: float) -> int:
+    """Index of the weight at a height, a share of their sum."""
+    heights = weights.cumsum(-1, dtype=torch.float64)
+    mark = (height * heights[-1]).clamp(max=heights[-1].nextafter(heights.new_zeros(())))
+    return int(torch.searchsorted(heights, mark, right=True))
+
+
+def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
+    """Returns the distributions [R, V] that tokens are drawn from."""
+    changed = penalised(logits, sampling, rows)
+    if sampling.greedy:
+        return torch.nn.functional.one_hot(changed.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    chances, order = _cut(changed, sampling)
+    if order is not None:
+        chances = torch.zeros_like(logits).scatter(-1, order, chances)
+    return chances / chances.sum(-1, keepdim=True)
+
+
+def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor | None]:
+    """Applies temperature, top_k, top_p and min_p."""
+    # From the largest down: with a tiny temperature quotients become inf, and inf - inf is NaN.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)
+    order = None
+    if 0 < sampling.top_k < logits.shape[-1]:
+        scaled, order = scaled.topk(sampling.top_k, -1)
+    elif sampling.top_p < 1:
+        scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    chances = scaled.softmax(-1)
+    if sampling.top_p < 1:
+        # The likeliest always stays: nothing is before it.
+        before = chances.cumsum(-1) - chances
+        before[:, 0] = 0
+        chances = chances.masked_fill(before >= sampling.top_p, 0)
+    if sampling.min_p > 0:
+        least = chances.amax(-1, keepdim=True) * sampling.min_p
+        chances = chances.masked_fill(chances < least, 0)
+    return chances, order
+
+
+def penalised(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
+    """Applies penalties of earlier tokens, to a copy if there are any."""
+    if not sampling.penalised:
+        return logits
+    logits = logits.clone()
+    for one, row in zip(logits, rows, strict=True):
+        if sampling.repetition_penalty != 1:
+            seen = _tokens({*row.history}, one)
+            factor = sampling.repetition_penalty
+            one[seen] = torch.where(one[seen] < 0, one[seen] * factor, one[seen] / factor)
+        answer = row.history[row.prompt :]
+        if answer and (sampling.presence_penalty or sampling.frequency_penalty):
+            seen, counts = _tokens(answer, one).unique(return_counts=True)
+            one[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    return logits
+
+
+def _tokens(tokens: Any, like: Tensor) -> Tensor:
+    return torch.tensor(list(tokens), dtype=torch.int64, device=like.device)
+
+
+def _logprobs(logits: Tensor, ids: Sequence[int]) -> list[Token]:
+    """Log-probabilities of tokens, and of the 20 likeliest."""
+    if not ids:
+        return []
+    known = logits.log_softmax(-1)
+    own = known.gather(-1, torch.tensor(ids, device=logits.device)[:, None])[:, 0].tolist()
+    best, places = known.topk(min(MOST_LOGPROBS, logits.shape[-1]), -1)
+    return [
+        Token(token, one, tuple(Likely(i, v) for i, v in zip(where, values, strict=True)))
+        for token, one, values, where in zip(ids, own, best.tolist(), places.tolist(), strict=True)
+    ]

@@ -1,0 +1,434 @@
+"""`AnswerState`: one answer in progress, with its tokens and its blocks."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from array import array
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gulliver.serve.batch import Batch, Draft, Drafter, Pair, Span, Wanted
+from gulliver.serve.requests import AnswerText
+from gulliver.serve.sampling import SamplingParameters
+
+
+class Status(enum.Enum):
+    """States of a sequence."""
+
+    # WAITING -> RUNNING when it is given blocks; RUNNING -> WAITING when they are taken from it;
+    # both -> ENDED. A sequence in a batch whose logits have not come is RUNNING and `in_flight`.
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(eq=False)
+class AnswerState:
+    """One answer of a request."""
+
+    # Number of the sequence, in the order of age.
+    number: int
+    request: int
+    # Number of the answer among the request's.
+    sample: int
+    # Number of tokens of the prompt.
+    prompt: int
+    tokens: list[int]
+    # How its tokens are drawn.
+    sampling: SamplingParameters
+    # What they are drawn from.
+    seed: int
+    ends: Collection[int]
+    # Most tokens that it may have.
+    longest: int
+    text: AnswerText
+    # How many more answers share its prompt and wait for it to be computed.
+    forks: int = 0
+    status: Status = Status.WAITING
+    # Keys and values of so many of its first tokens lie in `blocks`.
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+    # Digests of its full blocks; the first `published` of them are published.
+    digests: list[bytes] = field(default_factory=list)
+    published: int = 0
+    # Slots to move in the next batch that it is part of.
+    moves: list[tuple[int, int]] = field(default_factory=list)
+    # Draft in the batch that it is part of.
+    draft: Draft | None = None
+    # Whether it is in a batch whose logits have not come.
+    in_flight: bool = False
+    # Whether it was cancelled while it was in_flight.
+    cancelled: bool = False
+    # Tokens of the prompt that were found in the cache.
+    prefix_cached: int = 0
+
+    @property
+    def new(self) -> int:
+        """Number of tokens whose keys and values are to be computed; 1 while it is continued."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def answer(self) -> list[int]:
+        """Tokens of the answer."""
+        return self.tokens[self.prompt :]
+
+
+# `BlockPool`: which blocks of the cache are free, held and shared.
+#
+# A block is held by any number of sequences. A full one may be *published* under the digest of all
+# tokens up to its end; it then outlives its holders, and a sequence that begins with the same
+# tokens takes it as it is. Free blocks are taken in this order: those that say nothing, then the
+# published one whose last holder left first. No torch here: a block is a number.
+
+
+class BlockPool:
+    """Blocks 0 to `blocks - 1`, with counts of holders and published digests."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self.blocks, self.size = blocks, size
+        self._holders = [0] * blocks
+        self._blank = list(range(blocks - 1, -1, -1))
+        # Published and held by nobody, the one that was left first in front.
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._digest: dict[int, bytes] = {}
+        self._block: dict[bytes, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Number of blocks that can be taken."""
+        return len(self._blank) + len(self._kept)
+
+    @property
+    def kept(self) -> int:
+        """Number of free blocks whose keys and values can still be found."""
+        return len(self._kept)
+
+    def holders(self, block: int) -> int:
+        """Number of sequences that hold a block."""
+        return self._holders[block]
+
+    def take(self, count: int) -> list[int] | None:
+        """Takes blocks for one holder; None, and nothing taken, where too few are free."""
+        if count > self.free:
+            return None
+        return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._kept.popitem(last=False)
+            del self._block[self._digest.pop(block)]
+        assert self._holders[block] == 0, f"block {block} is free and held"
+        self._holders[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds a holder to blocks that are held, or free and published."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                del self._kept[block]
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes a holder from blocks; one that nobody holds is free."""
+        # The last of a sequence are released first: beginnings, which others may have in common,
+        # stay longer.
+        for block in reversed(blocks):
+            assert self._holders[block] > 0, f"block {block} is released and not held"
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                if block in self._digest:
+                    self._kept[block] = None
+                else:
+                    self._blank.append(block)
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Publishes a full block for others to find; of equal ones the first stays published."""
+        if digest not in self._block and block not in self._digest:
+            self._block[digest], self._digest[block] = block, digest
+
+    def find(self, digests: Iterable[bytes]) -> list[int]:
+        """Returns the published blocks of the longest beginning of `digests`; none is taken."""
+        found: list[int] = []
+        for digest in digests:
+            block = self._block.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Asserts that the counts are those of the tables, and that no block is lost."""
+        counted = [0] * self.blocks
+        for table in tables:
+            assert len(set(table)) == len(table), "a sequence has a block twice"
+            for block in table:
+                counted[block] += 1
+        assert counted == self._holders, "a block has another number of holders than it counts"
+        idle = [*self._blank, *self._kept]
+        assert len(set(idle)) == len(idle), "a block is free twice"
+        assert set(idle) == {b for b, count in enumerate(counted) if not count}, "a block is lost"
+        assert {d: b for b, d in self._digest.items()} == self._block
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], size: int) -> None:
+    """Appends the digests of the full blocks of `tokens` that `digests` does not have yet."""
+    # A digest is that of all tokens up to the block's end, since keys and values depend on them
+    # all.
+    for number in range(len(digests), len(tokens) // size):
+        before = digests[-1] if digests else b""
+        block = array("q", tokens[number * size : (number + 1) * size])
+        digests.append(hashlib.blake2b(before + block.tobytes(), digest_size=16).digest())
+
+
+# `Scheduler`: which tokens of which sequences are in the next batch.
+#
+# Age decides: a sequence is older the earlier its request came. Read `next_batch`, which goes
+# through the running sequences from the oldest on and then admits waiting ones. A token of every
+# sequence that is being continued comes first; drafts and chunks of prompts fill what is left of
+# the budget.
+
+
+def _age(sequence: AnswerState) -> tuple[int, int]:
+    return sequence.request, sequence.sample
+
+
+class Scheduler:
+    """Sequences that wait and run, and the blocks that they hold."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        step_tokens: int,
+        most: int,
+        share: bool = True,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.pool, self.step_tokens, self.most, self.share = pool, step_tokens, most, share
+        self.drafter = drafter
+        self.waiting: list[AnswerState] = []
+        self.running: list[AnswerState] = []
+        self.preemptions = 0
+        self._tickets = 0
+
+    def add(self, sequence: AnswerState) -> None:
+        """Takes a sequence in, behind the older ones."""
+        insort(self.waiting, sequence, key=_age)
+
+    def fork(self, sequence: AnswerState, other: AnswerState) -> None:
+        """Starts `other` on the blocks of `sequence`, which has computed their prompt."""
+        other.blocks, other.cached = list(sequence.blocks), sequence.cached
+        other.digests, other.published = list(sequence.digests), sequence.published
+        other.prefix_cached = sequence.prefix_cached
+        self.pool.share(other.blocks)
+        other.status = Status.RUNNING
+        insort(self.running, other, key=_age)
+
+    def end(self, sequence: AnswerState) -> None:
+        """Takes a sequence out, its blocks free."""
+        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        sequence.status = Status.ENDED
+        self._release(sequence)
+        if self.drafter is not None:
+            self.drafter.dropped(sequence.number)
+
+    def next_batch(self, parts: int = 1) -> Batch | None:
+        """Makes a batch; None where no sequence can be in one now."""
+        spans: list[Span] = []
+        copies: list[Pair] = []
+        moves: list[Pair] = []
+        ready = [s for s in self.running if not s.in_flight]
+        limit = self._limit(parts)
+        going = [s for s in ready if s.new == 1][:limit]
+        single = len(going)
+        # Guesses come on top of an equal part: of several batches none would have room for any.
+        room = self.step_tokens - single
+        drafts = self._drafts(going, room)
+        budget = min(limit - single, room - sum(len(draft.tokens) for draft in drafts.values()))
+        for sequence in ready:
+            if sequence.status is not Status.RUNNING:
+                continue  # gave up its blocks to an older one
+            if sequence.new == 1 and single == 0:
+                continue  # is in the next of several batches
+            draft = self._affordable(sequence, drafts.get(sequence.number))
+            count = 1 if sequence.new == 1 else min(sequence.new, budget)
+            if count == 0 or not self._make_room(sequence, count, draft, copies):
+                continue
+            budget -= count if sequence.new > 1 else 0
+            single -= sequence.new == 1
+            spans.append(self._span(sequence, count, draft, moves))
+        while self.waiting and budget > 0:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            count = min(sequence.new, budget)
+            # It holds blocks for all of its tokens, and writes to none that is shared.
+            budget -= count
+            spans.append(self._span(sequence, count, None, moves))
+        if not spans:
+            return None
+        self._tickets += 1
+        return Batch(self._tickets - 1, spans, copies, moves)
+
+    def _limit(self, parts: int) -> int:
+        """Most tokens of a batch: of all that could be run now, an equal part."""
+        # Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
+        if parts == 1:
+            return self.step_tokens
+        going = sum(max(1, sequence.new) for sequence in self.running)
+        wanted = going + sum(sequence.new for sequence in self.waiting[: self.most])
+        return max(1, min(self.step_tokens, -(-wanted // parts)))
+
+    def _drafts(self, ready: Collection[AnswerState], budget: int) -> dict[int, Draft]:
+        """Asks the drafter, and takes nothing from it that there is no room for."""
+        if self.drafter is None or budget <= 0 or not ready or self.drafter.rests(len(ready)):
+            return {}
+        wanted = {
+            s.number: Wanted(
+                *(s.number, s.tokens, s.cached - len(s.moves), s.blocks, most, s.sampling),
+                *(s.seed, s.sample, s.prompt),
+            )
+            for s in ready
+            # Forks take the prompt's blocks as they are, without drafts behind it.
+            if s.new == 1
+            and not s.forks
+            and s.sampling.speculate
+            and (most := s.longest - len(s.tokens) - 1) > 0
+        }
+        given = self.drafter.draft(list(wanted.values()), budget) if wanted else {}
+        found = {}
+        for number, draft in given.items():
+            size = len(draft.tokens)
+            if number in wanted and 0 < size <= min(budget, wanted[number].most):
+                found[number], budget = draft, budget - size
+        return found
+
+    def _affordable(self, sequence: AnswerState, draft: Draft | None) -> Draft | None:
+        """Drops a draft for which there are no free blocks: guesses take nothing from others."""
+        if draft is None:
+            return None
+        size, end = self.pool.size, sequence.cached + 1 + len(draft.tokens)
+        # The block that is written to first may have to be copied.
+        needed = -(-end // size) - len(sequence.blocks) + 1
+        return draft if needed <= self.pool.free else None
+
+    def _make_room(
+        self, sequence: AnswerState, count: int, draft: Draft | None, copies: list[Pair]
+    ) -> bool:
+        """Gets blocks for new tokens, those it writes to its own; others give up theirs if need be.
+
+        Returns:
+            Whether it has them; where not, nothing has changed but that others gave up theirs.
+        """
+        size, held = self.pool.size, sequence.blocks
+        end = sequence.cached + count + (len(draft.tokens) if draft else 0)
+        shared = [
+            number
+            for number in range(sequence.cached // size, min(len(held), -(-end // size)))
+            if self.pool.holders(held[number]) > 1
+        ]
+        lacking = max(0, -(-end // size) - len(held))
+        taken = self.pool.take(len(shared) + lacking)
+        while taken is None:
+            if not self._preempt_younger(sequence):
+                return False
+            shared = [number for number in shared if self.pool.holders(held[number]) > 1]
+            taken = self.pool.take(len(shared) + lacking)
+        for number in shared:
+            own = taken.pop()
+            copies.append((held[number], own))
+            self.pool.release([held[number]])
+            held[number] = own
+        held += taken
+        return True
+
+    def _preempt_younger(self, sequence: AnswerState) -> bool:
+        """Takes the blocks of the youngest sequence that is younger; False if there is none."""
+        # The victim is computed again from its tokens later, and finds its old blocks as far as no
+        # other sequence has taken them.
+        for victim in reversed(self.running):
+            if _age(victim) <= _age(sequence):
+                return False
+            if not victim.in_flight:
+                self.running.remove(victim)
+                victim.status = Status.WAITING
+                self._release(victim)
+                insort(self.waiting, victim, key=_age)
+                self.preemptions += 1
+                return True
+        return False
+
+    def _release(self, sequence: AnswerState) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.cached, sequence.published = [], 0, 0
+        sequence.moves, sequence.draft = [], None
+
+    def _admit(self, sequence: AnswerState) -> bool:
+        """Gives the oldest that waits blocks for all its tokens, found or free; False if too few.
+
+        The sequences that fork from it count as well.
+        """
+        # A sequence is admitted when blocks for all tokens that it has are free, and one for each
+        # running sequence. Any sequence that is admitted fits the cache alone, and the oldest never
+        # gives up its blocks, so none can starve.
+        if len(self.running) + 1 + self._forks() + sequence.forks > self.most:
+            return False
+        size = self.pool.size
+        found: list[int] = []
+        if self.share:
+            extend_digests(sequence.digests, sequence.tokens, size)
+            # The last token is computed in any case: it has the logits.
+            found = self.pool.find(sequence.digests[: (len(sequence.tokens) - 1) // size])
+        self.pool.share(found)
+        lacking = -(-len(sequence.tokens) // size) - len(found)
+        # With nothing running all blocks are free: forks that find none then wait for each other.
+        spare = len(self.running) + sequence.forks if self.running else 0
+        taken = self.pool.take(lacking) if lacking + spare <= self.pool.free else None
+        if taken is None:
+            self.pool.release(found)
+            return False
+        sequence.blocks, sequence.cached = found + taken, len(found) * size
+        sequence.published = len(found)
+        sequence.prefix_cached = max(sequence.prefix_cached, min(sequence.cached, sequence.prompt))
+        sequence.status = Status.RUNNING
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_age)
+        return True
+
+    def _forks(self) -> int:
+        return sum(sequence.forks for sequence in self.running)
+
+    def _span(
+        self, sequence: AnswerState, count: int, draft: Draft | None, moves: list[Pair]
+    ) -> Span:
+        start, parents = sequence.cached, None
+        tokens = sequence.tokens[start : start + count]
+        outputs = 1 if start + count == len(sequence.tokens) else 0
+        if draft is not None:
+            tokens += draft.tokens
+            outputs += len(draft.tokens)
+            if draft.parents is not None:
+                parents = [-1, *(parent + 1 for parent in draft.parents)]
+        moves += sequence.moves
+        sequence.moves, sequence.draft, sequence.in_flight = [], draft, True
+        sequence.cached += count
+        self._publish(sequence)
+        return Span(sequence.number, start, tokens, list(sequence.blocks), outputs, parents)
+
+    def _publish(self, sequence: AnswerState) -> None:
+        """Publishes full blocks of tokens that are final."""
+        # Published when the batch that computes a block is made, not when it is done: each layer
+        # writes the keys and values of all tokens before it reads any, so a sequence may share what
+        # another one of the same batch computes.
+        if not self.share:
+            return
+        full = sequence.cached // self.pool.size
+        extend_digests(sequence.digests, sequence.tokens, self.pool.size)
+        for number in range(sequence.published, full):
+            self.pool.publish(sequence.blocks[number], sequence.digests[number])
+        sequence.published = max(sequence.published, full)

@@ -1,0 +1,476 @@
+"""`Glide`: a draft of one or a few layers that looks at the target's cached keys and values.
+
+GliDe with a CaPE (Du and others, ICML 2024, arXiv 2402.02082): each layer has attention over its
+own tokens, attention over keys and values that a layer of the target has cached, as they are, and a
+feed-forward part. Unlike there, the second attention has a normalization before and
+after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gulliver.checkpoint.files import read_json, write_json, write_tensors
+from gulliver.errors import GulliverError
+from gulliver.options import Options
+from gulliver.serve.attention import LayerShape, ModelShape, Pages, likeness
+from gulliver.serve.batch import Batch, Runner, Span
+from gulliver.serve.kernels import NativeAttention, native_attention
+from gulliver.serve.speculative.small_model import Beside, DraftCache, ModelDraft, New
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Number of the layer, query [B, H, S, D], key, value; returns [B, S, H, D]."""
+Glimpse = Callable[[int, Tensor], Tensor]
+"""Number of the layer, query [B, H', S, D'] of the target's heads; returns [B, S, H', D']."""
+
+
+# [Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was
+# seen), and embeddings that begin at 0.02 are a hundred times smaller: an optimizer that moves all
+# weights alike then moves what was seen far more than what was read, and the draft learns worse
+# than one that sees nothing. So each head of what was seen is normalized, with a gain that is
+# learnt, and embeddings are multiplied by the root of the width.
+#
+# [Note: block mask] While guesses are made the target's cache ends at the last verified token: the
+# first guess sees all before it, the d-th all but d - 1. In training positions are cut into blocks
+# of `block`, beginning anywhere, and a token sees the target's keys of blocks before its own: so
+# each depth up to `block` is learnt as it is used. ``block=1`` is training without the mask.
+#
+# [Note: what is learnt] A guess is right where the target's token is met, not the text's: a draft
+# learns the target's distribution of each next token, which also says more of it than one token
+# does.
+#
+# The layers know no cache: what attends is handed to them.
+@dataclass(frozen=True)
+class GlideConfig(Options):
+    """Sizes of a draft, and what it must know of its target.
+
+    Attributes:
+        vocabulary: tokens, those of the target.
+        hidden: width.
+        heads: heads of its own attention.
+        feed_forward: width of the feed-forward part.
+        layers: number of layers.
+        glimpses: layers of the target, one for each of the draft, whose keys and values it sees;
+            empty for a draft that sees none.
+        target_type: ``model_type`` of the target.
+        target_heads: heads of the target's queries.
+        target_dim: size of a head of the target.
+        target_hidden: width of the target, compared when the draft is loaded.
+        block: tokens of a block of the mask it was trained with.
+        target_sign: what the target is known by (`sign_of`); empty where it is not.
+    """
+
+    vocabulary: int
+    hidden: int
+    heads: int
+    feed_forward: int
+    layers: int
+    glimpses: tuple[int, ...]
+    target_type: str
+    target_heads: int
+    target_dim: int
+    target_hidden: int
+    block: int = 5
+    target_sign: tuple[float, ...] = ()
+
+    @property
+    def dim(self) -> int:
+        """Size of a head of its own attention."""
+        return self.hidden // self.heads
+
+
+class GlideLayer(nn.Module):
+    """Attention over its own tokens, over the target's, and a feed-forward part."""
+
+    def __init__(self, config: GlideConfig, number: int) -> None:
+        """Makes a layer."""
+        super().__init__()
+        self.config, self.number = config, number
+        width, wide = config.hidden, config.feed_forward
+        self.own_norm, self.wide_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.own_out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, 2 * wide, bias=False)
+        self.down = nn.Linear(wide, width, bias=False)
+        if config.glimpses:
+            theirs = config.target_heads * config.target_dim
+            self.glimpse_norm = nn.RMSNorm(width, eps=1e-6)
+            self.glimpse_query = nn.Linear(width, theirs, bias=False)
+            self.glimpse_gain = nn.RMSNorm(config.target_dim, eps=1e-6)
+            self.glimpse_out = nn.Linear(theirs, width, bias=False)
+
+    def attend(self, x: Tensor, positions: Tensor, own: Tensor, attend: Attend) -> Tensor:
+        """Adds the attention over its own tokens to x [B, S, C]."""
+        config = self.config
+        shape = (*x.shape[:2], 3, config.heads, config.dim)
+        query, key, value = self.qkv(self.own_norm(x)).view(shape).permute(2, 0, 3, 1, 4)
+        query, key = rotate(query, positions, own), rotate(key, positions, own)
+        return x + self.own_out(attend(self.number, query, key, value).flatten(2))
+
+    def look(self, x: Tensor, positions: Tensor, theirs: Tensor | None, glimpse: Glimpse) -> Tensor:
+        """Adds the attention over the target's tokens, and the feed-forward part."""
+        if self.config.glimpses:
+            shape = (*x.shape[:2], self.config.target_heads, self.config.target_dim)
+            query = self.glimpse_query(self.glimpse_norm(x)).view(shape).transpose(1, 2)
+            if theirs is not None:
+                query = rotate(query, positions, theirs)
+            seen = self.glimpse_gain(glimpse(self.number, query))
+            x = x + self.glimpse_out(seen.flatten(2))
+        gate, up = self.gate(self.wide_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Glide(nn.Module):
+    """A draft: embedding, layers and a head that shares the embedding's weights."""
+
+    frequencies: Tensor
+    target_frequencies: Tensor
+
+    def __init__(self, config: GlideConfig, target_frequencies: Sequence[float] = ()) -> None:
+        """Makes a draft with random weights."""
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = nn.ModuleList(GlideLayer(config, n) for n in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=1e-6)
+        steps = torch.arange(0, config.dim, 2) / config.dim
+        self.register_buffer("frequencies", 10_000.0**-steps)
+        self.register_buffer("target_frequencies", torch.tensor(list(target_frequencies)))
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+            if name.endswith("glimpse_out.weight"):
+                nn.init.zeros_(weight)  # begins as a draft that sees nothing
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        glimpse: Glimpse,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """Runs the layers."""
+        theirs = self.target_frequencies if len(self.target_frequencies) else None
+        # The head has the same weights, and wants them small: Vaswani and others, 2017, 3.4.
+        x = self.embedding(tokens) * self.config.hidden**0.5
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, GlideLayer)
+            x = layer.attend(x, positions, self.frequencies, attend)
+            if last is not None and number == len(self.layers) - 1:
+                # Keys and values of the last layer are there; nobody reads what follows of others.
+                x, positions = x[:, last], positions[:, last]
+            x = layer.look(x, positions, theirs, glimpse)
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., C]."""
+        return F.linear(x, self.embedding.weight)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        seen: Tensor,
+        keys: Sequence[Tensor] = (),
+        values: Sequence[Tensor] = (),
+        teacher: Tensor | None = None,
+    ) -> Tensor:
+        """Mean cross-entropy of the next tokens, or with the target's distributions of them."""
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            del number
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return out.transpose(1, 2)
+
+        mask = torch.arange(tokens.shape[1], device=tokens.device)[None] < seen[:, None]
+        # A row without any key would be NaN: it sees the first, and its result is dropped.
+        some = (seen > 0)[:, None, None]
+        mask[:, 0] |= seen == 0
+
+        def glimpse(number: int, query: Tensor) -> Tensor:
+            key, value = keys[number].to(query.dtype), values[number].to(query.dtype)
+            grouped = query.shape[1] != key.shape[1]
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, enable_gqa=grouped
+            )
+            return out.transpose(1, 2) * some
+
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand_as(tokens)
+        x = self.hidden(tokens, positions, attend, glimpse)
+        if teacher is None:
+            found = self.logits(x[:, :-1]).float()
+            return F.cross_entropy(found.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        learnt = labels[:, 1:] != -100
+        found = self.logits(x[:, :-1][learnt]).float()
+        wanted = teacher[:, :-1][learnt].to(found.dtype).softmax(-1)
+        # Summed, since a rank without any has no mean.
+        return F.cross_entropy(found, wanted, reduction="sum") / learnt.sum().clamp(min=1)
+
+
+def seen_keys(length: int, block: int, offset: int) -> Tensor:
+    """How many of the target's keys each position sees: those of blocks before its own."""
+    places = torch.arange(length)
+    return ((places + offset) // block * block - offset).clamp(min=0)
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Turns pairs of halves of x [B, H, S, D] by positions [B, S] (RoPE, as Llama has it)."""
+    angles = positions[:, None, :, None] * frequencies.to(x.device, torch.float32)
+    cos, sin = (part.to(x.dtype) for part in (angles.cos(), angles.sin()))
+    one, other = x.chunk(2, -1)
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+
+
+# A draft's folder: ``config.json`` and ``model.safetensors``.
+
+
+KIND = "gulliver_glide"
+"""``model_type`` of a draft's configuration."""
+VERSION = 2
+"""Drafts of version 1 took embeddings and what they saw as they were: see [Note: sizes]."""
+
+
+def is_draft(folder: Path) -> bool:
+    """Whether a folder has a draft that `save_draft` wrote."""
+    file = folder / "config.json"
+    return file.is_file() and read_json(file).get("model_type") == KIND
+
+
+def save_draft(
+    folder: Path, config: GlideConfig, weights: dict[str, Tensor], facts: dict[str, Any]
+) -> None:
+    """Writes a draft."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "model.safetensors", weights)
+    # Last: a folder with a configuration is whole.
+    known = {"model_type": KIND, "version": VERSION, **asdict(config), "training": facts}
+    write_json(folder / "config.json", known)
+
+
+def load_draft(folder: Path) -> Glide:
+    """Reads a draft."""
+    if not is_draft(folder):
+        raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
+    values = read_json(folder / "config.json")
+    _check_version(folder, values)
+    names = [field.name for field in fields(GlideConfig)]
+    lacking = [name for name in names if name not in values]
+    if lacking:
+        raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft again")
+    known = {name: values[name] for name in names}
+    known |= {name: tuple(known[name]) for name in ("glimpses", "target_sign")}
+    weights = load_file(folder / "model.safetensors")
+    frequencies = weights.get("target_frequencies")
+    model = Glide(GlideConfig(**known), [] if frequencies is None else frequencies.tolist())
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise GulliverError(f"{folder}: {' '.join(str(error).split())[:200]}") from None
+    return model.eval()
+
+
+def _check_version(folder: Path, values: dict[str, Any]) -> None:
+    """Refuses a draft that would guess otherwise here than it has learnt to."""
+    version = values.get("version", 1)
+    if version != VERSION:
+        raise GulliverError(
+            f"{folder} has a draft of version {version}, and drafts are of version {VERSION} here: "
+            "train it again with gulliver speculate train"
+        )
+
+
+# `GlideDraft`: a `Glide` that guesses for the engine, over its own pages and the target's.
+
+
+ALIKE = 0.9
+"""Least likeness of a draft's target: other weights are at 0, those in int4 or tuned above this."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Tokens of a sequence that look at the target's cache."""
+
+    # Each sees a key more than the one before it, the last all `start + count`. The names are those
+    # that the kernel reads.
+
+    first: int
+    count: int
+    start: int
+    blocks: Tensor
+    mask: None = None
+
+
+class Glimpses:
+    """Attention over keys and values that the target has cached; nothing is written."""
+
+    def __init__(self, pages: Pages, layers: Sequence[int]) -> None:
+        """Keeps the target's pages."""
+        self._pages, self._layers = pages, layers
+        keys = pages.keys[layers[0]]
+        kernel = native_attention() if keys.device.type == "cpu" else None
+        fits = kernel is not None and kernel.takes(keys.dtype, keys.shape[-1])
+        self._native: NativeAttention | None = kernel if fits else None
+
+    def begin(self, looks: Sequence[_Look], tokens: int) -> None:
+        """Takes the tokens that look, among so many packed ones."""
+        self._looks = [look for look in looks if look.count > 0]
+        self._all = sum(look.count for look in looks) == tokens
+        self._prepared = None
+        if self._native is not None and self._looks:
+            self._prepared = self._native.prepare(
+                self._looks, torch.zeros(tokens, dtype=torch.int64)
+            )
+
+    def __call__(self, layer: int, query: Tensor) -> Tensor:
+        """Attends: see `Glimpse` of `glide.py`; tokens that see no key get zeros."""
+        query = query[0]
+        shape = query.shape[1], query.shape[0], query.shape[2]
+        out = query.new_empty(shape) if self._all else query.new_zeros(shape)
+        keys, values = (
+            kept[self._layers[layer]] for kept in (self._pages.keys, self._pages.values)
+        )
+        scale = query.shape[-1] ** -0.5
+        if self._prepared is not None and self._native is not None:
+            self._native.run(self._prepared, query, keys, values, out, scale, None, None)
+            return out[None]
+        for look in self._looks:
+            at, end = slice(look.first, look.first + look.count), look.start + look.count
+            key, value = (
+                kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end].to(query.dtype)
+                for kept in (keys, values)
+            )
+            seen = torch.ones(look.count, end, dtype=torch.bool, device=query.device)
+            near = F.scaled_dot_product_attention(
+                query[None, :, at],
+                key[None],
+                value[None],
+                attn_mask=seen.tril(look.start),
+                scale=scale,
+                enable_gqa=query.shape[0] != key.shape[0],
+            )
+            out[at] = near[0].transpose(0, 1)
+        return out[None]
+
+
+class GlideDraft(ModelDraft):
+    """Guesses by a `Glide`."""
+
+    name = "glide"
+
+    def __init__(self, model: Glide, beside: Beside = 3) -> None:
+        """Keeps the model; memory is taken when the target's runner is known."""
+        self._model = model.eval().requires_grad_(False)
+        super().__init__(DraftCache(0, 1), None, beside)
+
+    def begin(self, runner: Runner) -> None:
+        """Takes as many blocks as the target has."""
+        facts, config = runner.facts, self._model.config
+        if facts.vocabulary != config.vocabulary:
+            raise GulliverError(
+                f"the draft has a vocabulary of {config.vocabulary} tokens and the model one of "
+                f"{facts.vocabulary}: give a draft that was trained for this model"
+            )
+        measured: ModelShape | None = getattr(runner, "measured", None)
+        if measured is not None:
+            check_sign(config.target_sign, measured.sign)
+        pages: Pages | None = getattr(runner, "pages", None)
+        if config.glimpses:
+            if pages is None:
+                raise GulliverError(
+                    "this draft looks at the model's keys and values, which are not in this "
+                    "process: serve on one device, or take a small model or a look-up"
+                )
+            check_pages(config.glimpses, config.target_dim, pages)
+            self._glimpses = Glimpses(pages, config.glimpses)
+        self._cache = DraftCache(facts.blocks, facts.block_size)
+        self._known.clear()
+        weight = self._model.embedding.weight
+        shape = LayerShape(config.heads, config.dim)
+        self._pages = Pages(
+            [shape] * config.layers, facts.blocks, facts.block_size, weight.dtype, weight.device
+        )
+
+    @torch.inference_mode()
+    def _run(self, news: Sequence[New], rows: bool) -> Tensor:
+        spans, looks, ends, first = [], [], [], 0
+        only_last = self._model.config.layers == 1
+        for index, new in enumerate(news):
+            count = len(new.tokens)
+            blocks = list(self._cache.blocks(new.one.sequence))
+            spans.append(Span(new.one.sequence, new.start, list(new.tokens), blocks, 1))
+            # The last token sees what lies before it in the target's cache.
+            seen = min(new.start + count - 1, new.one.cached)
+            looking = min(1 if only_last else count, seen)
+            table = torch.tensor(new.one.blocks, dtype=torch.int64)
+            at = index if only_last else first + count - looking
+            looks.append(_Look(at, looking, seen - looking, table))
+            first += count
+            ends.append(first - 1)
+        pages, device = self._pages, self._model.embedding.weight.device
+        pages.begin(Batch(0, spans))
+        tokens = torch.tensor([t for span in spans for t in span.tokens], device=device)
+        last = torch.tensor(ends, device=device)
+        scale = self._model.config.dim**-0.5
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return pages.attend(layer, query[0], key[0], value[0], scale)[None]
+
+        def none(layer: int, query: Tensor) -> Tensor:
+            raise AssertionError("a draft without glimpses looks nowhere")
+
+        glimpse: Any = none
+        if self._model.config.glimpses:
+            self._glimpses.begin(looks, len(looks) if only_last else first)
+            glimpse = _last_of(self._glimpses, last, self._model.config.layers, only_last, first)
+        x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, last)
+        return self._model.logits(x[0]).float() if rows else torch.empty(0)
+
+    def close(self) -> None:
+        """Lets go of the pages."""
+        self._pages.keys.clear()
+        self._pages.values.clear()
+
+
+def _last_of(glimpses: Glimpses, last: Tensor, layers: int, only_last: bool, tokens: int) -> Any:
+    """Glimpses of a draft whose last layer has the last tokens of sequences alone."""
+    if only_last:
+        return glimpses
+
+    def glimpse(layer: int, query: Tensor) -> Tensor:
+        if layer < layers - 1:
+            return glimpses(layer, query)
+        # Put where their keys are counted, and taken out again.
+        whole = query.new_zeros(*query.shape[:2], tokens, query.shape[-1])
+        whole[:, :, last] = query
+        return glimpses(layer, whole)[:, last]
+
+    return glimpse
+
+
+def check_sign(mine: Sequence[float], theirs: Sequence[float]) -> None:
+    """Refuses a model that a draft was not trained for, though its sizes are the target's."""
+    if (found := likeness(mine, theirs)) < ALIKE:
+        raise GulliverError(
+            "the draft was trained for another model: what that one has of a token is unlike what "
+            f"this one has ({found:.2f}, at least {ALIKE} of 1 is asked for): give the model's own "
+            "draft, gulliver speculate train makes one"
+        )
+
+
+def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:
+    """Refuses a target that has other keys than the draft was trained with."""
+    if max(layers) >= len(pages.keys) or pages.keys[max(layers)].shape[-1] != dim:
+        raise GulliverError(
+            f"the draft looks at layer {max(layers)}, with heads of {dim}, and this model has "
+            f"{len(pages.keys)} layers with heads of {pages.keys[-1].shape[-1]}: give a draft that "
+            "was trained for this model"
+        )

@@ -1,0 +1,188 @@
+"""`Proposal` and `Proposer`: guesses with how sure they are, before any is chosen.
+
+A `Proposer` knows texts or a draft model, and nothing of costs; `Speculator` (`speculator.py`)
+chooses among what it proposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from gulliver.serve.batch import Runner, Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens that may follow a sequence, a tree that begins with its first path."""
+
+    # Guessed tokens; parents precede their children.
+    tokens: Sequence[int]
+    # Index of each one's parent, -1 for the sequence's last token.
+    parents: Sequence[int]
+    # Chance of each to be right where its parent is, as the proposer has it; it is calibrated by
+    # what becomes of guesses, so that its order counts more than its size.
+    sure: Sequence[float]
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each token, from 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+def chain(tokens: Sequence[int], sure: Sequence[float]) -> Proposal:
+    """Makes a proposal whose tokens follow one another."""
+    return Proposal(tokens, list(range(-1, len(tokens) - 1)), sure)
+
+
+class Proposer(Protocol):
+    """Guesses what follows sequences."""
+
+    name: str
+    """Name in what is said to the user."""
+    free: bool
+    """Whether guesses cost next to nothing: they are then made, and learnt from, also while none
+    is verified."""
+    apart: float
+    """Seconds of the last `propose` that are spent once for a sequence, such as on its prompt."""
+
+    def begin(self, runner: Runner) -> None:
+        """Learns which runner verifies."""
+        ...
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
+        """Proposals by number of sequence, none deeper than `depth` or its sequence's room."""
+        ...
+
+    def unread(self, one: Wanted) -> int:
+        """Tokens of a text to read before anything is guessed, apart from the last few."""
+        return 0
+
+    def dropped(self, sequence: int) -> None:
+        """Learns that a sequence has ended."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of memory."""
+        ...
+
+
+# Look-up drafts, without training: what followed the same tokens before.
+#
+# `Followers` counts what followed each context of up to `longest` tokens. `LookUp` reads a
+# sequence's own tokens into one, and with ``shared=True`` those of all sequences into another, so
+# that answers which others have had are found as well (suffix decoding: Oliaro and others, arXiv
+# 2411.04975; n-grams of the prompt: Saxena, prompt-lookup-decoding).
+
+
+LONGEST, SHORTEST = 8, 2
+"""Most and fewest tokens of a context that is looked up."""
+FEW_TOKENS = 16
+"""Most tokens whose reading counts as drafting; that of more is measured apart."""
+KEPT = 1 << 18
+"""Tokens of all sequences that are kept, in two halves: the older one goes when the newer is full.
+A token takes about a kilobyte."""
+
+
+class Followers:
+    """What followed contexts of `shortest` to `longest` tokens, and how often."""
+
+    def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
+        """Makes an empty table."""
+        self.longest, self.shortest = longest, shortest
+        self.size = 0
+        self._after: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def read(self, tokens: Sequence[int], begin: int) -> None:
+        """Reads tokens from an index on; those before are contexts only."""
+        for place in range(max(begin, self.shortest), len(tokens)):
+            token = tokens[place]
+            front = tuple(tokens[max(0, place - self.longest) : place])
+            for cut in range(len(front) - self.shortest + 1):
+                counts = self._after.setdefault(front[cut:], {})
+                # Taken out and put in again: the newest of equally frequent ones stands last.
+                counts[token] = counts.pop(token, 0) + 1
+        self.size += len(tokens) - begin
+
+    def next(self, context: tuple[int, ...]) -> tuple[int, float, int] | None:
+        """The most frequent token after the longest end of a context that is known."""
+        for size in range(min(self.longest, len(context)), self.shortest - 1, -1):
+            counts = self._after.get(context[-size:])
+            if counts:
+                token = max(reversed(counts), key=counts.__getitem__)
+                often, of = counts[token], sum(counts.values())
+                # One occurrence is weak evidence, and so is a short context.
+                return token, often / (of + 0.5) * size / (size + 0.5), size
+        return None
+
+
+class LookUp(Proposer):
+    """Proposes what followed the same tokens earlier in the text, or in any text."""
+
+    free = True
+
+    def __init__(self, shared: bool = False, longest: int = LONGEST, kept: int = KEPT) -> None:
+        """Makes a proposer that has read nothing."""
+        self.name = "suffix" if shared else "ngram"
+        self._longest, self._kept, self.apart = longest, kept, 0.0
+        self._own: dict[int, tuple[Followers, int]] = {}
+        self._all = [Followers(longest), Followers(longest)] if shared else []
+
+    def begin(self, runner: Runner) -> None:
+        """Needs nothing of the runner."""
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
+        """Proposes chains, as long as what follows is known."""
+        found = {}
+        self.apart = 0.0
+        for one in wanted:
+            tables = [self._read(one), *self._all]
+            tokens: list[int] = []
+            sure: list[float] = []
+            context = tuple(one.tokens[-self._longest :])
+            while len(tokens) < min(depth, one.most):
+                known = [hit for table in tables if (hit := table.next(context)) is not None]
+                if not known:
+                    break
+                token, chance, _ = max(known, key=lambda hit: (hit[2], hit[1]))
+                tokens.append(token)
+                sure.append(chance)
+                context = (*context, token)[-self._longest :]
+            if tokens:
+                found[one.sequence] = chain(tokens, sure)
+        return found
+
+    def _read(self, one: Wanted) -> Followers:
+        """Reads what is new of a sequence."""
+        begun, unread = perf_counter(), self.unread(one)
+        own, read = self._own.get(one.sequence) or (Followers(self._longest), 0)
+        if read < len(one.tokens):
+            own.read(one.tokens, read)
+            if self._all:
+                if self._all[0].size > self._kept // 2:
+                    self._all = [Followers(self._longest), self._all[0]]
+                self._all[0].read(one.tokens, read)
+        self._own[one.sequence] = own, len(one.tokens)
+        if unread:
+            self.apart += perf_counter() - begun
+        return own
+
+    def unread(self, one: Wanted) -> int:
+        """Tokens that have not been read, where they are many."""
+        known = self._own.get(one.sequence)
+        lacking = len(one.tokens) - (known[1] if known else 0)
+        return lacking if lacking > FEW_TOKENS else 0
+
+    def dropped(self, sequence: int) -> None:
+        """Forgets a sequence's own table."""
+        self._own.pop(sequence, None)
+
+    def close(self) -> None:
+        """Forgets all texts."""
+        self._own.clear()
+        self._all = [Followers(self._longest) for _ in self._all]

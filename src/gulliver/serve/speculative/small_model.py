@@ -1,0 +1,294 @@
+"""`DraftCache`: which keys and values of sequences a draft model has in its own pages.
+
+A draft model runs ahead of the text; what it computed for tokens that did not come is forgotten by
+moving a sequence's length back. Where blocks run out, the sequences that waited longest lose theirs
+and are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.serve.batch import Batch, Runner, Span, Wanted
+from gulliver.serve.local import LocalRunner
+from gulliver.serve.sampling import DrawRow, draw
+from gulliver.serve.scheduler import BlockPool
+from gulliver.serve.speculative.proposers import Proposal, Proposer
+
+
+@dataclass
+class Cached:
+    """Tokens whose keys and values lie in blocks."""
+
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+class DraftCache:
+    """Sequences and their blocks."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        """Makes an empty cache."""
+        self.pool = BlockPool(blocks, size)
+        self._kept: OrderedDict[int, Cached] = OrderedDict()
+
+    def valid(self, sequence: int, tokens: Sequence[int], known: int) -> int:
+        """Length of the beginning of a text that is cached; what differs is forgotten."""
+        kept = self._kept.setdefault(sequence, Cached())
+        self._kept.move_to_end(sequence)
+        end = min(len(kept.tokens), len(tokens) - 1)
+        same = min(known, end)
+        while same < end and kept.tokens[same] == tokens[same]:
+            same += 1
+        del kept.tokens[same:]
+        return same
+
+    def extend(self, sequence: int, tokens: Sequence[int], others: Collection[int]) -> bool:
+        """Makes room for more tokens of a sequence."""
+        kept = self._kept[sequence]
+        lacking = -(-(len(kept.tokens) + len(tokens)) // self.pool.size) - len(kept.blocks)
+        while lacking > self.pool.free:
+            victim = next((n for n in self._kept if n != sequence and n not in others), None)
+            if victim is None:
+                return False
+            self.drop(victim)
+        kept.blocks += self.pool.take(max(0, lacking)) or []
+        kept.tokens += tokens
+        return True
+
+    def blocks(self, sequence: int) -> list[int]:
+        """Block table of a sequence."""
+        return self._kept[sequence].blocks
+
+    def drop(self, sequence: int) -> None:
+        """Forgets a sequence."""
+        kept = self._kept.pop(sequence, None)
+        if kept is not None:
+            self.pool.release(kept.blocks)
+
+
+# `ModelDraft`: what draft models have in common: they guess token by token, for all sequences.
+#
+# A subclass runs the model: `_run` is given new tokens of sequences and returns the logits of each
+# one's last. Read `propose`: the text that the model has not seen, then one token at a time.
+
+
+CHUNK = 512
+"""Most tokens of prompts in a forward of a draft model."""
+
+CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
+"""Alternatives to a guess of the path, by tenths of how sure the draft is of it: those of the
+official code of GliDe with a CaPE, whose numbers count the one on the path."""
+Beside = int | tuple[int, ...]
+
+
+# [Note: sampled requests] A draft is drawn from the draft model's own distribution as the model's
+# token will be, with the same parameters and the same noise of each token, so that the two meet as
+# often as their distributions allow without changing a draw: see `serve/sampling.py`.
+@dataclass
+class _Path:
+    """Guesses of a sequence on the way: its first path, and alternatives to each token of it."""
+
+    one: Wanted
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+    beside: list[tuple[list[int], list[float]]] = field(default_factory=list)
+
+    def proposal(self) -> Proposal:
+        """The first path, and behind it the other children of its nodes."""
+        parents = list(range(-1, len(self.tokens) - 1))
+        tokens, sure = list(self.tokens), list(self.sure)
+        for parent, (others, chances) in enumerate(self.beside, -1):
+            tokens += others
+            sure += chances
+            parents += [parent] * len(others)
+        return Proposal(tokens, parents, sure)
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """Tokens of a sequence that a draft model runs."""
+
+    one: Wanted
+    # Tokens before them in the draft's cache.
+    start: int
+    tokens: Sequence[int]
+    # Guesses among them: 0 where the last of them is the text's last token.
+    ahead: int
+
+
+class ModelDraft(Proposer):
+    """Guesses by a model that has its own cache."""
+
+    free = False
+    name = "model"
+
+    def __init__(self, cache: DraftCache, context: int | None, beside: Beside = 0) -> None:
+        """Keeps the cache."""
+        self._cache, self._context, self.beside = cache, context, beside
+        self._known: dict[int, int] = {}
+        self.apart = 0.0
+
+    def begin(self, runner: Runner) -> None:
+        """Needs nothing of the runner."""
+
+    def _run(self, news: Sequence[New], rows: bool) -> Tensor:
+        """Runs new tokens."""
+        raise NotImplementedError
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
+        """Proposes the first path of each sequence, and alternatives to its tokens."""
+        self.apart = 0.0
+        numbers = {one.sequence for one in wanted}
+        news = []
+        for one in wanted:
+            if self._context is not None and len(one.tokens) + depth > self._context:
+                continue
+            known = self._known.get(one.sequence, 0)
+            start = self._cache.valid(one.sequence, one.tokens, known)
+            tokens = one.tokens[start:]
+            if self._cache.extend(one.sequence, tokens, numbers):
+                self._known[one.sequence] = len(one.tokens)
+                news.append(New(one, start, tokens, 0))
+        paths = {new.one.sequence: _Path(new.one) for new in news}
+        news = self._caught_up(news)
+        for number in range(depth):
+            if not news:
+                break
+            logits = self._run(news, True)
+            more = []
+            for new, token in zip(news, self._drawn(logits, news, paths, number), strict=True):
+                one, deeper = new.one, number + 1 < min(depth, new.one.most)
+                if deeper and self._cache.extend(one.sequence, [token], numbers):
+                    more.append(New(one, len(one.tokens) + number, [token], number + 1))
+            news = more
+        return {number: path.proposal() for number, path in paths.items() if path.tokens}
+
+    def _caught_up(self, news: Sequence[New]) -> list[New]:
+        """Runs what the model has not seen of long texts in chunks; what is left is short."""
+        begun, left, chunk, size = perf_counter(), [], [], 0
+        for new in news:
+            start, tokens = new.start, new.tokens
+            while len(tokens) > SHORT:
+                part = tokens[: min(CHUNK - size, len(tokens) - 1)]
+                chunk.append(New(new.one, start, part, 0))
+                start, tokens, size = start + len(part), tokens[len(part) :], size + len(part)
+                if size >= CHUNK:
+                    self._run(chunk, False)
+                    chunk, size = [], 0
+            left.append(New(new.one, start, tokens, 0))
+        if chunk:
+            self._run(chunk, False)
+        self.apart = perf_counter() - begun
+        return left
+
+    def _drawn(
+        self, logits: Tensor, news: Sequence[New], paths: Mapping[int, _Path], number: int
+    ) -> list[int]:
+        """Draws the next token of each path, and notes it with its alternatives."""
+        drawn = draw(logits, [self._row(new.one, paths, number) for new in news])
+        tokens = [token.id if token is not None else 0 for token in drawn]
+        chances = logits.softmax(-1)
+        most = self.beside if isinstance(self.beside, int) else max(self.beside)
+        best = chances.topk(min(most + 1, logits.shape[-1]), -1)
+        own = chances[range(len(tokens)), tokens].tolist()
+        for new, token, sure, others, values in zip(
+            *(news, tokens, own, best.indices.tolist(), best.values.tolist()), strict=True
+        ):
+            path = paths[new.one.sequence]
+            path.tokens.append(token)
+            path.sure.append(sure)
+            kept = [(o, v) for o, v in zip(others, values, strict=True) if o != token]
+            kept = kept[: most if isinstance(self.beside, int) else self.beside[int(sure * 10)]]
+            path.beside.append(([other for other, _ in kept], [value for _, value in kept]))
+        return tokens
+
+    def _row(self, one: Wanted, paths: Mapping[int, _Path], number: int) -> DrawRow:
+        place = len(one.tokens) - one.prompt + number
+        history: tuple[int, ...] = ()
+        if one.sampling.penalised:
+            history = (*one.tokens, *paths[one.sequence].tokens)
+        return DrawRow(one.sampling, one.seed, one.sample, place, history, one.prompt)
+
+    def unread(self, one: Wanted) -> int:
+        """Tokens that the model's cache lacks, where they are many."""
+        lacking = len(one.tokens) - self._known.get(one.sequence, 0)
+        return lacking if lacking > SHORT else 0
+
+    def dropped(self, sequence: int) -> None:
+        """Forgets a sequence."""
+        self._known.pop(sequence, None)
+        self._cache.drop(sequence)
+
+
+SHORT = 16
+"""Tokens that are run with the last one of a text, not before it."""
+
+
+# `SmallModel`: a draft by another, smaller language model of transformers.
+
+
+class SmallModel(ModelDraft):
+    """Guesses by a model of its own, with its own pages."""
+
+    name = "small model"
+
+    def __init__(
+        self,
+        model: Any,
+        cache_tokens: int | None = None,
+        sequences: int = 64,
+        beside: Beside = 3,
+    ) -> None:
+        """Takes memory for the model's cache."""
+        self._runner = LocalRunner(model, cache_tokens=cache_tokens, sequences=sequences)
+        facts = self._runner.facts
+        super().__init__(DraftCache(facts.blocks, facts.block_size), facts.longest, beside)
+
+    def begin(self, runner: Runner) -> None:
+        """Compares the vocabularies."""
+        mine, theirs = self._runner.facts.vocabulary, runner.facts.vocabulary
+        if mine != theirs:
+            raise GulliverError(
+                f"the draft has a vocabulary of {mine} tokens and the model one of {theirs}: give "
+                "a draft with the model's own vocabulary"
+            )
+
+    def _run(self, news: Sequence[New], rows: bool) -> Tensor:
+        spans = [
+            Span(
+                *(new.one.sequence, new.start, list(new.tokens)),
+                *(list(self._cache.blocks(new.one.sequence)), int(rows)),
+            )
+            for new in news
+        ]
+        self._runner.submit(Batch(0, spans))
+        logits = self._runner.collect()
+        return logits if rows else torch.empty(0)
+
+    def close(self) -> None:
+        """Gives the model back, and the memory of its cache."""
+        self._runner.close()
+
+
+def check_tokenizers(draft: Any | None, target: Any | None) -> None:
+    """Refuses a draft that writes texts with other tokens."""
+    if draft is None or target is None:
+        return
+    mine, theirs = draft.get_vocab(), target.get_vocab()
+    odd = next((token for token in theirs if mine.get(token) != theirs[token]), None)
+    odd = odd or next((token for token in mine if token not in theirs), None)
+    if odd is not None:
+        raise GulliverError(
+            f"the draft is of another vocabulary: token {odd!r} is number {mine.get(odd)} in it "
+            f"and {theirs.get(odd)} in the model; give a draft that was trained with the model's "
+            "tokenizer"
+        )

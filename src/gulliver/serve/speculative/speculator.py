@@ -1,0 +1,425 @@
+"""`Speculator`: drafts where it makes serving faster, and nothing elsewhere.
+
+Read `draft`. The rule: a guess is as likely to be right as guesses like it have been lately
+(`AcceptanceRate`). With s sequences and n guesses, the likeliest of all sequences, with chances p,
+tokens per second are (1 + sum(p) / s) t(s) / (t(s + n) + d) times those without drafts; t are
+seconds of a forward, d those of making the guesses, both measured. The n with the most is verified
+(`best`). If the mean of the last rounds is below 1.02, drafting is off at this number of sequences,
+until a trial on a few of them is less than a hundredth of the time since the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.options import AT_LEAST_1, Options, Range
+from gulliver.serve.batch import Batch, Draft, Drafter, Runner, Wanted
+from gulliver.serve.speculative.cost import (
+    AcceptanceRate,
+    GuessChoice,
+    Mean,
+    StepCost,
+    best,
+    measure_proposals,
+    measure_steps,
+)
+from gulliver.serve.speculative.glide import GlideDraft, is_draft, load_draft
+from gulliver.serve.speculative.proposers import LookUp, Proposal, Proposer
+from gulliver.serve.speculative.small_model import SmallModel, check_tokenizers
+
+log = logging.getLogger("gulliver")
+LEAST_GAIN = 1.02
+"""Gain that must be predicted before anything is drafted: predictions are that uncertain."""
+TRIAL = 0.01
+"""Share of the time that is spent on finding out whether drafting has begun to pay."""
+FEW, SHARE = 4, 8
+"""A trial is made on one of `SHARE` sequences, at most `FEW`: it reads their texts, and is to be
+short compared with the steps of the batch."""
+ROUNDS = 8
+"""Rounds whose gains are averaged."""
+LOOKED_AT = 16
+"""Steps of which one is learnt from while nothing is drafted."""
+
+
+@dataclass(frozen=True)
+class SpeculationOptions(Options):
+    """Limits of what is drafted.
+
+    Attributes:
+        depth: most tokens of a path.
+        nodes: most guesses of a sequence; attention over pages is slower for more than 15.
+        fixed: whether `depth` guesses are made and verified at all times, whatever they cost: for
+            measurements.
+        budget: most guesses of all sequences together; None leaves it to the costs.
+    """
+
+    depth: Annotated[int, Range(1, 64)] = 8
+    nodes: Annotated[int, Range(1, 64)] = 15
+    fixed: bool = False
+    budget: Annotated[int | None, AT_LEAST_1] = None
+
+
+@dataclass
+class _Pending:
+    """A proposal whose tokens have not come yet."""
+
+    # Tokens that the sequence had.
+    length: int
+    # What was proposed.
+    proposal: Proposal
+    # Kind of its guesses, for the calibration.
+    kind: object
+
+
+@dataclass
+class SpeculationStats:
+    """Counts since the start."""
+
+    # Rounds in which something could have been drafted.
+    rounds: int = 0
+    # Rounds in which something was verified.
+    drafted: int = 0
+    # Guesses that were verified.
+    guesses: int = 0
+    # Guesses that were right.
+    accepted: int = 0
+    # Guesses by depth whose parent was right; verified or not.
+    seen: dict[int, int] = field(default_factory=dict)
+    # Those of them that were right.
+    right: dict[int, int] = field(default_factory=dict)
+
+    def acceptance(self) -> list[float]:
+        """Share of first guesses that were right, by depth from 1, where their parents were."""
+        return [self.right.get(depth, 0) / self.seen[depth] for depth in sorted(self.seen)]
+
+
+class Speculator(Drafter):
+    """A drafter that drafts as much as pays.
+
+    Args:
+        proposer: what guesses.
+        options: limits.
+
+    Attributes:
+        cost: seconds of forwards.
+        stats: counts.
+        choice: what was chosen in the last round that was considered.
+        why: why nothing is drafted; empty while something is.
+    """
+
+    def __init__(self, proposer: Proposer, options: SpeculationOptions | None = None) -> None:
+        self.proposer, self.options = proposer, options or SpeculationOptions()
+        self.cost, self.stats, self.choice = StepCost(), SpeculationStats(), GuessChoice()
+        self.acceptance = AcceptanceRate()
+        self.why = ""
+        self._pending: dict[int, _Pending] = {}
+        self._rested = 0
+        # By level, the power of two of the sequences: gains of the last rounds, and from when on a
+        # trial may be made, in seconds of steps.
+        self._gains: dict[int, Mean] = {}
+        self._rest_until: dict[int, float] = {}
+        self._clock = 0.0
+        # Seconds of guesses: of one sequence where they are looked up, otherwise of one depth, by
+        # the number of sequences; and of a token of a text that is read.
+        self._each, self._deeper, self._reading = Mean(), StepCost(), Mean(memory=50)
+        # Chance that a path is right down to a depth, of what was proposed.
+        self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
+
+    def begin(self, runner: Runner) -> None:
+        """Measures what forwards and guesses cost, where it can be before requests come."""
+        if runner.facts.blocks and not self.cost.known:
+            measure_steps(runner, self.cost)
+        self.proposer.begin(runner)
+        if not self.proposer.free and not self._deeper.known and self.cost.known:
+            measure_proposals(self.proposer, runner.facts, self._deeper, self._reading)
+
+    def pays(self, sequences: int) -> bool:
+        """Whether drafting has paid in the last rounds with about so many sequences."""
+        gain = self._gains.get(_level(sequences))
+        return self.options.fixed or (gain is not None and gain.value >= LEAST_GAIN)
+
+    def rests(self, sequences: int) -> bool:
+        """Whether nothing will be drafted for so many sequences: asked before they are gathered."""
+        if self._pending or not self._resting(sequences):
+            return False
+        self.stats.rounds += 1
+        self._rested += 1
+        return True
+
+    def _resting(self, sequences: int) -> bool:
+        until = self._rest_until.get(_level(sequences), 0.0)
+        return not self.pays(sequences) and self._clock < until
+
+    def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
+        """Drafts what pays."""
+        begun, sequences = perf_counter(), len(wanted)
+        self._compare(wanted)
+        self.stats.rounds += 1
+        self._rested = 0
+        if self._resting(sequences):
+            return {}
+        trial = not self.pays(sequences)
+        asked = self._few(wanted) if trial else self._worth_reading(wanted)
+        if not asked:
+            return {}
+        depth = self._depth(sequences)
+        unread = sum(self.proposer.unread(one) for one in asked)
+        proposals = self.proposer.propose(asked, depth)
+        self._note_drafting(len(asked), depth, perf_counter() - begun, unread)
+        for one in asked:
+            proposal = proposals.get(one.sequence)
+            if proposal is not None and one.sequence not in self._pending:
+                self._pending[one.sequence] = _Pending(len(one.tokens), proposal, _kind(one))
+        ranked = self._ranked(proposals, asked)
+        chances = [-path for path, _, _ in ranked]
+        if trial:  # the other sequences would have guesses like those of the few
+            chances = [one for one in chances for _ in range(sequences // len(asked))]
+        limits = (budget, self.options.budget, len(chances))
+        chances = chances[: min(limit for limit in limits if limit is not None)]
+        taken = self._choose(chances, sequences, depth)
+        if not self.pays(sequences):
+            self._rest_until[_level(sequences)] = self._clock + (perf_counter() - begun) / TRIAL
+        chosen: dict[int, list[int]] = {}
+        for _, number, node in () if trial else ranked[:taken]:
+            chosen.setdefault(number, []).append(node)
+        self.stats.drafted += bool(chosen)
+        return {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
+
+    def _choose(self, chances: Sequence[float], sequences: int, depth: int) -> int:
+        """How many guesses are verified, the likeliest first; learns whether drafting pays."""
+        if self.options.fixed:
+            self.choice = GuessChoice(len(chances), sum(chances))
+            return len(chances)
+        drafting = self.drafting(sequences, depth)
+        self.choice = choice = best(chances, sequences, self.cost, drafting)
+        plain, came = float(self.cost.seconds(sequences)), choice.gain
+        if came < LEAST_GAIN and plain > 0:  # nothing is verified: the guesses were for nothing
+            came = plain / (plain + drafting)
+        self._gains.setdefault(_level(sequences), Mean(memory=ROUNDS)).add(came)
+        self._note_why(sequences)
+        return choice.taken if choice.gain >= LEAST_GAIN else 0
+
+    def _note_why(self, sequences: int) -> None:
+        """Notes why nothing is drafted, and logs when that changes."""
+        before, choice = self.why, self.choice
+        if self.pays(sequences):
+            self.why = ""
+        elif choice.taken:
+            self.why = (
+                f"{choice.taken} guesses for {sequences} sequences, {choice.accepted:.2f} of them "
+                f"right, would take a step {choice.step:.2f} times as long: {choice.gain:.2f} "
+                "times the plain tokens per second"
+            )
+        else:
+            self.why = "nothing is known to guess"
+        if bool(before) != bool(self.why):
+            state = f"off: {self.why}" if self.why else "on"
+            log.info("speculation (%s) is %s", self.proposer.name, state)
+
+    def _few(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        """Sequences that a trial is made on: texts that are read already cost nothing."""
+        few = max(1, min(FEW, len(wanted) // SHARE))
+        return sorted(wanted, key=self.proposer.unread)[:few]
+
+    def _worth_reading(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        """Leaves out texts that would take longer to read than guesses for their rest can save."""
+        gain = self._gains.get(_level(len(wanted)))
+        if self.options.fixed or gain is None:
+            return wanted
+        plain, each = float(self.cost.seconds(len(wanted))), self._reading.value
+        saved = plain / len(wanted) * (1 - 1 / max(gain.value, 1.0))
+        return [one for one in wanted if self.proposer.unread(one) * each <= saved * one.most]
+
+    def _depth(self, sequences: int) -> int:
+        """Depth with the most tokens per second, by how far guesses have been right lately."""
+        plain = float(self.cost.seconds(sequences))
+        if self.options.fixed or self.proposer.free or plain <= 0:
+            return self.options.depth
+        rates, reach = [], 1.0
+        for depth, mean in enumerate(self._reach, 1):
+            reach += mean.value
+            step = float(self.cost.seconds(sequences * (1 + depth)))
+            rates.append(reach / (step + self.drafting(sequences, depth)))
+        return 1 + rates.index(max(rates))
+
+    def drafting(self, sequences: int, depth: int) -> float:
+        """Seconds of making guesses for so many sequences, as they were lately."""
+        if self.proposer.free:
+            return self._each.value * sequences
+        return float(self._deeper.seconds(sequences)) * depth
+
+    def _note_drafting(self, sequences: int, depth: int, seconds: float, unread: int) -> None:
+        """Learns what guesses took, and what reading did."""
+        apart = self.proposer.apart
+        if unread and apart:
+            self._reading.add(apart / unread)
+        if self.proposer.free:
+            self._each.add((seconds - apart) / sequences)
+        else:
+            self._deeper.note(sequences, (seconds - apart) / depth)
+
+    def _ranked(
+        self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
+    ) -> list[tuple[float, int, int]]:
+        """Guesses as (minus the chance of being accepted, sequence, node), the likeliest first."""
+        # Parents come before their children: they have no smaller chance, and a smaller index.
+        ranked: list[tuple[float, int, int]] = []
+        for one in asked:
+            proposal = proposals.get(one.sequence)
+            if proposal is None:
+                continue
+            paths: list[float] = []
+            for node, (parent, sure) in enumerate(
+                zip(proposal.parents, proposal.sure, strict=True)
+            ):
+                before = paths[parent] if parent >= 0 else 1.0
+                kind = _kind(one), _is_first(proposal, node)
+                paths.append(before * self.acceptance.chance(kind, sure))
+            own = sorted((-path, node) for node, path in enumerate(paths))
+            most = min(one.most, self.options.nodes)
+            ranked += [(path, one.sequence, node) for path, node in own[:most]]
+        return sorted(ranked, key=lambda one: (one[0], one[2]))
+
+    def ran(self, batch: Batch, seconds: float) -> None:
+        """Learns what a forward took; parts of prompts have other costs, and are not counted."""
+        # While it rests a few are enough to follow the machine: learning from one takes 15 to 30
+        # microseconds, where a step of a small model takes 2000.
+        if batch.outputs == batch.tokens and self._rested % LOOKED_AT == 0:
+            self.cost.note(batch.tokens, seconds)
+        self._clock += seconds
+
+    def verified(self, sequence: int, draft: Draft, path: Sequence[int], tokens: int) -> None:
+        """Counts; what is learnt of guesses is learnt when the next ones are made."""
+        self.stats.guesses += len(draft.tokens)
+        self.stats.accepted += tokens - 1
+
+    def _compare(self, wanted: Sequence[Wanted]) -> None:
+        """Learns from the tokens that came which guesses were right, verified or not."""
+        for one in wanted:
+            pending = self._pending.get(one.sequence)
+            if pending is not None and self._settled(pending, one.tokens):
+                del self._pending[one.sequence]
+
+    def _settled(self, pending: _Pending, tokens: Sequence[int]) -> bool:
+        """Compares a proposal, unless more tokens must come first."""
+        proposal, came = pending.proposal, tokens[pending.length :]
+        depths = proposal.depths
+        right: set[int] = {-1}
+        for node, parent in enumerate(proposal.parents):
+            here = depths[node] - 1
+            if parent in right and here < len(came) and proposal.tokens[node] == came[here]:
+                right.add(node)
+        reached = max((depths[node] for node in right if node >= 0), default=0)
+        if reached == len(came) and reached < max(depths):
+            return False
+        for node, parent in enumerate(proposal.parents):
+            if parent not in right:
+                continue
+            depth, first = depths[node], _is_first(proposal, node)
+            self.acceptance.learn((pending.kind, first), proposal.sure[node], node in right)
+            if first:
+                self.stats.seen[depth] = self.stats.seen.get(depth, 0) + 1
+                self.stats.right[depth] = self.stats.right.get(depth, 0) + (node in right)
+        for depth, mean in enumerate(self._reach[: max(depths)], 1):
+            mean.add(float(depth <= reached))
+        return True
+
+    def dropped(self, sequence: int) -> None:
+        """Forgets a sequence."""
+        self._pending.pop(sequence, None)
+        self.proposer.dropped(sequence)
+
+    def close(self) -> None:
+        """Lets go of the proposer's memory."""
+        self._pending.clear()
+        self.proposer.close()
+
+    def __str__(self) -> str:
+        stats = self.stats
+        if not stats.rounds:
+            return f"speculation ({self.proposer.name}): nothing could be drafted yet"
+        share = stats.drafted / stats.rounds
+        rate = stats.accepted / stats.guesses if stats.guesses else 0.0
+        line = (
+            f"speculation ({self.proposer.name}): drafted in {share:.0%} of {stats.rounds} rounds, "
+            f"{stats.guesses} guesses, {rate:.0%} right"
+        )
+        return f"{line}; now off: {self.why}" if self.why else line
+
+
+def _level(sequences: int) -> int:
+    """Loads of one level cost about the same."""
+    return int(math.log2(sequences))
+
+
+def _kind(one: Wanted) -> object:
+    """Guesses of requests that are drawn alike are counted together."""
+    sampling = one.sampling
+    return "greedy" if sampling.greedy else round(sampling.temperature * 4)
+
+
+def _is_first(proposal: Proposal, node: int) -> bool:
+    """Whether a node is on the first path, which comes first."""
+    return proposal.parents[node] == node - 1
+
+
+def _part(proposal: Proposal, nodes: Sequence[int]) -> Draft:
+    """The nodes of a proposal that are verified, as a draft."""
+    index = {-1: -1, **{node: place for place, node in enumerate(nodes)}}
+    parents = [index[proposal.parents[node]] for node in nodes]
+    tokens = [proposal.tokens[node] for node in nodes]
+    is_chain = parents == list(range(-1, len(nodes) - 1))
+    return Draft(tokens, None if is_chain else parents)
+
+
+# `speculator`: what ``LLM(folder, speculation=...)`` understands.
+
+
+LOOK_UPS = ("ngram", "suffix")
+
+
+def make_speculator(
+    kind: str | Path,
+    options: SpeculationOptions | None = None,
+    tokenizer: Any | None = None,
+    sequences: int = 64,
+) -> Speculator:
+    """Makes a drafter.
+
+    Args:
+        kind: ``"ngram"`` looks up what followed the same tokens in the same text, ``"suffix"`` in
+            any text; otherwise the folder of a draft: of a small model that transformers wrote, or
+            one that ``gulliver speculate train`` made.
+        options: limits.
+        tokenizer: tokenizer of the target, with which that of a small model is compared.
+        sequences: sequences that run at a time.
+
+    Raises:
+        GulliverError: the folder is none of a draft.
+    """
+    return Speculator(_proposer(kind, tokenizer, sequences), options)
+
+
+def _proposer(kind: str | Path, tokenizer: Any | None, sequences: int) -> Proposer:
+    if kind in LOOK_UPS:
+        return LookUp(shared=kind == "suffix")
+    folder = Path(kind)
+    if not folder.is_dir():
+        raise GulliverError(
+            f"speculation={str(kind)!r} is neither a folder of a draft nor a look-up: "
+            f"{nearest(str(kind), LOOK_UPS)}"
+        )
+    if is_draft(folder):
+        return GlideDraft(load_draft(folder))
+    from gulliver.serve.weights import load
+
+    model, own = load(folder)
+    check_tokenizers(own, tokenizer)
+    return SmallModel(model, sequences=sequences)

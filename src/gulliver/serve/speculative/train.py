@@ -1,0 +1,322 @@
+"""What a draft reads of its target: keys and values of texts, and how positions are in them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gulliver.booster.booster import Booster
+from gulliver.booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.comm.collectives import all_reduce, barrier
+from gulliver.comm.world import World, guard, init_world
+from gulliver.errors import GulliverError
+from gulliver.finetune.base import fingerprint_of
+from gulliver.finetune.batches import make_batches
+from gulliver.finetune.texts import TextData, read_text
+from gulliver.jobs.log import derive
+from gulliver.jobs.loop import LoopOptions, TrainingLoop, rate_factor
+from gulliver.jobs.run_folder import RunFolder
+from gulliver.jobs.stop import StopRequest
+from gulliver.options import resolved
+from gulliver.serve.attention import attached, forward, sign_of, sign_token
+from gulliver.serve.speculative.glide import Glide, GlideConfig, save_draft, seen_keys
+from gulliver.serve.speculative.train_config import MAY_CHANGE, TrainDraftConfig, check_train_draft
+from gulliver.serve.weights import load
+
+HALVES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite"),
+    *("olmo", "olmo2", "olmoe", "starcoder2", "gemma"),
+)
+"""Targets whose rotary positions turn halves of a head."""
+UNROTATED = ("gpt2", "gpt_bigcode", "opt", "bloom")
+"""Targets whose keys are not turned."""
+
+
+def target_frequencies(model: Any) -> list[float]:
+    """Frequencies of a model's rotary positions; empty where it has none."""
+    kind = model.config.model_type
+    if kind in UNROTATED:
+        return []
+    found = [m.inv_freq for m in model.modules() if isinstance(getattr(m, "inv_freq", 0), Tensor)]
+    if kind not in HALVES or not found:
+        raise GulliverError(
+            f"drafts that look at keys of a {kind} model are not made: of {', '.join(HALVES)}, "
+            f"{', '.join(UNROTATED)}; any model takes a small model or a look-up"
+        )
+    return found[0].tolist()
+
+
+class _KeptKeys:
+    """Attention of equally long texts packed one after another, which keeps some layers' keys."""
+
+    def __init__(self, texts: int, layers: Sequence[int]) -> None:
+        self._texts, self._layers = texts, set(layers)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.heads = 0
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        """See `Pages.attend`."""
+        parts = [
+            tensor.unflatten(1, (self._texts, -1)).transpose(0, 1) for tensor in (query, key, value)
+        ]
+        self.heads, length = query.shape[0], parts[0].shape[2]
+        if layer in self._layers:
+            self.keys[layer], self.values[layer] = parts[1].clone(), parts[2].clone()
+        bias = None
+        if slopes is not None or (window is not None and window < length):
+            places = torch.arange(length, device=query.device)
+            apart = places[:, None] - places[None]
+            seen = (apart >= 0) & (apart < (window or length))
+            bias = torch.zeros(length, length, device=query.device, dtype=query.dtype)
+            if slopes is not None:
+                bias = -slopes[:, None, None].to(query.dtype) * apart
+            bias = bias.masked_fill(~seen, -torch.inf)
+        out = F.scaled_dot_product_attention(
+            *parts,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=scale,
+            enable_gqa=query.shape[0] != key.shape[0],
+        )
+        return out.permute(0, 2, 1, 3).flatten(0, 1)
+
+
+def glimpses_of(
+    model: Any, tokens: Tensor, layers: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor], int]:
+    """Keys and values that a model has of texts, as serving caches them."""
+    kept, _ = _read(model, tokens, layers, False)
+    return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
+
+
+def lesson_of(
+    model: Any, tokens: Tensor, layers: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """What a draft learns from: a model's keys and values of texts, and its logits."""
+    kept, logits = _read(model, tokens, layers, True)
+    keys, values = ([of[n] for n in layers] for of in (kept.keys, kept.values))
+    return keys, values, logits.unflatten(0, tokens.shape)
+
+
+@torch.no_grad()
+def _read(
+    model: Any, tokens: Tensor, layers: Sequence[int], rows: bool
+) -> tuple[_KeptKeys, Tensor]:
+    """Runs a model on texts; of logits one row is computed where none are wanted."""
+    count, length = tokens.shape
+    kept = _KeptKeys(count, layers)
+    positions = torch.arange(length, device=tokens.device).repeat(count)
+    wanted = torch.arange(count * length if rows else 1, device=tokens.device)
+    with attached(model, kept):
+        logits = forward(model, tokens.flatten(), positions, wanted)
+    return kept, logits
+
+
+# Training of a draft: the target is frozen, and gives keys, values and logits of each batch.
+#
+# Read `train_draft`, then `DraftTrainer`. The draft alone is boosted, so that any plugin shards
+# it; each rank has the target whole, in evaluation mode. The run lies in ``training`` in the
+# draft's folder; its checkpoints go when the draft is written.
+
+
+LOG_EVERY = 20
+HELD_OUT = 1 << 40
+"""Number of a step that no training reaches: from it on the blocks of held-out texts are drawn."""
+FINGERPRINTS = {
+    "target": "--target is not the one that the draft was begun for",
+    "data": "--data are not those that the draft was begun with",
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to."""
+
+    # Optimizer steps so far.
+    steps: int
+    # Mean loss of held-out tokens, in nats; NaN without any, or before the end.
+    loss: float
+    # Number of the draft's parameters.
+    parameters: int
+    # Whether it has come to its end; a signal stops it at the end of a step.
+    over: bool = True
+
+
+def train_draft(
+    config: TrainDraftConfig,
+    target: tuple[Any, Any] | None = None,
+    say: Callable[[str], None] = print,
+) -> Trained:
+    """Trains a draft and writes its folder; every rank calls it."""
+    check_train_draft(config)
+    assert config.target is not None
+    world = init_world()
+    say = say if world.is_main else lambda _: None
+    with guard():
+        model, tokenizer = target or load(config.target, config.dtype)
+        model = model.to(world.device).eval().requires_grad_(False)
+        context = getattr(model.config, "max_position_embeddings", None)
+        data = read_text(config, tokenizer, say, context=context)
+        count = sum(p.numel() for p in model.parameters())
+        handed = f"{type(model).__name__} of {count} parameters"
+        known = {
+            "target": handed if target else fingerprint_of(config.target),
+            "data": data.fingerprint,
+        }
+        run = RunFolder(config.out / "training", 2, MAY_CHANGE, FINGERPRINTS)
+        checkpoint = run.open(config, known)
+        barrier()  # nobody writes before everybody has looked
+        trainer = DraftTrainer(config, model, data, run, world, say)
+        trainer.start(checkpoint, options=resolved(config), fingerprints=known)
+        with StopRequest().listening() as stop:
+            return trainer.run_to_end(stop)
+
+
+class DraftTrainer(TrainingLoop):
+    """A draft that learns what its target says of texts."""
+
+    def __init__(
+        self,
+        config: TrainDraftConfig,
+        target: Any,
+        data: TextData,
+        run: RunFolder,
+        world: World,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.target, self.data, self.say = config, target, data, say
+        torch.manual_seed(config.seed)
+        self.sizes = sizes = glide_config(config, target)
+        frequencies = target_frequencies(target) if sizes.glimpses else ()
+        draft = Glide(sizes, frequencies).to(world.device)
+        self.loader = self._loader(data.train, seed=config.seed, rank=world.rank, ranks=world.size)
+        steps = config.steps or len(self.loader)
+        self.parameters = sum(p.numel() for p in draft.parameters())
+        say(
+            f"draft: {self.parameters:,} parameters, {sizes.layers} layer(s) of {sizes.hidden}, "
+            f"looking at layer(s) {', '.join(map(str, sizes.glimpses)) or 'none'}; "
+            f"{steps} steps"
+        )
+        optimizer = torch.optim.AdamW(
+            draft.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: rate_factor(step, steps, min(config.warmup, steps // 4), final=0.1),
+        )
+        plugin = LowLevelZeroPlugin(stage=config.stage) if config.stage else TorchDDPPlugin()
+        booster = Booster(plugin=plugin, verbose=False)
+        model, boosted, _, _, scheduler = booster.boost(draft, optimizer, lr_scheduler=scheduler)
+        options = LoopOptions(
+            "draft", steps, config.save_every, config.seed, log_every=LOG_EVERY, clip=1.0
+        )
+        place = world.rank, world.size
+        super().__init__(run, world, options, booster, (model, boosted, scheduler), place)
+
+    def _loader(self, examples: Any, **options: Any) -> Any:
+        length = int(self.data.facts["length"])
+        tokens = max(self.config.batch_tokens, length)
+        return make_batches(examples, tokens=tokens, length=length, packing=False, **options)
+
+    def load_state(self, run: dict[str, Any], folder: Path) -> None:
+        self.loader.load_state_dict(run["position"])
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        while True:
+            for batch in self.loader:
+                yield batch, self.loader.state_dict()
+
+    def forward_backward(self, batch: Any) -> dict[str, Tensor]:
+        loss = self._loss(batch, self.step_number)
+        self.booster.backward(loss, self.optimizer)
+        return {"loss": loss.detach() / self.world.size}
+
+    def run_to_end(self, stop: StopRequest) -> Trained:
+        """Steps until the last, or until a signal; judges the draft at the end and writes it."""
+        if not self.train(stop):
+            return Trained(self.step_number, math.nan, self.parameters, False)
+        loss = self._held_out()
+        whole = self.booster.release(self.model)  # every rank gathers the parameters
+        if self.world.is_main:
+            steps, target = self.step_number, str(self.config.target)
+            weights = {name: value.detach().cpu() for name, value in whole.state_dict().items()}
+            facts = {"steps": steps, "loss": loss, "target": target}
+            save_draft(self.config.out, self.sizes, weights, facts)
+            shutil.rmtree(self.run.checkpoints.root, ignore_errors=True)
+            self.say(f"{self.config.out}: written, loss of held-out texts {loss:.3f}")
+        return Trained(self.step_number, loss, self.parameters)
+
+    def _loss(self, batch: Any, step: int) -> Tensor:
+        """Mean loss of a batch; the blocks of the mask begin anywhere, drawn for each step."""
+        device, sizes = self.world.device, self.sizes
+        tokens = batch["input_ids"].to(device)
+        labels = tokens.masked_fill(batch["attention_mask"].to(device) == 0, -100)
+        # A seed of its own for each step: a resumed run needs no saved generator.
+        offset = derive(self.config.seed, 7, step, self.world.rank) % sizes.block
+        seen = seen_keys(tokens.shape[1], sizes.block, offset).to(device)
+        if self.config.distill:
+            lesson = lesson_of(self.target, tokens, sizes.glimpses)
+            return self.model(tokens, labels, seen, *lesson)
+        keys, values = [], []
+        if sizes.glimpses:
+            keys, values, _ = glimpses_of(self.target, tokens, sizes.glimpses)
+        return self.model(tokens, labels, seen, keys, values)
+
+    @torch.no_grad()
+    def _held_out(self) -> float:
+        """Mean loss of held-out texts, of all ranks alike."""
+        if not self.data.held_out:
+            return math.nan
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for number, batch in enumerate(self._loader(self.data.held_out, shuffle=False)):
+            count = int(batch["attention_mask"][:, 1:].sum())
+            loss = float(self._loss(batch, HELD_OUT + number))
+            sums += torch.tensor([loss * count, count], dtype=torch.float64)
+        all_reduce(sums, op="sum")
+        return float(sums[0] / sums[1])
+
+
+def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
+    """Sizes of a draft for a target."""
+    device = next(model.parameters()).device
+    count = model.config.num_hidden_layers
+    layers = config.glimpses or tuple(range(max(0, count - config.layers), count))
+    layers = (layers[0],) * (config.layers - len(layers)) + tuple(layers)
+    if not all(0 <= layer < count for layer in layers):
+        raise GulliverError(f"--glimpses {layers}: the target has layers 0 to {count - 1}")
+    token = torch.full((1, 1), sign_token(model), device=device)
+    keys, values, heads = glimpses_of(model, token, (*layers, count - 1))
+    width = model.config.hidden_size
+    hidden = config.hidden or max(64, -(-width // 2 // 64) * 64)
+    heads_of_own = max(1, hidden // 64)
+    if hidden % heads_of_own or hidden // heads_of_own % 2:
+        raise GulliverError(f"--hidden {hidden}: give a multiple of 64, or an even number below")
+    dim = keys[0].shape[-1]
+    wide = config.feed_forward or -(-hidden * 8 // 3 // 16) * 16
+    if config.plain:
+        # Two matrices of the width and the target's heads; three in the feed-forward part.
+        wide += round(2 * heads * dim / 3)
+    return GlideConfig(
+        model.get_output_embeddings().weight.shape[0],
+        *(hidden, heads_of_own, wide, config.layers, () if config.plain else layers),
+        *(model.config.model_type, heads, dim, width, config.block, sign_of(values[-1][0])),
+    )

@@ -1,0 +1,325 @@
+"""Sets of states of which none is at least as good as another in everything.
+
+A search that goes through a chain from one end to the other may drop a state if another one of the
+same kind is at least as good in every measure that what follows depends on (`undominated`). Where
+too many are left some of them are dropped, too: each kind is cut into bins by its peak, and those
+stay that are the best of a bin at one of several prices (`boxed`). So for any limit of the peak
+something stays that is best, at about the right price, below it, but for one bin: a weighted sum
+alone would not keep what is worse in the sum and lower in the peak than all others.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gulliver.errors import GulliverError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+DIGITS = 1e12
+"""Sums of the same seconds in another order are equal to so many parts of the largest."""
+PAIRS, AT_ONCE = 128, 16
+
+
+def rounded(values: Floats) -> Floats:
+    """Rounds values so that sums of the same numbers in another order are equal."""
+    largest = float(np.abs(values).max(initial=0.0))
+    return np.round(values * (DIGITS / largest)) if largest > 0 else values
+
+
+def kinds_of(keys: NDArray[Any]) -> Ints:
+    """Numbers that are the same for rows with the same key."""
+    found = np.zeros(len(keys), dtype=np.int64)
+    for column in keys.T:
+        least = column.min(initial=0)
+        size = int(column.max(initial=0)) - int(least) + 1
+        if int(found.max(initial=0)) >= np.iinfo(np.int64).max // size - 1:
+            found = np.unique(found, return_inverse=True)[1].astype(np.int64)
+        found = found * size + (column - least)
+    return found
+
+
+def groups_of(kinds: Ints) -> list[Ints]:
+    """Numbers of the rows of each kind."""
+    if not len(kinds):
+        return []
+    order = np.argsort(kinds, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1)
+
+
+def undominated(values: Floats) -> Ints:
+    """Numbers of the rows that no other row is at most equal to in all columns; of equals, one."""
+    # Few rows are compared pair by pair. Many are looked at by the sum of their columns, each
+    # divided by its largest: a row can only be beaten by one before it. O(rows x rows that are
+    # left).
+    least = values.min(axis=0)
+    scale = values.max(axis=0) - least
+    varied = np.flatnonzero(scale)
+    if not len(varied):
+        return np.zeros(1, dtype=np.intp)
+    values = (values[:, varied] - least[varied]) / scale[varied]
+    left = np.argsort(values.sum(axis=1), kind="stable")
+    values = values[left]
+    if len(left) <= PAIRS:
+        beats = np.logical_and.reduce(values[:, None] <= values[None], axis=2)
+        return left[np.flatnonzero(np.triu(beats, 1).any(axis=0) == 0)]
+    kept: list[Ints] = []
+    while len(left):
+        # A few at once: each is only kept if none of them before it is as good.
+        few = values[:AT_ONCE]
+        beats = np.logical_and.reduce(few[:, None] <= values[None], axis=2)
+        first = np.flatnonzero(np.triu(beats[:, : len(few)], 1).any(axis=0) == 0)
+        kept.append(left[: len(few)][first])
+        better = np.flatnonzero(beats[first].any(axis=0) == 0)
+        left, values = left[better], values[better]
+    return np.concatenate(kept)
+
+
+def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
+    """Numbers of the rows that are the best of their kind and bin at one of several prices."""
+    if not len(kinds):
+        return np.zeros(0, dtype=np.intp)
+    order, starts, sizes = _sorted(kinds)
+    least = np.repeat(np.minimum.reduceat(peak[order], starts), sizes)
+    most = np.repeat(np.maximum.reduceat(peak[order], starts), sizes)
+    place = (peak[order] - least) / np.maximum(most - least, 1e-300) * bins
+    place = np.minimum(place.astype(np.int64), bins - 1)
+    inner, starts, sizes = _sorted(np.repeat(np.arange(len(starts)), sizes) * bins + place)
+    order, box = order[inner], np.repeat(np.arange(len(starts)), sizes)
+    stays = np.zeros(len(order), dtype=bool)
+    for one in priced[:, order]:
+        best = np.flatnonzero(one <= np.repeat(np.minimum.reduceat(one, starts), sizes))
+        stays[best[np.unique(box[best], return_index=True)[1]]] = True
+    return order[stays]
+
+
+def _sorted(kinds: Ints) -> tuple[Ints, Ints, Ints]:
+    """Order of the rows by kind, and where in it each kind begins, and how many it has."""
+    order = np.argsort(kinds, kind="stable")
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(kinds[order])) + 1])
+    return order, starts, np.diff(np.append(starts, len(order)))
+
+
+# What becomes of each block's activations: kept, computed again in backward, or moved away.
+#
+# Blocks run 1 to n in forward and n to 1 in backward. Block i leaves `output` bytes (the next
+# one's input, always kept) and `saved` bytes for its backward, of which `movable` could go to a
+# slower tier. Its own pass needs all it saved and `working` bytes besides. A tier is read while
+# the block above is still in backward, so what is to come next takes its room already:
+#
+#     sum over j < i of output_j + left_j  +  coming_(i-1)  +  saved_i + working_i  <=  room
+#
+# for each i, with left = saved if kept, 0 if recomputed, saved - movable if moved away, and coming
+# = movable if moved away, else 0. Moves run beside compute, in each pass as long as the longer of
+# the two takes:
+#
+#     seconds = max(forward, writes) + max(backward + recomputed, reads)
+#
+# `choose_activations` finds the least by dynamic programming over blocks; its states are (bytes
+# left, bytes moved, seconds recomputed), and those that another state beats in all three are
+# dropped. That is exact as long as no more than `STATES` are left, which equal blocks hardly
+# reach. A quick search with few states comes first: nothing that takes longer than what it found
+# is looked at again.
+
+
+Choice = Literal["keep", "recompute", "offload"]
+QUICK, STATES = 64, 1024
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Activations of one block."""
+
+    # Bytes that its forward saves for its backward, its output aside.
+    saved: int
+    # Bytes of its output.
+    output: int
+    # Bytes that its backward (or forward, if more) needs besides, while it runs.
+    working: int = 0
+    # Bytes of `saved` that can be moved to a slower tier.
+    movable: int = 0
+    # Seconds of its forward.
+    recompute_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of a step without recompute and moves of activations."""
+
+    # Seconds of compute of the forward.
+    forward: float = 0.0
+    # Seconds of compute of the backward.
+    backward: float = 0.0
+    # Seconds for which the slower tier is busy in forward already.
+    writes: float = 0.0
+    # Seconds for which it is busy in backward already.
+    reads: float = 0.0
+    # Seconds per byte that is written to it.
+    write_s: float = 0.0
+    # Seconds per byte that is read from it.
+    read_s: float = 0.0
+
+    def seconds(self, moved: int, recomputed: float) -> float:
+        """Seconds of both passes."""
+        out = max(self.forward, self.writes + moved * self.write_s)
+        return out + max(self.backward + recomputed, self.reads + moved * self.read_s)
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """What becomes of each block's activations."""
+
+    # Choice of each block.
+    choices: tuple[Choice, ...]
+    # Predicted seconds of forward and backward.
+    seconds: float
+    # Most bytes of activations at once.
+    peak: int
+    # Whether no choice takes less; else it is the best of those that were looked at.
+    exact: bool
+
+
+class _State(NamedTuple):
+    left: int
+    moved: int
+    recomputed: float
+    peak: int
+    coming: int
+    choice: Choice | None
+    before: _State | None
+
+    def choices(self) -> tuple[Choice, ...]:
+        """The choices that led here."""
+        found, state = list[Choice](), self
+        while state.choice is not None and state.before is not None:
+            found.append(state.choice)
+            state = state.before
+        return tuple(reversed(found))
+
+
+_START = _State(0, 0, 0.0, 0, 0, None, None)
+
+
+def choose_activations(
+    blocks: Sequence[BlockActivations],
+    room: int,
+    costs: PassCosts,
+    allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
+) -> ActivationChoice:
+    """Chooses what becomes of each block's activations, with least predicted time.
+
+    Args:
+        blocks: blocks in the order of forward.
+        room: bytes that activations may take.
+        costs: seconds of the step without recompute and moves.
+        allowed: choices to choose from.
+
+    Raises:
+        GulliverError: the room is below what any choice needs; names the least, and the block.
+    """
+    least = costs.seconds(0, 0.0)
+    best, exact = _search(blocks, room, costs, allowed, QUICK, math.inf)
+    if _seconds(costs, best) > least and not exact:
+        best, exact = _search(blocks, room, costs, allowed, STATES, _seconds(costs, best))
+    seconds = _seconds(costs, best)
+    return ActivationChoice(best.choices(), seconds, best.peak, exact or seconds <= least)
+
+
+def _search(
+    blocks: Sequence[BlockActivations],
+    room: int,
+    costs: PassCosts,
+    allowed: Sequence[Choice],
+    most: int,
+    bound: float,
+) -> tuple[_State, bool]:
+    """The best state that was found, and whether it is the best there is."""
+    states, exact = [_START], True
+    for number, block in enumerate(blocks):
+        fitting = [state for state in states if _need(state, block) <= room]
+        if not fitting:
+            raise GulliverError(
+                f"activations need {least_room(blocks, allowed)} bytes at once, and {room} are "
+                f"left: block {number} does not fit beside those below it"
+            )
+        grown = [_leave(state, block, choice) for state in fitting for choice in allowed]
+        states = _undominated([s for s in grown if _seconds(costs, s) <= bound])
+        if len(states) > most:
+            states, exact = _thinned(states, most), False
+    key = lambda s: (_seconds(costs, s), s.recomputed, s.moved, s.peak)  # noqa: E731
+    return min(states, key=key), exact
+
+
+def _seconds(costs: PassCosts, state: _State) -> float:
+    return costs.seconds(state.moved, state.recomputed)
+
+
+def activations_peak(blocks: Sequence[BlockActivations], choices: Sequence[Choice]) -> int:
+    """Most bytes of activations at once."""
+    state = _START
+    for block, choice in zip(blocks, choices, strict=True):
+        state = _leave(state, block, choice)
+    return state.peak
+
+
+def least_room(
+    blocks: Sequence[BlockActivations],
+    allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
+) -> int:
+    """Least room with which some choice works: where the most is moved away or recomputed."""
+    leanest: tuple[Choice, ...] = ("recompute",) if "recompute" in allowed else tuple(allowed)
+    return min(activations_peak(blocks, (choice,) * len(blocks)) for choice in leanest)
+
+
+def _need(state: _State, block: BlockActivations) -> int:
+    """Bytes that a block's pass takes beside what is below it."""
+    return state.left + state.coming + block.saved + block.working
+
+
+def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
+    """The state above a block."""
+    away = block.movable if choice == "offload" else 0
+    rest = 0 if choice == "recompute" else block.saved - away
+    return _State(
+        left=state.left + block.output + rest,
+        moved=state.moved + away,
+        recomputed=state.recomputed + (block.recompute_s if choice == "recompute" else 0.0),
+        peak=max(state.peak, _need(state, block)),
+        coming=away,
+        choice=choice,
+        before=state,
+    )
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    """Drops states that another one beats: in bytes now and later, bytes moved, and seconds."""
+    # Bytes later are `left`, bytes for the next block are `left + coming`: both are in the order.
+    kept: list[_State] = []
+    # By coming: with 0, and each size that is on its way.
+    for coming in sorted({state.coming for state in states}):
+        group = [state for state in states if state.coming == coming]
+        group.sort(key=lambda s: (s.moved, s.recomputed, s.left, s.peak))
+        stairs: list[tuple[float, int]] = []  # recomputed rises, left falls
+        for state in group:
+            place = bisect_right(stairs, (state.recomputed, state.left))
+            if place and stairs[place - 1][1] <= state.left:
+                continue
+            while place < len(stairs) and stairs[place][1] >= state.left:
+                del stairs[place]
+            stairs.insert(place, (state.recomputed, state.left))
+            kept.append(state)
+    return kept
+
+
+def _thinned(states: list[_State], most: int) -> list[_State]:
+    """Keeps so many of the states, by bytes left; the leanest is among them."""
+    states.sort(key=lambda s: (s.left + s.coming, s.recomputed, s.moved))
+    step = len(states) / most
+    return [states[int(number * step)] for number in range(most)]

@@ -1,0 +1,237 @@
+"""Cost model of the joint search: shardings, recomputation and offload of operators.
+
+A network is a row of *blocks*, each a small graph of *operators* in the order of forward; the last
+operator of a block gives the block's output. Each operator takes one of its *strategies*
+(shardings, with the seconds and bytes of a device), and one of three choices for its saved tensors:
+keep, recompute, offload.
+
+Seconds. Forward and backward of an operator are its compute, its communication, and the conversions
+of its inputs from the producers' layouts. Recomputation repeats the whole forward, communication
+and conversions included. What a block offloads is written during the forward of the next block, and
+read during the backward of the next block; the link is one server, and each of these passes takes
+the longer of the two times. What the last block offloads overlaps with nothing.
+
+Memory. State (parameters, gradients, optimizer state) exists all the time. In addition the passes
+of operator t, forward and backward, need at once
+
+    what operators below have left + run + saved_t + output_t + working_t
+    + what the block below has offloaded (in flight, or already back)
+
+An operator always leaves `output`, and `saved` if that is kept. Offloaded tensors stay while their
+own block runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gulliver.errors import GulliverError
+from gulliver.solve.activations import Choice
+
+ENTRY = -1
+"""Number of the input of a block: the output of the block before."""
+
+
+# [Note: runs] What is recomputed comes back in runs, as with activation checkpointing: from the
+# first recomputed operator on, a run goes on while one of its values is still to be used further
+# up, by a backward or, where its output does not stay, by any operator. All of a run is computed
+# again when the backward first needs any of it, and each value goes with the backward of its own
+# operator. So operator t finds the bytes of the whole open run below it, and may need the transient
+# bytes of any forward in it. Runs end where blocks end: a block's output is kept or moved.
+@dataclass(frozen=True)
+class Strategy:
+    """A sharding of an operator, with the costs of one device.
+
+    Attributes:
+        name: name to tell it by.
+        forward_s: seconds of compute, forward.
+        backward_s: seconds of compute, backward.
+        forward_comm_s: seconds of communication, forward.
+        backward_comm_s: seconds of communication, backward, that compute does not hide.
+        state: bytes of parameters, gradients and optimizer state.
+        saved: bytes that are there between forward and backward if they are kept, those of its
+            output included where some backward reads it.
+        output: bytes that stay whatever becomes of `saved`.
+        forward_bytes: bytes that its forward needs besides, while it runs.
+        backward_bytes: bytes that its backward needs besides, gradients included.
+        movable: bytes of `saved` that can be moved to a slower tier.
+    """
+
+    name: str = ""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+    state: int = 0
+    saved: int = 0
+    output: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    movable: int = 0
+
+
+@dataclass(frozen=True)
+class EdgeSeconds:
+    """Costs of an input, by the strategies of its producer (rows) and its consumer (columns)."""
+
+    # Seconds of its conversion, forward.
+    forward_s: tuple[tuple[float, ...], ...]
+    # Seconds of the conversion of its gradient.
+    backward_s: tuple[tuple[float, ...], ...]
+    # Bytes of the converted copy, which the consumer saves; None: nothing.
+    saved: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A node of a block.
+
+    Attributes:
+        name: name to tell it by.
+        strategies: ways to shard it.
+        inputs: numbers of the operators that it reads, in its block; `ENTRY` is the block's input.
+        conversions: costs of each input; of none at all if empty.
+        last_use: number of the last operator whose backward reads what this one saves; None: only
+            its own.
+        recomputable: whether its forward may run twice.
+    """
+
+    name: str
+    strategies: tuple[Strategy, ...]
+    inputs: tuple[int, ...] = (ENTRY,)
+    conversions: tuple[EdgeSeconds | None, ...] = ()
+    last_use: int | None = None
+    recomputable: bool = True
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operators in the order of forward; the last one's output is the block's."""
+
+    operators: tuple[Operator, ...]
+
+    def used_until(self, number: int, strategy: int) -> int:
+        """Number of the last operator that needs what one saves; the count for later blocks."""
+        operator = self.operators[number]
+        last = max(number, operator.last_use or 0)
+        if operator.strategies[strategy].output:
+            return last
+        if number == len(self.operators) - 1:
+            return len(self.operators)
+        return max([last, *(n for n, o in enumerate(self.operators) if number in o.inputs)])
+
+
+@dataclass(frozen=True)
+class OffloadLink:
+    """Link to the slower tier."""
+
+    # Seconds per byte that is written.
+    write_s: float = 0.0
+    # Seconds per byte that is read.
+    read_s: float = 0.0
+
+
+class Pick(NamedTuple):
+    """The strategy of an operator, and whether its saved tensors are kept, recomputed or moved."""
+
+    strategy: int
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class JointCost:
+    """Costs of picks."""
+
+    # Seconds of forward and backward.
+    seconds: float
+    # Most bytes at once.
+    peak: int
+    # Block and operator whose passes need them.
+    at: tuple[int, int]
+    # Bytes of state among them.
+    state: int
+    # Bytes that operators below have left, among them.
+    below: int
+    # Seconds without any overlap of transfers.
+    serial_s: float
+
+
+class _Pass(NamedTuple):
+    forward: float
+    backward: float
+    saved: int
+
+
+def joint_cost(
+    blocks: Sequence[Block], picks: Sequence[Sequence[Pick]], link: OffloadLink | None = None
+) -> JointCost:
+    """Walks through a network with given picks."""
+    needs, given = list[tuple[int, int, tuple[int, int]]](), link
+    link = link or OffloadLink()
+    below = state = moved = waiting = 0
+    seconds = serial = 0.0
+    entry: int | None = None
+    for number, (block, chosen) in enumerate(zip(blocks, picks, strict=True)):
+        walk = _Walk(block, chosen, entry, below + waiting)
+        needs += [(need, under, (number, place)) for place, (need, under) in enumerate(walk.needs)]
+        out, back = waiting * link.write_s, waiting * link.read_s
+        seconds += max(walk.forward, out) + max(walk.backward, back)
+        serial += walk.forward + walk.backward + out + back
+        below, state, waiting = below + walk.left, state + walk.state, walk.moved
+        moved, entry = moved + walk.moved, chosen[-1].strategy
+    rest = waiting * (link.write_s + link.read_s)
+    need, under, at = max(needs, key=lambda n: n[0])
+    if moved and given is None:
+        raise GulliverError("what is offloaded needs a link: give its seconds per byte")
+    return JointCost(seconds + rest, state + need, at, state, under, serial + rest)
+
+
+class _Walk:
+    """Costs of one block with given picks."""
+
+    def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
+        self.forward = self.backward = 0.0
+        self.state = self.left = self.moved = 0
+        self.needs: list[tuple[int, int]] = []
+        run = replayed = 0
+        until = -1
+        for number, (operator, pick) in enumerate(zip(block.operators, picks, strict=True)):
+            if until < number:
+                run = replayed = 0
+            taken = operator.strategies[pick.strategy]
+            spent = _passes(operator, picks, number, entry)
+            under = below + self.left + self.moved + run
+            working = max(taken.forward_bytes, taken.backward_bytes, replayed)
+            self.needs.append((under + spent.saved + taken.output + working, under))
+            self.forward += spent.forward
+            self.backward += spent.backward
+            self.state += taken.state
+            self.left += taken.output
+            if pick.choice == "recompute":
+                run, replayed = run + spent.saved, max(replayed, taken.forward_bytes)
+                until = max(until, block.used_until(number, pick.strategy))
+                self.backward += spent.forward
+            else:
+                away = taken.movable if pick.choice == "offload" else 0
+                self.left += spent.saved - away
+                self.moved += away
+        if until >= len(block.operators):
+            raise GulliverError("the output of a block cannot be recomputed: it is kept or moved")
+
+
+def _passes(operator: Operator, picks: Sequence[Pick], number: int, entry: int | None) -> _Pass:
+    mine = picks[number].strategy
+    taken = operator.strategies[mine]
+    forward = taken.forward_s + taken.forward_comm_s
+    backward = taken.backward_s + taken.backward_comm_s
+    saved = taken.saved
+    for source, conversion in zip(operator.inputs, operator.conversions, strict=False):
+        theirs = entry if source == ENTRY else picks[source].strategy
+        if conversion is None or theirs is None:
+            continue
+        forward += conversion.forward_s[theirs][mine]
+        backward += conversion.backward_s[theirs][mine]
+        saved += conversion.saved[theirs][mine] if conversion.saved else 0
+    return _Pass(forward, backward, saved)

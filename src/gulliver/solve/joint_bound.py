@@ -1,0 +1,353 @@
+"""Lower bound of the seconds and price of memory, by Lagrangian relaxation.
+
+Of all memory constraints only the moments of one block are kept: the passes of each of its
+operators, at which state, what is left below and the operator's own bytes must be within the
+budget. Bytes get a price, `price` seconds each, shared by the moments, and exceeding the budget is
+paid for instead of forbidden:
+
+    bound(prices) = min over picks of (seconds + sum of price_t x bytes at t) - price x budget
+
+That is a shortest path through the operators, so it is exact and fast, and any prices give a bound.
+States are the strategies that are still to be read and, in the block whose moments count, the end
+of the open run. The best price is about what one more byte would save. Source: Everett 1963,
+"Generalized Lagrange multiplier method".
+
+The longer of two times is at least any weighted mean of both: `hidden` is the link's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gulliver.solve.activations import Choice, Floats
+from gulliver.solve.joint import ENTRY, Block, OffloadLink
+
+STEPS = 40
+"""Prices that are tried for the same shares of the moments."""
+SHARES = 16
+"""Times that the moments' shares of the price are changed."""
+BUMP = 1e-3
+GOLDEN = (5**0.5 - 1) / 2
+NOTHING = 1e-6
+"""Relative gain for which no higher price is tried: the sums of higher ones are inexact."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound and where it comes from."""
+
+    # Seconds that no picks can be below.
+    seconds: float
+    # Seconds that a byte more would save, about.
+    price: float
+    # Share of the link in the longer of compute and moves.
+    hidden: float
+    # Least priced seconds from each block on, by the strategy of what comes before it.
+    rest: tuple[Floats, ...]
+    # Parts of the price, by the operator of the block whose passes count.
+    moments: tuple[float, ...]
+
+
+class Relaxation:
+    """Bounds of one network."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        budget: int,
+        link: OffloadLink | None,
+        allowed: Sequence[Choice],
+    ) -> None:
+        self.blocks, self.budget, self.link = blocks, budget, link
+        self.choices: list[Choice] = [c for c in allowed if c != "offload" or link is not None]
+        self._known: dict[tuple[object, ...], Floats] = {}
+        self._known_for: tuple[float, float] | None = None
+
+    def bound(self, at: int | None = None) -> Bound:
+        """The best bound for the moments of a block."""
+        at = len(self.blocks) - 1 if at is None else at
+        shares = (0.0, 0.5, 1.0) if "offload" in self.choices else (0.0,)
+        found = [self._best(at, hidden) for hidden in shares]
+        return max(found, key=lambda bound: bound.seconds)
+
+    def _best(self, at: int, hidden: float) -> Bound:
+        """Optimizes the price, the moments' shares, and the price again."""
+        shares = np.zeros(len(self.blocks[at].operators))
+        shares[-1] = 1.0
+        top = self._best_price(partial(self._priced, at, hidden, shares))
+        if not top.price:
+            return top
+        top, shares = self._best_shares(top, partial(self._priced, at, hidden), shares)
+        for factor in (0.9, 0.96, 1.04, 1.1):
+            again = self._priced(at, hidden, shares, factor * top.price)
+            top = max((top, again), key=lambda bound: bound.seconds)
+        return top
+
+    def _best_shares(
+        self, top: Bound, priced: Callable[[Floats, float], Bound], shares: Floats
+    ) -> tuple[Bound, Floats]:
+        """Moves shares of the price to the moments that gain, with a shrinking step.
+
+        Args:
+            top: the best bound with the given shares.
+            priced: makes the bound of shares and a price.
+            shares: the moments' shares of the price, which sum to 1.
+        """
+        size, price, best = 0.5, top.price, shares
+        for _ in range(SHARES):
+            bumped = [priced((1 - BUMP) * best + BUMP * one, price) for one in np.eye(len(best))]
+            gains = np.array([bound.seconds for bound in bumped]) - top.seconds
+            if gains.max() <= 0:
+                break
+            aim = np.maximum(gains, 0.0) / np.maximum(gains, 0.0).sum()
+            while size > BUMP:
+                moved = (1 - size) * best + size * aim
+                tried = priced(moved, price)
+                if tried.seconds > top.seconds:
+                    top, best = tried, moved
+                    break
+                size /= 2
+        return top, best
+
+    def _best_price(self, priced: Callable[[float], Bound]) -> Bound:
+        """Golden-section search for the price with the highest bound."""
+        free = priced(0.0)
+        high = free.seconds / self.budget if self.budget and free.seconds else 1.0
+        best = top = max((free, priced(high)), key=lambda b: b.seconds)
+        for _ in range(STEPS):
+            top = priced(2 * high)
+            if top.seconds <= best.seconds + NOTHING * abs(best.seconds):
+                break
+            best, high = top, 2 * high
+        low, high = 0.0, 2 * high
+        left, right = (priced(low + (high - low) * s) for s in (1 - GOLDEN, GOLDEN))
+        for _ in range(STEPS):
+            best = max((best, left, right), key=lambda b: b.seconds)
+            if left.seconds >= right.seconds:
+                high, right = right.price, left
+                left = priced(low + (high - low) * (1 - GOLDEN))
+            else:
+                low, left = left.price, right
+                right = priced(low + (high - low) * GOLDEN)
+            if high - low < 1e-4 * high:
+                break
+        return best
+
+    def _priced(self, at: int, hidden: float, shares: Floats, price: float) -> Bound:
+        rest = [np.zeros(len(self.blocks[-1].operators[-1].strategies))]
+        moments = tuple(float(share) for share in price * shares)
+        for number in range(len(self.blocks) - 1, -1, -1):
+            entries = self._entries(number)
+            cost = self._cost(number, at, hidden, price, moments)
+            rest.append((self._matrix(cost, entries) + rest[-1]).min(axis=1))
+        seconds = float(rest[-1].min()) - price * self.budget
+        return Bound(seconds, price, hidden, tuple(reversed(rest)), moments)
+
+    def _matrix(self, cost: _Cost, entries: int) -> Floats:
+        """Priced seconds of a block, cached per price."""
+        key = (id(cost.block), entries, cost.last, cost.later, cost.moments)
+        if (cost.price, cost.hidden) != self._known_for:
+            self._known, self._known_for = {}, (cost.price, cost.hidden)
+        if key not in self._known:
+            self._known[key] = cost.matrix(entries)
+        return self._known[key]
+
+    def _entries(self, number: int) -> int:
+        return len(self.blocks[number - 1].operators[-1].strategies) if number else 0
+
+    def _cost(
+        self, number: int, at: int, hidden: float, price: float, moments: tuple[float, ...]
+    ) -> _Cost:
+        block, last = self.blocks[number], number == len(self.blocks) - 1
+        here = moments if number == at else (0.0,) * len(block.operators)
+        later = price if number < at else 0.0
+        return _Cost(block, here, later, last, hidden, price, self.link, self.choices)
+
+    def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
+        """Guides of all blocks: least priced seconds of the network given a prefix of the block."""
+        at = len(self.blocks) - 1
+        around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
+        known: dict[tuple[Block, int, bool], Floats] = {}
+        before = np.zeros(1)
+        for number in range(len(self.blocks)):
+            cost = self._cost(number, at, bound.hidden, bound.price, bound.moments)
+            entries = self._entries(number)
+            key = (cost.block, entries, cost.last)
+            if key not in known:
+                known[key] = cost.matrix(entries)
+            outside = before[:, None] + bound.rest[number + 1] - bound.price * self.budget
+            if key in around:
+                outside = np.minimum(outside, around[key][1])
+            around[key] = (cost, outside)
+            before = (before[:, None] + known[key]).min(axis=0)
+        return {key: Guide(*found, key[1]) for key, found in around.items()}
+
+
+class Guide:
+    """Least priced seconds of all picks that begin with given ones, for each kind of block."""
+
+    def __init__(self, cost: _Cost, outside: Floats, entries: int) -> None:
+        self._cost = cost
+        count, shapes = len(cost.block.operators), list[list[int]]()
+        axes = [ENTRY]
+        for number in range(count):
+            shapes.append(axes)
+            axes = cost.frontier(number, [*axes, number])
+        self._after = [*shapes[1:], axes]
+        sizes = {n: len(o.strategies) for n, o in enumerate(cost.block.operators)}
+        sizes[ENTRY] = max(1, entries)
+        tables = [outside]
+        for number in range(count - 1, 0, -1):
+            whole = [*shapes[number], number]
+            holes = tuple(place for place, axis in enumerate(whole) if axis not in axes)
+            table = np.expand_dims(tables[-1], holes) + cost.operator(number, whole, entries)
+            axes = shapes[number]
+            tables.append(np.broadcast_to(table.min(axis=-1), [sizes[a] for a in axes]))
+        self._tables = tables[::-1]
+
+    def seconds(self, number: int, states: GuidedStates, strategies: NDArray[np.int16]) -> Floats:
+        """Least priced seconds of states after an operator."""
+        # [Note: a peak for each moment] Of the last block all moments have a price. Those that are
+        # behind may each be as high as the peak so far, which has to be within the budget just as
+        # they have: so it stands for all of them. Those ahead hold what is left by now, and the
+        # next one an open run.
+        ahead = self._tables[number][tuple(strategies[:, 1 + a] for a in self._after[number])]
+        cost = self._cost
+        link = cost.link or OffloadLink()
+        share = 1.0 if cost.last else cost.hidden
+        moves = share * (link.write_s + link.read_s) * states.moved
+        spent = (1 - cost.hidden) * states.passes + moves + cost.price * states.state + ahead
+        if not cost.last:
+            return spent + cost.later * states.left
+        here, there = sum(cost.moments[: number + 1]), sum(cost.moments[number + 1 :])
+        run = cost.moments[number + 1] * states.run if there else 0.0
+        return spent + here * states.peak + there * (states.left + states.moved) + run
+
+
+class GuidedStates(NamedTuple):
+    """Columns of states that a guide reads."""
+
+    passes: Floats
+    state: Floats
+    left: Floats
+    moved: Floats
+    peak: Floats
+    run: Floats
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Priced seconds of a block."""
+
+    block: Block
+    # Price of a byte in the passes of each operator.
+    moments: tuple[float, ...]
+    # Price of a byte in all passes of later blocks.
+    later: float
+    # Whether it is the last of all.
+    last: bool
+    # Share of the link in the longer of compute and moves.
+    hidden: float
+    # Price of a byte of state.
+    price: float
+    # Link to the slower tier.
+    link: OffloadLink | None
+    # Choices for what is saved.
+    choices: Sequence[Choice]
+
+    def matrix(self, entries: int) -> Floats:
+        """Least priced seconds by the strategy of the entry (rows) and of the last operator."""
+        operators, runs = self.block.operators, any(self.moments)
+        axes, tables = [ENTRY], [np.zeros(max(1, entries))]
+        # The first table is of states with no open run, the others of those with one, by its end.
+        tables += [np.full(max(1, entries), np.inf) for _ in operators] if runs else []
+        for number in range(len(operators)):
+            axes.append(number)
+            parts = self._parts(number, axes, entries)
+            tables = [table[..., None] for table in tables]
+            grown = [table + parts.stays for table in tables]
+            for end, again in enumerate(parts.again[: len(grown) - 1], number):
+                begun = np.minimum(tables[0], tables[1 + end]) + again
+                grown[1 + end] = np.minimum(grown[1 + end], begun)
+            if runs:
+                grown[0] = np.minimum(grown[0], grown[1 + number])
+                grown[1 + number] = np.full_like(grown[0], np.inf)
+            else:
+                grown[0] = np.minimum(grown[0], tables[0] + parts.least)
+            left = self.frontier(number, axes)
+            gone = tuple(n for n, a in enumerate(axes) if a not in left)
+            tables, axes = [table.min(axis=gone) for table in grown], left
+        return tables[0]
+
+    def frontier(self, number: int, axes: Sequence[int]) -> list[int]:
+        """Operators that later ones read, and always the entry and the last one."""
+        operators = self.block.operators
+        ahead = {s for o in operators[number + 1 :] for s in o.inputs}
+        end = {len(operators) - 1} if number == len(operators) - 1 else set[int]()
+        return [axis for axis in axes if axis in ahead | end | {ENTRY}]
+
+    def operator(self, number: int, axes: list[int], entries: int) -> Floats:
+        """Priced seconds of an operator, by the strategies of its inputs and its own."""
+        return self._parts(number, axes, entries).least
+
+    def _parts(self, number: int, axes: list[int], entries: int) -> _Parts:
+        operator = self.block.operators[number]
+        taken = operator.strategies
+        forward = np.array([s.forward_s + s.forward_comm_s for s in taken])
+        backward = np.array([s.backward_s + s.backward_comm_s for s in taken])
+        saved = np.array([float(s.saved) for s in taken])
+        for source, conversion in zip(operator.inputs, operator.conversions, strict=False):
+            if conversion is None or (source == ENTRY and not entries):
+                continue
+            shape = [1] * len(axes)
+            shape[-1] = len(taken)
+            shape[axes.index(source)] = len(conversion.forward_s)
+            forward = forward + np.reshape(conversion.forward_s, shape)
+            backward = backward + np.reshape(conversion.backward_s, shape)
+            if conversion.saved is not None:
+                saved = saved + np.reshape(conversion.saved, shape)
+        shown, ahead = 1 - self.hidden, self.later + sum(self.moments[number:])
+        output, state, moved = (
+            np.array([float(getattr(s, name)) for s in taken])
+            for name in ("output", "state", "movable")
+        )
+        working = np.array([float(max(s.forward_bytes, s.backward_bytes)) for s in taken])
+        seconds = shown * (forward + backward) + self.price * state + ahead * output
+        seconds = seconds + self.moments[number] * working
+        stays = seconds + ahead * saved
+        if "offload" in self.choices and self.link is not None:
+            share = 1.0 if self.last else self.hidden
+            link = share * (self.link.write_s + self.link.read_s)
+            stays = np.minimum(stays, stays + (link - self.later) * moved)
+        return self._with_runs(number, stays, seconds + shown * forward, saved)
+
+    def _with_runs(self, number: int, stays: Floats, again: Floats, saved: Floats) -> _Parts:
+        """Adds the costs of recomputation, by the end of the run."""
+        operator, count = self.block.operators[number], len(self.block.operators)
+        if "recompute" not in self.choices or not operator.recomputable:
+            return _Parts(stays, stays, [])
+        until = np.array(
+            [self.block.used_until(number, s) for s in range(len(operator.strategies))]
+        )
+        ends = list[Floats]()
+        for end in range(number, count):
+            while_open = again + sum(self.moments[number : end + 1]) * saved
+            ends.append(np.where(until <= end, while_open, np.inf))
+        return _Parts(stays, np.minimum.reduce([stays, *ends]), ends)
+
+
+class _Parts(NamedTuple):
+    """Priced seconds of an operator, by the strategies of its inputs and its own."""
+
+    # Seconds if what it saves is kept or moved.
+    stays: Floats
+    # Least seconds of all choices, in a run that is as short as it can be.
+    least: Floats
+    # Seconds if it is recomputed, by the end of the run, from its own number on.
+    again: list[Floats]

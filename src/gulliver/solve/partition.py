@@ -1,0 +1,237 @@
+"""Candidate sizes for a cost that falls first and then rises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from gulliver.errors import GulliverError
+
+
+def geometric_sizes(smallest: int, largest: int, factor: float = 2.0) -> list[int]:
+    """Returns sizes from `smallest`, each `factor` times the one before, up to `largest`."""
+    # Where that is less than one more, as from 0, the next whole number follows.
+    #
+    # Steps are of equal ratio because a cost such as ``a / size + b * size`` changes as much from
+    # one ratio to the next, however large the sizes are.
+    sizes = [smallest]
+    while max(sizes[-1] * factor, sizes[-1] + 1) <= largest:
+        sizes.append(max(round(sizes[-1] * factor), sizes[-1] + 1))
+    return sizes
+
+
+# Cutting a chain of costs into consecutive parts whose largest is as small as can be.
+#
+# A pipeline cuts the layers of a network over its stages, and the slowest stage sets the pace. The
+# answer is exact, by dynamic programming over (parts so far, costs so far):
+#
+#     best[k][j] = min over i of max(best[k - 1][i], time of part k from i to j)
+#
+# in O(parts x costs^2). Source: the linear partition problem, e.g. Skiena, The Algorithm Design
+# Manual, 10.7; times of parts and limits on them are as in PipeDream (Harlap et al., 2018), 2.2.
+
+
+_SLACK = 1e-12
+"""Relative tolerance: sums of floats that should be equal differ by so much."""
+
+
+# [Note: two passes] Many cuts reach the least maximum, and some leave the other parts needlessly
+# uneven. So a second pass looks, among the cuts whose parts all keep within that maximum, for the
+# least sum of squared times. One pass that minimised the sum of squares from the start could end
+# with a larger maximum.
+@dataclass(frozen=True)
+class ChainPartition:
+    """Consecutive parts of a chain."""
+
+    # First cost of each part, and the count of all costs at the end: part k has the costs from
+    # ``bounds[k]`` up to, without, ``bounds[k + 1]``.
+    bounds: tuple[int, ...]
+    # Time of each part, in the unit of the costs over that of the speeds.
+    times: tuple[float, ...]
+    # Largest of the times.
+    value: float
+    # Bound that no partition can be below: all costs over all speeds, or the largest cost on the
+    # fastest machine.
+    lower: float
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of costs in each part."""
+        return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+
+
+def partition_chain(
+    costs: Sequence[float],
+    parts: int,
+    *,
+    speeds: Sequence[float] | None = None,
+    crossing: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+    limits: Sequence[float] | None = None,
+) -> ChainPartition:
+    """Cuts `costs` into `parts` consecutive, non-empty parts; the largest time is least.
+
+    Args:
+        costs: costs in the order of the chain, finite and not negative, in any unit.
+        parts: number of parts.
+        speeds: speed of each part's machine; the time of a part is the sum of its costs over its
+            speed. None: all 1.
+        crossing: time that a cut before each cost adds to both its sides; the first entry is not
+            used.
+        memory: memory that each cost takes, in any unit.
+        limits: largest sum of memory of each part, in the same unit.
+
+    Returns:
+        The best cut: the least maximum, and of those the most even.
+
+    Raises:
+        GulliverError: there are fewer costs than parts, lists have other lengths than asked for,
+            numbers are out of range, or no cut meets the limits.
+    """
+    _check(costs, parts, speeds, crossing, memory, limits)
+    speeds = list(speeds or [1.0] * parts)
+    time = _times(costs, speeds, crossing)
+    fits = _fits(costs, memory, limits)
+    value, _ = _best(len(costs), parts, time, fits, max, math.inf)
+    if value == math.inf:
+        raise GulliverError(
+            f"no cut into {parts} parts keeps within memory limits of {_listed(limits)}: the "
+            f"chain needs {sum(memory or ()):g} in all, its largest part alone "
+            f"{max(memory or (0,)):g}; use more parts or larger limits"
+        )
+    limit = value * (1 + _SLACK)
+    _, bounds = _best(len(costs), parts, time, fits, lambda a, t: a + t * t, limit)
+    times = tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))
+    return ChainPartition(tuple(bounds), times, max(times), _lower(costs, speeds))
+
+
+def chain_times(
+    costs: Sequence[float],
+    bounds: Sequence[int],
+    speeds: Sequence[float] | None = None,
+    crossing: Sequence[float] | None = None,
+) -> tuple[float, ...]:
+    """Returns the times of the parts of a given cut."""
+    parts = len(bounds) - 1
+    time = _times(costs, list(speeds or [1.0] * parts), crossing)
+    return tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))
+
+
+def _lower(costs: Sequence[float], speeds: Sequence[float]) -> float:
+    return max(sum(costs) / sum(speeds), max(costs) / max(speeds))
+
+
+def _times(
+    costs: Sequence[float], speeds: Sequence[float], crossing: Sequence[float] | None
+) -> Callable[[int, int, int], float]:
+    sums = [0.0, *accumulate(costs)]
+
+    def time(part: int, start: int, stop: int) -> float:
+        ends = 0.0
+        if crossing is not None:
+            ends += crossing[start] if start > 0 else 0.0
+            ends += crossing[stop] if stop < len(costs) else 0.0
+        return (sums[stop] - sums[start]) / speeds[part] + ends
+
+    return time
+
+
+def _fits(
+    costs: Sequence[float], memory: Sequence[float] | None, limits: Sequence[float] | None
+) -> Callable[[int, int, int], bool]:
+    if memory is None or limits is None:
+        return lambda part, start, stop: True
+    sums = [0.0, *accumulate(memory)]
+    return lambda part, start, stop: sums[stop] - sums[start] <= limits[part] * (1 + _SLACK)
+
+
+def _best(
+    count: int,
+    parts: int,
+    time: Callable[[int, int, int], float],
+    fits: Callable[[int, int, int], bool],
+    join: Callable[[float, float], float],
+    limit: float,
+) -> tuple[float, list[int]]:
+    """Returns the least value of ``join(value of the parts before, time)``, and a cut that has it.
+
+    Only parts that fit, of times up to `limit`, are considered. The value is infinite where no cut
+    is made of such parts.
+    """
+    # best[j]: value of the first j costs in the parts so far; choices lead back to the cut.
+    best = [0.0] + [math.inf] * count
+    choices: list[list[int]] = []
+    for part in range(parts):
+        reached, chosen = [math.inf] * (count + 1), [0] * (count + 1)
+        # Every part before and after this one holds at least one cost.
+        for stop in range(part + 1, count - (parts - part - 1) + 1):
+            for start in range(part, stop):
+                if best[start] == math.inf or not fits(part, start, stop):
+                    continue
+                spent = time(part, start, stop)
+                value = join(best[start], spent)
+                if spent <= limit and value < reached[stop]:
+                    reached[stop], chosen[stop] = value, start
+        best = reached
+        choices.append(chosen)
+    bounds = [count]
+    for chosen in reversed(choices):
+        bounds.append(chosen[bounds[-1]])
+    return best[count], bounds[::-1]
+
+
+def _check(
+    costs: Sequence[float],
+    parts: int,
+    speeds: Sequence[float] | None,
+    crossing: Sequence[float] | None,
+    memory: Sequence[float] | None,
+    limits: Sequence[float] | None,
+) -> None:
+    if parts < 1:
+        raise GulliverError(f"a chain is cut into at least 1 part, not {parts}")
+    if len(costs) < parts:
+        raise GulliverError(
+            f"a chain of {len(costs)} cannot be cut into {parts} parts that hold something: at "
+            f"most {len(costs)} parts"
+        )
+    if (memory is None) != (limits is None):
+        raise GulliverError("memory and limits are given together, or neither")
+    wanted = (
+        ("speeds", speeds, parts, "parts"),
+        ("crossing", crossing, len(costs), "costs"),
+        ("memory", memory, len(costs), "costs"),
+        ("limits", limits, parts, "parts"),
+    )
+    for name, given, count, of in wanted:
+        if given is not None and len(given) != count:
+            raise GulliverError(f"{name} has {len(given)} entries for {count} {of}")
+    if any(not (cost >= 0 and math.isfinite(cost)) for cost in costs):
+        raise GulliverError("costs of a chain are finite and not negative")
+    if any(not speed > 0 for speed in speeds or ()):
+        raise GulliverError("speeds of parts are positive")
+
+
+def _listed(limits: Sequence[float] | None) -> str:
+    return ", ".join(f"{limit:g}" for limit in limits or ())
+
+
+# Dealing costs out to parts in any order, so that the largest sum is small.
+#
+# Longest processing time first: every cost, the largest first, goes to the part that has least so
+# far. The largest sum is at most 4/3 of the least possible. Source: Graham 1969, "Bounds on
+# Multiprocessing Timing Anomalies".
+
+
+def balanced_parts(costs: Sequence[int], parts: int) -> list[int]:
+    """Returns the part that each cost goes to; the same for the same costs in the same order."""
+    if parts < 1:
+        raise GulliverError(f"parts={parts}: deal costs to at least 1 part")
+    loads, found = [0] * parts, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda n: -costs[n]):
+        part = loads.index(min(loads))
+        found[number] = part
+        loads[part] += costs[number]
+    return found

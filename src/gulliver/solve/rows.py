@@ -1,0 +1,587 @@
+"""Finds the slot of a row: a hash table of 32-bit numbers, or an array where that is smaller.
+
+All of it works on arrays of keys at once. `HashIndex` is open addressing with linear probing, at
+most half full; a key that is removed leaves a mark that probes pass, and the table is laid out
+again when marks become many. `DenseIndex` has an entry for every row there is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gulliver.errors import GulliverError, nearest
+
+Keys = NDArray[np.int64]
+Values = NDArray[np.int64]
+EMPTY, REMOVED, _CLAIMED = -1, -2, -3
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class RowIndex(Protocol):
+    """A map from rows to numbers of 0 and more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+    def lookup(self, keys: Keys) -> Values:
+        """Returns the value of each key, -1 where there is none."""
+        ...
+
+    def insert(self, keys: Keys, values: Values) -> None:
+        """Adds distinct keys that are not there."""
+        ...
+
+    def remove(self, keys: Keys) -> None:
+        """Removes distinct keys that are there."""
+        ...
+
+    def grow(self, rows: int) -> None:
+        """Takes keys below `rows` from now on."""
+        ...
+
+
+class DenseIndex:
+    """An index with 4 bytes for each row there is."""
+
+    def __init__(self, rows: int) -> None:
+        self._slots = np.full(rows, EMPTY, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self._slots.nbytes
+
+    def lookup(self, keys: Keys) -> Values:
+        """Returns the value of each key, -1 where there is none."""
+        return self._slots[keys].astype(np.int64)
+
+    def insert(self, keys: Keys, values: Values) -> None:
+        """Adds distinct keys that are not there."""
+        self._slots[keys] = values
+
+    def remove(self, keys: Keys) -> None:
+        """Removes distinct keys that are there."""
+        self._slots[keys] = EMPTY
+
+    def grow(self, rows: int) -> None:
+        """Takes keys below `rows` from now on."""
+        more = np.full(rows - len(self._slots), EMPTY, np.int32)
+        self._slots = np.concatenate([self._slots, more])
+
+
+class HashIndex:
+    """A hash table from integers to integers."""
+
+    def __init__(self, entries: int, wide_keys: bool = False, wide_values: bool = False) -> None:
+        self._key_type = np.int64 if wide_keys else np.int32
+        self._value_type = np.int64 if wide_values else np.int32
+        self._lay_out(_capacity(entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def __len__(self) -> int:
+        return self._count
+
+    def lookup(self, keys: Keys) -> Values:
+        """Returns the value of each key, -1 where there is none."""
+        found = np.full(len(keys), EMPTY, np.int64)
+        places = self._places(keys)
+        hits = places >= 0
+        found[hits] = self._values[places[hits]]
+        return found
+
+    def insert(self, keys: Keys, values: Values) -> None:
+        """Adds distinct keys that are not there."""
+        if self._count + len(keys) > self._capacity // 2:
+            self._rebuild(self._count + len(keys))
+        elif self._count + self._marks + len(keys) > 3 * self._capacity // 4:
+            self._rebuild(self._capacity // 2)
+        open_ = np.arange(len(keys))
+        places = self._first(keys)
+        while len(open_):
+            free = self._values[places] < 0
+            wanted, who = places[free], open_[free]
+            before = self._values[wanted]
+            # Of several that want one place, that which wrote last has it.
+            self._values[wanted] = _CLAIMED - who
+            won = self._values[wanted] == _CLAIMED - who
+            at, winners = wanted[won], who[won]
+            self._marks -= int((before[won] == REMOVED).sum())
+            self._keys[at], self._values[at] = keys[winners], values[winners]
+            left = np.ones(len(open_), bool)
+            left[np.flatnonzero(free)[won]] = False
+            open_, places = open_[left], (places[left] + 1) & (self._capacity - 1)
+        self._count += len(keys)
+
+    def remove(self, keys: Keys) -> None:
+        """Removes distinct keys that are there."""
+        places = self._places(keys)
+        assert (places >= 0).all(), "what is removed is there"
+        self._values[places] = REMOVED
+        self._marks += len(keys)
+        self._count -= len(keys)
+
+    def grow(self, rows: int) -> None:
+        """Takes keys below `rows` from now on."""
+        if rows > 2**31 and self._key_type is np.int32:
+            self._key_type = np.int64
+            self._rebuild(self._capacity // 2)
+
+    def items(self) -> tuple[Keys, Values]:
+        """Returns all keys and their values."""
+        used = self._values >= 0
+        return self._keys[used].astype(np.int64), self._values[used].astype(np.int64)
+
+    def _lay_out(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys = np.zeros(capacity, self._key_type)
+        self._values = np.full(capacity, EMPTY, self._value_type)
+        self._count = self._marks = 0
+
+    def _rebuild(self, entries: int) -> None:
+        keys, values = self.items()
+        self._lay_out(_capacity(entries))
+        self.insert(keys, values)
+
+    def _first(self, keys: Keys) -> NDArray[np.int64]:
+        shift = np.uint64(64 - (self._capacity.bit_length() - 1))
+        return ((keys.astype(np.uint64) * _GOLDEN) >> shift).astype(np.int64)
+
+    def _places(self, keys: Keys) -> NDArray[np.int64]:
+        """Returns where each key is in the table, -1 for what is not there."""
+        found = np.full(len(keys), -1, np.int64)
+        open_, places = np.arange(len(keys)), self._first(keys)
+        while len(open_):
+            values = self._values[places]
+            same = (values >= 0) & (self._keys[places] == keys[open_])
+            found[open_[same]] = places[same]
+            left = ~same & (values != EMPTY)
+            open_, places = open_[left], (places[left] + 1) & (self._capacity - 1)
+        return found
+
+
+def _capacity(entries: int) -> int:
+    return 1 << max(2 * entries - 1, 7).bit_length()
+
+
+def index_bytes(rows: int, slots: int) -> int:
+    """Bytes of the index of `slots` of `rows` rows, as `make_index` makes it."""
+    return min(4 * rows, _capacity(slots) * (12 if rows > 2**31 else 8))
+
+
+def make_index(rows: int, slots: int) -> RowIndex:
+    """Makes the smaller of the two kinds of index of `slots` of `rows` rows."""
+    if 4 * rows <= index_bytes(rows, slots):
+        return DenseIndex(rows)
+    return HashIndex(slots, wide_keys=rows > 2**31)
+
+
+# Counts how often rows were used, more for what was of late, in memory that does not grow.
+#
+# A count-min sketch (Cormode and Muthukrishnan, 2005) with conservative update (Estan and
+# Varghese, 2002): each row has a counter in each of a few tables, which it shares with others; the
+# smallest of them is its estimate, never too low.
+
+
+_ODD = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
+)
+LARGE = 2.0**20
+
+
+# [Note: decay] Counts of long ago weigh less by making those of now weigh more: the unit grows by a
+# factor with every tick. What is not used keeps its number, so that numbers which were read at
+# different times may be compared. When the unit becomes large all are divided by it.
+class DecayedCounts:
+    """A sketch of decayed counts."""
+
+    def __init__(self, width: int, half_life: float, depth: int = 4) -> None:
+        self._bits = max(width - 1, 1).bit_length()
+        # Counters, (depth, width).
+        self.tables = np.zeros((depth, 1 << self._bits), np.float32)
+        self._growth = 2.0 ** (1.0 / half_life)
+        # Weight of one use now.
+        self.unit = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.tables.nbytes
+
+    def tick(self) -> float:
+        """Lets all counts age; returns what kept estimates are to be multiplied by, mostly 1."""
+        self.unit *= self._growth
+        if self.unit < LARGE:
+            return 1.0
+        factor = 1.0 / self.unit
+        self.tables *= np.float32(factor)
+        self.unit = 1.0
+        return factor
+
+    def add(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Counts uses of distinct rows, and returns their estimates."""
+        places = self._places(rows)
+        now = self._smallest(places) + (counts * self.unit).astype(np.float32)
+        for table, place in zip(self.tables, places, strict=True):
+            np.maximum.at(table, place, now)
+        return now
+
+    def estimate(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns the estimates of rows, in multiples of which `unit` is one use now."""
+        return self._smallest(self._places(rows))
+
+    def _places(self, rows: NDArray[np.int64]) -> list[NDArray[np.uint64]]:
+        keys, shift = rows.astype(np.uint64), np.uint64(64 - self._bits)
+        mixed = (keys ^ (keys >> np.uint64(31))) * np.uint64(0xFF51AFD7ED558CCD)
+        return [((mixed ^ (mixed >> np.uint64(29))) * odd) >> shift for odd in self._odd()]
+
+    def _odd(self) -> NDArray[np.uint64]:
+        return _ODD[: len(self.tables)]
+
+    def _smallest(self, places: list[NDArray[np.uint64]]) -> NDArray[np.float32]:
+        found = self.tables[0][places[0]]
+        for table, place in zip(self.tables[1:], places[1:], strict=True):
+            found = np.minimum(found, table[place])
+        return found
+
+
+# Decides which rows of a large table a cache holds, a batch of rows at a time.
+#
+# A batch is *announced* as soon as it is known, *decided* (`decide` says which rows come, into
+# which slots, and which leave; nothing changes by it) and *committed*. Between announcing and
+# committing it lies in the window. All rows of a batch are in the cache at once.
+
+
+RowPolicy = Literal["lookahead", "lfu", "lru", "dataset"]
+NEVER = 2**50
+_SOON = 1e15
+"""Key of what is used at once; what is used later has smaller ones. Counts are far smaller."""
+Slots = NDArray[np.int64]
+HALF_LIVES = (8.0, 512.0)
+"""Half-lives in batches of which the better one is taken where none is given."""
+
+
+# [Note: look-ahead] Inside the window the future is known. What is used there leaves after all that
+# is not, the farthest use first: Belady's rule (1966), which has the fewest misses there can be
+# where the window reaches to the end. What is not used inside the window leaves by its decayed
+# count, the smallest first. Rows with equal claims leave in the order of their numbers, so that
+# decisions depend on the batches alone.
+class TooSmall(GulliverError):
+    """A batch does not fit a cache."""
+
+    def __init__(self, rows: int, held: int, slots: int) -> None:
+        # Smallest number of slots that it would fit.
+        self.least = rows + held
+        beside = f" beside {held} rows that wait for an optimizer's step" if held else ""
+        super().__init__(
+            f"a batch of {rows} different rows{beside} does not fit a cache of {slots} slots: "
+            f"the smallest legal cache has {self.least}"
+        )
+
+
+@dataclass
+class RowRequest:
+    """A batch of rows."""
+
+    # Distinct rows, ascending.
+    rows: NDArray[np.int64]
+    # Uses of each in the batch.
+    counts: NDArray[np.int64]
+    # Number of the batch among those that were announced; -1 for none of these.
+    number: int
+    # Number of the next batch that is known to use each, else `NEVER`.
+    next_use: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What a batch does to a cache."""
+
+    request: RowRequest
+    # Slot of each of its rows.
+    slots: Slots
+    # Places, among the rows, of those that have to be loaded.
+    missing: NDArray[np.int64]
+    # Slots whose rows leave; the last of those that `missing` are loaded into.
+    victims: Slots
+
+
+@dataclass
+class RowCounts:
+    """Uses of rows so far."""
+
+    # Number of batches.
+    batches: int = 0
+    # Number of distinct rows, batch by batch.
+    rows: int = 0
+    # Number of them that were loaded.
+    misses: int = 0
+    # Uses of rows.
+    uses: int = 0
+    # Uses of rows that were loaded.
+    missed_uses: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the uses that found their row in the cache."""
+        return 1.0 - self.missed_uses / max(self.uses, 1)
+
+
+def one_row_each(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns distinct rows, ascending, with one use each."""
+    return rows, np.ones(len(rows), np.int64)
+
+
+class RowReplacement:
+    """Decides which rows are in a cache."""
+
+    def __init__(
+        self,
+        slots: int,
+        rows: int,
+        policy: RowPolicy = "lookahead",
+        frequencies: NDArray[np.int64] | None = None,
+        half_life: float | None = None,
+        counters: int | None = None,
+    ) -> None:
+        if policy not in get_args(RowPolicy):
+            raise GulliverError(
+                f"unknown policy {policy!r}: {nearest(policy, get_args(RowPolicy))}"
+            )
+        if (policy == "dataset") != (frequencies is not None):
+            raise GulliverError("policy 'dataset' and frequencies belong together: give both")
+        self.policy, self.slots = policy, slots
+        # Row in each slot, -1 for none.
+        self.slot_rows = np.full(slots, -1, np.int64)
+        # What has happened so far.
+        self.counts = RowCounts()
+        self.index = make_index(rows, slots)
+        self._frequencies = frequencies
+        # What an empty slot has is never the smallest key.
+        self._keys = np.full(slots, np.inf)
+        self._scores = np.zeros(slots)
+        self._free = slots
+        self._window: deque[RowRequest] = deque()
+        self._latest = HashIndex(1024, wide_keys=True, wide_values=True)
+        self._announced = 0
+        self._next_use = np.full(slots, NEVER, np.int64)
+        self._sketch: DecayedCounts | None = None
+        self._duel: Duel | None = None
+        if policy == "lookahead":
+            lives = HALF_LIVES if half_life is None else (half_life,)
+            self._sketches = [DecayedCounts(counters or 4 * slots, life) for life in lives]
+            self._sketch = self._sketches[0]
+            self._duel = Duel(slots, rows) if half_life is None else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decisions' own state, in addition to the index."""
+        arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
+        sketches = sum(sketch.nbytes for sketch in self._sketches) if self._sketch else 0
+        duel = self._duel.nbytes if self._duel else 0
+        return sum(array.nbytes for array in arrays) + sketches + duel
+
+    def announce(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
+        """Takes the next batch that is known; they are decided in this order."""
+        number, self._announced = self._announced, self._announced + 1
+        request = RowRequest(rows, counts, number, np.full(len(rows), NEVER, np.int64))
+        self._window.append(request)
+        if self._sketch is None:
+            return request
+        places = self._latest.lookup(rows)
+        again = places >= 0
+        first = self._window[0].number
+        batches, inside = places[again] >> 32, places[again] & 0xFFFFFFFF
+        for batch in np.unique(batches):
+            self._window[batch - first].next_use[inside[batches == batch]] = number
+        self._latest.remove(rows[again])
+        self._latest.insert(rows, (np.int64(number) << 32) + np.arange(len(rows)))
+        slots = self.index.lookup(rows)
+        slots = slots[slots >= 0]
+        slots = slots[self._next_use[slots] == NEVER]
+        self._next_use[slots] = number
+        self._keys[slots] = _SOON - number
+        return request
+
+    def sudden(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
+        """Makes a request of a batch that was not announced and is decided at once."""
+        next_use = np.full(len(rows), NEVER, np.int64)
+        for request in reversed(self._window if self._sketch else ()):
+            if not len(request.rows):  # a batch of empty bags
+                continue
+            places = np.searchsorted(request.rows, rows)
+            places[places == len(request.rows)] = 0
+            next_use[request.rows[places] == rows] = request.number
+        return RowRequest(rows, counts, -1, next_use)
+
+    def decide(self, request: RowRequest, pinned: Slots | None = None) -> RowPlan:
+        """Says what a batch loads, and what leaves for it."""
+        slots = self.index.lookup(request.rows)
+        missing = np.flatnonzero(slots < 0)
+        kept = slots[slots >= 0]
+        if pinned is not None and len(pinned):
+            kept = np.union1d(kept, pinned)
+        if len(missing) + len(kept) > self.slots:
+            raise TooSmall(
+                len(request.rows), len(missing) + len(kept) - len(request.rows), self.slots
+            )
+        taken = min(len(missing), self._free)
+        free = np.arange(self.slots - self._free, self.slots - self._free + taken)
+        victims = self._smallest(len(missing) - taken, kept)
+        slots[missing] = np.concatenate([free, victims])
+        return RowPlan(request, slots, missing, victims)
+
+    def commit(self, plan: RowPlan) -> None:
+        """Makes what was decided so."""
+        request, slots, missing = plan.request, plan.slots, plan.missing
+        if request.number >= 0:
+            assert self._window[0] is request, "batches are committed in the order of announcing"
+            self._window.popleft()
+            if self._sketch is not None:
+                self._latest.remove(request.rows[request.next_use == NEVER])
+        self._free -= len(missing) - len(plan.victims)
+        self.index.remove(self.slot_rows[plan.victims])
+        self.index.insert(request.rows[missing], slots[missing])
+        self.slot_rows[slots[missing]] = request.rows[missing]
+        self._touch(request, slots, missing)
+        counts = self.counts
+        counts.batches += 1
+        counts.rows += len(slots)
+        counts.misses += len(missing)
+        counts.uses += int(request.counts.sum())
+        counts.missed_uses += int(request.counts[missing].sum())
+
+    def skip(self, request: RowRequest) -> None:
+        """Drops the first batch of the window, which does not come after all."""
+        assert self._window[0] is request, "batches are skipped in the order of announcing"
+        self._window.popleft()
+        if self._sketch is None:
+            return
+        self._latest.remove(request.rows[request.next_use == NEVER])
+        slots = self.index.lookup(request.rows)
+        here = slots >= 0
+        self._expect(slots[here], request.next_use[here])
+
+    def grow(self, rows: int) -> None:
+        """Knows of more rows from now on."""
+        self.index.grow(rows)
+        if self._frequencies is not None:
+            more = np.zeros(rows - len(self._frequencies), self._frequencies.dtype)
+            self._frequencies = np.concatenate([self._frequencies, more])
+        for cache in self._duel.caches if self._duel else ():
+            cache.grow(rows)
+
+    def forget(self) -> None:
+        """Empties the cache; what is known of the future and of the past stays."""
+        used = self.slot_rows[: self.slots - self._free]
+        self.index.remove(used)
+        self.slot_rows[:], self._keys[:], self._free = -1, np.inf, self.slots
+        self._next_use[:] = NEVER
+
+    def _touch(self, request: RowRequest, slots: Slots, missing: NDArray[np.int64]) -> None:
+        if self.policy == "lru":
+            self._keys[slots] = self.counts.batches
+        elif self.policy == "lfu":
+            self._scores[slots[missing]] = 0
+            self._scores[slots] += request.counts
+            self._keys[slots] = self._scores[slots]
+        elif self._frequencies is not None:
+            self._keys[slots] = self._frequencies[request.rows]
+        elif self._sketch is not None:
+            self._age(request)
+            self._scores[slots] = self._count(request)
+            self._expect(slots, request.next_use)
+
+    def _age(self, request: RowRequest) -> None:
+        """Lets counts age, and takes those of the half-life that does better by now."""
+        assert self._sketch is not None
+        factors = [sketch.tick() for sketch in self._sketches]
+        factor = factors[self._sketches.index(self._sketch)]
+        best = self._sketches[self._duel.see(request.rows, request.counts)] if self._duel else None
+        if best is not None and best is not self._sketch:
+            self._sketch = best
+            used = self.slot_rows >= 0
+            self._scores[used] = best.estimate(self.slot_rows[used])
+        elif factor != 1.0:
+            self._scores *= factor
+        else:
+            return
+        idle = (self._next_use == NEVER) & (self.slot_rows >= 0)
+        self._keys[idle] = self._scores[idle]
+
+    def _count(self, request: RowRequest) -> NDArray[np.float32]:
+        """Counts a batch by all half-lives; returns the counts of the one that is taken."""
+        found = [sketch.add(request.rows, request.counts) for sketch in self._sketches]
+        return found[self._sketches.index(self._sketch)]  # type: ignore[arg-type]
+
+    def _expect(self, slots: Slots, next_use: NDArray[np.int64]) -> None:
+        self._next_use[slots] = next_use
+        self._keys[slots] = np.where(next_use != NEVER, _SOON - next_use, self._scores[slots])
+
+    def _smallest(self, count: int, kept: Slots) -> Slots:
+        """Returns the slots with the smallest keys, by rows where keys are equal."""
+        if count == 0:
+            return np.empty(0, np.int64)
+        before = self._keys[kept]
+        self._keys[kept] = np.inf
+        last = np.partition(self._keys, count - 1)[count - 1]
+        sure = np.flatnonzero(self._keys < last)
+        equal = np.flatnonzero(self._keys == last)
+        self._keys[kept] = before
+        short = count - len(sure)
+        if short < len(equal):
+            equal = equal[np.argpartition(self.slot_rows[equal], short - 1)[:short]]
+        return np.concatenate([sure, equal])
+
+
+SAMPLE = 16
+"""One row of so many is in the sample that half-lives are tried on."""
+MEMORY = 0.99
+"""Part of the misses of a sample that still counts after a batch."""
+LEAD = 0.01
+"""Part of the misses that the other half-life has to save before it is taken."""
+
+
+class Duel:
+    """Half-lives next to each other, each in a cache of its own for a sample of the rows."""
+
+    # A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows
+    # do in theirs (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
+    # simulations"); that the better of two rules is taken is set dueling (Qureshi et al. 2007).
+
+    def __init__(self, slots: int, rows: int) -> None:
+        small = max(slots // SAMPLE, 1)
+        self.caches = [RowReplacement(small, rows, half_life=life) for life in HALF_LIVES]
+        self.misses, self.best = np.zeros(len(HALF_LIVES)), 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the small caches' decisions."""
+        return sum(cache.nbytes + cache.index.nbytes for cache in self.caches)
+
+    def see(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
+        """Shows a batch to the small caches; returns the number of the half-life to take."""
+        mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mine = (mixed >> np.uint64(40)) % np.uint64(SAMPLE) == 0
+        rows, counts = rows[mine], counts[mine]
+        if not 0 < len(rows) <= self.caches[0].slots:
+            return self.best
+        self.misses *= MEMORY
+        for place, cache in enumerate(self.caches):
+            before = cache.counts.missed_uses
+            cache.commit(cache.decide(cache.sudden(rows, counts)))
+            self.misses[place] += cache.counts.missed_uses - before
+        other = int(self.misses.argmin())
+        if self.misses[other] < self.misses[self.best] * (1 - LEAD):
+            self.best = other
+        return self.best

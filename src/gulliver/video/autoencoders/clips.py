@@ -1,0 +1,207 @@
+"""Clips to train an autoencoder on, and clips that are held out from it.
+
+    table -> ClipWindows (frames or clips are held out) -> MixedClips (pictures, repeats)
+
+All that is random is a function of a seed, the epoch and the sample. What it does not know: how
+batches are made, and what is learnt from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.data.clips import BrokenClip, Bucket, Clip, stacked, upright_frames
+from gulliver.data.table import ClipTable, resize_and_crop, span_of
+from gulliver.errors import GulliverError
+from gulliver.jobs.log import derive
+from gulliver.video.autoencoder_config import AutoencoderDataConfig
+from gulliver.video.digits import MovingDigits
+
+DECODED_TOGETHER = 16
+"""Frames that are scaled together where whole clips are kept."""
+
+
+class FrameWindow(NamedTuple):
+    """A run of frames of a table's row: its first frame lies in [first, first + starts)."""
+
+    row: int
+    first: int
+    starts: int
+
+
+class ClipWindows:
+    """Windows of a table's clips; a window that is longer than a sample is shown in part."""
+
+    def __init__(
+        self,
+        table: ClipTable,
+        windows: Sequence[FrameWindow],
+        kept: dict[int, Tensor | BrokenClip] | None = None,
+    ) -> None:
+        self.table, self.windows, self._kept = table, windows, kept
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    @property
+    def broken(self) -> list[tuple[str, str]]:
+        """Name and reason of each file that could not be read when its turn came."""
+        kept = {} if self._kept is None else self._kept
+        lost = [
+            (self.table.rows[row].name, clip.reason)
+            for row, clip in kept.items()
+            if isinstance(clip, BrokenClip)
+        ]
+        return [*self.table.broken, *lost]
+
+    def bucket_of(self, index: int) -> Bucket:
+        """The bucket of a sample."""
+        bucket = self.table.bucket_of(self.windows[index].row)
+        assert bucket is not None, "windows are of rows that have one"
+        return bucket
+
+    def __getitem__(self, index: int) -> Clip | BrokenClip:
+        return self.read(index, 0)
+
+    def read(self, index: int, seed: int) -> Clip | BrokenClip:
+        """Reads a sample whose first frame is `seed` modulo the possible starts."""
+        window = self.windows[index]
+        start = window.first + seed % window.starts
+        if self._kept is None:
+            return self.table.read(window.row, start)
+        if window.row not in self._kept:
+            self._kept[window.row] = self._decoded(window.row, self.bucket_of(index))
+        clip = self._kept[window.row]
+        if isinstance(clip, BrokenClip):
+            return BrokenClip(index, clip.reason)
+        row, interval = self.table.rows[window.row], self.table.frame_interval
+        wanted = self.bucket_of(index).frames
+        frames = clip[:, start : start + span_of(wanted, interval) : interval]
+        if frames.shape[1] < wanted:
+            return BrokenClip(index, f"has {clip.shape[1]} frames, fewer than were counted")
+        return Clip(frames.float() / 127.5 - 1, row.text, row.probe.fps / interval, index)
+
+    def _decoded(self, number: int, bucket: Bucket) -> Tensor | BrokenClip:
+        """Decodes all frames of a row, scaled to its bucket."""
+        row, parts = self.table.rows[number], []
+        try:
+            frames = upright_frames(row.path)
+            while some := list(islice(frames, DECODED_TOGETHER)):
+                pixels = torch.from_numpy(stacked(some)).permute(0, 3, 1, 2).float() / 127.5 - 1
+                scaled = resize_and_crop(pixels, bucket).clamp(-1, 1)
+                parts.append(((scaled + 1) * 127.5).round().to(torch.uint8))
+        except GulliverError as error:
+            return BrokenClip(number, str(error))
+        return torch.cat(parts, dim=1)
+
+
+class MixedClips:
+    """Samples of another data set, several of each clip, some shown as one of their frames."""
+
+    def __init__(self, dataset: Any, image_share: float, repeats: int, seed: int) -> None:
+        self.dataset, self.repeats = dataset, repeats
+        count = len(self)
+        order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(count)
+        self._pictures = np.zeros(count, dtype=bool)
+        self._pictures[order[: round(image_share * count)]] = True
+
+    def __len__(self) -> int:
+        return len(self.dataset) * self.repeats
+
+    @property
+    def broken(self) -> list[tuple[str, str]]:
+        """Name and reason of each file that could not be read when its turn came."""
+        return getattr(self.dataset, "broken", [])
+
+    def bucket_of(self, index: int) -> Bucket:
+        """The bucket of a sample."""
+        bucket = self.dataset.bucket_of(index % len(self.dataset))
+        return Bucket(1, bucket.height, bucket.width) if self._pictures[index] else bucket
+
+    def __getitem__(self, index: int) -> Clip | BrokenClip:
+        return self.read(index, 0)
+
+    def read(self, index: int, seed: int) -> Clip | BrokenClip:
+        """Reads a sample; the seed says which of the clip's frames."""
+        own = index % len(self.dataset)
+        windowed = hasattr(self.dataset, "read")
+        clip = self.dataset.read(own, seed) if windowed else self.dataset[own]
+        if isinstance(clip, BrokenClip):
+            return BrokenClip(index, clip.reason)
+        video = clip.video
+        if self._pictures[index]:
+            frame = derive(seed, 1) % video.shape[1]
+            video = video[:, frame : frame + 1]
+        return Clip(video, clip.caption, clip.fps, index)
+
+
+class Sources(NamedTuple):
+    """Clips to train on, clips that are held out, what these are called, and their table."""
+
+    training: Any
+    held_out: Any
+    name: str
+    table: ClipTable | None = None
+
+
+def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sources:
+    """Splits a data set into clips to train on and clips that are held out.
+
+    Args:
+        dataset: moving digits, whose held-out clips are of other handwriting, or a table.
+        config: shares that are held out, pictures and repeats.
+        seed: seed of the choice.
+
+    Raises:
+        GulliverError: nothing would be held out, or nothing left to train on.
+    """
+    if isinstance(dataset, ClipTable):
+        training, held_out = split_table(dataset, config, seed)
+        clips = f"{len({window.row for window in held_out.windows})} clips"
+        name = f"{len(held_out)} held-out windows of {clips}"
+        sources = Sources(training, held_out, name, dataset)
+    else:
+        held = MovingDigits("heldout", 256, shapes=dict.fromkeys(dataset.buckets, 1.0))
+        sources = Sources(dataset, held, "held-out handwriting")
+    if not config.image_share and config.repeats == 1:
+        return sources
+    mixed = MixedClips(sources.training, config.image_share, config.repeats, seed % 2**63)
+    return sources._replace(training=mixed)
+
+
+def split_table(
+    table: ClipTable, config: AutoencoderDataConfig, seed: int
+) -> tuple[ClipWindows, ClipWindows]:
+    """Splits a table by clips, and each of the others by frames."""
+    # A video that is too short for a sample before and behind the cut is trained on whole.
+    draw = np.random.Generator(np.random.Philox(key=[seed % 2**63, 1]))
+    count = round(config.held_out_clips * len(table))
+    left_out = set(draw.permutation(len(table))[:count].tolist())
+    training: list[FrameWindow] = []
+    held_out: list[FrameWindow] = []
+    for number, row in enumerate(table.rows):
+        if row.bucket is None:
+            continue
+        span, frames = span_of(row.bucket.frames, table.frame_interval), row.probe.frames
+        cut = 0 if number in left_out else round(frames * (1 - config.held_out_frames))
+        if cut and (cut < span or frames - cut < span):
+            cut = frames
+        if cut:
+            training.append(FrameWindow(number, 0, max(1, cut - span + 1)))
+        held_out += [FrameWindow(number, at, 1) for at in range(cut, frames - span + 1, span)]
+    if not training or not held_out:
+        what = "held out" if training else "left to train on"
+        right = "--data.held-out-clips 0.1, which holds whole clips out" if training else "less"
+        raise GulliverError(
+            f"nothing is {what}: {len(table)} clips, of which --data.held-out-clips "
+            f"{config.held_out_clips:g} and of the frames of each --data.held-out-frames "
+            f"{config.held_out_frames:g} are held out, where that is a whole sample: give {right}"
+        )
+    kept: dict[int, Tensor | BrokenClip] | None = {} if config.in_memory else None
+    return ClipWindows(table, training, kept), ClipWindows(table, held_out, kept)

@@ -1,0 +1,247 @@
+"""Autoencoders that are diffusers' own classes, made to speak the protocol of those here.
+
+    autoencoder = DiffusersAutoencoder(AutoencoderKLHunyuanVideo.from_pretrained(folder))
+
+The networks run as they are: without tiles that are blended, which diffusers cuts long clips into,
+and without the mask of HunyuanVideo's middle block. CogVideoX and Wan compute a clip in pieces that
+pass their last frames on; `encode_pieces` and `decode_pieces` do the same, stretch after stretch.
+diffusers is an extra, imported where a class of it is asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint.huggingface import load_huggingface
+from gulliver.errors import GulliverError, nearest
+from gulliver.models.autoencoder_frames import OnFrames
+from gulliver.models.autoencoders import (
+    check_causal,
+    check_latents,
+    check_length,
+    check_space,
+    regrouped,
+)
+from gulliver.parallel.convolution.networks import without_masks
+
+KNOWN = (
+    "AutoencoderKL",
+    "AutoencoderKLHunyuanVideo",
+    "AutoencoderKLCogVideoX",
+    "AutoencoderKLWan",
+)
+"""Classes whose results are held against diffusers' own."""
+
+
+def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
+    """Builds and fills the class that a folder's configuration names."""
+    name = config["_class_name"]
+    if name not in KNOWN:
+        raise GulliverError(f"{path} is of class {name!r}: {nearest(name, KNOWN)}")
+    try:
+        import diffusers  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise GulliverError(f"{path} is an {name} of diffusers: pip install diffusers") from None
+    module = getattr(diffusers, name).from_config(config)
+    load_huggingface(module, path)
+    return DiffusersAutoencoder(module)
+
+
+class DiffusersAutoencoder(nn.Module):
+    """Encodes and decodes with a module of diffusers.
+
+    Args:
+        module: one of the classes in `KNOWN`.
+
+    Raises:
+        GulliverError: it is of another class.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        if type(module).__name__ not in KNOWN:
+            name = type(module).__name__
+            raise GulliverError(f"{name} is no class that is known here: {nearest(name, KNOWN)}")
+        self.module = module
+        config = module.config
+        self.latent_channels = int(config.get("latent_channels") or config.get("z_dim"))
+        self.compression = _compression(module)
+        self.networks: dict[str, nn.Module] = {}
+        takes = inspect.signature(module.encoder.forward).parameters
+        if "conv_cache" in takes:
+            self._pieces: Any = _CogPieces(module)
+        elif "feat_cache" in takes:
+            self._pieces = _WanPieces(module)
+        else:
+            self._pieces = None
+            halves = (
+                (module.encoder, module.quant_conv),
+                (module.post_quant_conv, module.decoder),
+            )
+            made = [
+                OnFrames(parts, 4) if self.compression[0] == 1 else _OptionalSequential(*parts)
+                for parts in halves
+            ]
+            self.networks = dict(zip(("encoder", "decoder"), made, strict=True))
+
+    @property
+    def micro_frames(self) -> int | None:
+        """Frames of a piece, where the class computes clips in pieces."""
+        return None if self._pieces is None else self._pieces.frames
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Returns channels, frames, rows and columns of the latents of a clip.
+
+        Raises:
+            GulliverError: the sizes do not fit; the nearest that do are named.
+        """
+        count = check_causal(self, frames) if self.compression[0] > 1 else max(1, frames)
+        return self.latent_channels, count, *check_space(self, height, width)
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Encodes ``[B, 3, T, H, W]`` to normalised latents."""
+        self.latent_shape(*video.shape[2:])
+        if self._pieces is None:
+            with without_masks(self.module):
+                return self.stream_encoder(video)
+        return torch.cat(list(self.encode_pieces([video], video.shape[2])), 2)
+
+    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decodes normalised latents; `num_frames` may say how many frames they are of."""
+        check_latents(self, latents)
+        check_length(self, latents, num_frames)
+        if self._pieces is None:
+            with without_masks(self.module):
+                return self.stream_decoder(latents)
+        frames = (latents.shape[2] - 1) * self.compression[0] + 1
+        return torch.cat(list(self.decode_pieces([latents], frames)), 2)
+
+    def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
+        """Encodes stretches of a clip piece by piece, as diffusers does.
+
+        Args:
+            clips: stretches of any lengths.
+            frames: frames of the whole clip; by default CogVideoX is taken to have 8 k + 1.
+        """
+        for moments in self._pieces.encoded(clips, frames):
+            yield self._normalised(moments.chunk(2, 1)[0])
+
+    def decode_pieces(
+        self, latents: Iterable[Tensor], frames: int | None = None
+    ) -> Iterator[Tensor]:
+        """Decodes stretches of a clip's latents piece by piece; see `encode_pieces`."""
+        yield from self._pieces.decoded((self._raw(part) for part in latents), frames)
+
+    def stream_encoder(self, video: Tensor) -> Tensor:
+        """Encodes any stretch of a clip as one."""
+        return self._normalised(self.networks["encoder"](video).chunk(2, 1)[0])
+
+    def stream_decoder(self, latents: Tensor) -> Tensor:
+        """Decodes any stretch of a clip's latents as one."""
+        return self.networks["decoder"](self._raw(latents))
+
+    def _normalised(self, latents: Tensor) -> Tensor:
+        shift, scale = self._statistics(latents)
+        return (latents - shift) * scale
+
+    def _raw(self, latents: Tensor) -> Tensor:
+        shift, scale = self._statistics(latents)
+        return latents / scale + shift
+
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what is taken from latents, and what they are multiplied by then."""
+        config = self.module.config
+        shift = config.get("latents_mean") or config.get("shift_factor") or 0.0
+        spread = config.get("latents_std") or 1.0
+        shift, spread = (
+            torch.tensor(v, dtype=x.dtype, device=x.device).view(1, -1, 1, 1, 1)
+            for v in (shift, spread)
+        )
+        return shift, (config.get("scaling_factor") or 1.0) / spread
+
+
+def _compression(module: Any) -> tuple[int, int, int]:
+    config = module.config
+    time = config.get("temporal_compression_ratio") or config.get("scale_factor_temporal") or 1
+    side = config.get("spatial_compression_ratio") or config.get("scale_factor_spatial")
+    side = side or 2 ** (len(config["block_out_channels"]) - 1)
+    return int(time), int(side), int(side)
+
+
+class _OptionalSequential(nn.Sequential):
+    """Modules one after the other; None is left out."""
+
+    def __init__(self, *parts: nn.Module | None) -> None:
+        super().__init__(*(part for part in parts if part is not None))
+
+
+class _CogPieces:
+    """Pieces of 8 frames, or 2 latent ones; the first takes the rest of the clip as well."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.frames = module, module.num_sample_frames_batch_size
+
+    def encoded(self, clips: Iterable[Tensor], frames: int | None) -> Iterator[Tensor]:
+        first = self.frames + (1 if frames is None else frames % self.frames)
+        yield from self._passed_on(clips, self.frames, first, None, self.module.encoder)
+
+    def decoded(self, latents: Iterable[Tensor], frames: int | None) -> Iterator[Tensor]:
+        size = self.module.num_latent_frames_batch_size
+        step = self.module.config.temporal_compression_ratio
+        first = size + (1 if frames is None else math.ceil(frames / step) % size)
+        before = self.module.post_quant_conv
+        yield from self._passed_on(latents, size, first, before, self.module.decoder)
+
+    def _passed_on(
+        self, parts: Iterable[Tensor], size: int, first: int, before: Any, network: Any
+    ) -> Iterator[Tensor]:
+        after = self.module.quant_conv if network is self.module.encoder else None
+        cache = None
+        for piece in regrouped(parts, size, first=first):
+            made, cache = network(piece if before is None else before(piece), conv_cache=cache)
+            yield made if after is None else after(made)
+
+
+class _WanPieces:
+    """The first frame alone, then pieces of 4 frames, or of one latent frame."""
+
+    frames = 4
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def encoded(self, clips: Iterable[Tensor], frames: int | None) -> Iterator[Tensor]:
+        module, size = self.module, self.module.config.patch_size
+        module.clear_cache()
+        cache = module._enc_feat_map
+        for piece in regrouped(clips, 4, first=1):
+            if size is not None:
+                piece = _patches(module).patchify(piece, patch_size=size)
+            made = module.encoder(piece, feat_cache=cache, feat_idx=[0])
+            yield module.quant_conv(made)
+        module.clear_cache()
+
+    def decoded(self, latents: Iterable[Tensor], frames: int | None) -> Iterator[Tensor]:
+        module, size = self.module, self.module.config.patch_size
+        module.clear_cache()
+        cache = module._feat_map
+        for number, piece in enumerate(regrouped(latents, 1)):
+            raw = module.post_quant_conv(piece)
+            first = {"first_chunk": True} if number == 0 else {}
+            made = module.decoder(raw, feat_cache=cache, feat_idx=[0], **first)
+            if size is not None:
+                made = _patches(module).unpatchify(made, patch_size=size)
+            yield made.clamp(-1, 1)
+        module.clear_cache()
+
+
+def _patches(module: Any) -> Any:
+    """The module of functions beside a class."""
+    return inspect.getmodule(type(module))

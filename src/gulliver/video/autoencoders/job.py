@@ -1,0 +1,106 @@
+"""A run of `gulliver train-autoencoder`: its folder, its log, its reports and its result.
+
+run/
+  config.json              the resolved configuration
+  autoencoder.safetensors  the result, for `gulliver train --autoencoder.path`
+  reconstruction.png       held-out frames, and below them as they were decoded
+  log.jsonl                a line per logged step, and one per report
+  tensorboard/
+  checkpoints/step-*/      model, optimizers, schedule, averaged weights, position in the data
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gulliver.comm.collectives import barrier
+from gulliver.comm.world import guard, init_world
+from gulliver.errors import GulliverError
+from gulliver.jobs.display import console, tensorboard
+from gulliver.jobs.stop import StopRequest
+from gulliver.models.autoencoder import VideoAutoencoder
+from gulliver.options import MOST, resolved
+from gulliver.video.autoencoder_config import (
+    MAY_CHANGE_OF_AUTOENCODER,
+    TrainAutoencoderConfig,
+    check_autoencoder_config,
+    check_latent_terms,
+)
+from gulliver.video.autoencoders.clips import make_sources
+from gulliver.video.autoencoders.losses import Quality
+from gulliver.video.autoencoders.trainer import AutoencoderTrainer, build_autoencoder
+from gulliver.video.public_models import load_trained, save_autoencoder
+from gulliver.video.run import Run
+from gulliver.video.sources import make_dataset
+
+
+@dataclass(frozen=True)
+class AutoencoderOutcome:
+    """Outcome of a call of `run_autoencoder`."""
+
+    step: int
+    # Whether it was the last of the run.
+    finished: bool
+    # File of the result, where it is there.
+    path: Path
+    # PSNR, SSIM and what they were measured on, where the run is finished.
+    figures: dict[str, Any]
+
+
+def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
+    """Trains a video autoencoder as `config` says, on every rank of the present world.
+
+    Raises:
+        GulliverError: the configuration cannot run, the folder holds another run, the loss is no
+            longer a number, or another rank is gone.
+    """
+    check_autoencoder_config(config)
+    world = init_world()
+    run = Run(config.out, config.keep, MAY_CHANGE_OF_AUTOENCODER)
+    with guard():
+        checkpoint = run.open(config, step=config.resume_step)
+        barrier()  # nobody writes before everybody has looked
+        # Captions are not read here.
+        dataset = make_dataset(config.data, MOST, world.is_main)
+        sources = make_sources(dataset, config.data, config.seed)
+        trainer = AutoencoderTrainer(config, _begun(config).to(world.device), sources, world)
+        trainer.start(checkpoint, options=resolved(config))
+        with StopRequest().listening() as stop:
+            if not trainer.train(stop):
+                return AutoencoderOutcome(trainer.step_number, False, run.autoencoder_path, {})
+        return _finished(trainer, run.autoencoder_path)
+
+
+def _finished(trainer: AutoencoderTrainer, path: Path) -> AutoencoderOutcome:
+    """Measures and writes the result."""
+    main, step = trainer.world.is_main, trainer.step_number
+    model, figures = trainer.finish()
+    quality = Quality(figures["psnr"], figures["ssim"])
+    with tensorboard(trainer.run.folder / "tensorboard", step, main) as trainer.scalars:
+        trainer.report(model, quality)
+    if main:
+        save_autoencoder(path, model, figures)
+        console().print(
+            f"{path}: {quality.psnr:.2f} dB, SSIM {quality.ssim:.4f} on {figures['clips']}"
+        )
+    barrier()
+    return AutoencoderOutcome(step, True, path, figures)
+
+
+def _begun(config: TrainAutoencoderConfig) -> VideoAutoencoder:
+    """Makes the autoencoder, or reads the one to go on from."""
+    if config.model.init is None:
+        return build_autoencoder(config)
+    model = load_trained(config.model.init)
+    if not isinstance(model, VideoAutoencoder):
+        raise GulliverError(
+            f"--model.init {config.model.init} holds a {type(model).__name__}: only autoencoders "
+            "of gulliver's own kind are trained here"
+        )
+    check_latent_terms(config, model.config.get("posterior", False))
+    # Raw latents are trained; their statistics are measured anew at the end.
+    model.mean.zero_()
+    model.std.fill_(1)
+    return model.train()

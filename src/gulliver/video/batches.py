@@ -1,0 +1,476 @@
+"""Mask strategies: which latent frames of a training clip are given, and which are to be made.
+
+A model that is shown some frames without noise learns to make the others fit: pictures are set in
+motion, clips continued, begun from their end, and filled in between. Masks are [T], True for the
+frames to make, as the models' `x_mask`. What this does not know: how a given frame is shown, and
+how the loss leaves it out (`flows.py`).
+
+Source: the strategies and names of Open-Sora 1.1 to 1.3 (https://arxiv.org/abs/2412.20404).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gulliver.comm.collectives import gather_objects
+from gulliver.data.clips import ClipBatch, collate
+from gulliver.data.loader import DataLoader
+from gulliver.data.sampler import BucketSampler, Step
+from gulliver.errors import GulliverError, nearest
+from gulliver.jobs.log import derive
+from gulliver.models.autoencoders import Autoencoder
+from gulliver.options import SHARE
+from gulliver.video.config import FlowConfig
+from gulliver.video.public_models import Flow, told
+from gulliver.video.text_encoders import TextEncoder
+
+Draw = torch.Generator
+Length = Callable[[int, Draw], int]
+Strategy = Callable[[int, Draw], Tensor]
+"""Function from a number of latent frames and a generator to those that are given: bool [T]."""
+
+
+def _integer(least: int, most: int, draw: Draw) -> int:
+    return int(torch.randint(least, most + 1, (), generator=draw))
+
+
+def _one(frames: int, draw: Draw) -> int:
+    return 1
+
+
+def _two(frames: int, draw: Draw) -> int:
+    return min(2, frames - 1)
+
+
+def _quarter(frames: int, draw: Draw) -> int:
+    """Draws a length of at most a quarter of the frames, and at least one of them."""
+    return _integer(1, max(1, frames // 4), draw)
+
+
+def _head(length: Length, frames: int, draw: Draw) -> Tensor:
+    return torch.arange(frames) < length(frames, draw)
+
+
+def _tail(length: Length, frames: int, draw: Draw) -> Tensor:
+    return torch.arange(frames) >= frames - length(frames, draw)
+
+
+def _head_tail(length: Length, frames: int, draw: Draw) -> Tensor:
+    given = length(frames, draw)
+    places = torch.arange(frames)
+    return (places < given) | (places >= frames - given)
+
+
+def _anywhere(length: Length, frames: int, draw: Draw) -> Tensor:
+    given = length(frames, draw)
+    start = _integer(0, frames - given, draw)
+    places = torch.arange(frames)
+    return (places >= start) & (places < start + given)
+
+
+def _identity(frames: int, draw: Draw) -> Tensor:
+    return torch.zeros(frames, dtype=torch.bool)
+
+
+def _random(frames: int, draw: Draw) -> Tensor:
+    """Gives each frame with a chance that is itself drawn, from 0.1 to 0.9."""
+    chance = 0.1 + 0.8 * float(torch.rand((), generator=draw))
+    return torch.rand(frames, generator=draw) <= chance
+
+
+def _interpolate(frames: int, draw: Draw) -> Tensor:
+    """Gives every second frame, from the first or the second."""
+    return torch.arange(frames) % 2 == _integer(0, 1, draw)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "identity": _identity,
+    **{
+        f"{name}_{side}": partial(place, length)
+        for name, length in (("quarter", _quarter), ("image", _one))
+        for side, place in (
+            ("random", _anywhere),
+            ("head", _head),
+            ("tail", _tail),
+            ("head_tail", _head_tail),
+        )
+    },
+    "random": _random,
+    "interpolate": _interpolate,
+    "extend": partial(_head, _two),
+}
+"""The public strategies, and `extend`, ours: the first two latent frames are given, the beginning
+of a clip however short it is; a quarter of few frames is one, which is a picture."""
+ALIASES = {"intepolate": "interpolate"}
+"""Names as public configurations write them."""
+
+
+@dataclass(frozen=True)
+class MaskStrategies:
+    """Mask strategies by name, each with its share of the clips; the others are made whole."""
+
+    ratios: dict[str, float]
+
+    @classmethod
+    def of(cls, config: FlowConfig) -> Self:
+        """Reads the strategies of a configuration."""
+        if not config.masks:
+            return cls(_checked({"image_head": config.mask_first, "extend": config.mask_head}))
+        short = (config.mask_first, FlowConfig.mask_first), (config.mask_head, FlowConfig.mask_head)
+        # At 0 they name no other strategy than the list does.
+        if any(share not in (0, default) for share, default in short):
+            raise GulliverError(
+                "--flow.masks names every strategy: leave out --flow.mask-first and "
+                "--flow.mask-head, which are image_head and extend"
+            )
+        ratios: dict[str, float] = {}
+        for text in config.masks:
+            name, ratio = _parsed(text)
+            if name in ratios:
+                raise GulliverError(f"--flow.masks: {name} is named twice")
+            ratios[name] = ratio
+        return cls(_checked(ratios))
+
+    @property
+    def share(self) -> float:
+        """Share of the clips that have given frames."""
+        return sum(ratio for name, ratio in self.ratios.items() if name != "identity")
+
+    def draw(
+        self,
+        clips: int,
+        frames: int,
+        generator: torch.Generator,
+        step: torch.Generator | None = None,
+    ) -> Tensor | None:
+        """Draws the masks [clips, frames] of a step; None where all of its clips are made whole."""
+        # Masks cost a second modulation of every block: they come a whole step at a time, with the
+        # chance that a clip has one, and each clip of the step draws its strategy.
+        masked = float(torch.rand((), generator=step or generator)) < self.share
+        if not masked or frames == 1:
+            return None
+        names = [name for name in self.ratios if name != "identity"]
+        bounds = torch.tensor([self.ratios[name] for name in names]).cumsum(0)[:-1]
+        places = torch.rand(clips, generator=generator) * self.share
+        chosen = (places[:, None] >= bounds).sum(dim=1)
+        return torch.stack(
+            [_rest(STRATEGIES[names[number]](frames, generator)) for number in chosen.tolist()]
+        )
+
+
+def _rest(given: Tensor) -> Tensor:
+    """Returns the frames to make; the last is one where all would be given."""
+    made = ~given
+    made[-1] |= not bool(made.any())
+    return made
+
+
+def _parsed(text: str) -> tuple[str, float]:
+    name, colon, ratio = text.partition(":")
+    name = ALIASES.get(name, name)
+    if name not in STRATEGIES:
+        raise GulliverError(f"--flow.masks: unknown strategy {name!r}: {nearest(name, STRATEGIES)}")
+    try:
+        share = float(ratio)
+    except ValueError:
+        share = math.nan
+    if share not in SHARE:
+        problem = f"its share is {ratio!r}" if colon else "it has no share"
+        raise GulliverError(
+            f"--flow.masks {text!r}: {problem}: write one {SHARE} after a colon, such as "
+            f"{name}:0.05"
+        )
+    return name, share
+
+
+def _checked(ratios: dict[str, float]) -> dict[str, float]:
+    total = sum(ratios.values())
+    if total > 1 + 1e-6:
+        parts = " + ".join(f"{name}:{ratio:g}" for name, ratio in ratios.items())
+        raise GulliverError(f"--flow.masks {parts} is {total:g}: it must be at most 1")
+    return ratios
+
+
+# Counts clips that could not be read when their turn came, and says when they are too many.
+#
+# All ranks count the clips of all ranks, so that they stop together. What it does not know: how a
+# clip is read, and what is saved before the run stops.
+
+
+EMPTY_BATCHES = 10
+"""Empty batches in a row, or those of a whole epoch if fewer, at which the data is gone."""
+SHOWN = 20
+"""Most names of skipped clips that are printed."""
+
+
+@dataclass
+class SkippedClips:
+    """Counts read and skipped clips of the present epoch."""
+
+    samples: int
+    batches: int
+    limit: float
+    epoch: int = -1
+    skipped: int = 0
+    empty: int = 0
+    """Batches in a row without a single clip."""
+
+    def count(self, epoch: int, read: int, skipped: int) -> None:
+        """Adds a batch: the clips of all ranks that could be read, and those that could not."""
+        if epoch != self.epoch:
+            self.epoch, self.skipped = epoch, 0
+        self.skipped += skipped
+        self.empty = 0 if read else self.empty + 1
+
+    @property
+    def problem(self) -> str | None:
+        """Says why a run cannot go on; None where it can."""
+        if self.skipped > self.limit * self.samples:
+            return (
+                f"{self.skipped} of the {self.samples} clips of epoch {self.epoch} could not be "
+                f"read, where --data.unreadable-limit allows a share of {self.limit:g}"
+            )
+        if self.empty >= min(EMPTY_BATCHES, self.batches):
+            return f"{self.empty} batches in a row had no clip that could be read"
+        return None
+
+
+def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
+    """Returns the samples that all ranks with one share of a batch could read; all ranks call it.
+
+    Args:
+        place: number of the share, and number of shares.
+        kept: samples that this rank could read.
+    """
+    found = [theirs for other, theirs in gather_objects((place, kept)) if other == place]
+    return sorted(set(kept).intersection(*found))
+
+
+def listing(
+    clips: set[tuple[str, str]], problem: str = "could not be read when their turn came"
+) -> str:
+    """Lists clips with their reasons, the first of them where they are many."""
+    lines = [f"{len(clips)} clip{'s' * (len(clips) != 1)} {problem}:"]
+    lines += [f"  {name}: {reason}" for name, reason in sorted(clips)[:SHOWN]]
+    if len(clips) > SHOWN:
+        lines.append(f"  and {len(clips) - SHOWN} more")
+    return "\n".join(lines)
+
+
+# Makes training batches of clips: latents, noise, noise levels, captions, masks.
+#
+# Everything random here is a function of (seed, step) or of (seed, epoch, sample), never of the
+# rank: the same samples meet the same noise on any number of ranks, and a resumed run needs no
+# saved generator. What it does not know: how the gradient is made or shared.
+
+
+OF_NO_SAMPLE = "nothing"
+"""Caption of the sample of zeros that a rank without a sample has."""
+
+
+@dataclass(frozen=True)
+class VideoBatch:
+    """One rank's share of an optimizer step."""
+
+    # `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
+    # `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or
+    # None when all are generated. `total` counts the samples of all ranks, `skipped` those of this
+    # share that could not be read. A rank without a sample in this step has one sample of zeros,
+    # whose `weight` is 0.
+
+    latents: Tensor
+    noise: Tensor
+    timesteps: Tensor
+    captions: Tensor
+    caption_mask: Tensor
+    drop_caption: Tensor
+    generate: Tensor | None
+    fps: Tensor
+    height: Tensor
+    width: Tensor
+    total: int
+    skipped: int
+    epoch: int
+    weight: float
+    sampler_state: dict[str, Any]
+    more: dict[str, Tensor] = field(default_factory=dict)
+    """What else the model is told of each sample, [B] each."""
+
+    def model_inputs(self, part: slice | Tensor) -> dict[str, Any]:
+        """Returns the conditions of the samples in `part`, as the model's keyword arguments."""
+        return {
+            "y": self.captions[part],
+            "mask": self.caption_mask[part],
+            "x_mask": None if self.generate is None else self.generate[part],
+            "fps": self.fps[part],
+            "height": self.height[part],
+            "width": self.width[part],
+            **{name: value[part] for name, value in self.more.items()},
+            "drop_caption": self.drop_caption[part],
+        }
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A data set of clips, read a step at a time; the epoch decides which frames are taken."""
+
+    dataset: Any
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read_step(self, step: Step) -> tuple[Step, ClipBatch]:
+        windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
+        return step, collate(self.dataset, step.indices, windows, step.bucket)
+
+
+def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
+    return batch
+
+
+def read_ahead(
+    dataset: Any, sampler: BucketSampler, seed: int, device: torch.device
+) -> Iterator[tuple[Step, ClipBatch, dict[str, Any]]]:
+    """Reads batches without end, epoch after epoch, in a thread that is ahead."""
+    loader = DataLoader(
+        _Steps(dataset, seed),
+        batch_sampler=sampler,
+        collate_fn=_as_read,
+        device=device,
+        threaded=True,
+    )
+    while True:
+        for step, batch in loader:
+            # The position after this batch; the thread is ahead of it.
+            yield step, batch, loader.state_dict()["inner"]
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Makes a `VideoBatch` of each step of a sampler."""
+
+    dataset: Any
+    sampler: BucketSampler
+    autoencoder: Autoencoder
+    text: TextEncoder
+    flow: Flow
+    config: FlowConfig
+    seed: int
+    device: torch.device
+    agree: Callable[[list[int]], list[int]] | None = None
+    """Function from the positions in a share that this rank could read to those that every rank
+    with the same share could read; None where no two ranks have the same."""
+    takes: frozenset[str] = frozenset()
+    """What the model takes besides what all of them do."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether the data set gives latents in place of pixels."""
+        return self.dataset.encoded
+
+    @cached_property
+    def masks(self) -> MaskStrategies:
+        """Strategies of given frames."""
+        return MaskStrategies.of(self.config)
+
+    def batches(self) -> Iterator[VideoBatch]:
+        """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
+        for step, clips, state in read_ahead(self.dataset, self.sampler, self.seed, self.device):
+            yield self.make(step, clips, state)
+
+    def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
+        """Makes the batch of a step; ranks of one model keep the clips that all of them could read.
+
+        Args:
+            step: share of the step that the clips are of.
+            clips: clips as they were read.
+            state: position in the data after the step.
+        """
+        videos, captions, fps, kept, _ = clips
+        if self.agree is not None:
+            # A file may go between two ranks' looks at it.
+            common = self.agree(kept)
+            rows = [row for row, position in enumerate(kept) if position in common]
+            if len(rows) < len(kept):
+                videos = videos[rows] if videos is not None and rows else None
+                captions, fps = [captions[row] for row in rows], fps[rows]
+                kept = [kept[row] for row in rows]
+        return self._batch(step, videos, captions, fps, kept, state)
+
+    @torch.no_grad()
+    def _batch(
+        self,
+        step: Step,
+        videos: Tensor | None,
+        captions: list[str],
+        fps: Tensor,
+        kept: list[int],
+        state: dict[str, Any],
+    ) -> VideoBatch:
+        bucket = step.bucket
+        shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+        if videos is None:
+            latents = torch.zeros(1, *shape, device=self.device)
+            captions, fps = [OF_NO_SAMPLE], torch.full((1,), 8.0)
+            kept = [0]
+        elif self.encoded:
+            latents = videos.to(self.device)
+        else:
+            latents = self.autoencoder.encode(videos.to(self.device))
+        y, y_mask = self.text.encode(captions)[:2]
+        timesteps, drop, generate = self._draws(step, shape[1])
+        rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
+        count = len(rows)
+        return VideoBatch(
+            latents=latents,
+            noise=self._noise(step, kept, shape).to(self.device),
+            timesteps=timesteps[rows].to(self.device),
+            captions=y.to(self.device),
+            caption_mask=y_mask.to(self.device),
+            drop_caption=drop[rows].to(self.device),
+            generate=None if generate is None else generate[rows].to(self.device),
+            fps=fps.to(self.device),
+            height=torch.full((count,), float(bucket.height), device=self.device),
+            width=torch.full((count,), float(bucket.width), device=self.device),
+            total=step.total,
+            skipped=len(step.indices) - (0 if videos is None else len(videos)),
+            epoch=step.epoch,
+            weight=0.0 if videos is None else 1.0,
+            sampler_state=state,
+            more={
+                name: value
+                for name, value in told(bucket, 0, torch.ones(count, device=self.device)).items()
+                if name in self.takes
+            },
+        )
+
+    def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
+        """Draws from a generator per sample, whose noise must not depend on its neighbours."""
+        rows = []
+        for position in kept:
+            index = step.indices[position] if len(step.indices) else -1
+            generator = torch.Generator().manual_seed(derive(self.seed, 1, step.epoch, int(index)))
+            rows.append(torch.randn(shape, generator=generator))
+        return torch.stack(rows)
+
+    def _draws(self, step: Step, frames: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Draws levels [N], dropped captions [N] and masks [N, T] for the samples of all ranks."""
+        generator = torch.Generator().manual_seed(derive(self.seed, 2, step.epoch, step.number))
+        bucket = step.bucket
+        timesteps = self.flow.sample_timesteps(
+            step.total,
+            generator=generator,
+            height=bucket.height,
+            width=bucket.width,
+            num_frames=frames,
+        )
+        drop = torch.rand(step.total, generator=generator) < self.config.drop_caption
+        return timesteps, drop, self.masks.draw(step.total, frames, generator)

@@ -1,0 +1,426 @@
+"""Training-free caches: a sampler asks at many close noise levels, and re-uses what hardly changes.
+
+    with cache_blocks(model, "first-block:0.1") as cache:
+        latents = flow.sample(model, ...)
+    print(cache.counts)                      # calls saved: blocks 65 of 120; 1.2 MiB kept
+
+Two rules, for every transformer of `gulliver.models`. *Broadcast* (pyramid attention broadcast,
+Zhao et al., 2024, arXiv 2408.12588): inside a window of noise levels each kind of attention is
+computed at every n-th call only. *First block* (the rule of ParaAttention, after TeaCache, Liu et
+al., 2024, arXiv 2411.19108): where what the first block adds has hardly changed since the last call
+that computed all blocks, what all others added then is added again.
+
+Read `Broadcast`, `FirstBlock`, `BlockCache`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Annotated, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.models.mmdit import DoubleBlock, MMDiT, SingleBlock
+from gulliver.models.stdit import JointBlock, STDiT, STDiT2, STDiT3, STDiTBlock
+from gulliver.options import AT_LEAST_1, Options, Range, size_text
+
+FORMS = "'none', 'broadcast[:SPATIAL,TEMPORAL,CROSS[,MLP][@LEAST-MOST]]' or 'first-block[:CHANGE]'"
+NOISE = 1000
+"""Level of pure noise."""
+MARK = "_block_cache"
+"""Name of the attribute of a model that caches."""
+KINDS = ("spatial", "temporal", "cross", "mlp")
+Whole = Callable[[Tensor], Tensor]
+"""Brings sums [rows, 2] of the parts on all ranks together: sums of the whole, of all rows."""
+
+
+@dataclass(frozen=True)
+class Broadcast(Options):
+    """Re-uses outputs of attention and MLPs at noise levels inside a window."""
+
+    # Numbers of calls of which one computes; with 1 all do.
+    spatial: Annotated[int, AT_LEAST_1] = 2
+    temporal: Annotated[int, AT_LEAST_1] = 4
+    cross: Annotated[int, AT_LEAST_1] = 6
+    mlp: Annotated[int, AT_LEAST_1] = 1
+    # Noise levels strictly between which outputs are re-used.
+    window: tuple[float, float] = (450.0, 930.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.window[0] < self.window[1] <= NOISE:
+            raise GulliverError(
+                f"cache {self}: the window must be two noise levels between 0 and {NOISE}, the "
+                "lower one first, such as @450-930"
+            )
+
+    @property
+    def every(self) -> dict[str, int]:
+        """Number of calls of which one computes, by kind."""
+        return {kind: getattr(self, kind) for kind in KINDS}
+
+    def reuses(self, kind: str, number: int, least: float, most: float) -> bool:
+        """Decides whether a call re-uses what one before it has kept."""
+        inside = self.window[0] < least and most < self.window[1]
+        return inside and number % self.every[kind] != 0
+
+    def __str__(self) -> str:
+        low, high = self.window
+        return f"broadcast:{','.join(map(str, self.every.values()))}@{low:g}-{high:g}"
+
+
+@dataclass(frozen=True)
+class FirstBlock(Options):
+    """Re-uses what all blocks but the first add, while what the first one adds hardly changes."""
+
+    # Mean absolute change over mean absolute value below which they are; 0: never.
+    threshold: Annotated[float, Range(0, 1e9)] = 0.1
+
+    def __str__(self) -> str:
+        return f"first-block:{self.threshold:g}"
+
+
+Strategy = Broadcast | FirstBlock
+
+
+def read_strategy(text: str) -> Strategy | None:
+    """Reads a strategy as options have it, such as ``broadcast:2,4,6@450-930``; None for none."""
+    name, _, rest = text.partition(":")
+    try:
+        if name == "none" and not rest:
+            return None
+        if name == "first-block":
+            return FirstBlock(float(rest)) if rest else FirstBlock()
+        if name == "broadcast":
+            return _broadcast(rest)
+    except GulliverError:
+        raise
+    except ValueError:
+        raise GulliverError(f"cache {text!r} cannot be read: it must be {FORMS}") from None
+    names = ("none", "broadcast", "first-block")
+    raise GulliverError(f"unknown cache {text!r}: {nearest(name, names)}; the forms are {FORMS}")
+
+
+def _broadcast(text: str) -> Broadcast:
+    counts, _, window = text.partition("@")
+    numbers = [int(part) for part in counts.split(",")] if counts else []
+    if len(numbers) not in (0, 3, 4):
+        raise ValueError(text)
+    given: dict[str, Any] = dict(zip(KINDS, numbers, strict=False))
+    if window:
+        low, high = (float(level) for level in window.split("-"))
+        given["window"] = low, high
+    return Broadcast(**given)
+
+
+@dataclass
+class Counts:
+    """Numbers of calls, by what is called."""
+
+    ran: Counter[str] = field(default_factory=Counter)
+    reused: Counter[str] = field(default_factory=Counter)
+    # Bytes that were kept between calls on this rank, at most.
+    nbytes: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Share of the calls, of 1, that were saved."""
+        return self.reused.total() / max(1, self.reused.total() + self.ran.total())
+
+    def add(self, others: Counts) -> None:
+        """Adds the numbers of another cache."""
+        self.ran.update(others.ran)
+        self.reused.update(others.reused)
+        self.nbytes = max(self.nbytes, others.nbytes)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{kind} {self.reused[kind]} of {self.reused[kind] + self.ran[kind]}"
+            for kind in dict.fromkeys([*self.ran, *self.reused])
+        ]
+        return f"calls saved: {', '.join(parts) or 'none'}; {size_text(self.nbytes)} kept"
+
+
+@dataclass
+class _CallMemory:
+    """Tensors kept between calls with inputs of one shape."""
+
+    # Number of the call under way; the first is 0.
+    number: int = -1
+    outputs: dict[Any, Tensor] = field(default_factory=dict)
+    # What the first block has added, and what the others have, in the last call that computed them.
+    added: tuple[Tensor, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        rest = () if self.added is None else self.added
+        return sum(t.nbytes for t in _tensors((*self.outputs.values(), *rest)))
+
+
+def cache_blocks(
+    model: nn.Module, strategy: Strategy | str | None, whole: Whole | None = None
+) -> BlockCache:
+    """Makes a context in which a transformer re-uses what hardly changes from call to call.
+
+    Args:
+        model: STDiT, STDiT2, STDiT3 or MMDiT, which may share clips between ranks.
+        strategy: rule, or its text (`read_strategy`); none leaves the model as it is.
+        whole: function that brings sums of ranks together, where ranks make a clip together
+            (`VideoModel.share`); None for one rank.
+
+    Raises:
+        GulliverError: the strategy cannot be read, or is not possible with this model.
+    """
+    rule = read_strategy(strategy) if isinstance(strategy, str) else strategy
+    if rule is not None and not isinstance(model, STDiT | STDiT2 | STDiT3 | MMDiT):
+        raise GulliverError(
+            f"a {type(model).__name__} has no cache: STDiT, STDiT2, STDiT3 and MMDiT have"
+        )
+    if isinstance(rule, FirstBlock) and len(_blocks(model)) < 2:
+        raise GulliverError(f"cache {rule} needs a model of at least two blocks")
+    return BlockCache(model, rule, whole)
+
+
+# [Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
+# noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
+# module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
+# module was given (`booster/hybrid/stdit.py` changes it) or which hooks it has.
+#
+# [Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
+# first block's change is a measurement, on several ranks of parts of it, and ranks that decide
+# differently wait for each other for ever: their sums are brought together first (`whole`). The
+# clips and the branches of guidance in a batch are re-used together, if the change of each of them
+# is below the threshold: none has more error for its neighbours' sake.
+#
+# What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
+# begins another sampling. Inputs of another shape have a memory of their own.
+class BlockCache:
+    """A model that caches, while the context lasts; see `cache_blocks`."""
+
+    def __init__(self, model: nn.Module, strategy: Strategy | None, whole: Whole | None) -> None:
+        self.model, self.strategy, self.whole = model, strategy, whole
+        # Numbers of calls computed and saved.
+        self.counts = Counts()
+        self._undo: list[Callable[[], object]] = []
+        self._memories: dict[torch.Size, _CallMemory] = {}
+        self._memory = _CallMemory()
+        self._levels = (math.inf, math.inf)
+        # Of the call under way: whether the first block has hardly changed; what it has added, and
+        # the tokens after it.
+        self._reusing = False
+        self._first: tuple[Tensor, Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self.strategy is None:
+            return self
+        if MARK in vars(self.model):
+            raise GulliverError("this model caches already: leave the other cache_blocks first")
+        vars(self.model)[MARK] = self
+        self._undo.append(lambda: vars(self.model).pop(MARK))
+        # Before the hooks of models on several ranks, which may refuse nothing halfway.
+        handle = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        self._undo.append(handle.remove)
+        if isinstance(self.strategy, Broadcast):
+            self._keep_outputs(self.strategy)
+        else:
+            self._keep_added(_blocks(self.model))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._forget()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _forget(self) -> None:
+        """Drops what is kept, between samplings."""
+        kept = sum(memory.nbytes for memory in self._memories.values())
+        self.counts.nbytes = max(self.counts.nbytes, kept)
+        self._memories.clear()
+        self._memory = _CallMemory()
+
+    def _replace(self, owner: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        """Replaces a method of one module until the context is left."""
+        before = vars(owner).get(name)
+        setattr(owner, name, method)
+
+        def undo() -> None:
+            delattr(owner, name) if before is None else setattr(owner, name, before)
+
+        self._undo.append(undo)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes a call of the model: its noise levels, and the memory of its inputs' shape."""
+        if model.training or torch.is_grad_enabled():
+            raise GulliverError(
+                f"cache {self.strategy} is for sampling: call model.eval(), and the model under "
+                "torch.no_grad(), or train without it"
+            )
+        joint = isinstance(model, MMDiT)
+        x = _argument("img" if joint else "x", 0, args, kwargs)
+        name, place, scale = ("timesteps", 4, NOISE) if joint else ("timestep", 1, 1)
+        levels = _argument(name, place, args, kwargs).detach().double() * scale
+        least, most = float(levels.min()), float(levels.max())
+        if most >= self._levels[1]:
+            self._forget()
+        self._levels = least, most
+        self._memory = self._memories.setdefault(x.shape, _CallMemory())
+        self._memory.number += 1
+
+    def _keep_outputs(self, rule: Broadcast) -> None:
+        for owner, name, kind in _outputs(self.model):
+            if rule.every[kind] > 1:
+                self._replace(owner, name, self._kept(rule, kind, getattr(owner, name)))
+
+    def _kept(
+        self, rule: Broadcast, kind: str, method: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        """Wraps a method whose output may be re-used."""
+
+        def kept(*args: Any, **kwargs: Any) -> Tensor:
+            memory = self._memory
+            if kept in memory.outputs and rule.reuses(kind, memory.number, *self._levels):
+                self.counts.reused[kind] += 1
+                return memory.outputs[kept]
+            self.counts.ran[kind] += 1
+            out = memory.outputs[kept] = method(*args, **kwargs)
+            return out
+
+        return kept
+
+    def _keep_added(self, blocks: list[nn.Module]) -> None:
+        first, *others = blocks
+        self._replace(first, "forward", self._measured(first, others[-1]))
+        for block in others:
+            self._replace(block, "forward", self._skipped(block, block is others[-1]))
+
+    def _measured(self, block: nn.Module, last: nn.Module) -> Callable[..., Any]:
+        """Wraps the first block, which decides whether the others are computed."""
+        method = block.forward
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            out = method(*args, **kwargs)
+            added = _video(out) - _given(block, args)
+            before = self._memory.added
+            self._reusing = before is not None and self._hardly_changed(added, before[0])
+            self._first = None if self._reusing else (added, _as_given_to(last, out))
+            return out
+
+        return measured
+
+    def _skipped(self, block: nn.Module, last: bool) -> Callable[..., Any]:
+        """Wraps another block, which is left out where the first one has hardly changed."""
+        method = block.forward
+
+        def skipped(*args: Any, **kwargs: Any) -> Any:
+            if not self._reusing:
+                self.counts.ran["blocks"] += 1
+                out = method(*args, **kwargs)
+                if last and self._first is not None:
+                    added, start = self._first
+                    self._memory.added = added, _each(operator.sub, out, start)
+                    self._first = None
+                return out
+            self.counts.reused["blocks"] += 1
+            tokens = args[:2] if isinstance(block, DoubleBlock) else args[0]
+            if last and self._memory.added is not None:
+                return _each(operator.add, tokens, self._memory.added[1])
+            return tokens
+
+        return skipped
+
+    def _hardly_changed(self, added: Tensor, before: Tensor) -> bool:
+        """Whether no clip's first block adds what is far from what it added before."""
+        assert isinstance(self.strategy, FirstBlock), "the rule is to skip blocks"
+        pair = (added - before, before)
+        sums = [each.abs().flatten(1).sum(dim=1, dtype=torch.float64) for each in pair]
+        found = torch.stack(sums, dim=1)
+        change, size = (found if self.whole is None else self.whole(found)).unbind(1)
+        # Nothing that stays nothing has not changed.
+        relative = change / size.clamp(min=torch.finfo(torch.float64).tiny)
+        return bool((relative < self.strategy.threshold).all())
+
+
+def psnr(clip: Tensor, reference: Tensor) -> float:
+    """Computes the peak signal-to-noise ratio of a clip with values in [-1, 1], in dB."""
+    error = float((clip.double() - reference.double()).square().mean())
+    return math.inf if error == 0 else 10 * math.log10(4 / error)
+
+
+def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """Lists methods whose outputs broadcast may re-use, as module, name and kind."""
+    found: list[tuple[nn.Module, str, str]] = []
+    for block in _blocks(model):
+        if isinstance(block, STDiTBlock):
+            attention = "temporal" if block.temporal else "spatial"
+            found += [(block, "attend", attention), (block, "read", "cross")]
+            found.append((block.mlp, "forward", "mlp"))
+        elif isinstance(block, JointBlock):
+            parts = (block.attn, block.attn_temp, block.cross_attn, block.mlp)
+            found += [(p, "forward", kind) for p, kind in zip(parts, KINDS, strict=True)]
+        else:
+            # MMDiT's attention is over space and time at once, and over the text.
+            found.append((block, "attend", "spatial"))
+            if isinstance(block, DoubleBlock):
+                parts = block.get_submodule("img_mlp"), block.get_submodule("txt_mlp")
+                found += [(part, "forward", "mlp") for part in parts]
+    return found
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Lists the blocks of a model in the order in which they run."""
+    if isinstance(model, STDiT3):
+        pairs = zip(model.spatial_blocks, model.temporal_blocks, strict=True)
+        return [block for pair in pairs for block in pair]
+    if isinstance(model, MMDiT):
+        return [*model.double_blocks, *model.single_blocks]
+    assert isinstance(model, STDiT | STDiT2), "checked"
+    return list(model.blocks)
+
+
+def _argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return kwargs[name] if name in kwargs else args[place]
+
+
+def _video(out: Any) -> Tensor:
+    """Tokens of the video of what a block returns."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _given(block: nn.Module, args: tuple[Any, ...]) -> Tensor:
+    """Tokens that a block adds to: of those that it is given this rank's, where it cuts them."""
+    own = getattr(block, "own", None)
+    return args[0] if own is None else own(args[0], args[5])
+
+
+def _as_given_to(last: nn.Module, out: Any) -> Any:
+    """Turns the first block's output into the input that the last one would be given."""
+    if isinstance(out, tuple) and isinstance(last, SingleBlock):
+        video, text = out
+        return torch.cat([text, video], dim=1)
+    return out
+
+
+def _each(function: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> Any:
+    """Applies a function to two tensors, or to two pairs of them."""
+    if isinstance(one, tuple):
+        return tuple(function(a, b) for a, b in zip(one, other, strict=True))
+    return function(one, other)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for value in values for tensor in _tensors(value)]

@@ -1,0 +1,357 @@
+"""Classifier-free guidance by caption and by given frames, as Open-Sora 1.2 to 2.0 sample.
+
+The model is asked up to three times at each step, in this order: with caption and given frames,
+without caption, and without both. The velocity leads away from what it says without:
+
+    v = v0 + image * (v1 - v0) + text * (v2 - v1)      (v0 without both, v1 frames only, v2 all)
+
+With an image scale of 1 the third answer cancels and is not asked for. *Oscillation* sets a scale
+to 1 in every second step after the first few: less saturated colours at large scales. *Decay* lets
+the image scale end at 1 (2.0: one step short of it) and ramps it over the frames from 1, so that
+frames near the given first one are free to move. *Rescale* pulls the standard deviation of the
+velocity back towards that of v2.
+
+Sources: https://arxiv.org/abs/2207.12598 (guidance), https://arxiv.org/abs/2211.09800 (two scales),
+https://arxiv.org/abs/2305.08891 (rescale), Open-Sora 1.3 and 2.0 (oscillation, decay).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.options import AT_LEAST_0, GUIDANCE, SHARE, Options
+from gulliver.video.config import SamplingConfig
+
+
+@dataclass(frozen=True)
+class Guidance(Options):
+    """Scales of guidance at each step."""
+
+    text: Annotated[float, GUIDANCE] = 1.0
+    """Weight of the caption's velocity over that without caption; 1 turns it off."""
+    image: Annotated[float, GUIDANCE] = 1.0
+    """Weight of the given frames' velocity over that without them; 1 turns it off."""
+    text_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Number of first steps after which every second has text scale 1; None: all steps have the
+    full scale."""
+    image_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """The same for the image scale."""
+    image_decay: bool = False
+    """Whether the image scale falls over the steps to 1, and rises over the frames from 1."""
+    rescale: Annotated[float, SHARE] = 0.0
+    """Share by which the standard deviation is set back to that of the answer with caption and
+    frames."""
+
+    @property
+    def branches(self) -> int:
+        """Number of times that the model is asked in a step."""
+        if self.image != 1:
+            return 3
+        return 1 if self.text == 1 else 2
+
+    def text_scale(self, step: int) -> float:
+        """Returns the weight of the caption at a step, numbered from 0."""
+        return _oscillating(self.text, step, self.text_oscillation)
+
+    def image_scale(self, step: int, steps: int, frames: int) -> float | Tensor:
+        """Returns the weight of the given frames at a step: of all frames, or float64 [frames]."""
+        scale = _oscillating(self.image, step, self.image_oscillation)
+        if not self.image_decay or scale <= 1:
+            return scale
+        highest = torch.linspace(scale, 1, steps, dtype=torch.float64)[step]
+        return torch.linspace(1, float(highest), frames, dtype=torch.float64)
+
+    def combine(self, answers: Sequence[Tensor], step: int, steps: int) -> Tensor:
+        """Combines the answers of a step.
+
+        Args:
+            answers: velocities [B, C, T, H, W] with caption and frames, without caption, and
+                without both; as many as `branches`.
+            step: number of the step, from 0.
+            steps: number of steps.
+
+        Returns:
+            The velocity [B, C, T, H, W].
+        """
+        whole, *without = answers
+        if not without:
+            return whole
+        base = without[0]
+        if len(without) == 2:
+            scale = self.image_scale(step, steps, whole.shape[2])
+            if isinstance(scale, Tensor):
+                scale = scale.to(whole).view(-1, 1, 1)
+            base = without[1] + scale * (without[0] - without[1])
+        velocity = base + self.text_scale(step) * (whole - without[0])
+        if not self.rescale:
+            return velocity
+        dims = tuple(range(1, whole.ndim))
+        factor = whole.std(dims, keepdim=True) / velocity.std(dims, keepdim=True)
+        return velocity * (self.rescale * factor + (1 - self.rescale))
+
+
+def _oscillating(scale: float, step: int, first: int | None) -> float:
+    return scale if first is None or step < first or step % 2 == 0 else 1.0
+
+
+def check_oscillation(sampling: SamplingConfig) -> None:
+    """Refuses an oscillation that would begin after the last step that it could change."""
+    # Apart from `guidance_of`, since a model's own number of steps is known only with the model.
+    # Odd steps oscillate, so an odd number of steps has a last one that does not.
+    most = sampling.steps // 2 * 2
+    for name in ("guidance_oscillation", "guidance_image_oscillation"):
+        first = getattr(sampling, name)
+        if first is not None and first >= most:
+            right = f"give less than {most}, or leave it out" if most else "leave it out"
+            raise GulliverError(
+                f"--{name.replace('_', '-')} {first} has no effect with --steps "
+                f"{sampling.steps}: {right}"
+            )
+
+
+def guidance_of(sampling: SamplingConfig) -> Guidance:
+    """Returns the guidance that sampling options ask for."""
+    settings = {
+        "--guidance": ("guidance_oscillation",),
+        "--guidance-image": ("guidance_image_oscillation", "guidance_image_decay"),
+    }
+    for option, names in settings.items():
+        off = getattr(sampling, option[2:].replace("-", "_")) == 1
+        for name in names if off else ():
+            if getattr(sampling, name) not in (None, False):
+                raise GulliverError(
+                    f"--{name.replace('_', '-')} with {option} 1: that guidance is off, give it a "
+                    "weight such as 3"
+                )
+    guidance = Guidance(
+        text=sampling.guidance,
+        image=sampling.guidance_image,
+        text_oscillation=sampling.guidance_oscillation,
+        image_oscillation=sampling.guidance_image_oscillation,
+        image_decay=sampling.guidance_image_decay,
+        rescale=sampling.guidance_rescale,
+    )
+    if guidance.rescale and guidance.branches == 1:
+        raise GulliverError(
+            "--guidance-rescale with guidance 1: there is nothing to rescale, leave it out"
+        )
+    return guidance
+
+
+# What rectified flow and IDDPM share: the loss over frames to make, and the sampling loop.
+#
+# A diffusion says how noise is mixed in (`add_noise`), what the model's answer is worth
+# (`_errors`), and which steps lead from noise to data (`_steps`). The rest is here: conditions of
+# the branches of guidance in one batch, given frames, previews.
+
+
+Model = Callable[..., Tensor]
+Preview = Callable[[int, int, Tensor], None]
+"""Function called with (steps done, steps, estimate of the clean latents [B, C, T, H, W])."""
+
+
+@dataclass(frozen=True)
+class SamplingStep:
+    """One step of a sampler."""
+
+    level: float
+    """Noise level that the model is told."""
+    advance: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
+    """Function from the latents and the model's answers, one per branch of guidance, to the
+    estimate of the clean latents and the latents after the step."""
+
+
+class Diffusion(ABC):
+    """A noise process with its training loss and its sampler."""
+
+    num_timesteps: int
+
+    @abstractmethod
+    def sample_timesteps(
+        self,
+        batch: int,
+        *,
+        generator: torch.Generator | None = None,
+        height: float,
+        width: float,
+        num_frames: int,
+    ) -> Tensor:
+        """Draws a noise level for each of `batch` clips of one size: [batch]."""
+
+    @abstractmethod
+    def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Mixes x0 and noise [B, C, T, H, W] at levels `timesteps` [B]."""
+
+    @abstractmethod
+    def _errors(
+        self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
+    ) -> Tensor:
+        """Returns the error of each element of a model's output: [B, C, T, H, W]."""
+
+    def loss(
+        self,
+        model: Model,
+        x0: Tensor,
+        model_inputs: dict[str, Any],
+        *,
+        noise: Tensor,
+        timesteps: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the training loss of each clip.
+
+        Args:
+            model: function called as model(x_t, timesteps, **model_inputs).
+            x0: latents [B, C, T, H, W].
+            model_inputs: conditions, by keyword of the model.
+            noise: noise of x0's shape.
+            timesteps: levels [B].
+            mask: mask [B, T], True for frames to generate. Given frames are shown without noise
+                and do not count; pass the same as x_mask in `model_inputs`.
+
+        Returns:
+            The losses [B].
+        """
+        x_t = self.point(x0, noise, timesteps, mask)
+        output = model(x_t, timesteps, **model_inputs)
+        return frame_mean(self._errors(output, x0, x_t, noise, timesteps), mask)
+
+    def point(self, x0: Tensor, noise: Tensor, timesteps: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the model's input: noisy latents, and given frames without noise."""
+        x_t = self.add_noise(x0, noise, timesteps)
+        return x_t if mask is None else torch.where(over_pixels(mask), x_t, x0)
+
+    @torch.no_grad()
+    def _follow(
+        self,
+        model: Model,
+        noise: Tensor,
+        branches: Sequence[Mapping[str, Any]],
+        steps: Sequence[SamplingStep],
+        frames: GivenFrames | None,
+        progress: Callable[[int, int], None] | None,
+        preview: Preview | None,
+        hide_given: bool = False,
+    ) -> Tensor:
+        """Takes the steps from noise to data.
+
+        `branches` are the conditions of each branch of guidance; with `hide_given` the last of
+        them is shown the given frames as noisy as the others.
+        """
+        inputs, x = stacked(branches), noise if frames is None else frames.begin()
+        for done, step in enumerate(steps, 1):
+            shown = [x] * len(branches)
+            if frames is not None:
+                x = frames.join(x, step.level)
+                shown, inputs["x_mask"] = frames.branches(x, len(branches), hide_given)
+            t = noise.new_full((len(shown) * len(noise),), step.level)
+            answers = model(torch.cat(shown), t, **inputs).to(noise.dtype).chunk(len(shown))
+            clean, moved = step.advance(x, answers)
+            if preview is not None:
+                preview(done, len(steps), clean if frames is None else frames.keep(clean, x))
+            x = moved if frames is None else frames.keep(moved, x)
+            if progress is not None:
+                progress(done, len(steps))
+        return x
+
+
+class GivenFrames:
+    """Given frames while a clip is sampled: which of them are generated already."""
+
+    # [Note: edit ratios] A given frame with mask value r is shown without noise, and left as it is,
+    # down to level r; there it is mixed with the noise that its place in `noise` holds, which
+    # nothing else has used, and is generated from then on: the smaller r, the nearer it stays to
+    # what was given. Nothing is drawn on the way, so a clip does not depend on its batch.
+
+    def __init__(self, diffusion: Diffusion, given: Tensor, noise: Tensor, mask: Tensor) -> None:
+        self._diffusion, self._noise, self._mask = diffusion, noise, mask
+        self._given = self._noisy = given.to(noise)
+        self._active = mask >= 1
+
+    @classmethod
+    def of(
+        cls, diffusion: Diffusion, given: Tensor | None, noise: Tensor, mask: Tensor | None
+    ) -> GivenFrames | None:
+        """Returns the given frames of a call of `sample`; None where there are none."""
+        if given is None and mask is None:
+            return None
+        if given is None or mask is None:
+            raise GulliverError("given frames need both `given` and `mask`")
+        return cls(diffusion, given, noise, mask)
+
+    def begin(self) -> Tensor:
+        """Returns noise, and given frames as they are."""
+        return self.keep(self._noise, self._given)
+
+    def join(self, x: Tensor, level: float) -> Tensor:
+        """Adds noise of a level to the frames that are generated from that level on."""
+        levels = self._noise.new_full((len(x),), level)
+        self._noisy = self._diffusion.add_noise(self._given, self._noise, levels)
+        # Ratios and levels are rounded: a ratio of 0.3 is reached at 300.00001 too. A ratio of 0
+        # is never reached, though IDDPM's last step is at level 0.
+        reached = (self._mask > 0) & (self._mask + 1e-6 >= level / self._diffusion.num_timesteps)
+        active = self._active | reached
+        x = torch.where(over_pixels(active & ~self._active), self._noisy, x)
+        self._active = active
+        return x
+
+    def branches(self, x: Tensor, count: int, hidden: bool) -> tuple[list[Tensor], Tensor]:
+        """Returns what each branch is shown, and x_mask of all of them."""
+        shown, masks = [x] * count, [self._active] * count
+        if hidden:
+            shown[-1] = torch.where(over_pixels(self._active), x, self._noisy)
+            masks[-1] = torch.ones_like(self._active)
+        return shown, torch.cat(masks)
+
+    def keep(self, moved: Tensor, x: Tensor) -> Tensor:
+        """Takes `moved` for frames that are generated, and leaves given ones as in `x`."""
+        return torch.where(over_pixels(self._active), moved, x)
+
+
+def conditions(
+    guidance: Guidance,
+    inputs: Mapping[str, Any],
+    null: Mapping[str, Any] | None,
+    imageless: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Returns the conditions of each branch, each of which changes some of the one before it."""
+    if guidance.branches > 1 and not null:
+        raise GulliverError(
+            f"cfg_scale {guidance.text:g} needs null_inputs, what stands for no caption"
+        )
+    changes = [inputs, null or {}, imageless or {}][: guidance.branches]
+    return list(accumulate(map(dict, changes), lambda old, new: old | new))
+
+
+def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins inputs of the branches into those of one batch; what is no tensor is the first's."""
+    found = dict(branches[0])
+    for name, value in found.items():
+        values = [branch[name] for branch in branches]
+        if isinstance(value, Tensor):
+            found[name] = torch.cat([one.to(value) for one in values])
+        elif any(isinstance(one, Tensor) for one in values):
+            raise GulliverError(f"{name} is a tensor without caption: give it with caption too")
+    return found
+
+
+def frame_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Means of clips [B, C, T, H, W] over frames to generate: [B]."""
+    of_frames = values.mean(dim=(1, 3, 4))
+    if mask is None:
+        return of_frames.mean(dim=1)
+    weights = mask.to(of_frames.dtype)
+    return (of_frames * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+
+def over_pixels(mask: Tensor) -> Tensor:
+    """Views a mask [B, T] as one over [B, C, T, H, W]."""
+    return mask[:, None, :, None, None]

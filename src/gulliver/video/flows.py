@@ -1,0 +1,517 @@
+"""Timestep warps: how much more the high noise levels count for larger and longer clips.
+
+More pixels and more frames tell the same thing more often, so that a clip is still readable under
+noise that would hide a small one. Every warp multiplies the odds t / (1 - t) of a level by a ratio;
+the published ones differ in how they take it from the size of a clip.
+
+Sources: https://arxiv.org/abs/2403.03206 (resolution), https://arxiv.org/abs/2412.20404 (length).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.video.diffusion import (
+    Diffusion,
+    GivenFrames,
+    Guidance,
+    Model,
+    Preview,
+    SamplingStep,
+    conditions,
+    frame_mean,
+)
+
+
+@dataclass(frozen=True)
+class ClipSize:
+    """Size of a clip: height and width in pixels, and frames of its latents."""
+
+    # `token_area` are the pixels under one token of a frame, `base_area` those of a still whose
+    # ratio is 1.
+
+    height: float
+    width: float
+    latent_frames: int
+    token_area: float = 256.0
+    base_area: float = 512.0 * 512.0
+
+    @property
+    def side_ratio(self) -> float:
+        """Side of a square of the clip's area, over that of the base."""
+        return math.sqrt(self.height * self.width / self.base_area)
+
+
+def _by_latent_frames(size: ClipSize) -> float:
+    return size.side_ratio * math.sqrt(size.latent_frames)
+
+
+def _by_whole_pieces(size: ClipSize) -> float:
+    """1.2 counts the frames // 17 * 5: latents of whole pieces of its autoencoder."""
+    frames = 1 if size.latent_frames == 1 else size.latent_frames // 5 * 5
+    if frames == 0:
+        raise GulliverError(
+            f"the timestep warp of 1.2 counts latent frames in fives, a clip of "
+            f"{size.latent_frames} has none: take longer clips, or another --flow.shift-rule"
+        )
+    return size.side_ratio * math.sqrt(frames)
+
+
+def _by_frames_after_the_first(size: ClipSize) -> float:
+    """1.3 counts (frames - 1) // 4: the latents without the first."""
+    return size.side_ratio * math.sqrt(max(1, size.latent_frames - 1))
+
+
+def _by_tokens(size: ClipSize) -> float:
+    """2.0 goes straight from 1 at 256 tokens of a frame to 3 at 4096."""
+    tokens = size.height * size.width / size.token_area
+    return (1 + (tokens - 256) * 2 / (4096 - 256)) * math.sqrt(size.latent_frames)
+
+
+RULES: dict[str, Callable[[ClipSize], float]] = {
+    "latent": _by_latent_frames,
+    "1.2": _by_whole_pieces,
+    "1.3": _by_frames_after_the_first,
+    "2.0": _by_tokens,
+}
+"""Ratios by name: ours, and those of Open-Sora's versions."""
+
+
+# Rectified flow: straight paths from noise to data.
+#
+# A point on the path is x_t = (1 - t) x0 + t noise with t in [0, 1]; the model learns the velocity
+# x0 - noise that leads along it to the data. Sampling follows the velocity from t = 1 to 0.
+#
+# Sources: https://arxiv.org/abs/2209.03003 (rectified flow), https://arxiv.org/abs/2403.03206
+# (logit-normal levels, resolution shift).
+
+
+METHODS = ("uniform", "logit-normal")
+
+
+class RectifiedFlow(Diffusion):
+    """Noise levels, the training loss (mean square error of the velocity) and the sampler.
+
+    Levels are on the model's scale from 0 (data) to `num_timesteps` (noise).
+
+    Args:
+        num_timesteps: level of pure noise.
+        sample_method: law of the levels in training.
+        loc: mean of the logit of logit-normal levels.
+        scale: standard deviation of that logit.
+        shift: factor of the odds t / (1 - t) of every level, in training and sampling.
+        use_timestep_transform: whether to multiply the odds by a ratio of the clip's size as well.
+        base_area: area in pixels at which that ratio is 1 for a still.
+        transform: how it is taken from the size, a name of `_warp.RULES`; ``latent`` is
+            sqrt(height * width / base_area) * sqrt(latent frames).
+        token_area: number of pixels under one token of a frame, which the rule of 2.0 counts.
+
+    Raises:
+        GulliverError: an unknown method or rule, or a shift that is not positive.
+    """
+
+    def __init__(
+        self,
+        num_timesteps: int = 1000,
+        sample_method: Literal["uniform", "logit-normal"] = "uniform",
+        loc: float = 0.0,
+        scale: float = 1.0,
+        shift: float = 1.0,
+        use_timestep_transform: bool = False,
+        base_area: float = 512.0 * 512.0,
+        transform: str = "latent",
+        token_area: float = 256.0,
+    ) -> None:
+        if sample_method not in METHODS:
+            raise GulliverError(
+                f"unknown sample_method {sample_method!r}: {nearest(sample_method, METHODS)}"
+            )
+        if transform not in RULES:
+            raise GulliverError(f"unknown transform {transform!r}: {nearest(transform, RULES)}")
+        if shift <= 0 or scale <= 0:
+            raise GulliverError(f"shift and scale must be positive, not {shift} and {scale}")
+        self.num_timesteps, self.sample_method = num_timesteps, sample_method
+        self.loc, self.scale, self.shift = loc, scale, shift
+        self.use_timestep_transform, self.base_area = use_timestep_transform, base_area
+        self.transform, self.token_area = transform, token_area
+
+    def warp(self, t: Tensor, height: float, width: float, num_frames: int) -> Tensor:
+        """Multiplies the odds of levels `t` in [0, 1] as the clip's size asks for.
+
+        Args:
+            t: levels, of any shape.
+            height: height of the clip in pixels.
+            width: width of the clip in pixels.
+            num_frames: number of latent frames.
+        """
+        ratio = self.shift
+        if self.use_timestep_transform:
+            size = ClipSize(height, width, num_frames, self.token_area, self.base_area)
+            ratio *= RULES[self.transform](size)
+        return ratio * t / (1 + (ratio - 1) * t)
+
+    def sample_timesteps(
+        self,
+        batch: int,
+        *,
+        generator: torch.Generator | None = None,
+        height: float,
+        width: float,
+        num_frames: int,
+    ) -> Tensor:
+        """Draws a level for each of `batch` clips, on the model's scale: [batch]."""
+        if self.sample_method == "uniform":
+            t = torch.rand(batch, generator=generator)
+        else:
+            t = (torch.randn(batch, generator=generator) * self.scale + self.loc).sigmoid()
+        return self.warp(t, height, width, num_frames) * self.num_timesteps
+
+    def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Mixes x0 and noise [B, C, T, H, W]: points of the paths at levels `timesteps` [B]."""
+        t = (timesteps / self.num_timesteps).to(x0.dtype).view(-1, 1, 1, 1, 1)
+        return (1 - t) * x0 + t * noise
+
+    def _errors(
+        self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
+    ) -> Tensor:
+        return (self._velocity(output, x0.shape[1]) - (x0 - noise)).square()
+
+    def error(self, output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+        """Computes the mean square error of each clip's velocity, over frames to generate: [B]."""
+        return frame_mean((self._velocity(output, target.shape[1]) - target).square(), mask)
+
+    def timesteps(self, steps: int, height: float, width: float, num_frames: int) -> Tensor:
+        """Lists the sampler's levels, from `num_timesteps` to 0: float64 [steps + 1]."""
+        if steps < 1:
+            raise GulliverError(f"sampling needs at least one step, not {steps}")
+        even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+        return self.warp(even, height, width, num_frames) * self.num_timesteps
+
+    def sample(
+        self,
+        model: Model,
+        noise: Tensor,
+        model_inputs: Mapping[str, Any],
+        *,
+        null_inputs: Mapping[str, Any] | None = None,
+        imageless_inputs: Mapping[str, Any] | None = None,
+        steps: int = 30,
+        cfg_scale: float | Guidance = 1.0,
+        timesteps: Tensor | None = None,
+        given: Tensor | None = None,
+        mask: Tensor | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        preview: Preview | None = None,
+    ) -> Tensor:
+        """Follows the velocity from noise to data with Euler steps.
+
+        Args:
+            model: function called as in `loss`, with the branches of guidance in one batch, in the
+                order of `Guidance.combine`.
+            noise: noise [B, C, T, H, W].
+            model_inputs: conditions by keyword of the model; height and width [B] among them decide
+                the levels where `timesteps` does not.
+            null_inputs: conditions that differ without caption, such as y and mask; needed where
+                guidance is on.
+            imageless_inputs: conditions that differ further without given frames, such as zeros for
+                cond. None: that branch is shown the given frames of `mask` as noisy as the others.
+            steps: number of Euler steps.
+            cfg_scale: weight of the caption's velocity over that without caption, or `Guidance`.
+            timesteps: levels [steps + 1] from `num_timesteps` to 0; None: `timesteps` of this flow.
+            given: latents of the given frames, of noise's shape; others do not count.
+            mask: mask [B, T], bool or from 0 to 1: True or 1 for frames to generate, False or 0 for
+                given ones. A given frame joins once mask * num_timesteps reaches the level.
+            progress: function that is called with (steps done, steps).
+            preview: function that is called with (steps done, steps, estimate): the data that the
+                velocity of the step leads to, with given frames as they are.
+
+        Returns:
+            Latents; given frames are exactly as they were.
+
+        Raises:
+            GulliverError: guidance without null_inputs; only one of given and mask; image guidance
+                without given frames.
+        """
+        guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
+        branches = conditions(guidance, model_inputs, null_inputs, imageless_inputs)
+        frames = GivenFrames.of(self, given, noise, mask)
+        hide = guidance.branches == 3 and imageless_inputs is None
+        if hide and frames is None:
+            raise GulliverError(
+                f"image guidance {guidance.image:g} needs given frames: pass given and mask, or "
+                "imageless_inputs for a model that is told of them by inputs"
+            )
+        if timesteps is None:
+            height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
+            timesteps = self.timesteps(steps, height, width, noise.shape[2])
+        plan = self._steps(timesteps, guidance, noise.shape[1])
+        return self._follow(model, noise, branches, plan, frames, progress, preview, hide)
+
+    def _steps(self, timesteps: Tensor, guidance: Guidance, channels: int) -> list[SamplingStep]:
+        levels = [float(level) for level in timesteps]
+
+        def step(number: int) -> SamplingStep:
+            level, after = levels[number], levels[number + 1]
+
+            def advance(x: Tensor, answers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+                velocities = [self._velocity(answer, channels) for answer in answers]
+                velocity = guidance.combine(velocities, number, len(levels) - 1)
+                clean = x + level / self.num_timesteps * velocity
+                return clean, x + (level - after) / self.num_timesteps * velocity
+
+            return SamplingStep(level, advance)
+
+        return [step(number) for number in range(len(levels) - 1)]
+
+    @staticmethod
+    def _velocity(output: Tensor, channels: int) -> Tensor:
+        """Takes the first half of the channels where the model predicts a variance too."""
+        if output.shape[1] not in (channels, 2 * channels):
+            raise GulliverError(
+                f"the model gives {output.shape[1]} channels for latents of {channels}: "
+                "expected as many or twice as many"
+            )
+        return output[:, :channels]
+
+
+# Improved denoising diffusion: the noise process of Open-Sora 1.0 and 1.1.
+#
+# A point is x_t = sqrt(a_t) x0 + sqrt(1 - a_t) noise with a_t falling over steps t = 0 ... 999.
+# The model predicts the noise, and for each element where the log variance of a step back lies
+# between the least and the most that it can be. `IDDPM` has the calls of `RectifiedFlow`, so that
+# pipelines and the training loop take either.
+
+
+SCHEDULES = ("linear", "cosine")
+LAST_NOISE = 0.999
+"""Largest beta of the cosine schedule, whose last would be one."""
+BIN = 1 / 255
+"""Half a level of an 8-bit picture on the scale of -1 to 1, for the likelihood of the data."""
+
+
+# [Note: respaced steps] Sampling takes few of the 1000 steps. Those taken make a process of their
+# own whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old
+# step.
+#
+# Sources: https://arxiv.org/abs/2102.09672 (learned variances, cosine schedule, respacing),
+# https://arxiv.org/abs/2006.11239 (linear schedule).
+def linear_betas(count: int) -> Tensor:
+    """Returns betas that rise evenly, from 0.0001 to 0.02 for 1000 steps: float64 [count]."""
+    scale = 1000 / count
+    return torch.linspace(scale * 0.0001, scale * 0.02, count, dtype=torch.float64)
+
+
+def cosine_betas(count: int) -> Tensor:
+    """Returns betas whose a follow a squared cosine: float64 [count]."""
+    steps = torch.arange(count + 1, dtype=torch.float64) / count
+    kept = torch.cos((steps + 0.008) / 1.008 * math.pi / 2).square()
+    return (1 - kept[1:] / kept[:-1]).clamp(max=LAST_NOISE)
+
+
+def spaced(count: int, steps: int) -> list[int]:
+    """Lists `steps` of `count` steps, evenly from the first to the last."""
+    if not 2 <= steps <= count:
+        raise GulliverError(
+            f"{steps} sampling steps cannot be taken of {count}: between 2 and {count} can"
+        )
+    stride, place, taken = (count - 1) / (steps - 1), 0.0, []
+    for _ in range(steps):
+        # Added up, not multiplied, as the public code does it: halves round alike.
+        taken.append(round(place))
+        place += stride
+    return taken
+
+
+class Process(NamedTuple):
+    """Coefficients of a process of N steps, each float64 [N]."""
+
+    # Share a of the data's power.
+    kept: Tensor
+    # Factor of x0 in the mean of a step back.
+    of_data: Tensor
+    # Factor of x_t in it.
+    of_point: Tensor
+    # Least log variance of a step back.
+    least: Tensor
+    # Most log variance of it.
+    most: Tensor
+
+
+def process_of(kept: Tensor) -> Process:
+    """Computes the coefficients of the process with shares `kept` of the data [N]."""
+    before = torch.cat([torch.ones_like(kept[:1]), kept[:-1]])
+    betas = 1 - kept / before
+    variance = betas * (1 - before) / (1 - kept)
+    # The last step back has none, which has no logarithm.
+    variance = torch.cat([variance[1:2], variance[1:]])
+    of_data = betas * before.sqrt() / (1 - kept)
+    of_point = (1 - before) * (kept / before).sqrt() / (1 - kept)
+    return Process(kept, of_data, of_point, variance.log(), betas.log())
+
+
+class IDDPM(Diffusion):
+    """The noise process, its training loss and its sampler."""
+
+    def __init__(
+        self,
+        num_timesteps: int = 1000,
+        schedule: Literal["linear", "cosine"] = "linear",
+        guided_channels: int | None = None,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise GulliverError(f"unknown schedule {schedule!r}: {nearest(schedule, SCHEDULES)}")
+        betas = linear_betas(num_timesteps) if schedule == "linear" else cosine_betas(num_timesteps)
+        self.num_timesteps, self.guided_channels = num_timesteps, guided_channels
+        self.process = process_of((1 - betas).cumprod(0))
+
+    def sample_timesteps(
+        self, batch: int, *, generator: torch.Generator | None = None, **clip: float
+    ) -> Tensor:
+        """Draws a step for each of `batch` clips, all alike, whatever the clip: [batch]."""
+        del clip
+        return torch.randint(self.num_timesteps, (batch,), generator=generator).float()
+
+    def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Mixes x0 and noise [B, C, T, H, W]: points of the process at steps `timesteps` [B]."""
+        kept = _at(self.process.kept, timesteps, x0)
+        return kept.sqrt() * x0 + (1 - kept).sqrt() * noise
+
+    def _errors(
+        self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
+    ) -> Tensor:
+        """Square error of the noise, and the bound on the likelihood in bits."""
+        predicted, share = _halves(output, x0)
+        # The bound teaches the variance alone: the noise in it is taken as it is.
+        bits = self._bits(x0, x_t, timesteps, predicted.detach(), share)
+        return (noise - predicted).square() + bits
+
+    def _bits(
+        self, x0: Tensor, x_t: Tensor, timesteps: Tensor, noise: Tensor, share: Tensor
+    ) -> Tensor:
+        """Bits of each element: the divergence of a step back, or the data's own at the last."""
+        of_data, of_point, least = (
+            _at(values, timesteps, x0)
+            for values in (self.process.of_data, self.process.of_point, self.process.least)
+        )
+        wanted = of_data * x0 + of_point * x_t
+        mean, log_variance = self._back(self.process, x_t, timesteps, noise, share)
+        apart = (wanted - mean).square() * (-log_variance).exp()
+        divergence = 0.5 * (log_variance - least - 1 + (least - log_variance).exp() + apart)
+        likelihood = _discrete_likelihood(x0, mean, 0.5 * log_variance)
+        last = (timesteps == 0).view(-1, 1, 1, 1, 1)
+        return torch.where(last, -likelihood, divergence) / math.log(2)
+
+    @staticmethod
+    def _back(
+        process: Process, x_t: Tensor, steps: Tensor, noise: Tensor, share: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns mean and log variance of a step back from x_t at steps [B] of a process."""
+        kept, of_data, of_point, least, most = (_at(values, steps, x_t) for values in process)
+        x0 = _clean(kept, x_t, noise)
+        share = (share + 1) / 2
+        return of_data * x0 + of_point * x_t, share * most + (1 - share) * least
+
+    def sample(
+        self,
+        model: Model,
+        noise: Tensor,
+        model_inputs: Mapping[str, Any],
+        *,
+        null_inputs: Mapping[str, Any] | None = None,
+        steps: int = 100,
+        cfg_scale: float | Guidance = 1.0,
+        given: Tensor | None = None,
+        mask: Tensor | None = None,
+        step_noise: Callable[[int], Tensor] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        preview: Preview | None = None,
+    ) -> Tensor:
+        """Steps back from noise to data."""
+        guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
+        if guidance.image != 1:
+            raise GulliverError(
+                f"image guidance {guidance.image:g} is for models of rectified flow: leave it out"
+            )
+        if mask is not None and bool(((mask > 0) & (mask < 1)).any()):
+            raise GulliverError(
+                "edit ratios are for models of rectified flow: give frames as they are, ratio 0"
+            )
+        branches = conditions(guidance, model_inputs, null_inputs)
+        frames = GivenFrames.of(self, given, noise, mask)
+        plan = self._steps(steps, guidance, step_noise)
+        return self._follow(model, noise, branches, plan, frames, progress, preview)
+
+    def _steps(
+        self, steps: int, guidance: Guidance, step_noise: Callable[[int], Tensor] | None
+    ) -> list[SamplingStep]:
+        taken = spaced(self.num_timesteps, steps)
+        process = process_of(self.process.kept[taken])
+
+        def step(number: int) -> SamplingStep:
+            def advance(x: Tensor, answers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+                halves = [_halves(answer, x) for answer in answers]
+                predicted, share = self._guided(guidance, halves, steps - 1 - number, steps)
+                at = torch.full((len(x),), number, device=x.device)
+                clean = _clean(_at(process.kept, at, x), x, predicted)
+                back, log_variance = self._back(process, x, at, predicted, share)
+                if number:
+                    drawn = torch.randn_like(x) if step_noise is None else step_noise(number).to(x)
+                    back = back + (0.5 * log_variance).exp() * drawn
+                return clean, back
+
+            # The model is told the step of the whole process.
+            return SamplingStep(float(taken[number]), advance)
+
+        return [step(number) for number in reversed(range(steps))]
+
+    def _guided(
+        self, guidance: Guidance, answers: Sequence[tuple[Tensor, Tensor]], step: int, steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Leads the noise away from that without caption; the variance is that with caption."""
+        noise, share = answers[0]
+        led = noise.shape[1] if self.guided_channels is None else self.guided_channels
+        away = guidance.combine([answer[:, :led] for answer, _ in answers], step, steps)
+        return torch.cat([away, noise[:, led:]], dim=1), share
+
+
+def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
+    """Picks values of steps [B], for tensors [B, C, T, H, W]."""
+    picked = values.to(steps.device)[steps.long()]
+    return picked.to(torch.promote_types(like.dtype, torch.float32)).view(-1, 1, 1, 1, 1)
+
+
+def _clean(kept: Tensor, x_t: Tensor, noise: Tensor) -> Tensor:
+    """Returns the data of which points with that noise are made."""
+    return (1 / kept).sqrt() * x_t - (1 / kept - 1).sqrt() * noise
+
+
+def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits a model's output into noise and share of the variance."""
+    if output.shape[1] != 2 * x.shape[1]:
+        raise GulliverError(
+            f"the model gives {output.shape[1]} channels for latents of {x.shape[1]}: noise and "
+            "its variance are twice as many, so build it with pred_sigma=True"
+        )
+    noise, share = output.to(x.dtype).chunk(2, dim=1)
+    return noise, share
+
+
+def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+    """Log likelihood of values of 256 levels under Gaussians, as the public code computes it."""
+    apart, narrow = x - mean, (-log_scale).exp()
+    above, below = _normal(narrow * (apart + BIN)), _normal(narrow * (apart - BIN))
+    # The outermost levels hold all that lies beyond.
+    inside = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
+    return inside.clamp(min=1e-12).log()
+
+
+def _normal(x: Tensor) -> Tensor:
+    """The distribution function of a standard normal, by the approximation of GELU's tanh form."""
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,0 +1,641 @@
+"""Networks that lie in their files until they are needed, one at a time.
+
+    room = Room(device)
+    model = room.part("transformer", lambda device: load_model(path, device))
+    model()        # fills it; what was filled before is freed
+
+A pipeline has three networks and never needs two at once: the text encoder reads all captions and
+goes, the transformer samples and goes, the autoencoder decodes. With `keep` all stay once filled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gulliver.checkpoint.loading import load
+from gulliver.data.clips import Bucket
+from gulliver.errors import GulliverError
+from gulliver.hardware.probe import memory_bytes
+from gulliver.jobs.log import derive
+from gulliver.memory.symbolic import activation_peak
+from gulliver.models.mmdit import MMDiT
+from gulliver.models.stdit import STDiT
+from gulliver.parallel.convolution.stream import stream_decode
+from gulliver.video.caches import Counts, cache_blocks
+from gulliver.video.config import SamplingConfig, check_clip
+from gulliver.video.diffusion import Guidance, Preview, check_oscillation, guidance_of
+from gulliver.video.flows import IDDPM
+from gulliver.video.generation import (
+    SharedModel,
+    VideoModel,
+    latent_noise,
+    ranks_alike,
+    share,
+    share_coding,
+    split_ranks,
+)
+from gulliver.video.public_models import (
+    Denoiser,
+    check_latents,
+    denoiser_of,
+    load_autoencoder,
+    load_model,
+    outline_model,
+    patch_of,
+    release_of,
+    text_reader,
+    text_size,
+    told,
+)
+from gulliver.video.requests import (
+    ClipPiece,
+    Request,
+    check_frames,
+    check_request,
+    described,
+    given_latents,
+    loop_prompts,
+    made_by_loops,
+    parse_mask_strategy,
+)
+from gulliver.video.run import Run
+from gulliver.video.sources import build_model, make_flow, make_text, own_autoencoder
+from gulliver.video.text_encoders import EncodedText, KeptTexts, TextEncoder, check_encoder, padded
+
+T = TypeVar("T")
+CALM = 0.8
+"""Share of the free memory that a prediction may take."""
+
+
+class Room:
+    """The device that networks share, of which one at a time is filled."""
+
+    def __init__(self, device: torch.device, keep: bool = False) -> None:
+        self.device, self.keep = device, keep
+        self._parts: list[PipelinePart[Any]] = []
+
+    def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
+        """Adds a network, by the function that fills it on a device."""
+        made = PipelinePart(self, load)
+        self._parts.append(made)
+        return made
+
+    def make_way(self, part: PipelinePart[Any]) -> None:
+        """Frees all networks but one."""
+        if self.keep:
+            return
+        for other in self._parts:
+            if other is not part:
+                other.free()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class PipelinePart(Generic[T]):
+    """A network of a `Room`; call it to have it filled."""
+
+    def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
+        self._room, self._load = room, load
+        self._filled: T | None = None
+        self.after: Callable[[T], object] | None = None
+        """Function that is called with the network whenever it was filled."""
+
+    def __call__(self) -> T:
+        """Returns the network, filled."""
+        if self._filled is None:
+            self._room.make_way(self)
+            self._filled = self._load(self._room.device)
+            if self.after is not None:
+                self.after(self._filled)
+        return self._filled
+
+    def free(self) -> None:
+        """Forgets the network; its memory goes when nobody else holds it."""
+        self._filled = None
+
+
+class PartEncoder:
+    """A text encoder of a room, which says each caption once."""
+
+    def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
+        self._part = part
+        self.channels, self.max_length = channels, max_length
+        self._said: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the encoder, which is filled for it."""
+        return self._part().fingerprint
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`; those that it has said need no encoder."""
+        for caption in dict.fromkeys(captions):
+            if caption not in self._said:
+                # One by one: what a caption says must not depend on what it is padded to.
+                self._said[caption] = said_of(self._part().encode([caption]))
+        return padded([self._said[caption] for caption in captions])
+
+
+class PartAutoencoder:
+    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode."""
+
+    def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
+        if memory is not None and not memory >= 1:
+            raise GulliverError(
+                f"memory is {memory}: expected bytes for decoding a clip, 1 at least, or None"
+            )
+        self.part, self._outline, self._memory = part, outline, memory
+        self._peaks: dict[tuple[int, ...], int] = {}
+        self.compression, self.latent_channels = outline.compression, outline.latent_channels
+        self.latent_shape = outline.latent_shape
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Encodes clips [B, 3, T, H, W] to normalised latents."""
+        autoencoder = self.part()
+        return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
+
+    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decodes latents [B, C, T, H, W] clip by clip, in stretches where memory asks for them."""
+        autoencoder = self.part()
+        clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
+        return torch.cat(clips).float()
+
+    def _decoded(self, autoencoder: Any, latents: Tensor, num_frames: int | None) -> Tensor:
+        room = free_memory(latents.device) if self._memory is None else self._memory
+        # Samplers are exact in their own dtype, autoencoders in theirs.
+        latents = latents.to(next(autoencoder.parameters()).dtype)
+        # Networks that ranks share are cut already.
+        need = self._peak(autoencoder, latents) if self.part.after is None else 0
+        if need <= room:
+            return autoencoder.decode(latents, num_frames)
+        length = max(1, int(latents.shape[2] * room / need))
+        stretches = stream_decode(autoencoder, latents.split(length, dim=2))
+        # Pieces of the finished clip wait in host memory.
+        return torch.cat([stretch.cpu() for stretch in stretches], dim=2)
+
+    def _peak(self, autoencoder: Any, latents: Tensor) -> int:
+        """Predicts the bytes that decoding takes; 0 where it cannot be followed."""
+        shape = tuple(latents.shape)
+        if shape not in self._peaks:
+            found = activation_peak(_Decoding(autoencoder), (latents,))
+            self._peaks[shape] = found.bytes or 0
+        return self._peaks[shape]
+
+
+class _Decoding(nn.Module):
+    """Decodes when it is called."""
+
+    def __init__(self, autoencoder: nn.Module) -> None:
+        super().__init__()
+        self.autoencoder: Any = autoencoder.requires_grad_(False)
+        self.eval()
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return self.autoencoder.decode(latents)
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes of a device that a prediction may take."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CALM)
+    return int(memory_bytes("cpu") * CALM / 2)
+
+
+def said_of(text: EncodedText) -> dict[str, Tensor]:
+    """Returns what an encoder said of one caption, as it is kept."""
+    said = {"embeddings": text.embeddings[0, 0], "mask": text.mask[0]}
+    return said if text.vector is None else {**said, "vector": text.vector[0]}
+
+
+# Makes clips with public checkpoints: a transformer, an autoencoder, a text encoder.
+#
+#     pipeline = VideoPipeline.load("OpenSora-STDiT-v3", "OpenSora-VAE-v1.2", "t5-v1_1-xxl")
+#     clips = pipeline.generate([Request("a cat on a roof", Bucket(51, 240, 426))])
+#
+# What the folders hold is recognised by names and shapes of their tensors, and parts that do not
+# belong together are refused before anything is filled. `Request`, `SamplingConfig` and the calls
+# are those of `VideoModel`; diffusion, steps and guidance are those of the release
+# (`public_models.py`). The text encoder reads all captions first and is freed, then the transformer
+# samples all clips and is freed, then the autoencoder decodes (`pipeline.py`).
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A filled transformer, as the sampler calls it."""
+
+    denoiser: Denoiser
+    # The same on the ranks that make clips together.
+    shared: SharedModel
+
+
+class VideoPipeline:
+    """A public transformer with the autoencoder and the text encoder that it was trained with.
+
+    Args:
+        outline: transformer without memory, on meta.
+        load: function that fills it on a device.
+        autoencoder: autoencoder, as of `gulliver.models.Autoencoder`.
+        text: text encoder.
+        room: device on which networks are filled.
+        fps: frame rate that the model is told; None for that of its release.
+
+    Attributes:
+        counts: numbers of calls that caches have saved in the last `generate`.
+
+    Raises:
+        GulliverError: the parts do not belong together.
+    """
+
+    def __init__(
+        self,
+        outline: Any,
+        load: Callable[[torch.device], nn.Module],
+        autoencoder: Any,
+        text: TextEncoder,
+        room: Room,
+        fps: float | None = None,
+    ) -> None:
+        if fps is not None and not 0 < fps < math.inf:
+            raise GulliverError(f"fps is {fps}: expected frames per second above 0, such as 24")
+        self.outline, self.autoencoder, self.text = outline, autoencoder, text
+        self.device, self.release = room.device, release_of(outline)
+        self.fps = self.release.fps if fps is None else fps
+        check_latents(outline, autoencoder)
+        check_encoder(text, *text_size(outline))
+        self.flow = self.release.flow(outline, autoencoder.compression)
+        self.sampling = SamplingConfig(self.release.steps, self.release.guidance, batch_size=1)
+        self.shared = SharedModel(outline)
+        self._ranks, self._show = (1, 1), print
+        self.counts = Counts()
+        self._load = load
+        self._filled: PipelinePart[Filled] = room.part(self._fill)
+
+    @classmethod
+    def load(
+        cls,
+        model: Path | str,
+        autoencoder: Path | str,
+        text_encoder: Path | str,
+        clip: Path | str | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        fps: float | None = None,
+        texts: Path | None = None,
+        memory: int | None = None,
+        keep: bool = False,
+        **overrides: Any,
+    ) -> Self:
+        """Makes a pipeline of folders; only headers and configurations are read.
+
+        Args:
+            model: folder, safetensors file or index of the transformer.
+            autoencoder: folder or file of the autoencoder.
+            text_encoder: folder of the T5.
+            clip: folder of the CLIP whose single vector models of 2.0 read besides.
+            device: device to run on; None for a GPU where there is one.
+            dtype: dtype of the transformer and the text encoders; None for that of the
+                transformer's files.
+            fps: frame rate that the model is told; None for that of its release.
+            texts: folder that keeps what captions say, for other calls; None keeps nothing.
+            memory: bytes that decoding a clip may take; None for what is free.
+            keep: whether networks stay once they are filled, for further calls.
+            overrides: arguments of the transformer's class, such as ``input_size`` of an STDiT.
+
+        Raises:
+            GulliverError: files are missing or of something else; parts do not belong together.
+        """
+        room = Room(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), keep)
+        outline = outline_model(model, dtype, **overrides)
+        dtype = next(outline.parameters()).dtype
+        read = text_reader(outline, text_encoder, clip, dtype)
+
+        def load_texts(device: torch.device) -> TextEncoder:
+            return read(device) if texts is None else KeptTexts(read(device), texts)
+
+        def fill(device: torch.device) -> nn.Module:
+            return load_model(model, device, dtype, **overrides)
+
+        def load_networks(device: torch.device) -> Any:
+            return load_autoencoder(autoencoder).to(device)
+
+        networks = PartAutoencoder(
+            room.part(load_networks), load_networks(torch.device("meta")), memory
+        )
+        width, length = text_size(outline)
+        text = PartEncoder(room.part(load_texts), width, length)
+        return cls(outline, fill, networks, text, room, fps)
+
+    @classmethod
+    def of(cls, model: nn.Module, autoencoder: Any, text: TextEncoder, **options: Any) -> Self:
+        """Makes a pipeline of networks that are in memory, and stay; options as of the class."""
+        room = Room(next(model.parameters()).device, keep=True)
+        return cls(model, lambda _: model.eval(), autoencoder, text, room, **options)
+
+    def described(self) -> str:
+        """Returns what was recognised, in a line."""
+        count = sum(p.numel() for p in self.outline.parameters())
+        block = "x".join(map(str, self.autoencoder.compression))
+        return (
+            f"{self._name} of {self.release.name}, {count / 1e9:.3g} B parameters; "
+            f"{self.autoencoder.latent_channels} latent channels for blocks of {block} pixels; "
+            f"captions of up to {self.text.max_length} tokens, {self.text.channels} wide"
+        )
+
+    @property
+    def _name(self) -> str:
+        return type(self.outline).__name__
+
+    def share(
+        self,
+        sequence: int = 0,
+        guidance_ranks: int = 0,
+        guided: bool = True,
+        show: Callable[[str], None] | None = None,
+        image_guided: bool = False,
+        autoencoder: str = "auto",
+    ) -> None:
+        """Makes all ranks of the world make each clip together, as `VideoModel.share`.
+
+        Raises:
+            GulliverError: the sizes do not make the world; tokens cannot be shared.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
+        if sizes[0] > 1 and self.release.name != "Open-Sora 1.2":
+            raise GulliverError(
+                f"the tokens of this {self._name} of {self.release.name} cannot be shared: take "
+                "--sequence 1, and at most 2 ranks for --guidance-ranks"
+            )
+        self._ranks, self._show = sizes, show or (lambda _: None)
+        rank = dist.get_rank() if world > 1 else 0
+        self.shared = SharedModel(self.outline, world, rank)
+        if world > 1:
+            everybody = ranks_alike("all")
+
+            def share_networks(networks: Any) -> None:
+                share_coding(networks, everybody, autoencoder, show)
+
+            if isinstance(self.autoencoder, PartAutoencoder):
+                self.autoencoder.part.after = share_networks
+            else:
+                share_networks(self.autoencoder)
+
+    def _fill(self, device: torch.device) -> Filled:
+        model = self._load(device)
+        denoiser = denoiser_of(model)
+        if self._ranks == (1, 1):  # Whatever the world is: training samples on one of its ranks.
+            return Filled(denoiser, SharedModel(denoiser))
+        return Filled(denoiser, share(model, *self._ranks, call=denoiser, show=self._show))
+
+    def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
+        """Refuses a request that cannot be fulfilled.
+
+        Raises:
+            GulliverError: what `check_request` refuses; a size that fits neither autoencoder nor
+                model; given frames for a model that takes none.
+        """
+        sampling = sampling or self.sampling
+        check_request(request, sampling)
+        check_oscillation(sampling)
+        bucket = request.bucket
+        check_clip(bucket.frames, bucket.height, bucket.width)
+        sizes = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)[1:]
+        steps = self.autoencoder.compression
+        if isinstance(self.outline, STDiT) and sizes != self.outline.input_size:
+            pairs = zip(self.outline.input_size, steps, strict=True)
+            right = "x".join(str(size * step) for size, step in pairs)
+            raise GulliverError(f"this {self._name} makes clips of {right} alone, not of {bucket}")
+        patch = patch_of(self.outline)
+        if isinstance(self.outline, MMDiT) and (sizes[1] % patch[1] or sizes[2] % patch[2]):
+            raise GulliverError(
+                f"{bucket} does not fit the tokens of this {self._name}: take multiples of "
+                f"{steps[1] * patch[1]} for the height and of {steps[2] * patch[2]} for the width"
+            )
+        self._check_given(request)
+
+    def _check_given(self, request: Request) -> None:
+        rules = parse_mask_strategy(request.mask_strategy)
+        given = request.given is not None or request.loops > 1 or rules
+        edited = request.condition_edit or any(rule.edit_ratio for rule in rules)
+        if given and self.release.given == "nowhere":
+            raise GulliverError(
+                f"this {self._name} of {self.release.name} takes no given frames: leave them out, "
+                "or take a model of Open-Sora 1.1 or later"
+            )
+        if edited and self.release.name != "Open-Sora 1.2":
+            raise GulliverError(
+                f"edit ratios are for models of Open-Sora 1.2: this {self._name} of "
+                f"{self.release.name} takes given frames as they are, with ratio 0"
+            )
+        check_frames(request, self.autoencoder)
+
+    def fps_of(self, bucket: Bucket) -> float:
+        """Returns the frame rate that the model is told of clips of a shape."""
+        del bucket
+        return self.fps
+
+    def remarks(self, request: Request) -> list[str]:
+        """Lists what a user should know of a request that is fulfilled all the same."""
+        del request
+        return []
+
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig | None = None,
+        show: bool = False,
+        preview: Preview | None = None,
+    ) -> list[Tensor]:
+        """Makes clips [3, T, height, width] in [-1, 1], in the order of the requests.
+
+        Each depends on its own request only, up to rounding.
+
+        Args:
+            requests: clips to make.
+            sampling: steps and guidance; None for those of the release.
+            show: whether to display progress.
+            preview: function as of `VideoModel.generate`.
+
+        Raises:
+            GulliverError: a request cannot be fulfilled, or a caption is too long.
+        """
+        sampling = sampling or self.sampling
+        for request in requests:
+            self.check(request, sampling)
+        guidance = self._guidance(sampling)
+        self.shared.check_guidance(guidance.text != 1, guidance.image != 1)
+        self.shared.agree([described(r) for r in requests] + [sampling])
+        self.counts = Counts()
+        if not requests:
+            return []
+        # Before the transformer is filled: the encoder goes when it does.
+        said = [(p, r.negative_prompt) for r in requests for p in loop_prompts(r.prompt, r.loops)]
+        self.text.encode(list({text for p, other in said for text in (p, self._other(p, other))}))
+
+        def sample(pieces: list[ClipPiece]) -> list[Tensor]:
+            return self._made(pieces, sampling, guidance, preview)
+
+        unit = self.autoencoder.compression[0]
+        # All pieces at once, so that each network is filled once for them.
+        return made_by_loops(requests, sample, max(1, len(requests)), unit, show)
+
+    def _guidance(self, sampling: SamplingConfig) -> Guidance:
+        """Returns the guidance of a call; a distilled model is told its strength instead."""
+        distilled = getattr(self.outline, "guidance_in", None) is not None
+        return Guidance() if distilled else guidance_of(sampling)
+
+    @torch.no_grad()
+    def _made(
+        self,
+        pieces: list[ClipPiece],
+        sampling: SamplingConfig,
+        guidance: Guidance,
+        preview: Preview | None,
+    ) -> list[Tensor]:
+        """Makes pieces of one bucket, all with or all without given frames."""
+        given, mask = given_latents(pieces, self.autoencoder, self.device)
+        latents = list[Tensor]()
+        for rows in self._batches(pieces, mask, sampling.batch_size):
+            part = slice(rows[0], rows[-1] + 1)
+            own = (None, None) if given is None or mask is None else (given[part], mask[part])
+            latents += self._latents(pieces[part], sampling, guidance, preview, *own).unbind()
+        bucket = pieces[0].bucket
+        return [self._decoded(latent, bucket.frames) for latent in latents]
+
+    def _decoded(self, latent: Tensor, frames: int) -> Tensor:
+        return self.autoencoder.decode(latent[None], frames)[0].clamp(-1, 1).cpu()
+
+    def _batches(
+        self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
+    ) -> Iterator[list[int]]:
+        """Yields runs of pieces to sample together, with the same given frames where it matters."""
+        run = list[int]()
+        for row in range(len(pieces)):
+            apart = (
+                run
+                and mask is not None
+                and self.release.given == "beside"
+                and not torch.equal(mask[row], mask[run[-1]])
+            )
+            if apart or len(run) == size:
+                yield run
+                run = []
+            run.append(row)
+        yield run
+
+    def _latents(
+        self,
+        pieces: list[ClipPiece],
+        sampling: SamplingConfig,
+        guidance: Guidance,
+        preview: Preview | None,
+        given: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Samples latents [B, C, T, H, W]."""
+        filled, bucket = self._filled(), pieces[0].bucket
+        shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+        like = filled.denoiser.like(self.device)
+        noise = torch.stack([latent_noise(piece.seed, shape) for piece in pieces]).to(like)
+        captions, null = self._captions(pieces, filled.denoiser)
+        inputs: dict[str, Any] = {
+            **captions,
+            **told(bucket, self.fps, like.expand(len(pieces))),
+            "strength": like.expand(len(pieces)) * sampling.guidance,
+        }
+        if given is None:  # The first of several loops: nothing is given yet.
+            guidance = replace(guidance, image=1.0)
+        options: dict[str, Any] = {"preview": preview}
+        held: Tensor | None = None
+        if self.release.given == "beside" and mask is not None:
+            held = mask < 1
+            inputs |= {"latents": given, "held": held}
+            options["imageless_inputs"] = {"held": torch.zeros_like(held)}
+        else:
+            options |= {"given": None if given is None else given.to(like), "mask": mask}
+        if isinstance(self.flow, IDDPM):
+
+            def step_noise(number: int) -> Tensor:
+                drawn = [latent_noise(derive(piece.seed, 6, number), shape) for piece in pieces]
+                return torch.stack(drawn)
+
+            options["step_noise"] = step_noise
+        whole = filled.shared.whole
+        with cache_blocks(filled.denoiser.model, sampling.cache, whole) as cache:
+            latents = self.flow.sample(
+                filled.shared.model,
+                noise,
+                inputs,
+                null_inputs=null,
+                steps=sampling.steps,
+                cfg_scale=guidance,
+                **options,
+            )
+        self.counts.add(cache.counts)
+        if held is not None and given is not None:
+            latents = torch.where(held[:, None, :, None, None], given.to(latents), latents)
+        return latents
+
+    def _captions(
+        self, pieces: list[ClipPiece], denoiser: Denoiser
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns what captions say, and what stands where there are none."""
+        prompts = [piece.prompt for piece in pieces]
+        others = [self._other(piece.prompt, piece.negative_prompt) for piece in pieces]
+        text = self.text.encode([*prompts, *others])
+        said = {"y": text.embeddings, "mask": text.mask}
+        if text.vector is not None:
+            said["vector"] = text.vector
+        said = {name: value.to(self.device) for name, value in said.items()}
+        count = len(pieces)
+        captions, null = ({n: v[rows] for n, v in said.items()} for rows in _halves(count))
+        if denoiser.nothing is not None:
+            rows = [n for n, piece in enumerate(pieces) if not piece.negative_prompt]
+            null["y"][rows] = denoiser.nothing[: null["y"].shape[2]].to(null["y"])
+        return captions, null
+
+    def _other(self, prompt: str, negative: str) -> str:
+        """Returns what is encoded for the branch without caption."""
+        # An STDiT has learnt what stands there, as long as the caption is.
+        return negative or ("" if self.release.whole else prompt)
+
+
+def _halves(count: int) -> tuple[slice, slice]:
+    return slice(count), slice(count, None)
+
+
+def open_run(folder: Path, device: torch.device | None = None) -> VideoModel | VideoPipeline:
+    """Opens a run for sampling: one that trained public parts as a pipeline of them.
+
+    Args:
+        folder: folder of the run.
+        device: device to sample on; None for a GPU where there is one.
+
+    Raises:
+        GulliverError: no run, no checkpoint, or parts that it names are gone.
+    """
+    run = Run(folder)
+    config = run.read_config()
+    if not config.model.public:
+        return VideoModel.load(folder, device)
+    checkpoint, autoencoder = run.newest_checkpoint(), own_autoencoder(run)
+    if autoencoder is None:
+        raise GulliverError(f"{folder} holds no autoencoder: train it again, or put it back")
+    model = build_model(config, autoencoder, run)
+    load(checkpoint, {"ema": model})
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pipeline = VideoPipeline.of(
+        model.to(device), autoencoder.to(device).eval(), make_text(config, model)
+    )
+    if not isinstance(pipeline.flow, IDDPM):
+        pipeline.flow = make_flow(config.flow, autoencoder)
+    return pipeline

@@ -1,0 +1,366 @@
+"""Training with data-centric steps: each step is planned from the clips that it has.
+
+`PlannedTrainer` is the `Trainer` whose batches are planned steps. Noise, levels, hidden captions
+and masks of a clip are functions of (seed, epoch, clip), whoever runs it; whether a step has masks
+at all, of (seed, step). What it does not know: how steps are planned (`gulliver.data`), run
+(`gulliver.booster`) and what they cost (`planned_costs.py`), and how clips are read
+(`planned_costs.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.plugins import Plugin
+from gulliver.checkpoint.files import write_json
+from gulliver.comm.collectives import barrier
+from gulliver.comm.world import guard, init_world
+from gulliver.data.clips import Bucket
+from gulliver.data.table import ClipTable
+from gulliver.data_centric.costs import Budget, Samples, Seconds, Tokens
+from gulliver.data_centric.planner import DataCentricPlanner
+from gulliver.data_centric.step_loader import DataCentricLoader, LoadedBatch, TrainingStep
+from gulliver.data_centric.steps import StepPlan
+from gulliver.errors import GulliverError
+from gulliver.hardware.samples import SampleShape
+from gulliver.jobs.display import console
+from gulliver.jobs.log import derive
+from gulliver.jobs.loop import Outcome
+from gulliver.jobs.stop import StopRequest
+from gulliver.models.autoencoders import Autoencoder
+from gulliver.options import resolved, size_text
+from gulliver.video.batches import OF_NO_SAMPLE, VideoBatch
+from gulliver.video.config import TrainConfig, check_config
+from gulliver.video.flows import RectifiedFlow
+from gulliver.video.monitoring import make_samples
+from gulliver.video.planned_costs import ClipOrder, ClipShapes, StepClips, ready_costs, stack_clips
+from gulliver.video.public_models import load_autoencoder, told
+from gulliver.video.run import Run
+from gulliver.video.sources import (
+    check_start,
+    describe_start,
+    make_dataset,
+    make_held_out,
+    ready_autoencoder,
+    refuse_other_autoencoder,
+    with_encoded,
+)
+from gulliver.video.training import Trainer, check_ranks, stage_inputs, stage_loss
+
+
+class PlannedTrainer(Trainer):
+    """A model, its optimizer and its data, and the loop over planned steps of them."""
+
+    sampler: PlannedOrder
+    loader: DataCentricLoader
+    _running: TrainingStep
+
+    def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
+        """Every rank meets all samples, and all of them share the sequences of a validation."""
+        return (0, 1), self.world.size
+
+    def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
+        """Plans what ranks run, with the costs of this model."""
+        config, order = self.config, ClipOrder(dataset, derive(self.config.seed, 14))
+        if not dataset.encoded:
+            autoencoder = autoencoder.to(self.world.device).eval()
+        self.shapes = ClipShapes.of_buckets(
+            order.buckets(), model, autoencoder, not dataset.encoded
+        )
+        made_up = partial(_made_up_losses, self, model, autoencoder)
+        costs, lines = ready_costs(config, self.run.folder, model, self.shapes, made_up, self.world)
+        planner = DataCentricPlanner(
+            costs,
+            self.shapes.arriving(order),
+            self.world.size // (config.tp_size * config.pp_size),
+            budget_of(config),
+            window=config.planner.window,
+            intra=config.planner.intra,
+            inter=config.planner.inter,
+            pac=config.planner.pac,
+            degree=config.planner.degree,
+            arrange=config.planner.arrange,
+            unfit=config.planner.unfit,
+            seed=derive(config.seed, 6),
+            stages=config.pp_size,
+        )
+        left_out = _unfit(planner, order, self.shapes) if order.is_dealt else planner.left_out
+        skipped = [f"{n:,} of {shape}" for shape, n in left_out.items()]
+        if skipped:
+            lines.append(f"clips that fit at no degree are skipped: {', '.join(skipped)}")
+        if self.world.is_main:
+            console().print("\n".join([f"data-centric: {planner.describe()}", *lines]))
+        return PlannedOrder(planner, order, len(order.epoch(0)[0]) - left_out.total())
+
+    def _prepare(self) -> None:
+        self.clips = StepClips(self.maker.dataset, self.sampler.order, self.config.seed)
+        self.loader = DataCentricLoader(
+            self.sampler.planner,
+            self.clips,
+            self.model,
+            self.optimizer,
+            collate=stack_clips,
+            weight=self.clips.weight,
+            refine=self.config.planner.refine,
+            begin=self._begin,
+        )
+        self.ratios: list[float] = []
+
+    def batches(self) -> Iterator[tuple[TrainingStep, Any]]:
+        """Yields planned steps, without end."""
+        while True:
+            for step in self.loader:
+                yield step, self.position
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Reads the clips of a step; counts, on all ranks, those that cannot be read."""
+        # A step of which no clip could be read is passed over, as it is where steps are not
+        # planned.
+        self.clips.begin(self.loader.optimizer.rank, plan, self.sampler.planner.upcoming())
+        lost = len(self.clips.lost)
+        self.skipped.count(plan.epoch, plan.samples - lost, lost)
+        if lost == plan.samples and self.skipped.problem is not None:
+            self._refuse_lost_data(self.skipped.problem)
+
+    def forward_backward(self, batch: TrainingStep) -> Mapping[str, Tensor | float]:  # type: ignore[override]
+        """Runs this rank's micro-batches of a plan."""
+        plan, self._running = batch.plan, batch
+        if self.config.pp_size > 1:
+            self._run_stages(batch)
+        for loaded in batch if self.config.pp_size == 1 else ():
+            clips = self._clips(loaded, plan.epoch, plan.step)
+            # Of clips that are all lost nothing counts: their ranks have no forward.
+            losses = self._losses(clips, slice(None)) if clips.weight else clips.latents
+            batch.backward(losses.mean())
+        return {"loss": batch.loss()}
+
+    def after_update(self) -> Mapping[str, float]:
+        """Notes the position after the step, and how well its time was predicted."""
+        step = self._running
+        self.position = self.loader.state_dict()
+        self.sampler.given(step.plan.samples)
+        predicted = sum(seconds for _, seconds, _ in step.measured)
+        if predicted:
+            self.ratios.append(sum(seconds for *_, seconds in step.measured) / predicted)
+        return super().after_update()
+
+    def _run_stages(self, step: TrainingStep) -> None:
+        """Runs this rank's micro-batches through the stages of its pipeline."""
+        flow, plan = self.flow, step.plan
+        assert isinstance(flow, RectifiedFlow), "checked"
+
+        def prepare(loaded: LoadedBatch) -> dict[str, Any]:
+            clips = self._clips(loaded, plan.epoch, plan.step)
+            return stage_inputs(flow, clips, torch.arange(len(clips.latents)))
+
+        step.run(partial(stage_loss, flow, 1.0), prepare)
+
+    @torch.no_grad()
+    def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> VideoBatch:
+        """The micro-batch with its noise, levels, hidden captions and masks."""
+        # Clips that are lost are left out; where all are, one of zeros weighs nothing.
+        maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
+        videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
+        if videos is None:
+            shape = maker.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+            latents = torch.zeros(1, *shape, device=maker.device)
+            captions, fps, rows = [OF_NO_SAMPLE], torch.full((1,), 8.0, device=maker.device), [-1]
+        else:
+            latents = videos if maker.encoded else maker.autoencoder.encode(videos)
+            shape = tuple(latents.shape[1:])
+        y, y_mask = maker.text.encode(captions)[:2]
+        drawn = [self._draw(epoch, row, step, shape, bucket) for row in rows]
+        device, count = maker.device, len(latents)
+        masks = [mask for *_, mask in drawn]
+        whole = torch.ones(shape[1], dtype=torch.bool)
+        more = told(bucket, 0, torch.ones(count, device=device))
+        return VideoBatch(
+            latents=latents,
+            noise=torch.stack([noise for noise, *_ in drawn]).to(device),
+            timesteps=torch.cat([level for _, level, *_ in drawn]).to(device),
+            captions=y.to(device),
+            caption_mask=y_mask.to(device),
+            drop_caption=torch.tensor([drop for _, _, drop, _ in drawn], device=device),
+            generate=None
+            if all(mask is None for mask in masks)
+            else torch.stack([whole if m is None else m for m in masks]).to(device),
+            fps=fps,
+            height=torch.full((count,), float(bucket.height), device=device),
+            width=torch.full((count,), float(bucket.width), device=device),
+            total=count,
+            skipped=len(loaded.samples) - len(data["rows"]),
+            epoch=epoch,
+            weight=0.0 if videos is None else 1.0,
+            sampler_state={},
+            more={name: value for name, value in more.items() if name in maker.takes},
+        )
+
+    def _draw(
+        self, epoch: int, row: int, step: int, shape: tuple[int, ...], bucket: Bucket
+    ) -> tuple[Tensor, Tensor, bool, Tensor | None]:
+        """Noise [C, T, H, W], level [1], hidden caption and mask [T] of a clip."""
+        seed = self.config.seed
+        noise = torch.randn(shape, generator=_generator(seed, 1, epoch, row))
+        own = _generator(seed, 12, epoch, row)
+        level = self.flow.sample_timesteps(
+            1, generator=own, height=bucket.height, width=bucket.width, num_frames=shape[1]
+        )
+        drop = float(torch.rand((), generator=own)) < self.config.flow.drop_caption
+        mask = self.maker.masks.draw(1, shape[1], own, _generator(seed, 13, step))
+        return noise, level, drop, None if mask is None else mask[0]
+
+    def train(self, stop: StopRequest) -> bool:
+        """Steps until the last, or until a signal, and reports how well times were predicted."""
+        try:
+            over = super().train(stop)
+        finally:
+            self.clips.close()
+        if self.ratios and self.world.is_main:
+            error = statistics.median(abs(ratio - 1) for ratio in self.ratios)
+            console().print(
+                f"rank 0 took {statistics.median(self.ratios):.2f} x the predicted seconds of its "
+                f"share of a step, median of {len(self.ratios)}; error {100 * error:.0f} %"
+            )
+        return over
+
+
+class PlannedOrder:
+    """The position in planned steps, in the place of a sampler."""
+
+    def __init__(self, planner: DataCentricPlanner, order: ClipOrder, samples: int) -> None:
+        self.planner, self.order, self.samples = planner, order, samples
+        self._given, self._steps = 0, 0
+
+    def given(self, samples: int) -> None:
+        """Counts a step of so many samples."""
+        self._given, self._steps = self._given + samples, self._steps + 1
+
+    def __len__(self) -> int:
+        """Steps of an epoch, as large as those so far; before any, as the next one."""
+        if self._steps:
+            return max(1, round(self.samples * self._steps / self._given))
+        coming = self.planner.upcoming()
+        return 1 if coming is None else max(1, -(-self.samples // coming.samples))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The planner's position."""
+        return self.planner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a state was taken, on any number of ranks."""
+        self.planner.load_state_dict(state)
+
+
+def budget_of(config: TrainConfig) -> Budget:
+    """What a step takes."""
+    if config.planner.tokens is not None:
+        return Tokens(config.planner.tokens)
+    if config.planner.seconds is not None:
+        return Seconds(config.planner.seconds)
+    return Samples(config.data.batch_size)
+
+
+def _unfit(
+    planner: DataCentricPlanner, order: ClipOrder, shapes: ClipShapes
+) -> Counter[SampleShape]:
+    """Clips of the first of dealt epochs that fit at no degree, which a planner meets later."""
+    costs, buckets = planner.costs, order.epoch(0)[1]
+    fitting = {
+        shape
+        for shape in shapes.buckets
+        if any(len(costs.batches(shape, d, planner.pac)) for d in planner.degrees)
+    }
+    strange = [shape for shape in shapes.buckets if shape not in fitting]
+    if strange and planner.unfit == "refuse":
+        raise GulliverError(
+            f"clips of {strange[0]} ({strange[0].tokens:,} tokens) fit at no degree of up to "
+            f"{planner.ranks} ranks in {size_text(costs.memory)} of a rank, nor "
+            f"{len(strange) - 1} other shapes of --data.buckets: take more ranks or memory, or "
+            "--planner.unfit skip"
+        )
+    unfit = Counter(shapes.of[b] for b in buckets if shapes.of[b] not in fitting)
+    usable = len(buckets) - unfit.total()
+    if isinstance(planner.budget, Samples) and planner.budget.count > usable:
+        raise GulliverError(
+            f"--data.batch-size is {planner.budget.count}, and the first epoch has {usable} clips "
+            "that fit: give at most as many"
+        )
+    return unfit
+
+
+def _generator(*key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive(*key))
+
+
+def _made_up_losses(
+    trainer: PlannedTrainer, model: Any, autoencoder: Autoencoder, bucket: Bucket, count: int
+) -> Tensor:
+    """Losses [count] of clips of nothing, as a step computes those of real ones."""
+    device, precision = trainer.world.device, trainer.config.mixed_precision
+    size = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+    with torch.no_grad():
+        latents = torch.zeros(count, *size, device=device)
+        if any(shape.pixels for shape in trainer.shapes.buckets):
+            sides = (bucket.frames, bucket.height, bucket.width)
+            latents = autoencoder.encode(torch.zeros(count, 3, *sides, device=device))
+    ones = torch.ones(count, device=device)
+    null = model.y_embedder.y_embedding
+    takes = inspect.signature(model.forward).parameters
+    inputs = {
+        **{name: value for name, value in told(bucket, 8, ones).items() if name in takes},
+        "y": null.expand(count, 1, *null.shape),
+        "mask": torch.ones(count, len(null), dtype=torch.bool, device=device),
+        "drop_caption": torch.zeros(count, dtype=torch.bool, device=device),
+        "x_mask": torch.ones(count, size[1], dtype=torch.bool, device=device),
+    }
+    noise, levels = torch.ones_like(latents), 500 * ones
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        return trainer.flow.loss(model, latents, inputs, noise=noise, timesteps=levels)
+
+
+# `train`: a run folder opened or continued, its data and trainer made, and the run to its end.
+
+
+def train(config: TrainConfig) -> Outcome:
+    """Trains a text-to-video model as `config` says, on every rank of the present world.
+
+    Raises:
+        GulliverError: the configuration cannot run, the folder holds another run, the loss is no
+            longer a number, or another rank is gone.
+    """
+    config = with_encoded(config)
+    check_config(config)
+    check_start(config)
+    world = init_world()
+    check_ranks(config, world.size)
+    run = Run(config.out, config.keep)
+    with guard():
+        refuse_other_autoencoder(config, run)
+        checkpoint = run.open(config, step=config.resume_step)
+        barrier()  # nobody writes before everybody has looked
+        if world.is_main:
+            run.write(options=resolved(config))
+            if checkpoint is None:
+                describe_start(config, run)
+        words = None if config.model.public else config.model.text_length
+        path = config.autoencoder.path
+        given = None if path is None else load_autoencoder(path)
+        dataset = make_dataset(config.data, words, world.is_main, config.seed, given)
+        held_out = make_held_out(config, dataset)
+        autoencoder = ready_autoencoder(config, run, dataset, world)
+        samples = make_samples(config, run, world, dataset, held_out)
+        kind = PlannedTrainer if config.data_centric else Trainer
+        trainer = kind(config, run, dataset, autoencoder, world, held_out, samples)
+        if world.is_main and isinstance(dataset, ClipTable):
+            write_json(run.clips_path, {"fps": dataset.fps})
+        trainer.start(checkpoint, options=resolved(config))
+        with StopRequest().listening() as stop:
+            return trainer.run_to_end(stop)

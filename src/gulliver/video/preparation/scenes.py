@@ -1,0 +1,365 @@
+"""Where the scenes of a file begin, and when its frames are shown: one pass over its frames.
+
+Read `survey` first. Cuts are found by PySceneDetect's detectors, which are shown small pictures; it
+is given frame after frame here, and numbers of frames come back: it never opens the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from gulliver.data.clips import Frame, upright_frames
+from gulliver.errors import GulliverError, missing_extra
+from gulliver.video.config import THRESHOLDS, CutSettings
+from gulliver.video.preparation.packets import (
+    STEADY,
+    USUAL_FPS,
+    Packets,
+    as_fraction,
+    read_packets,
+    steady_rate,
+)
+
+SMALL = 96
+"""Pixels of the shorter side of the pictures that detectors see."""
+HELD = 0.25
+"""Mean change of a pixel, in levels, below which a picture is the one before, held."""
+EARLY = 0.49
+"""Share of a frame's time that a frame may be shown too early: to the nearest, but never a tie."""
+MOST_FPS = 120.0
+"""Most frames per second of the clips of a file of variable rate."""
+
+
+class SourceError(GulliverError):
+    """A source cannot be read; errors of writing are others."""
+
+
+@dataclass(frozen=True)
+class Footage:
+    """Scenes and times of a file."""
+
+    # First frames of the scenes; the first is 0.
+    starts: tuple[int, ...]
+    # Height and width of each scene, upright.
+    sizes: tuple[tuple[int, int], ...]
+    # Seconds at which each frame is shown from the first on, and the end [frames + 1].
+    times: np.ndarray
+    # Frames per second; of a variable rate the one of the shortest distance.
+    rate: Fraction
+    # Whether frame n is shown at n / rate.
+    constant: bool
+
+    @property
+    def frames(self) -> int:
+        """Number of frames."""
+        return len(self.times) - 1
+
+    @property
+    def scenes(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """First frame, end and size of each scene."""
+        return zip(self.starts, (*self.starts[1:], self.frames), self.sizes, strict=True)
+
+
+def survey(path: Path, settings: CutSettings) -> Footage:
+    """Decodes a file once, finds its scenes, and measures when its frames are shown."""
+    try:
+        packets = read_packets(path)
+    except GulliverError as error:
+        raise SourceError(str(error)) from error
+    if packets.breaks_off:
+        raise SourceError("; ".join(packets.problems))
+    detector = None if settings.detector == "none" else Detector(settings)
+    times, starts = list[float](), set[int]()
+    sizes: dict[int, tuple[int, int]] = {}
+    size, stays = None, 0.0
+    for number, frame in enumerate(source_frames(path)):
+        times.append(packets.time_of(number, frame.decoded))
+        stays = float((frame.decoded.duration or 0) * (frame.decoded.time_base or 0))
+        if (frame.height, frame.width) != size:
+            # A clip has one size: joined recordings are taken apart.
+            size = sizes[number] = frame.height, frame.width
+            starts.add(number)
+        if detector is not None:
+            detector.add(frame)
+    if not sizes:
+        raise SourceError("has no frames")
+    if early := packets.ends_early(len(times), times[-1]):
+        raise SourceError(early)
+    if detector is not None:
+        starts.update(detector.cuts())
+    ordered = sorted(starts)
+    changes = np.array(sorted(sizes))
+    held = [sizes[int(changes[np.searchsorted(changes, n, "right") - 1])] for n in ordered]
+    return Footage(tuple(ordered), tuple(held), *_measured(times, stays, packets))
+
+
+def source_frames(path: Path) -> Iterator[Frame]:
+    """Yields the upright frames of a file."""
+    number = 0
+    try:
+        for frame in upright_frames(path):
+            yield frame
+            number += 1
+    except GulliverError as error:
+        after = f" (after {number} frames)" if number else ""
+        raise SourceError(f"{error}{after}") from error
+
+
+class Detector:
+    """Finds cuts among pictures that are shown to it one after another."""
+
+    # [Note: what detectors do not see] The adaptive detector compares a frame with `window` frames
+    # on both sides of it, so nothing that is nearer to an end of the file would be a cut, and its
+    # clip would end in frames of another scene. It is shown the first and the last picture `window`
+    # times more. And where a file holds each picture for several frames, as 12 drawings per second
+    # in a film of 24, the changes around a frame are none at all, and every movement would stand
+    # out: pictures that are held are not shown.
+
+    def __init__(self, settings: CutSettings) -> None:
+        self._inner = _made(settings)
+        self._more = settings.window if settings.detector == "adaptive" else 0
+        self._shown: list[int] = []
+        self._found: list[int] = []
+        self._frames = 0
+        self._last: np.ndarray | None = None
+
+    def add(self, frame: Frame) -> None:
+        """Shows the next frame."""
+        picture = _small(frame)
+        if self._last is None:
+            for _ in range(self._more):
+                self._show(picture, 0)
+        if self._last is None or _change(picture, self._last) >= HELD:
+            self._show(picture, self._frames)
+            self._last = picture
+        self._frames += 1
+
+    def cuts(self) -> list[int]:
+        """Ends, and returns the first frame of each scene but the first."""
+        if self._last is not None:
+            for _ in range(self._more):
+                self._show(self._last, self._frames)
+        return [number for number in self._found if 0 < number < self._frames]
+
+    def _show(self, picture: np.ndarray, number: int) -> None:
+        from scenedetect import FrameTimecode
+
+        code = FrameTimecode(len(self._shown), USUAL_FPS)
+        self._shown.append(number)
+        for found in self._inner.process_frame(code, picture):
+            self._found.append(self._shown[found.frame_num])
+
+
+def _made(settings: CutSettings) -> Any:
+    """Makes the detector of PySceneDetect; scenes of any length count, short ones are told later.
+
+    Raises:
+        GulliverError: it is not installed.
+    """
+    try:
+        from scenedetect import AdaptiveDetector, ContentDetector
+    except ImportError:
+        raise missing_extra("finding scenes needs PySceneDetect", "data") from None
+    threshold = settings.threshold or THRESHOLDS[settings.detector]
+    if settings.detector == "content":
+        return ContentDetector(threshold, min_scene_len=0)
+    return AdaptiveDetector(
+        threshold,
+        min_scene_len=0,
+        window_width=settings.window,
+        min_content_val=settings.least_change,
+    )
+
+
+def _small(frame: Frame) -> np.ndarray:
+    """Scales a frame down, as it is stored: uint8 [h, w, 3], blue first; all frames alike."""
+    stored = frame.decoded
+    ratio = min(1.0, SMALL / min(stored.width, stored.height))
+    size = max(2, round(stored.width * ratio)), max(2, round(stored.height * ratio))
+    return stored.reformat(*size, format="bgr24", interpolation="AREA").to_ndarray()
+
+
+def _change(one: np.ndarray, other: np.ndarray) -> float:
+    if one.shape != other.shape:
+        return np.inf
+    return float(np.abs(one.astype(np.int16) - other).mean())
+
+
+def _measured(
+    times: list[float], stated: float, packets: Packets
+) -> tuple[np.ndarray, Fraction, bool]:
+    """Returns times from the first frame on with the end, the rate, and whether it is constant."""
+    # Broken files may go back: such a frame is shown for no time.
+    shown = np.maximum.accumulate(np.array(times) - times[0])
+    if rate := steady_rate(shown, packets.rate):
+        return np.arange(len(shown) + 1) / float(rate), rate, True
+    steps = np.diff(shown)
+    shortest = float(steps[steps > 0].min()) if (steps > 0).any() else 1 / USUAL_FPS
+    ends = np.append(shown, shown[-1] + max(stated, shortest))
+    return ends, _fastest_rate(ends, shortest), False
+
+
+def _fastest_rate(times: np.ndarray, shortest: float) -> Fraction:
+    """Returns the rate of the shortest distance of frames, a whole one if it is nearly that."""
+    # Distances that are rounded count as their mean, if each frame is shown at that rate still.
+    steps = np.diff(times)
+    near = 1 / float(steps[(steps > 0) & (steps < (1 + STEADY) * shortest)].mean())
+    for rate in (round(near), near):
+        if 0 < rate <= MOST_FPS and abs(rate - near) < 0.02 * near:
+            found = as_fraction(rate)
+            if len(np.unique(shown_at(times, found, found))) == len(steps):
+                return found
+    return as_fraction(min(MOST_FPS, 1 / shortest))
+
+
+def shown_at(times: np.ndarray, rate: Fraction, fastest: Fraction) -> np.ndarray:
+    """Returns the frame that is shown at each moment of a constant rate."""
+    # It is the newest that has begun, where one that begins within half a frame's time counts, as
+    # times are rounded in files.
+    count = max(1, round(float(times[-1] * rate)))
+    moments = np.arange(count) / float(rate)
+    early = EARLY / float(max(rate, fastest))
+    return np.searchsorted(times[:-1], moments + early, "right") - 1
+
+
+# Clips are written from the frames of a file: at a constant rate, upright, in one size.
+#
+# Read `slots` first, which chooses the frame of each moment, then `ClipWriter`. What this does not
+# know: where scenes are, and which clips are there already.
+
+
+SUFFIXES = {"h264": ".mp4", "ffv1": ".mkv"}
+FORMATS = {".mp4": "mp4", ".mkv": "matroska"}
+
+
+def rate_of(footage: Footage, settings: CutSettings) -> Fraction:
+    """Returns the frames per second that clips of a file have."""
+    if settings.fps is None:
+        return footage.rate
+    return Fraction(settings.fps).limit_denominator(1001)
+
+
+def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
+    """Chooses the frames that a scene shows at a constant rate."""
+    if footage.constant and footage.rate == rate:
+        return np.arange(first, end)
+    times = footage.times[first : end + 1] - footage.times[first]
+    return first + shown_at(times, rate, footage.rate)
+
+
+def clip_size(height: int, width: int, settings: CutSettings) -> tuple[int, int]:
+    """Returns height and width of a clip; H.264 takes even numbers only."""
+    # Without a change of scale an odd row or column is cut off, and not scaled away.
+    shorter = settings.shorter_side
+    if shorter is not None and min(height, width) > shorter:
+        ratio = shorter / min(height, width)
+        height, width = max(1, round(height * ratio)), max(1, round(width * ratio))
+    if settings.codec == "ffv1":
+        return height, width
+    return max(2, height // 2 * 2), max(2, width // 2 * 2)
+
+
+class ClipWriter:
+    """Writes frames to a file, in the order in which they come; a context manager."""
+
+    def __init__(
+        self, path: Path, suffix: str, size: tuple[int, int], rate: Fraction, settings: CutSettings
+    ) -> None:
+        self.path, self.suffix, self.size, self.rate = path, suffix, size, rate
+        self.settings, self._stream, self._written = settings, None, 0
+
+    def __enter__(self) -> Self:
+        import av
+
+        # Without exact flags Matroska files have random names in them: no two would be the same.
+        options = {"fflags": "+bitexact"}
+        self._container: Any = av.open(
+            str(self.path), "w", format=FORMATS[self.suffix], options=options
+        )
+        return self
+
+    def add(self, frame: Frame) -> None:
+        """Writes a frame."""
+        stream = self._stream or self._open(frame)
+        picture = fitted(frame, self.size, stream.pix_fmt)
+        picture.pts, picture.time_base = self._written, 1 / self.rate
+        # What kind of frame it was in its file would be forced upon the encoder.
+        picture.pict_type = 0
+        self._container.mux(stream.encode(picture))
+        self._written += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None and self._stream is not None:
+                self._container.mux(self._stream.encode())
+        finally:
+            self._container.close()
+
+    def _open(self, frame: Frame) -> Any:
+        # One thread: the work is shared among files, and the bytes do not depend on the machine.
+        options = {"threads": "1"}
+        if self.settings.codec == "h264":
+            # The macroblock tree of x264 reads memory that nobody wrote where sides are no
+            # multiples of 16: each run would make other bytes.
+            options |= {"crf": str(self.settings.crf), "preset": self.settings.preset}
+            options |= {"mbtree": "0"}
+        codec = {"h264": "libx264", "ffv1": "ffv1"}[self.settings.codec]
+        stream = self._container.add_stream(codec, rate=self.rate, options=options)
+        stream.height, stream.width = self.size
+        stream.pix_fmt = _pixels(frame, self.size, self.settings.codec)
+        if _goes_through(frame, self.size):
+            for name in ("colorspace", "color_primaries", "color_trc"):
+                setattr(stream.codec_context, name, getattr(frame.decoded, name))
+        self._stream = stream
+        return stream
+
+
+def fitted(frame: Frame, size: tuple[int, int], pixels: str) -> Any:
+    """Returns a frame, upright, in a size and pixel format, as PyAV has it."""
+    # It stays as it was decoded where that is right already: nothing is lost on the way.
+    import av
+
+    height, width = size
+    cropped = _is_cropped(frame, size)
+    if frame.turn.is_upright and not cropped:
+        area = {"interpolation": "AREA"} if (frame.height, frame.width) != size else {}
+        return frame.decoded.reformat(width, height, format=pixels, **area)
+    picture = frame.pixels()
+    if cropped:
+        picture = picture[:height, :width]
+    made = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+    return made.reformat(width, height, format=pixels, interpolation="AREA")
+
+
+def _is_cropped(frame: Frame, size: tuple[int, int]) -> bool:
+    """Whether only the last row or column is too many."""
+    spare = frame.height - size[0], frame.width - size[1]
+    return max(spare) == 1 and min(spare) >= 0
+
+
+def _goes_through(frame: Frame, size: tuple[int, int]) -> bool:
+    return frame.turn.is_upright and not _is_cropped(frame, size)
+
+
+def _pixels(frame: Frame, size: tuple[int, int], codec: str) -> str:
+    """Chooses the pixel format of a clip."""
+    import av
+
+    if codec == "h264":
+        return "yuv420p"
+    known: Any = av.Codec("ffv1", "w").video_formats
+    name = frame.decoded.format.name
+    kept = _goes_through(frame, size) and name in {found.name for found in known}
+    return name if kept else "bgr0"

@@ -1,0 +1,552 @@
+"""Training from kept latents: what a run takes over from them, and what is refused.
+
+What the folder settles (shapes, windows, frame interval, scores, autoencoder, text encoder) need
+not be said again; where it is said, it must be what the folder was made with.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver import models
+from gulliver.checkpoint.files import read_json, write_json
+from gulliver.checkpoint.huggingface import load_huggingface
+from gulliver.comm.collectives import barrier, broadcast_object
+from gulliver.comm.world import World
+from gulliver.data.buckets import BucketConfig
+from gulliver.data.clips import Bucket
+from gulliver.data.sampler import BucketSampler
+from gulliver.data.table import ClipTable
+from gulliver.errors import GulliverError, nearest
+from gulliver.jobs.display import Display, console
+from gulliver.jobs.log import derive
+from gulliver.jobs.stop import StopRequest
+from gulliver.models.autoencoder import VideoAutoencoder
+from gulliver.models.autoencoders import Autoencoder
+from gulliver.models.configurations import CONFIGURATIONS
+from gulliver.models.stdit import STDIT3_SIZES, STDiT2
+from gulliver.options import resolved
+from gulliver.video.autoencoder_config import AutoencoderDataConfig, TrainAutoencoderConfig
+from gulliver.video.autoencoders.clips import Sources, make_sources
+from gulliver.video.autoencoders.trainer import AutoencoderTrainer, build_autoencoder
+from gulliver.video.batches import OF_NO_SAMPLE
+from gulliver.video.config import (
+    AutoencoderConfig,
+    DataConfig,
+    FlowConfig,
+    TrainConfig,
+    parse_shapes,
+)
+from gulliver.video.digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video.flows import IDDPM, RectifiedFlow
+from gulliver.video.kept_latents import (
+    AGAIN,
+    TEXTS,
+    EncodedTable,
+    KeptLatents,
+    folder_digest,
+    weights_digest,
+)
+from gulliver.video.public_models import (
+    GUIDED,
+    Flow,
+    check_latents,
+    fields_of_files,
+    load_autoencoder,
+    outline_model,
+    save_autoencoder,
+    text_size,
+)
+from gulliver.video.run import Run
+from gulliver.video.text_encoders import (
+    KeptTexts,
+    TextEncoder,
+    WordEncoder,
+    load_text_encoder,
+    look_at_encoder,
+    words_of,
+)
+
+SETTLED = ("frame_interval", "windows", "scores")
+
+
+def with_encoded(config: TrainConfig) -> TrainConfig:
+    """Fills in what kept latents settle; a run without them stays as it is."""
+    if config.data.encoded is None:
+        return config
+    kept = KeptLatents(config.data.encoded)
+    model, path = config.model, config.autoencoder.path
+    if path is None and not (config.resume and own_autoencoder(Run(config.out)) is not None):
+        path = _recorded(kept.content["autoencoder"], "--autoencoder.path")
+    if model.weights is not None and model.text_encoder is None and kept.text is not None:
+        named = _recorded(kept.text.path, "--model.text-encoder")
+        model = replace(model, text_encoder=named)
+    return replace(
+        config,
+        data=_with_data(config.data, kept),
+        autoencoder=replace(config.autoencoder, path=path),
+        model=model,
+    )
+
+
+def _with_data(data: DataConfig, kept: KeptLatents) -> DataConfig:
+    default = DataConfig()
+    asked = {
+        name: getattr(data, name)
+        for name in SETTLED
+        if getattr(data, name) != getattr(default, name)
+    }
+    kept.refuse_differences(asked)
+    shapes, buckets = data.shapes, data.buckets
+    if shapes == default.shapes and buckets is None:
+        shapes, buckets = tuple(kept.content["shapes"]) or shapes, kept.buckets_path
+    settings = kept.settings
+    return replace(
+        data,
+        shapes=shapes,
+        buckets=buckets,
+        frame_interval=settings.frame_interval,
+        windows=settings.windows,
+        scores=kept.content["scores"],
+    )
+
+
+def _recorded(path: str, option: str) -> Path:
+    if not Path(path).exists():
+        raise GulliverError(f"{path} is gone, which made the latents: name it with {option}")
+    return Path(path)
+
+
+def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
+    """Refuses latents of another autoencoder than the run's."""
+    if config.data.encoded is None:
+        return
+    path = config.autoencoder.path
+    used = load_autoencoder(path, dtype=torch.float32) if path else own_autoencoder(run)
+    asked = weights_digest(used)
+    KeptLatents(config.data.encoded).refuse_differences({"autoencoder": asked})
+
+
+def encoded_texts(
+    config: TrainConfig, channels: int, max_length: int, captions: list[str]
+) -> KeptTexts | None:
+    """Returns the texts that were kept with the latents of a run; None where there are none."""
+    folder = config.data.encoded
+    text = None if folder is None else KeptLatents(folder).text
+    if folder is None or text is None:
+        return None
+    named = config.model.text_encoder
+    assert named is not None, "else words are read"
+    if folder_digest(named) != text.files:
+        raise GulliverError(
+            f"--data.encoded {folder} does not fit: text_encoder is {named} in this run, "
+            f"{text.path} of the latents, which has other files"
+        )
+    if text.channels != channels or text.max_length > max_length:
+        raise GulliverError(
+            f"--data.encoded {folder} does not fit: its texts have up to {text.max_length} vectors "
+            f"of width {text.channels}, the model reads {max_length} of {channels}: {AGAIN} with "
+            f"its encoder and --text-length {max_length}"
+        )
+    kept = KeptTexts.of_folder(folder / TEXTS, text.fingerprint, channels, max_length)
+    missing = kept.missing(captions)
+    if missing:
+        raise GulliverError(
+            f"--data.encoded {folder} does not keep what {missing[0][:60]!r} says, nor "
+            f"{len(missing) - 1} other captions: {AGAIN}"
+        )
+    return kept
+
+
+# What a run trains: a named size, a public model, or public weights to go on from; and its texts.
+#
+# Weights are read once, when the run begins; ``model.json`` in the run's folder then says what
+# they were, so a resumed run and whoever generates need them no more.
+
+
+TRAINED = ("STDiT2", "STDiT3")
+"""Classes that the training loop knows."""
+
+
+def check_start(config: TrainConfig) -> None:
+    """Refuses a start that no run could have, before anything else is loaded."""
+    model = config.model
+    if model.weights is None:
+        sizes = [*STDIT3_SIZES, *CONFIGURATIONS]
+        if model.size not in sizes:
+            raise GulliverError(f"unknown model size {model.size!r}: {nearest(model.size, sizes)}")
+        kind = CONFIGURATIONS[model.size].kind if model.size in CONFIGURATIONS else "STDiT3"
+    else:
+        if config.autoencoder.path is None or model.text_encoder is None:
+            raise GulliverError(
+                f"--model.weights {model.weights} need --autoencoder.path and "
+                "--model.text-encoder: name what they were trained with"
+            )
+        begun = Run(config.out).model_path
+        resumed = config.resume and begun.is_file()
+        kind = read_json(begun)["kind"] if resumed else fields_of_files(model.weights)[0]
+    if kind not in TRAINED:
+        raise GulliverError(
+            f"{model.weights or model.size} is of the class {kind}, which this loop does not "
+            f"train: take one of {' or '.join(TRAINED)}"
+        )
+    if kind != "STDiT3" and config.ranks_of_a_model > 1:
+        raise GulliverError(
+            f"--tp-size, --sp-size and --pp-size share an STDiT3 alone, not an {kind}: leave them "
+            "out, data ranks share its optimizer"
+        )
+    mode, degree = config.sequence_parallelism_mode, config.planner.degree
+    if kind != "STDiT3" and (mode is not None or degree not in (None, 1)):
+        option = "--planner.degree" if mode is None else "--sequence-parallelism-mode"
+        raise GulliverError(
+            f"{option} is for ranks that share a clip, which those of an {kind} do not: leave it "
+            "out"
+        )
+    if model.weights is not None and model.text_encoder is not None:
+        width, read = look_at_encoder(model.text_encoder).channels, text_size(outline_of(config))[0]
+        if width != read:
+            raise GulliverError(
+                f"--model.text-encoder {model.text_encoder} gives vectors {width} wide, the model "
+                f"of --model.weights reads {read}: take the encoder that it was trained with"
+            )
+
+
+def outline_of(config: TrainConfig) -> Any:
+    """Builds the transformer of a run with weights on meta, of headers or the run that is resumed.
+
+    Raises:
+        GulliverError: as of `gulliver.video.load_model`.
+    """
+    begun = Run(config.out).model_path
+    if not (config.resume and begun.is_file()):
+        assert config.model.weights is not None, "of a run with weights"
+        return outline_model(config.model.weights, torch.float32)
+    found = read_json(begun)
+    with torch.device("meta"):
+        return getattr(models, found["kind"])(**found["fields"])
+
+
+def describe_start(config: TrainConfig, run: Run) -> None:
+    """Writes down what the weights of a run were; one rank calls it."""
+    if config.model.weights is None:
+        return
+    kind, fields = fields_of_files(config.model.weights)
+    write_json(run.model_path, {"kind": kind, "fields": fields})
+
+
+def build_model(
+    config: TrainConfig, autoencoder: Autoencoder, run: Run | None = None, begin: bool = False
+) -> Any:
+    """Builds the transformer of `config`."""
+    torch.manual_seed(derive(config.seed, 0))
+    if config.model.weights is not None:
+        assert run is not None, "a run with weights has a folder"
+        found = read_json(run.model_path)
+        # The batch says which captions are hidden.
+        fields = {**found["fields"], "class_dropout_prob": 0.0}
+        model = getattr(models, found["kind"])(**fields)
+        check_latents(model, autoencoder)
+        if begin:
+            load_huggingface(model, config.model.weights)
+        return _frozen(model)
+    named = config.model.size in CONFIGURATIONS
+    kind = CONFIGURATIONS[config.model.size].kind if named else "STDiT3"
+    known = CONFIGURATIONS[config.model.size].fields if named else STDIT3_SIZES[config.model.size]
+    fields = {
+        **known,
+        "in_channels": autoencoder.latent_channels,
+        "caption_channels": _width(config),
+        "class_dropout_prob": 0.0,
+        "model_max_length": config.model.text_length,
+        "input_sq_size": 32 if config.data.made else 512,
+    }
+    if kind == "STDiT3":
+        fields["zero_init_temporal"] = config.model.zero_init_temporal
+        fields["temporal_positions"] = config.model.temporal_positions
+    return _frozen(getattr(models, kind)(**fields))
+
+
+def _width(config: TrainConfig) -> int:
+    folder = config.model.text_encoder
+    return config.model.text_channels if folder is None else look_at_encoder(folder).channels
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    """Freezes what training does not reach: given frames are shown among the latents."""
+    for name in ("x_embedder_cond", "x_embedder_cond_mask"):
+        embedder = getattr(model, name, None)
+        if embedder is not None:
+            embedder.requires_grad_(False)
+    return model
+
+
+def flow_of(model: nn.Module, otherwise: RectifiedFlow) -> Flow:
+    """Returns the diffusion that a model is trained with: for most of them the run's own."""
+    return IDDPM(guided_channels=GUIDED) if isinstance(model, STDiT2) else otherwise
+
+
+def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
+    """Makes the text encoder of a run: the words, or that of a folder, which is filled."""
+    folder = config.model.text_encoder
+    if folder is None:
+        return WordEncoder(config.model.text_channels, config.model.text_length)
+    return load_text_encoder(folder, text_size(model)[1])
+
+
+def ready_texts(
+    config: TrainConfig, run: Run, model: nn.Module, datasets: Sequence[Any], world: World
+) -> TextEncoder:
+    """Returns the texts of a run; one rank encodes the captions of tables, and all read them."""
+    if config.model.text_encoder is None:
+        return make_text(config, model)
+    folder, captions = run.folder / "texts", _captions(datasets)
+    ready = encoded_texts(config, *text_size(model), captions)
+    if ready is not None:
+        return ready
+    kept: KeptTexts | None = None
+    if world.is_main:
+        kept = KeptTexts(make_text(config, model), folder)
+        with Display("encoding captions", len(captions)) as display:
+            for caption in captions:
+                kept.encode([caption])
+                display.advance()
+        kept.encoder = None
+    fingerprint = broadcast_object(kept.fingerprint if kept else None)
+    return kept or KeptTexts.of_folder(folder, fingerprint, *text_size(model))
+
+
+def _captions(datasets: Sequence[Any]) -> list[str]:
+    datasets = [dataset for dataset in datasets if dataset is not None]
+    if any(not isinstance(dataset, ClipTable) for dataset in datasets):
+        raise GulliverError(
+            "--model.text-encoder reads the captions of a --data.table: name one, for the moving "
+            "digits words will do"
+        )
+    return sorted({row.text for dataset in datasets for row in dataset.rows} | {OF_NO_SAMPLE})
+
+
+# Sources of a run: the data set, the order of its samples, and the autoencoder.
+
+
+def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Reads digit:direction pairs such as ``3:0`` (the digit 3 moving left)."""
+    pairs = []
+    for text in texts:
+        digit, _, direction = text.partition(":")
+        if digit not in DIGITS or direction not in map(str, range(len(DIRECTIONS))):
+            raise GulliverError(f"held-out sentence {text!r} is not digit:direction, such as 3:0")
+        pairs.append((int(digit), int(direction)))
+    return tuple(pairs)
+
+
+def make_dataset(
+    config: DataConfig,
+    words: int | None,
+    show: bool = True,
+    seed: int = 0,
+    autoencoder: Autoencoder | None = None,
+) -> MovingDigits | ClipTable:
+    """Makes the data set: the moving digits, or the table that is named."""
+    shapes = parse_shapes(config.shapes)
+    if config.made:
+        return MovingDigits(
+            "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
+        )
+    buckets = _buckets(config, tuple(shapes), autoencoder)
+    table = None
+    if config.table is not None:
+        table = _open_table(config.table, buckets, config, show, derive(seed, 9))
+    if config.encoded is not None:
+        table = EncodedTable(KeptLatents(config.encoded), buckets, derive(seed, 9), table)
+    assert table is not None, "the digits are made"
+    if show:
+        console().print(table.report())
+    longest = max(len(words_of(row.text)) for row in table.rows)
+    if words is not None and longest > words:
+        raise GulliverError(
+            f"the longest caption has {longest} words, the model reads {words}: "
+            f"add --model.text-length {longest}"
+        )
+    return table
+
+
+def _open_table(
+    path: Path,
+    buckets: BucketConfig | tuple[Bucket, ...],
+    config: DataConfig,
+    show: bool,
+    seed: int,
+) -> ClipTable:
+    with Display("opening clips", 1, enabled=show) as display:
+
+        def progress(done: int, total: int) -> None:
+            display.total = total
+            display.advance()
+
+        told = config.scores, seed, config.windows
+        return ClipTable(path, buckets, config.frame_interval, progress, *told)
+
+
+def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable | None:
+    """Makes the held-out clips of a run: rows that a table's training loses, or other handwriting.
+
+    Raises:
+        GulliverError: a share that holds no row out, or all.
+    """
+    validation, shapes = config.validation, dict.fromkeys(parse_shapes(config.data.shapes), 1.0)
+    if isinstance(dataset, ClipTable):
+        share = validation.share
+        return dataset.hold_out(share, derive(config.seed, 10)) if share else None
+    if not validation.every:
+        return None
+    return MovingDigits(
+        "heldout",
+        # Which shape a clip has is drawn: enough that each has its number.
+        2 * validation.clips * len(shapes),
+        derive(config.seed, 10),
+        shapes,
+        parse_held_out(config.data.held_out),
+    )
+
+
+def _buckets(
+    config: DataConfig, shapes: tuple[Bucket, ...], autoencoder: Autoencoder | None = None
+) -> BucketConfig | tuple[Bucket, ...]:
+    """The buckets of a table's clips, which the autoencoder and the patches can divide."""
+    compression = VideoAutoencoder.compression if autoencoder is None else autoencoder.compression
+    unit = math.lcm(*compression[1:], 8)
+    if config.buckets is not None:
+        # Published sizes fit no unit: they are cut, by less than one.
+        return BucketConfig.load(config.buckets, (compression[0], unit, unit))
+    for bucket in shapes:
+        if autoencoder is None or isinstance(autoencoder, VideoAutoencoder):
+            _check_shape(bucket, unit)
+        else:
+            autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+    return shapes
+
+
+def _check_shape(bucket: Bucket, unit: int) -> None:
+    """Refuses what the autoencoder and the patches cannot divide, before clips are opened."""
+    if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
+        side % unit for side in (bucket.height, bucket.width)
+    ):
+        frames = -(-(bucket.frames - 1) // 4) * 4 + 1  # the next: 4 is not to become a still
+        sides = [max(unit, round(side / unit) * unit) for side in (bucket.height, bucket.width)]
+        raise GulliverError(
+            f"--data.shapes {bucket}: frames must be 4 k + 1, height and width multiples of "
+            f"{unit}, such as {frames}x{sides[0]}x{sides[1]}"
+        )
+
+
+def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
+    """Makes the sampler: the order of the samples, and this rank's share of each batch."""
+    seed = derive(config.seed, 6)
+    if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
+        sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
+        return BucketSampler(dataset.deal, sizes, *place, seed)
+    buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
+    return BucketSampler(buckets, config.data.batch_size, *place, seed)
+
+
+def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
+    """Makes the rectified flow of a run, the same for training and for sampling."""
+    return RectifiedFlow(
+        sample_method=config.timesteps,
+        shift=config.shift,
+        use_timestep_transform=config.shift_by_size,
+        transform=config.shift_rule,
+        # A token is 2x2 latents in every size of the model.
+        token_area=4 * math.prod(autoencoder.compression[1:]),
+    )
+
+
+def vocabulary(config: TrainConfig) -> frozenset[str] | None:
+    """The words that the model was trained on, where they are known."""
+    return MovingDigits.vocabulary if config.data.made else None
+
+
+def own_autoencoder(run: Run) -> Autoencoder | None:
+    """Loads the autoencoder of a run: the one in its folder, or the public one that it names."""
+    if run.autoencoder_path.is_file():
+        return load_autoencoder(run.autoencoder_path)
+    if run.named_autoencoder_path.is_file():
+        named = read_json(run.named_autoencoder_path)["path"]
+        return load_autoencoder(named, dtype=torch.float32)
+    return None
+
+
+def train_autoencoder(
+    config: AutoencoderConfig,
+    dataset: Any,
+    world: World,
+    seed: int,
+    folder: Path,
+    unreadable_limit: float = 0.1,
+) -> tuple[VideoAutoencoder, dict[str, Any]]:
+    """Trains from scratch on all ranks together, with the defaults of `train-autoencoder`.
+
+    `folder` keeps its log. Returns the autoencoder with the statistics of its latents, and figures:
+    psnr in dB and ssim on held-out handwriting (on the training clips themselves for tables) and
+    what they were measured on.
+    """
+    data = AutoencoderDataConfig(batch_size=config.batch_size, unreadable_limit=unreadable_limit)
+    options = TrainAutoencoderConfig(
+        out=folder,
+        steps=config.steps,
+        learning_rate=config.learning_rate,
+        seed=seed,
+        save_every=config.steps,
+        log_every=1,
+        report_every=config.steps,
+        data=data,
+    )
+    if world.is_main:  # of a run that was stopped before
+        shutil.rmtree(folder, ignore_errors=True)
+    barrier()
+    # All clips of a table are for the diffusion model: none is held out from either of them.
+    whole = Sources(dataset, dataset, "the table itself")
+    sources = whole if isinstance(dataset, ClipTable) else make_sources(dataset, data, seed)
+    model = build_autoencoder(options).to(world.device)
+    trainer = AutoencoderTrainer(options, model, sources, world)
+    trainer.start(None, options=resolved(options))
+    trainer.train(StopRequest())
+    return trainer.finish()
+
+
+def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
+    """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
+    kept = own_autoencoder(run) if config.resume else None
+    if kept is not None:
+        return kept
+    autoencoder: Autoencoder
+    if config.autoencoder.path is not None:
+        autoencoder = load_autoencoder(config.autoencoder.path, dtype=torch.float32)
+        figures: dict[str, float] = {}
+    else:
+        autoencoder, figures = train_autoencoder(
+            config.autoencoder,
+            dataset,
+            world,
+            derive(config.seed, 7),
+            run.folder / "autoencoder",
+            config.data.unreadable_limit,
+        )
+        if world.is_main:
+            console().print(f"autoencoder: {figures['psnr']:.1f} dB on clips of {figures['clips']}")
+    barrier()
+    if world.is_main and isinstance(autoencoder, VideoAutoencoder):
+        save_autoencoder(run.autoencoder_path, autoencoder, figures)
+    elif world.is_main:
+        # A public one stays where it is.
+        write_json(run.named_autoencoder_path, {"path": str(config.autoencoder.path)})
+    barrier()
+    return autoencoder

@@ -1,0 +1,507 @@
+"""Text encoders behind one interface: T5, CLIP, both together, and the words of the demonstration.
+
+    encoder = load_text_encoder("t5-v1_1-xxl", max_length=300)
+    embeddings, mask, vector = encoder.encode(["a cat on a roof"])
+
+T5 gives a vector for each token, CLIP a single one for the whole caption; a `TextPair` gives both.
+Encoders are frozen. `KeptTexts` keeps what one has said on disk, by a fingerprint of the encoder
+and of the caption, so each caption is encoded once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint.files import read_json, read_tensors, write_tensors
+from gulliver.errors import GulliverError
+
+
+class EncodedText(tuple[Tensor, ...]):
+    """Captions as a model reads them: a pair, or with the single vector a triple.
+
+    Args:
+        embeddings: vector of each token [B, 1, L, channels], zero beyond a caption's end.
+        mask: tokens that are there [B, L].
+        vector: single vector of each caption [B, width]; None of encoders that have none.
+    """
+
+    def __new__(cls, embeddings: Tensor, mask: Tensor, vector: Tensor | None = None) -> Self:
+        both = (embeddings, mask)
+        return super().__new__(cls, both if vector is None else (*both, vector))
+
+    @property
+    def embeddings(self) -> Tensor:
+        """Vector of each token [B, 1, L, channels]."""
+        return self[0]
+
+    @property
+    def mask(self) -> Tensor:
+        """Tokens that are there [B, L]."""
+        return self[1]
+
+    @property
+    def vector(self) -> Tensor | None:
+        """Single vector of each caption [B, width]."""
+        return self[2] if len(self) == 3 else None
+
+
+class TextEncoder(Protocol):
+    """Encoder of captions."""
+
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Longest caption, in its own tokens."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes with whatever changes what it says."""
+        ...
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions.
+
+        Raises:
+            GulliverError: there is nothing to encode, or a caption is too long.
+        """
+        ...
+
+
+class _FromFolder:
+    """A text encoder of transformers, from a local folder."""
+
+    name, kind = "", ""
+    """What it is called, and its class in transformers."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_length: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        cut: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self.folder, self.max_length = Path(folder), max_length
+        self.cut, self.whole = cut, whole
+        self.device = device or torch.device("cpu")
+        check_length(look_at_encoder(self.folder), max_length)
+        try:
+            import transformers
+        except ImportError:
+            raise GulliverError(
+                "text encoders need transformers: pip install transformers"
+            ) from None
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True
+            )
+            self.model = getattr(transformers, self.kind).from_pretrained(
+                self.folder, local_files_only=True, dtype=dtype or torch.float32
+            )
+        except (OSError, ValueError, KeyError) as error:
+            line = str(error).strip().split("\n")[0]
+            raise GulliverError(f"{self.folder} cannot be read as {self.name}: {line}") from None
+        self.model.to(self.device).eval().requires_grad_(False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Kind, configuration, length and the encoder's own numbers."""
+        total = hashlib.blake2b(digest_size=16)
+        for name, value in sorted(self.model.state_dict().items()):
+            # A few elements of each tensor tell weights apart and are read at once.
+            part = value.reshape(-1)[:: max(1, value.numel() // 64)].double().cpu()
+            total.update(name.encode() + part.numpy().tobytes())
+        config = json.dumps(read_json(self.folder / "config.json"), sort_keys=True)
+        total.update(config.encode())
+        how = f"{self.max_length} {self.cut} {self.whole} {self._dtype}"
+        return f"{self.name} {total.hexdigest()} {how}"
+
+    @property
+    def _dtype(self) -> str:
+        return str(next(self.model.parameters()).dtype)
+
+    def _tokens(self, captions: list[str]) -> dict[str, Tensor]:
+        """Token ids and mask of captions, padded to the longest; too long ones are refused."""
+        if not captions:
+            raise GulliverError("there is no caption to encode")
+        found = self.tokenizer(
+            captions,
+            padding="max_length" if self.whole else "longest",
+            truncation=self.cut,
+            max_length=self.max_length,
+            return_tensors="pt",
+        )
+        counts = found["attention_mask"].sum(1)
+        if int(counts.max()) > self.max_length:
+            at = int(counts.argmax())
+            raise GulliverError(
+                f"{int(counts[at])} tokens are more than this model reads ({self.max_length}): "
+                f"shorten {captions[at][:60]!r}, or pass cut=True"
+            )
+        mask = torch.ones_like(found["attention_mask"]) if self.whole else found["attention_mask"]
+        ids = found["input_ids"].to(self.device)
+        return {"input_ids": ids, "attention_mask": mask.to(self.device)}
+
+
+class T5TextEncoder(_FromFolder):
+    """The encoder of a T5: a vector for each token.
+
+    Args:
+        folder: Hugging Face folder with the model and its tokenizer.
+        max_length: longest caption in tokens.
+        device: device that encodes; None for the CPU.
+        dtype: dtype of the weights; None for float32.
+        cut: whether to cut captions that are too long; else they are refused.
+        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
+            weights of Open-Sora 2.0 and FLUX.1 were trained.
+
+    Raises:
+        GulliverError: there is no such folder, it reads no captions of that length, or
+            transformers is missing.
+    """
+
+    name, kind = "T5", "T5EncoderModel"
+
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector."""
+        return int(self.model.config.d_model)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`."""
+        tokens = self._tokens(captions)
+        mask = tokens["attention_mask"].bool()
+        states = self.model(**tokens).last_hidden_state
+        return EncodedText(states.masked_fill(~mask[..., None], 0)[:, None], mask)
+
+
+class ClipTextEncoder(_FromFolder):
+    """The text half of a CLIP: a single vector for the whole caption, and one for each token.
+
+    Args:
+        folder: Hugging Face folder with the model and its tokenizer.
+        max_length: longest caption in tokens.
+        device: device that encodes; None for the CPU.
+        dtype: dtype of the weights; None for float32.
+        cut: whether to cut captions that are too long; else they are refused.
+        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
+            weights of Open-Sora 2.0 and FLUX.1 were trained.
+
+    Raises:
+        GulliverError: there is no such folder, it reads no captions of that length, or
+            transformers is missing.
+    """
+
+    name, kind = "CLIP", "CLIPTextModel"
+
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector, and of the caption's."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`."""
+        tokens = self._tokens(captions)
+        mask = tokens["attention_mask"].bool()
+        out = self.model(**tokens)
+        states = out.last_hidden_state.masked_fill(~mask[..., None], 0)
+        return EncodedText(states[:, None], mask, out.pooler_output)
+
+
+class TextPair:
+    """Token vectors of one encoder and the single vector of another, as the 2.0 model reads them.
+
+    Args:
+        tokens: encoder of the tokens.
+        whole: encoder of the whole caption; it reads as much of one as it can.
+
+    Raises:
+        GulliverError: the second has no vector of the whole caption.
+    """
+
+    def __init__(self, tokens: TextEncoder, whole: ClipTextEncoder) -> None:
+        if isinstance(whole, T5TextEncoder):
+            raise GulliverError(
+                "a T5 has no vector of the whole caption: TextPair takes the T5 first, then a CLIP"
+            )
+        self.tokens, self.whole = tokens, whole
+        self.channels, self.max_length = tokens.channels, tokens.max_length
+
+    @property
+    def fingerprint(self) -> str:
+        """Joins the fingerprints of both."""
+        return f"{self.tokens.fingerprint} + {self.whole.fingerprint}"
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`."""
+        embeddings, mask = self.tokens.encode(captions)[:2]
+        return EncodedText(embeddings, mask, self.whole.encode(captions).vector)
+
+
+class KeptTexts:
+    """A text encoder that keeps what it has said: a file for each caption, by fingerprint.
+
+    The encoder runs for captions that have no file yet. Files are written whole or not at all, so
+    several processes may share a folder.
+
+    Args:
+        encoder: encoder to ask.
+        folder: folder of the files.
+    """
+
+    encoder: TextEncoder | None
+    """Encoder to ask; None where all captions are kept, and what has said them is gone."""
+
+    def __init__(self, encoder: TextEncoder, folder: Path | str) -> None:
+        self.encoder, self.folder = encoder, Path(folder)
+        self.channels, self.max_length = encoder.channels, encoder.max_length
+        self.fingerprint = encoder.fingerprint
+
+    @classmethod
+    def of_folder(
+        cls, folder: Path | str, fingerprint: str, channels: int, max_length: int
+    ) -> Self:
+        """Returns what a folder keeps of an encoder, which is not there any more."""
+        kept = cls.__new__(cls)
+        kept.encoder, kept.folder, kept.fingerprint = None, Path(folder), fingerprint
+        kept.channels, kept.max_length = channels, max_length
+        return kept
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`; those that are kept are read."""
+        files = {caption: self._file(caption) for caption in captions}
+        for caption in self.missing(captions):
+            if self.encoder is None:
+                raise GulliverError(f"{self.folder} does not keep what {caption[:60]!r} says")
+            # One by one: what a caption says must not depend on what it is padded to.
+            said = self.encoder.encode([caption])
+            tensors = {"embeddings": said.embeddings[0, 0], "mask": said.mask[0].to(torch.uint8)}
+            if said.vector is not None:
+                tensors["vector"] = said.vector[0]
+            write_tensors(files[caption], tensors)
+        if not captions:
+            raise GulliverError("there is no caption to encode")
+        return padded([_read_kept(files[caption]) for caption in captions])
+
+    def missing(self, captions: list[str]) -> list[str]:
+        """Lists captions that have no file yet, each once."""
+        return [one for one in dict.fromkeys(captions) if not self._file(one).is_file()]
+
+    def _file(self, caption: str) -> Path:
+        text = json.dumps([self.fingerprint, caption]).encode()
+        return self.folder / f"{hashlib.blake2b(text, digest_size=20).hexdigest()}.safetensors"
+
+
+def _read_kept(file: Path) -> dict[str, Tensor]:
+    try:
+        said = read_tensors(file)
+    except GulliverError as error:
+        raise GulliverError(f"{error}; delete this kept text, it is made again") from None
+    if not {"embeddings", "mask"} <= said.keys():
+        raise GulliverError(f"{file} keeps no text: delete it, it is made again")
+    return said
+
+
+def padded(texts: list[dict[str, Tensor]]) -> EncodedText:
+    """Returns kept captions as one batch, padded with zeros to the longest."""
+    longest = max(len(text["mask"]) for text in texts)
+    first = texts[0]["embeddings"]
+    embeddings = first.new_zeros(len(texts), 1, longest, first.shape[1])
+    mask = torch.zeros(len(texts), longest, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        embeddings[row, 0, : len(text["mask"])] = text["embeddings"]
+        mask[row, : len(text["mask"])] = text["mask"].bool()
+    vectors = [text["vector"] for text in texts if "vector" in text]
+    return EncodedText(embeddings, mask, torch.stack(vectors) if vectors else None)
+
+
+def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
+    """Refuses a text encoder that a model was not made for.
+
+    Args:
+        encoder: encoder that is to be used.
+        width: width of the token vectors that the model reads.
+        length: longest caption that it reads, in tokens.
+
+    Raises:
+        GulliverError: widths differ, or the encoder may give longer captions.
+    """
+    if encoder.channels != width:
+        raise GulliverError(
+            f"the text encoder's vectors are {encoder.channels} wide, the model reads {width}: "
+            "take the encoder that it was trained with"
+        )
+    if encoder.max_length > length:
+        raise GulliverError(
+            f"the text encoder gives up to {encoder.max_length} tokens, the model reads {length}: "
+            f"pass max_length={length}"
+        )
+
+
+class EncoderLook(NamedTuple):
+    """Kind and sizes of a text encoder, as its folder says."""
+
+    kind: str
+    channels: int
+    # Most tokens of a caption; None for any number.
+    longest: int | None
+
+
+def look_at_encoder(folder: Path | str) -> EncoderLook:
+    """Reads what a folder of a text encoder holds, without its weights."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
+    content = read_json(file)
+    kind = content.get("model_type", "") if isinstance(content, dict) else ""
+    if kind in ("t5", "mt5", "umt5"):
+        return EncoderLook("T5", int(content.get("d_model", 512)), None)
+    if kind in ("clip", "clip_text_model"):
+        text = content.get("text_config", content)
+        longest = int(text.get("max_position_embeddings", 77))
+        return EncoderLook("CLIP", int(text.get("hidden_size", 512)), longest)
+    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
+
+
+def check_length(look: EncoderLook, max_length: int) -> None:
+    """Refuses a length that no caption has, or that an encoder does not read."""
+    longest = look.longest
+    if not isinstance(max_length, int) or max_length < 1:
+        raise GulliverError(f"max_length is {max_length}: expected a number of tokens, 1 at least")
+    if longest is not None and max_length > longest:
+        raise GulliverError(
+            f"max_length is {max_length}: this {look.kind} reads up to {longest} tokens"
+        )
+
+
+def load_text_encoder(
+    folder: Path | str,
+    max_length: int | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    cut: bool = False,
+    whole: bool = False,
+) -> T5TextEncoder | ClipTextEncoder:
+    """Loads the text encoder of a folder, by what its configuration says it is.
+
+    Args:
+        folder: Hugging Face folder with the model and its tokenizer.
+        max_length: longest caption in tokens; None for 512 of a T5, and all that a CLIP has.
+        device: device that encodes; None for the CPU.
+        dtype: dtype of the weights; None for float32.
+        cut: whether to cut captions that are too long; else they are refused.
+        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
+            weights of Open-Sora 2.0 and FLUX.1 were trained.
+
+    Raises:
+        GulliverError: there is no such folder, it holds neither, it reads no captions of that
+            length, or transformers is missing.
+    """
+    look = look_at_encoder(folder)
+    length = (look.longest or 512) if max_length is None else max_length
+    kind = T5TextEncoder if look.kind == "T5" else ClipTextEncoder
+    return kind(folder, length, device, dtype, cut, whole)
+
+
+# Encodes sentences without a download: a frozen random vector for each word.
+
+
+PUNCTUATION = ".,;:!?\"'()"
+
+
+def words_of(prompt: str) -> list[str]:
+    """Lower-case words without punctuation at their ends."""
+    words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
+    words = [word for word in words if word]
+    if not words:
+        raise GulliverError(
+            "the prompt is empty: write a sentence such as 'the digit 3 moving left'"
+        )
+    return words
+
+
+def unknown_words(prompt: str, vocabulary: Iterable[str]) -> list[str]:
+    """The words of a prompt that are not in the vocabulary."""
+    known = frozenset(vocabulary)
+    return [word for word in words_of(prompt) if word not in known]
+
+
+class WordEncoder:
+    """Each word is a Gaussian vector drawn from a hash of its letters, plus a code of its position.
+
+    Stands where a large text encoder would: frozen, the same in every process, no weights to load.
+
+    Args:
+        channels: width of the vectors.
+        max_length: words of the longest sentence.
+    """
+
+    def __init__(self, channels: int = 64, max_length: int = 8) -> None:
+        if channels < 2 or channels % 2 or max_length < 1:
+            raise GulliverError(
+                f"word vectors need an even width and a length, not {channels}, {max_length}"
+            )
+        self.channels, self.max_length = channels, max_length
+        self._vectors: dict[str, Tensor] = {}
+        self._taught: dict[str, Tensor] = {}
+        steps = torch.arange(channels // 2) / (channels // 2)
+        angles = torch.arange(max_length)[:, None] * 10_000.0**-steps
+        self._places = torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes with whatever changes what it says."""
+        told = f"words {self.channels} {self.max_length}"
+        for word, vector in sorted(self._taught.items()):
+            values = vector.detach().double().cpu().numpy().tobytes()
+            told += f" {word} {hashlib.blake2b(values, digest_size=8).hexdigest()}"
+        return told
+
+    def teach(self, word: str, vector: Tensor) -> None:
+        """Gives a word a vector ``[channels]`` that was learnt, or that learns."""
+        # Sentences are then encoded in the vector's dtype and on its device.
+        self._taught[word] = vector
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes sentences."""
+        sentences = [words_of(prompt) for prompt in captions]
+        for prompt, words in zip(captions, sentences, strict=True):
+            if len(words) > self.max_length:
+                raise GulliverError(
+                    f"{len(words)} words are more than this model reads ({self.max_length}): "
+                    f"shorten {prompt[:60]!r}"
+                )
+        longest = max(map(len, sentences))
+        like = next(iter(self._taught.values()), self._places)
+        vectors = like.new_zeros(len(captions), 1, longest, self.channels)
+        mask = torch.zeros(len(captions), longest, dtype=torch.bool)
+        for row, words in enumerate(sentences):
+            stacked = torch.stack([self.vector(word).to(like) for word in words])
+            vectors[row, 0, : len(words)] = stacked + self._places[: len(words)].to(like)
+            mask[row, : len(words)] = True
+        return EncodedText(vectors, mask)
+
+    def vector(self, word: str) -> Tensor:
+        """The vector of a word ``[channels]``, without the code of its place."""
+        if word in self._taught:
+            return self._taught[word]
+        if word not in self._vectors:
+            seed = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "little")
+            generator = torch.Generator().manual_seed(seed)
+            self._vectors[word] = torch.randn(self.channels, generator=generator)
+        return self._vectors[word]

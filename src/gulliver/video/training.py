@@ -1,0 +1,400 @@
+"""Plugins of a training run: how its ranks share the model and the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster.booster import Booster
+from gulliver.booster.hybrid.mesh import size_axes
+from gulliver.booster.hybrid.optimizer import HybridOptimizer
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.booster.plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gulliver.checkpoint.loading import load
+from gulliver.checkpoint.manifest import Mismatch
+from gulliver.comm.collectives import all_reduce, gather_objects
+from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.comm.world import World
+from gulliver.data.table import ClipTable
+from gulliver.data_centric.plugin import DataCentricPlugin
+from gulliver.errors import GulliverError
+from gulliver.jobs.display import console
+from gulliver.jobs.loop import LoopOptions, Outcome, TrainingLoop
+from gulliver.jobs.stop import StopRequest
+from gulliver.models.autoencoders import Autoencoder
+from gulliver.options import resolved
+from gulliver.parallel.optimizer import BoostedOptimizer
+from gulliver.video.batches import BatchMaker, SkippedClips, VideoBatch, common_samples, listing
+from gulliver.video.config import TrainConfig
+from gulliver.video.flows import RectifiedFlow
+from gulliver.video.generation import ranks_alike, share_coding
+from gulliver.video.monitoring import RunSamples, Validation
+from gulliver.video.run import ExponentialAverage, Run, make_optimizer
+from gulliver.video.sources import build_model, flow_of, make_flow, make_sampler, ready_texts
+
+CHUNK_MB = 1.0
+
+
+def check_ranks(config: TrainConfig, ranks: int) -> None:
+    """Refuses ranks that do not make whole models."""
+    size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
+
+
+def make_plugin(config: TrainConfig) -> Plugin:
+    """Makes the plugin that says how the ranks share the work."""
+    # Steps of many shapes take many times, which tuning would take for its own doing.
+    if config.data_centric:
+        mode = config.sequence_parallelism_mode or "all_to_all"
+        inside = {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        return DataCentricPlugin(config.stage, mode, chunk_mb=CHUNK_MB, **inside)
+    if config.ranks_of_a_model > 1:
+        mode = config.sequence_parallelism_mode or "all_to_all"
+        return HybridParallelPlugin(
+            tp_size=config.tp_size,
+            sp_size=config.sp_size,
+            pp_size=config.pp_size,
+            num_microbatches=config.micro_batches if config.pp_size > 1 else None,
+            sequence_parallelism_mode=mode if config.sp_size > 1 else None,
+            zero_stage=config.stage,
+            chunk_mb=CHUNK_MB,
+        )
+    if config.plugin == "zero":
+        return LowLevelZeroPlugin(stage=config.stage, chunk_mb=CHUNK_MB)
+    return TorchDDPPlugin()
+
+
+# Forward and backward of a share of clips through a model that is cut into stages.
+
+
+TARGET, COUNTS = "target", "counts"
+"""Inputs that the loss reads and the model does not take."""
+
+
+def hide_targets(model: nn.Module) -> None:
+    """Drops what a micro-batch holds for the loss alone before the model's forward."""
+
+    def hide(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {n: v for n, v in kwargs.items() if n not in (TARGET, COUNTS)}
+
+    # Before the hooks of sequence parallelism, which refuse what they do not know.
+    model.register_forward_pre_hook(hide, with_kwargs=True, prepend=True)
+
+
+def run_stages(
+    booster: Booster,
+    model: nn.Module,
+    optimizer: BoostedOptimizer | None,
+    flow: RectifiedFlow,
+    batch: VideoBatch,
+    micro_batches: int,
+    scale: float,
+) -> Tensor:
+    """Runs a share through the pipeline; every rank of the model calls it."""
+    held = len(batch.latents)
+    # Each micro-batch has a sample: where there are too few, some are shown again and not counted.
+    number = torch.arange(max(held, micro_batches), device=batch.latents.device)
+    given = stage_inputs(flow, batch, number % held)
+    given[COUNTS] = (number < held).to(batch.latents.dtype) * batch.weight
+    # The pipeline takes the mean over all rows.
+    criterion = partial(stage_loss, flow, len(number) * scale)
+    done = booster.execute_pipeline(iter([given]), model, criterion, optimizer)
+    return done["loss"].double() / scale
+
+
+def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[str, Any]:
+    """What stages are called with, and what the loss reads: some clips of a batch, by number."""
+    shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
+    return {
+        "x": shown[rows],
+        "timestep": batch.timesteps[rows],
+        **batch.model_inputs(rows),
+        TARGET: (batch.latents - batch.noise)[rows],
+    }
+
+
+def stage_loss(
+    flow: RectifiedFlow, factor: float, output: Tensor, micro: dict[str, Tensor]
+) -> Tensor:
+    """The mean loss of a micro-batch, times a factor; clips count as they are told to."""
+    errors = flow.error(output, micro[TARGET], micro["x_mask"])
+    return (errors * micro.get(COUNTS, 1.0)).mean() * factor
+
+
+# The training loop of the text-to-video model.
+#
+# Read `TrainingLoop` in `gulliver.jobs` first, then `Trainer.forward_backward`. Who makes a
+# trainer is in `planned_training.py`. What it does not know: how parameters lie in memory, which ranks hold
+# what, how gradients travel (`gulliver.booster`), and how a batch came (`batches.py`).
+
+
+class Trainer(TrainingLoop):
+    """A model, its optimizer and its data, and the loop over them."""
+
+    run: Run
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: Run,
+        dataset: Any,
+        autoencoder: Autoencoder,
+        world: World,
+        held_out: Any = None,
+        samples: RunSamples | None = None,
+    ) -> None:
+        self.config, self.run, self.world, self.samples = config, run, world, samples
+        begin = run.checkpoints.latest() is None
+        model = build_model(config, autoencoder, run, begin).to(world.device).train()
+        self.flow = flow_of(model, make_flow(config.flow, autoencoder))
+        plugin = make_plugin(config)
+        self.place, replicas = self._place(plugin)
+        self.sampler = self._sampler(dataset, model, autoencoder)
+        self.skipped = SkippedClips(
+            self.sampler.samples, len(self.sampler), config.data.unreadable_limit
+        )
+        self.maker = BatchMaker(
+            dataset,
+            self.sampler,
+            autoencoder if dataset.encoded else autoencoder.to(world.device).eval(),
+            ready_texts(config, run, model, (dataset, held_out), world),
+            self.flow,
+            config.flow,
+            config.seed,
+            world.device,
+            self._agree if config.ranks_of_a_model > 1 or config.data_centric else None,
+            frozenset(inspect.signature(model.forward).parameters) & {"num_frames", "ar"},
+        )
+        shares = config.ranks_of_a_model > 1 and not config.data_centric
+        if shares and not self.maker.encoded:
+            share_coding(
+                autoencoder, ranks_alike(self.place), config.autoencoder.share, console().print
+            )
+        self.validation: Validation | None = None
+        if held_out is not None and config.validation.every:
+            of = config.validation, self.place, config.data.batch_size
+            self.validation = Validation(held_out, self.maker, *of)
+        precision = None if config.mixed_precision == "none" else config.mixed_precision
+        booster = Booster(plugin=plugin, mixed_precision=precision)
+        optimizer, scheduler = make_optimizer(config, model)
+        self.plain_model = model
+        boosted, optimizer, _, _, scheduler = booster.boost(
+            model, optimizer, lr_scheduler=scheduler
+        )
+        options = LoopOptions(
+            title=f"training {config.model.size}",
+            steps=config.steps,
+            save_every=config.save_every,
+            seed=config.seed,
+            log_every=config.log_every,
+            clip=config.optimizer.clip,
+            use_async=config.async_save,
+            rate_option="--optimizer.learning-rate",
+        )
+        whole = (boosted, optimizer, scheduler)
+        super().__init__(run, world, options, booster, whole, self.place, replicas)
+        self.position = self.sampler.state_dict()
+        if config.pp_size > 1:
+            hide_targets(model)
+        self._prepare()
+        # After boost, which may have cut the model between ranks.
+        self.average = ExponentialAverage(model, config.optimizer.ema)
+
+    def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
+        """This rank among those that read different samples; ranks that compute each of them."""
+        return plugin.data_place(), self.config.ranks_of_a_model
+
+    def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> Any:
+        """Makes the order of the samples, before the model is boosted."""
+        return make_sampler(self.config, dataset, self.place)
+
+    def _prepare(self) -> None:
+        """What is left to do when the model is boosted."""
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yields batches and the positions after them, until too many clips are lost."""
+        for batch in self.maker.batches():
+            yield batch, batch.sampler_state
+            if self.skipped.problem is not None:
+                self._refuse_lost_data(self.skipped.problem)
+
+    def run_to_end(self, stop: StopRequest) -> Outcome:
+        """Steps until the last, or until a signal; the last state is always saved."""
+        if self.is_over and self.samples is None:
+            return Outcome(self.step_number, True, self.seconds)
+        over = self.train(stop)
+        self._report_saves()
+        self._list_unreadable()
+        return Outcome(self.step_number, over, self.seconds)
+
+    def _agree(self, kept: list[int]) -> list[int]:
+        """Returns the samples that all ranks with this share could read; every rank calls it."""
+        if not isinstance(self.maker.dataset, ClipTable):
+            return kept
+        return common_samples(self.place, kept)
+
+    def _report_saves(self) -> None:
+        """Says what checkpoints have cost."""
+        if self.world.is_main and self.booster.saves:
+            console().print(
+                f"{self.booster.saves} checkpoints held training up for "
+                f"{self.booster.stall_s:.2f} s in all, the newest is "
+                f"{self.run.checkpoints.latest()}"
+            )
+
+    def _list_unreadable(self) -> None:
+        """Says which clips of a table broke or are misstated in it; every rank calls it."""
+        dataset = self.maker.dataset
+        if not isinstance(dataset, ClipTable):
+            return
+        found = gather_objects((dataset.broken, dataset.misstated))
+        broken, misstated = (
+            {one for part in parts for one in part} for parts in zip(*found, strict=True)
+        )
+        if broken and self.world.is_main:
+            console().print(listing(broken))
+        if misstated and self.world.is_main:
+            console().print(listing(misstated, "otherwise than the table says, and used"))
+
+    def _refuse_lost_data(self, problem: str) -> None:
+        """Ends a run whose clips are gone; what it has learnt is saved. Every rank calls it."""
+        self.save()
+        kept = self.kept()
+        self._report_saves()
+        self._list_unreadable()
+        raise GulliverError(
+            f"{problem}: training stopped at step {self.step_number}, {kept}; put the clips back "
+            "and continue with --resume, or allow more with --data.unreadable-limit"
+        )
+
+    def forward_backward(self, batch: VideoBatch) -> Mapping[str, Tensor | float] | None:
+        """Runs backward for this rank's share; None where no rank could read a sample."""
+        # Ranks that hold one model together have one share, and draw alike.
+        count = self._count(batch)
+        return {"loss": self._backward(batch, count) / count} if count else None
+
+    def after_update(self) -> Mapping[str, float]:
+        """Moves the average of the weights."""
+        self.average.update(self.plain_model)
+        return {}
+
+    def _count(self, batch: VideoBatch) -> int:
+        """Counts the samples of the batch in all shares, without those that could not be read."""
+        if not isinstance(self.maker.dataset, ClipTable):
+            return batch.total
+        read = int(len(batch.latents) * batch.weight)
+        counts = torch.tensor([read, batch.skipped], device=self.world.device)
+        all_reduce(counts)
+        read, skipped = (int(count) // self.replicas for count in counts)
+        self.skipped.count(batch.epoch, read, skipped)
+        return read
+
+    def _backward(self, batch: VideoBatch, count: int) -> Tensor:
+        """Runs backward for this rank's share of `count`; returns the sum of its losses."""
+        if self.config.pp_size > 1:
+            assert isinstance(self.flow, RectifiedFlow), "checked"
+            run, scale = self.config.micro_batches, self.place[1] / count
+            return run_stages(
+                self.booster, self.model, self.optimizer, self.flow, batch, run, scale
+            )
+        held = len(batch.latents)
+        size = math.ceil(held / self.config.accumulate)
+        parts = [slice(start, start + size) for start in range(0, held, size)]
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            context = nullcontext() if last else self.booster.no_sync(self.model, self.optimizer)
+            with context:
+                share = self._losses(batch, part).sum() * batch.weight
+                # Gradients are averaged over shares, losses over samples: the factor makes up for
+                # it.
+                self.booster.backward(share * (self.place[1] / count), self.optimizer)
+            loss_sum += share.detach()
+        return loss_sum
+
+    def _losses(self, batch: VideoBatch, part: slice) -> Tensor:
+        return self.flow.loss(
+            self.model,
+            batch.latents[part],
+            batch.model_inputs(part),
+            noise=batch.noise[part],
+            timesteps=batch.timesteps[part],
+            mask=None if batch.generate is None else batch.generate[part],
+        )
+
+    @torch.no_grad()
+    def _loss_sum(self, batch: VideoBatch) -> Tensor:
+        """Computes the sum of a share's losses, forward only."""
+        if self.config.pp_size > 1:
+            assert isinstance(self.flow, RectifiedFlow), "checked"
+            how = self.flow, batch, self.config.micro_batches, 1.0
+            return run_stages(self.booster, self.model, None, *how)
+        return self._losses(batch, slice(None)).sum() * batch.weight
+
+    def begin(self) -> bool:
+        """Makes the samples that a killed run has not made of its last checkpoint."""
+        return self.step_number > 0 and not self._show_samples()
+
+    def evaluate(self) -> None:
+        """Reports the losses of held-out clips where they are due."""
+        validation, step = self.validation, self.step_number
+        if validation is not None and (self.is_over or step % self.config.validation.every == 0):
+            found = validation.losses(self._loss_sum, self.replicas)
+            if self.world.is_main and found:
+                validation.report(found, step, self.run, self.display, self.scalars)
+
+    def after_saving(self, stopping: bool) -> bool:
+        """Makes samples where they are due."""
+        return not stopping and not self._show_samples()
+
+    def _show_samples(self) -> bool:
+        """Makes samples where they are due; False where a signal ended it. Every rank calls it."""
+        samples, step = self.samples, self.step_number
+        if samples is None or not samples.due(step, self.is_over):
+            return True
+        self.save()
+        self.booster.wait()
+        return samples.make(step, lambda: self.stop.wanted, self.display, self.scalars)
+
+    def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
+        """What the progress bar shows."""
+        size = self.sampler.samples / len(self.sampler)
+        rate = self.step_number / max(self.seconds, 1e-9) * size
+        return {"grad_norm": f"{line['grad_norm']:.3f}", "samples_per_s": f"{rate:.0f}"}
+
+    def state(self) -> dict[str, Any]:
+        """The average of the weights, and what a resumed run must share."""
+        rows = self.maker.dataset
+        run = {
+            "ema_updates": self.average.updates,
+            "rows": rows.fingerprint if isinstance(rows, ClipTable) else None,
+            "config": resolved(self.config),
+        }
+        return {"ema": self.average.leaves(*self._shares), "run": run}
+
+    @property
+    def _shares(self) -> tuple[RankGroup, Callable[[str, Tensor], bool] | None]:
+        """Rank group that holds the same parts of the model, and which of these it saves."""
+        boosted = self.optimizer
+        if not isinstance(boosted, HybridOptimizer):
+            return ALONE, None
+        return boosted.mesh.replicas, boosted.checkpoint.writes if self.config.pp_size > 1 else None
+
+    def load_state(self, run: dict[str, Any], folder: Path) -> None:
+        """Takes up the average of the weights and the position in the data."""
+        # A stage has some of the names only, and there must be all of those.
+        ema = load(folder, {"ema": self.average.leaves()}, strict=self.config.pp_size == 1)
+        if ema.mismatches.get("ema", Mismatch()).missing:
+            raise GulliverError(f"{folder} holds the average of another model: {ema}")
+        rows = self.maker.dataset
+        if isinstance(rows, ClipTable):
+            rows.check_rows(run["rows"])
+        self.average.updates = run["ema_updates"]
+        self.sampler.load_state_dict(run["position"])
