@@ -2,7 +2,7 @@
 
     python -m benchmarks._video_encode             # this part alone
 
-Digits are written as videos. They are encoded by calls that are killed (`tests.encode_killed`), and
+Digits are written as videos. They are encoded by calls that are killed (`tests.video.encode_killed`), and
 the folder compared with that of a call that was not; then the same run is trained on the videos and
 on the latents, a few steps each in turns, from reading a batch to the end of its step.
 
@@ -119,7 +119,7 @@ def _killed(options: EncodeConfig) -> float:
     for ranks in range(1, RANKS + 1):
         broken = replace(options, out=options.out.with_name(f"killed{ranks}"))
         told = json.dumps(resolved(broken)), str(KILLS), str(ranks), str(ranks)
-        command = [sys.executable, "-m", "tests.encode_killed", *told]
+        command = [sys.executable, "-m", "tests.video.encode_killed", *told]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         same += _bytes_of(broken.out) == whole
     return same / RANKS

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import tyro
-from tests.operator_models import Llama, LocalBytes
+from tests.operators.operator_models import Llama, LocalBytes
 from torch.utils._pytree import tree_leaves
 
 from benchmarks._harness import Report, Spread, at_least, at_most, finish

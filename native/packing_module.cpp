@@ -1,5 +1,5 @@
 // The packer of data-centric steps for Python: gulliver.solve._packer. It does what
-// tests/step_packer.py does, its oracle, line for line and in the same order of sums: answers are
+// tests/data_centric/step_packer.py does, its oracle, line for line and in the same order of sums: answers are
 // equal to the bit. The oracle says why; this says where it differs. Calls take microseconds and
 // keep the GIL, which guards what packings remember.
 #include <algorithm>

@@ -2,7 +2,7 @@
 
 `python -m tests.parity docs/parity.md` writes the tables, and what follows the page's name are the
 numbers of those to write anew (0 to 4, as `sections` has them); the others stay as they are. Half
-an hour of two cores can so be taken in pieces. `tests/test_zero.py` asserts each cell.
+an hour of two cores can so be taken in pieces. `tests/parallel/test_zero.py` asserts each cell.
 The reference is a plain torch loop in one process that knows nothing of gulliver.
 """
 
@@ -335,7 +335,7 @@ AROUND = (
     "stage of ZeRO; other models by rules that the user gives. What is refused is refused when "
     "the model is boosted, naming what works instead. All of it runs under a memory limit, too "
     "(`memory_limit=`, with ZeRO 3), but for `step_in_backward`, which needs whole models; "
-    "`tests/test_gemini_axes.py` holds that to the same grids without a limit."
+    "`tests/memory/test_gemini_axes.py` holds that to the same grids without a limit."
 )
 
 
@@ -343,7 +343,8 @@ def sections(pool: Any) -> Iterator[tuple[str, Iterable[str]]]:
     """Every table: what stands over it, and its lines, computed when they are asked for."""
     from gulliver.planner.capability import HEADER as COMBINED
     from gulliver.planner.capability import table
-    from tests import hybrid_cells, sequence_cells, tensor_cells
+    from tests.hybrid import hybrid_cells
+    from tests.parallel import sequence_cells, tensor_cells
 
     yield HEADER, data_rows(pool)
     head = f"| {' | '.join(COMBINED)} |\n{'|---' * len(COMBINED)}|\n"
@@ -394,7 +395,7 @@ def main(path: Path, wanted: Collection[int] = ()) -> None:
     pool = Pool()
     # As the workers: in 16 bits the kernels' results depend on the number of threads.
     torch.set_num_threads(1)
-    # Another command's section stays: see `tests/family_sweep.py`.
+    # Another command's section stays: see `tests/models/family_sweep.py`.
     page, mark, families = (path.read_text() if path.exists() else "").partition(MARK)
     kept = re.split(r"(?m)^(?=## )", page)
     tables, lines = [], []

@@ -1,6 +1,6 @@
 """Differences between supported torch versions, and every private torch symbol, in one place.
 
-Each name here has a test, in `tests/test_compat.py` or `tests/test_worlds.py`.
+Each name here has a test, in `tests/test_compat.py` or `tests/comm/test_worlds.py`.
 """
 
 from __future__ import annotations

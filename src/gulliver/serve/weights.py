@@ -123,7 +123,7 @@ SERVED = (
     *("llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2"),
     *("qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
 )
-"""Values of `config.model_type`; `tests/test_serving_exact.py` runs each."""
+"""Values of `config.model_type`; `tests/serve/test_serving_exact.py` runs each."""
 
 GROWING = ("dynamic", "longrope")
 """Rotary positions that depend on the longest sequence of a batch: packed, sequences would change

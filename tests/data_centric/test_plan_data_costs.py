@@ -1,0 +1,257 @@
+"""``gulliver plan data`` with costs that a run has kept, host memory, and files that are broken."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks._data_centric_costs import TABLE
+
+from gulliver.cli.dispatch import run
+from gulliver.cli.options import PlanData
+from gulliver.cli.plan_data import load_costs
+from gulliver.data import DataCentricPlanner, Samples
+from gulliver.data_centric.pictures import shares_of
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    HostRoom,
+    SampleCosts,
+    SampleShape,
+    TableCosts,
+    fit_samples,
+    host_copies,
+    load_samples,
+    measure_moves,
+    measure_samples,
+    save_samples,
+)
+from gulliver.hardware.batch_costs import BlockKind
+from gulliver.hardware.offload import TierRates, fit_moves
+from gulliver.hardware.probe import planned_memory
+from gulliver.hardware.samples import SampleFit, SampleModel, holds_samples, read_samples
+from gulliver.options import size_text
+from tests.data_centric.test_sample_costs import clock
+
+KINDS = tuple(BlockKind(name, 28, 40.0 * 1152, 0.5) for name in ("spatial", "temporal"))
+MODEL = SampleModel("video", 16 * 1152**2, 1152, KINDS, "bfloat16")
+FIT = SampleFit(
+    0.03, 2e-4, 1 / 3e14, 4e-9, 0.0, 16e9, 6e4, 2304.0, 0.02, 0.05, 1 / 55e9, 1 / 50e9, 0.01
+)
+SHAPES = tuple(
+    SampleShape.clip(*sizes, text=300) for sizes in ((1, 16, 16), (5, 23, 40), (15, 30, 54))
+)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    save_samples(tmp_path / "costs.json", MODEL, FIT, SHAPES)
+    return tmp_path / "costs.json"
+
+
+def told(capsys: pytest.CaptureFixture[str], costs: Path, *options: str) -> str:
+    assert run(["plan", "data", "--costs", str(costs), "--samples", "12", *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_kept_costs_are_planned_as_the_planner_plans_them(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--cluster", "h100x4", "--ranks", "4", "--count", "60", "--memory", "40"]
+    out = told(capsys, kept, *options, "--steps", "0")
+    assert "costs of video, bfloat16, measured on" in out
+    assert "error 2.0%, 5.0% at most; links of h100x4" in out
+    assert "memory of a rank: 40.00 GiB, as --memory says" in out
+    assert "60 of 60 samples once each" in out
+    assert "with --offload, as much host memory as a rank has of its own: +" in out
+    moving = told(capsys, kept, *options, "--offload", "34")
+    assert "may move to 32.00 GiB of a rank's host memory, at 55 GB/s there and 50 back" in moving
+    assert "off-load some" in moving
+    assert "micro-batches off-load" in moving
+
+
+def test_shapes_of_kept_costs_have_names_tokens_or_sides(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_text("15x30x54\n4096\n2x8x8\n" * 4)
+    out = told(capsys, kept, "--ranks", "1", "--shapes", str(shapes), "--memory", "40")
+    assert "A 15x30x54, B 2x8x8, C 4096 tokens" in out
+    shapes.write_text("15x30\n")
+    with pytest.raises(GulliverError, match="'15x30' is no shape: write one that the costs know"):
+        told(capsys, kept, "--ranks", "1", "--shapes", str(shapes))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--offload", "1", "--stages", "2"], "activations of stages do not move"),
+        (["--memory", "1e-3"], "fits at no degree"),
+        (["--cluster", "none"], "there is no cluster 'none'"),
+    ],
+)
+def test_what_kept_costs_cannot_do_is_refused(
+    kept: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(GulliverError, match=message):
+        told(capsys, kept, "--cluster", "h100x8", *options)
+
+
+def test_no_steps_of_stages_are_under_every_sample_in_its_best_micro_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = told(capsys, TABLE, "--samples", "20", "--ranks", "4", "--stages", "2", "--count", "90")
+    (over,) = re.findall(r"(-?[\d.]+) % over every sample in its best micro-batch", text)
+    assert float(over) > 0
+
+
+def test_memory_of_a_rank_is_what_a_run_takes(kept: Path) -> None:
+    memory, why = planned_memory("cuda" if torch.cuda.is_available() else "cpu")
+    found = load_costs(PlanData(kept, ranks=4, samples=12))
+    assert found.costs.memory == memory
+    assert f"memory of a rank: {size_text(memory)}, {why}" in found.lines
+
+
+def test_tables_refuse_what_they_say_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(GulliverError, match="--memory 1 is for costs that a run has kept"):
+        told(capsys, TABLE, "--memory", "1")
+    with pytest.raises(GulliverError, match="--cluster h100x8 is for costs that a run has kept"):
+        told(capsys, TABLE, "--cluster", "h100x8")
+    with pytest.raises(GulliverError, match="does not say what blocks hold that are kept"):
+        told(capsys, TABLE, "--offload", "1")
+
+
+def table(**more: Any) -> dict[str, Any]:
+    model = {"resolutions": {"144p": [144, 256]}, "cap_tokens_per_gpu": 600}
+    seconds = {"144p/1": {"1": {"1": 4.0, "2": 8.0, "4": 16.0}}}
+    return {"cost_model": model, "cost_table": seconds, **more}
+
+
+def test_a_table_may_say_what_moves_and_where_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    again = {"144p/1": {"1": {"1": 1.0, "2": 2.0, "4": 4.0}}}
+    kinds = [{"name": "layers", "count": 8, "kept_bytes": 60.0}]
+    host = {"bytes": 1e6, "write_rate": 1e5, "read_rate": 1e5}
+    path.write_text(json.dumps(table(recompute=again, token_bytes=100.0, kinds=kinds, host=host)))
+    costs = TableCosts.load(path)
+    assert costs.kinds == (BlockKind("layers", 8, 60.0),)
+    assert costs.host == HostRoom(1e6, TierRates("host", 1e5, 1e5))
+    assert costs.batches("144p/1", 1).offloaded.any()
+    out = told(capsys, path, "--count", "24", "--ranks", "2", "--distribution", "short")
+    assert "off-load some" in out
+    for more, message in (
+        ({"kinds": kinds}, "give token_bytes, too, and a table recompute"),
+        ({"kinds": [{"name": "layers"}]}, "kinds must be a list with name, count"),
+        ({"host": {"bytes": 1.0}}, "host a table with bytes, write_rate and read_rate"),
+        ({"host": {**host, "bytes": -1.0}}, "above 0, and finite"),
+    ):
+        path.write_text(json.dumps(table(**more)))
+        with pytest.raises(GulliverError, match=message):
+            TableCosts.load(path)
+
+
+def test_parts_that_a_table_does_not_tell_are_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, html = tmp_path / "table.json", tmp_path / "steps.html"
+    sent = {"144p/1": {"1": {"1": 0.5, "2": 1.0, "4": 2.0}}}
+    path.write_text(json.dumps(table(communication=sent)))
+    out = told(capsys, path, "--count", "12", "--ranks", "1", "--html", str(html))
+    assert "communicate 12.50 %, recompute not known" in out
+    assert "recompute 0.00 %" not in out
+    assert "<td>not known</td>" in html.read_text()
+    path.write_text(json.dumps(table(recompute=sent)))
+    out = told(capsys, path, "--count", "12", "--ranks", "1")
+    assert "communicate not known, recompute 12.50 %" in out
+    path.write_text(json.dumps(table()))
+    assert "do not tell them apart" in told(capsys, path, "--count", "12", "--ranks", "1")
+
+
+def test_more_memory_of_either_kind_never_makes_micro_batches_slower() -> None:
+    for shape in SHAPES:
+        before = math.inf
+        for memory, room in ((3e10, 0), (3e10, 1e9), (4e10, 1e9), (4e10, 1e10), (6e10, 1e10)):
+            host = FIT.host_room(room) if room else None
+            row = SampleCosts(MODEL, FIT, memory, host=host).batches(shape, 1).seconds[0]
+            assert row <= before * (1 + 1e-9)
+            before = row
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flop_s": None}, r"has no rate flop_s: measure it again"),
+        ({"call_s": math.nan}, r"its rate call_s is nan, and rates are finite numbers of at least"),
+        ({"call_s": -1.0}, r"its rate call_s is -1.0"),
+        ({"call_s": "fast"}, r"its rate call_s is fast"),
+        ({"speed": 1.0}, r"has a rate speed, which nothing here knows"),
+    ],
+)
+def test_rates_that_are_missing_or_no_numbers_are_named(
+    kept: Path, change: dict[str, Any], message: str
+) -> None:
+    values = json.loads(kept.read_text())
+    values["fit"] = {n: v for n, v in (values["fit"] | change).items() if v is not None}
+    kept.write_text(json.dumps(values))
+    for read in (lambda: load_samples(kept, MODEL), lambda: read_samples(kept)):
+        with pytest.raises(GulliverError, match=message):
+            read()
+
+
+def test_files_that_hold_something_else_are_told_from_costs(kept: Path, tmp_path: Path) -> None:
+    assert holds_samples(kept)
+    assert not holds_samples(TABLE)
+    assert not holds_samples(tmp_path / "none.json")
+    values = json.loads(kept.read_text())
+    for change, message in (
+        ({"format": 9}, "has format 9, this version reads 2"),
+        ({"fit": 3}, "holds no costs of samples"),
+        ({"kinds": [{"name": "spatial"}]}, "holds no costs of samples"),
+    ):
+        kept.write_text(json.dumps(values | change))
+        with pytest.raises(GulliverError, match=message):
+            read_samples(kept)
+    save_samples(kept, MODEL, FIT, SHAPES)
+    saved = read_samples(kept)
+    assert (saved.model, saved.fit, saved.shapes) == (MODEL, FIT, SHAPES)
+
+
+def test_moves_are_fitted_each_way_and_tell_their_error() -> None:
+    import torch
+
+    points = measure_moves(lambda size, to_host: size / (50e9 if to_host else 40e9))
+    found = fit_moves(points)
+    assert found.to_host_s == pytest.approx(1 / 50e9)
+    assert found.from_host_s == pytest.approx(1 / 40e9)
+    assert found.error < 1e-9
+    slow = measure_moves(lambda size, to_host: 1e-4 + size / 50e9)
+    assert fit_moves(slow).error > 0.1, "small moves are not as fast as large ones"
+    model = SampleModel("tiny", 1000, 64, (BlockKind("block", 4, 500.0),))
+    measured = measure_samples(clock, [SampleShape.document(n) for n in (128, 512)])
+    fit = fit_samples(model, measured, moves=points)
+    room = fit.host_room(17e9)
+    assert room is not None
+    assert (room.bytes, room.rates.write_rate) == (16e9, pytest.approx(50e9))
+    assert fit_samples(model, measured).host_room(1e9) is None
+    with pytest.raises(GulliverError, match="points of both ways"):
+        fit_moves(points[:2])
+    with pytest.raises(GulliverError, match="they are one memory"):
+        host_copies(torch.device("cpu"))
+
+
+def test_what_steps_took_refines_what_moves_take_as_well() -> None:
+    costs = SampleCosts(MODEL, FIT, 3e10, host=FIT.host_room(4e10))
+    planner = DataCentricPlanner(costs, [SHAPES[2]] * 4, 1, Samples(2))
+    first = next(iter(planner))
+    before = shares_of([first])
+    assert before.offloaded == 1
+    planner.observe([(SHAPES[2], first.seconds, 2 * first.seconds)])
+    after = next(iter(planner))
+    assert after.seconds == pytest.approx(2 * first.seconds)
+    assert shares_of([after]).moving == pytest.approx(before.moving)

@@ -1,0 +1,129 @@
+"""Click logs, and the recommender that is trained on one."""
+
+from __future__ import annotations
+
+import gzip
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from criteo import Clicks, CriteoFile, power_law, write_criteo
+from gulliver.errors import GulliverError
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [50, 7, *[20] * 24]
+
+
+def test_a_line_is_read_by_the_format_s_rules(tmp_path: Path) -> None:
+    numbers = ["3", "", "-2", *["0"] * 10]
+    line = "\t".join(["1", *numbers, "0000003a", "", *["ff"] * 24])
+    path = tmp_path / "day.gz"
+    path.write_bytes(gzip.compress((line + "\n" + line + "\n").encode()))
+    (clicks,) = CriteoFile(path, ROWS, 2)
+    assert clicks.labels.tolist() == [1.0, 1.0]
+    assert torch.allclose(clicks.numbers[0, :3], torch.tensor([4.0, 1.0, 1.0]).log())
+    assert clicks.ids[0, :3].tolist() == [0x3A % 49 + 1, 0, 0xFF % 19 + 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1\t2", "line 1: 2 fields"),
+        ("\t".join(["1", *["x"] * 39]), "lines 1 to 1: invalid literal"),
+    ],
+)
+def test_lines_of_another_form_are_refused_with_their_number(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "log.tsv"
+    path.write_text(line + "\n")
+    with pytest.raises(GulliverError, match=message):
+        list(CriteoFile(path, ROWS, 4))
+
+
+def test_files_and_tables_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    for path, rows, message in (
+        (tmp_path / "none.tsv", ROWS, "write_criteo makes one"),
+        (ROOT / "README.md", ROWS[:3], "26 tables"),
+    ):
+        with pytest.raises(GulliverError, match=message):
+            CriteoFile(path, rows, 4)
+
+
+def test_a_made_log_is_whole_repeats_and_has_all_its_samples(tmp_path: Path) -> None:
+    one, two = (write_criteo(tmp_path / name, 300, ROWS, seed=3) for name in ("a", "b"))
+    assert one.read_bytes() == two.read_bytes()
+    batches = list(CriteoFile(one, ROWS, 128))
+    assert [len(batch.labels) for batch in batches] == [128, 128, 44]
+    ids = torch.cat([batch.ids for batch in batches])
+    assert ((ids >= 1) & (ids < torch.tensor(ROWS))).all()
+
+
+def test_a_power_law_has_the_frequencies_that_it_says() -> None:
+    draw, rows = np.random.default_rng(0), 1000
+    for exponent in (1.0, 1.2):
+        found = np.bincount(power_law(draw, rows, 400_000, exponent), minlength=rows)
+        edges = np.arange(1, rows + 2, dtype=float)
+        mass = np.log(edges) if exponent == 1 else edges ** (1 - exponent)
+        expected = 400_000 * np.diff(mass) / (mass[-1] - mass[0])
+        assert (np.abs(found - expected) < 6 * np.sqrt(expected)).all()
+
+
+def test_a_recommender_learns_the_same_with_a_small_cache_and_with_torch_s_table(
+    tmp_path: Path,
+) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "dlrm.py"))
+    found = [example["main"](cache, tmp_path / "log.tsv", steps=40) for cache in (0.01, 1.0)]
+    assert found[0] == found[1]
+    assert found[0][-1] > 0.65, "the area under the curve"
+    assert found[0] == _with_torch(example, tmp_path / "log.tsv")
+
+
+def _with_torch(example: dict[str, Any], log: Path) -> list[float]:
+    """Trains the same model with torch's EmbeddingBag."""
+    rows, size = example["ROWS"], example["BATCH"]
+    model, (_, dense) = example["make"](0.01)
+    values = model.tables.state_dict()["weight"].clone()
+    table = torch.nn.EmbeddingBag(*values.shape, mode="sum", sparse=True, _weight=values)
+    firsts = torch.tensor([0, *rows]).cumsum(0)[:-1]
+    adagrad = torch.optim.Adagrad(table.parameters(), lr=0.05)
+    model.tables = _Tables(table, firsts)
+    losses, scores, labels = list[float](), [], []
+    batches: list[Clicks] = list(CriteoFile(log, rows, size))
+    for number, batch in enumerate(batches[: 40 + example["HELD_OUT"]]):
+        logits = model(batch.numbers, batch.ids)
+        if number >= 40:
+            scores.append(logits.detach())
+            labels.append(batch.labels)
+            continue
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        for optimizer in (adagrad, dense):
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in (adagrad, dense):
+            optimizer.step()
+        losses.append(loss.item())
+    return [*losses, example["auc"](torch.cat(scores), torch.cat(labels))]
+
+
+class _Tables(torch.nn.Module):
+    def __init__(self, table: torch.nn.EmbeddingBag, firsts: torch.Tensor) -> None:
+        super().__init__()
+        self.table, self.firsts = table, firsts
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table((ids + self.firsts).view(-1, 1)).view(*ids.shape, -1)
+
+
+def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
+    auc = runpy.run_path(str(ROOT / "examples" / "dlrm.py"))["auc"]
+    for seed in range(10):
+        torch.manual_seed(seed)
+        scores, labels = torch.randint(0, 9, (40,)).float(), torch.randint(0, 2, (40,)).float()
+        ones, zeros = scores[labels == 1], scores[labels == 0]
+        pairs = (ones[:, None] > zeros).double() + 0.5 * (ones[:, None] == zeros).double()
+        assert auc(scores, labels) == pytest.approx(pairs.mean().item())

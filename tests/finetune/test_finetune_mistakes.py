@@ -1,0 +1,274 @@
+"""Mistakes of users of fine-tuning: odd files, folders in each other's way, sums that agree."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from gulliver.errors import GulliverError
+from gulliver.finetune import BadRow, Row, check_finetune, finetune, make_example, read_rows
+from gulliver.finetune.prepare import FinetuneRun
+from gulliver.finetune.result import NO_BETTER
+from gulliver.finetune.step import Learner
+from gulliver.jobs.display import tensorboard
+from gulliver.memory import activation_peak
+from gulliver.memory.symbolic import ActivationPeak, follow_step
+from gulliver.options import byte_size
+from tests.covering import some
+from tests.finetune.finetune_runs import small
+from tests.finetune.test_finetune_data import read
+
+Example = tuple[Path, Path]
+ROWS = [f"p{n},c{n}".encode() for n in range(10)]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    return make_example(tmp_path_factory.mktemp("finetune") / "example", rows=40)
+
+
+def _table(path: Path, third: bytes) -> list[str | None]:
+    """Why rows of a table are bad by their line, with one of ten put in the place of the third."""
+    path.write_bytes(b"\n".join([b"prompt,completion", *ROWS[:2], third, *ROWS[3:]]) + b"\n")
+    found = list(read_rows([path]))
+    bad = [
+        f"{row.source.rpartition(':')[2]} {row.reason}" for row in found if isinstance(row, BadRow)
+    ]
+    return [*bad, f"{sum(isinstance(row, Row) for row in found)} good"]
+
+
+def test_a_bad_line_of_a_table_is_a_row_that_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    assert _table(path, b"a,b,c") == ["4 another number of fields", "9 good"]
+    assert _table(path, b'"a,b') == ["4 no row of a table", "2 good"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "prompt,completion\na,b\n".encode("utf-16"), "a.csv is UTF-16"),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
+        (
+            "a.csv",
+            "prompt,completion\né,b\n".encode("latin1"),
+            "a.csv: no UTF-8: .* save the table",
+        ),
+        ("a.json", b'[{"text": "a"}, {"te', "a.json is no JSON list, or was cut off"),
+        ("a.json", b'[{"text": "\xff"}]', r"a.json: no UTF-8: 0xff at byte 11: a list is read"),
+        ("a.json", b'{\n"text": "a"\n}', "a.json is a single JSON object over several lines"),
+        ("a.jsonl", b'{\n"text": "a"\n}', r"3 rows are bad, the first is .*a.jsonl:1: no JSON"),
+        ("a.txt", b"a\0b", r"1 rows are bad, the first is .*a.txt: a NUL byte: at byte 1"),
+    ],
+    ids=str,
+)
+def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(GulliverError, match=message):
+        read(tmp_path / name)
+
+
+def test_a_row_that_says_something_twice_is_bad(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "completion": "b", "response": "c"},
+        {"prompt": "a", "completion": None, "response": "c"},
+    ]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data, _ = read(tmp_path / "b.jsonl")
+    assert [row.why for row in data.bad] == ["two columns for one thing: completion and response"]
+    assert len(data.train) == 1
+
+
+def test_texts_that_are_left_out_are_not_counted(tmp_path: Path) -> None:
+    sizes = [(99, 1), (1, 99), (1, 1)]  # only a question is left, part of an answer, all
+    rows = [
+        [{"role": "user", "content": "q " * q}, {"role": "assistant", "content": "a " * a}]
+        for q, a in sizes
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    data, said = read(path, length=48)
+    assert len(data.bad) == 1
+    assert said[0] == "data: 2 conversations, 0 held out"
+    assert (data.facts["cut"], data.facts["texts"]["train"]) == (1, 2)
+
+
+def test_a_run_folder_is_not_that_of_the_model_or_the_data(
+    tmp_path: Path, example: Example
+) -> None:
+    model, data = example
+    config = small(example, tmp_path / "run")
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    for changes, message in (
+        ({"out": model}, "is --model"),
+        ({"out": link}, "is --model"),
+        ({"out": model / "run"}, "or lies in it"),
+        ({"out": model.parent}, "has --model"),
+        ({"out": data}, "is --data"),
+        ({"out": data.parent / "run", "data": (data.parent,)}, "is --data"),
+        ({"out": data, "data": (model / "config.json",), "held_out": data}, "is --held-out"),
+        ({"out": tmp_path, "method": "lora", "adapter": tmp_path / "adapter"}, "has --adapter"),
+    ):
+        with pytest.raises(GulliverError, match=message):
+            check_finetune(replace(config, **changes))
+    check_finetune(config)
+
+
+@pytest.mark.parametrize("method", some(["full", "lora"], ["lora"]))
+def test_where_the_start_was_best_the_result_is_the_start(
+    tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    told = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(Learner, "judge", lambda self, batches: next(told))
+    config = small(example, tmp_path / "run", method=method, eval_every=1, patience=2, merge=False)
+    config = replace(config, merge=method == "lora", learning_rate=1e-2)
+    outcome = finetune(config)
+    assert (outcome.step, outcome.best) == (2, 1.0)
+    result, base = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (config.out / "model", example[0])
+    )
+    assert all(torch.equal(result[name], base[name]) for name in base)
+    card = (config.out / "README.md").read_text()
+    assert NO_BETTER in card
+    assert "| held-out loss of these weights | 1.0000 |" in card
+    resumed = finetune(replace(config, resume=True))
+    assert resumed.best == 1.0
+    with pytest.raises(GulliverError, match="model is written already, and save_dtype was 'auto'"):
+        finetune(replace(config, resume=True, save_dtype="bf16"))
+    (config.out / "model").rename(tmp_path / "away")
+    finetune(replace(config, resume=True, save_dtype="bf16"))
+    assert AutoModelForCausalLM.from_pretrained(config.out / "model", dtype="auto").dtype == (
+        torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"activations": "recompute"}, {"sp": 2, "ranks": 2}, {"memory": "300MiB"}],
+    ids=str,
+)
+def test_the_parts_of_a_plan_add_up(
+    tmp_path: Path, example: Example, capsys: pytest.CaptureFixture, changes: dict[str, Any]
+) -> None:
+    finetune(replace(small(example, tmp_path / "run", dry_run=True), **changes))
+    told = capsys.readouterr().err
+
+    def size(number: str, unit: str) -> int:
+        return byte_size("a size", f"{number.replace(',', '')}{unit}")
+
+    parts = [size(*found) for found in re.findall(r"([\d.,]+) (\S+) in memory", told)]
+    whole = [size(*found) for found in re.findall(r"needed in all +([\d.,]+) (\S+)", told)]
+    assert len(parts) == 4
+    assert sum(parts) == pytest.approx(whole[0], rel=0.05)
+
+
+def test_activations_that_nobody_knows_are_not_said_to_be_none(
+    tmp_path: Path, example: Example, capsys: pytest.CaptureFixture
+) -> None:
+    unknown = ActivationPeak(None, reason="Error: no shapes")
+    with patch("gulliver.planner.measure.activation_peak", return_value=unknown):
+        limit = {"memory": "80MiB", "disk": f"{tmp_path}:1GiB"}
+        finetune(replace(small(example, tmp_path / "run", dry_run=True), **limit))
+    told = capsys.readouterr().err
+    assert "activations      not known: Error: no shapes" in told
+    assert re.search(r"the least is \S+, and activations;", told)
+
+
+def test_experts_are_followed_in_float32_as_they_run() -> None:
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+    ids = torch.arange(32)[None] % 64
+    batch = {"input_ids": ids, "labels": ids}
+    found, run = activation_peak(model, kwargs=batch), follow_step(model, (), batch)
+    assert found.reason == ""
+    assert found.bytes is not None
+    assert run.bytes is not None
+    assert run.bytes <= found.bytes < 1.1 * run.bytes
+    model.bfloat16()  # of which torch knows the shapes by itself
+    ours = activation_peak(model, kwargs=batch)
+    with patch("gulliver.memory.symbolic.GROUPED", ""):
+        assert activation_peak(model, kwargs=batch) == ours
+
+
+class _Unfit(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+
+def test_what_cannot_be_followed_is_a_reason_and_no_traceback() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        found = activation_peak(_Unfit(), (torch.ones(2, 3),))
+    finally:
+        logger.removeHandler(handler)
+    assert found.bytes is None
+    assert found.reason
+    assert records == []
+    assert not logger.disabled
+
+
+def test_a_small_disk_and_samples_of_stages_are_told_of_before_anything_is_written(
+    tmp_path: Path, example: Example, capsys: pytest.CaptureFixture
+) -> None:
+    config = small(example, tmp_path / "run", memory="300MiB", disk=f"{tmp_path}:64KiB")
+    with pytest.raises(GulliverError, match=r"may have to leave .* give it \S+iB, or leave it out"):
+        finetune(config)
+    assert list(tmp_path.iterdir()) == []
+    finetune(small(example, tmp_path / "run", dry_run=True, pp=2, ranks=2))
+    assert "generate, --samples and --prompt are left out" in capsys.readouterr().err
+
+
+def test_an_adapter_goes_on_as_it_is(tmp_path: Path, example: Example) -> None:
+    config = small(example, tmp_path / "run", method="lora", steps=1, lora_rank=2, samples=0)
+    adapter = finetune(config).result
+    again = replace(config, out=tmp_path / "again", adapter=adapter)
+    for changes, message in (
+        ({"lora_rank": 8}, r"--lora-rank is 8, and --adapter .* has 2"),
+        ({"lora_targets": ("q_proj",)}, "--lora-targets is"),
+    ):
+        with pytest.raises(GulliverError, match=message):
+            finetune(replace(again, **changes))
+    assert not again.out.exists()
+    finetune(again)
+    assert f"those of {adapter}" in (again.out / "README.md").read_text()
+    assert FinetuneRun(again.out).log.read()
+
+
+def test_a_full_disk_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    closed: list[bool] = []
+    monkeypatch.setattr(writer, "close", lambda self: closed.append(True))
+    with tensorboard(tmp_path, 0, True) as scalar:
+        scalar("a", 1.0, 1)
+    assert closed == [True]
+    monkeypatch.setattr("gulliver.io.files._free", lambda _: 512)
+    with tensorboard(tmp_path, 0, True) as scalar:
+        scalar("a", 1.0, 1)
+    assert closed == [True]

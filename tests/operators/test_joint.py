@@ -1,0 +1,160 @@
+"""Shardings, recomputation and off-load are picked jointly: no picks of brute force are better."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gulliver.errors import GulliverError
+from gulliver.solve import Block, Operator, Strategy, least_memory, solve_in_stages, solve_joint
+from gulliver.solve.activations import boxed
+from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, joint_cost
+from gulliver.solve.joint_search import JointPlan
+from tests.joint_milp import joint_by_milp
+from tests.solve.solver_cases import joint_case, small_network, staged_case
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_no_picks_are_better(seed: int) -> None:
+    joint_case(seed, 2, 600)
+
+
+def _staged(blocks: list[Block], budget: int, link: OffloadLink | None) -> JointPlan | None:
+    try:
+        return solve_in_stages(blocks, budget, link)
+    except GulliverError:  # no shardings of a first stage fit
+        return None
+
+
+FULL = pytest.param(range(6, 60), marks=[pytest.mark.full, pytest.mark.deadline(600)])
+
+
+@pytest.mark.parametrize("seeds", [range(6), FULL])
+def test_two_stages_are_never_better_and_no_bound_is_above_what_is_possible(seeds: range) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        blocks = small_network(draw, draw.randint(2, 4), 4, 3)
+        link = OffloadLink(draw.choice([0.2, 1.0]), 1.0) if draw.random() < 0.3 else None
+        budget = least_memory(blocks, link).peak + draw.randint(0, 20)
+        exact = solve_joint(blocks, budget, link, tolerance=0, states=2000)
+        staged = _staged(blocks, budget, link)
+        assert exact.exact
+        assert staged is None or staged.cost == joint_cost(blocks, staged.picks, link)
+        for states in (1, 8):
+            rough = solve_joint(blocks, budget, link, states=states, tolerance=0.3)
+            assert rough.lower <= exact.cost.seconds * (1 + 1e-9)
+            assert exact.cost.seconds <= rough.cost.seconds * (1 + 1e-9)
+            assert rough.cost.peak <= budget
+            assert staged is None or rough.cost.seconds <= staged.cost.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_the_second_stage_is_the_best_for_the_shardings_of_the_first(seed: int) -> None:
+    staged_case(seed, 600)
+
+
+def test_what_is_low_at_the_peak_stays_beside_what_is_best_in_every_sum() -> None:
+    # No weighted sum of seconds and peak is least for the middle one.
+    seconds, peak = np.array([0.0, 6.0, 10.0]), np.array([10.0, 6.0, 0.0])
+    priced = seconds + np.array([0.5, 1.0, 2.0])[:, None] * peak
+    kinds = np.zeros(3, np.intp)
+    assert sorted(boxed(kinds, peak, priced, 1)) == [0, 2]
+    assert sorted(boxed(kinds, peak, priced, 3)) == [0, 1, 2]
+
+
+@pytest.mark.full
+@pytest.mark.deadline(600)
+def test_no_picks_are_better_in_larger_cases() -> None:
+    assert sum(joint_case(seed) for seed in range(3000)) > 1500
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_programme_of_highs_finds_the_same_where_brute_force_ends(seed: int) -> None:
+    pytest.importorskip("scipy.optimize")
+    draw = random.Random(seed)
+    blocks = small_network(draw, 3, 3, 2)
+    link = OffloadLink(0.2, 1.0) if seed % 2 else None
+    least, free = least_memory(blocks, link), solve_joint(blocks, 10**6, link)
+    budget = (2 * least.peak + free.cost.peak) // 3
+    found = solve_joint(blocks, budget, link, tolerance=0)
+    other = joint_by_milp(blocks, budget, link)
+    assert other.picks is not None
+    cost = joint_cost(blocks, other.picks, link)
+    assert found.exact
+    assert cost.peak <= budget
+    assert found.cost.seconds == pytest.approx(cost.seconds) == pytest.approx(other.lower)
+    with pytest.raises(GulliverError, match="below what any picks need"):
+        joint_by_milp(blocks, least.peak - 1, link)
+
+
+def _layer(name: str, wide: float) -> Operator:
+    """Two ways: whole on each device, or sharded, which communicates."""
+    whole = Strategy("whole", 2.0, 4.0, state=8, saved=8, backward_bytes=2, movable=8)
+    parts = Strategy("parts", 1.0, 2.0, wide, wide, state=4, saved=4, backward_bytes=2, movable=4)
+    dear = EdgeSeconds(((0.0, 0.1), (0.5, 0.0)), ((0.0, 0.5), (0.1, 0.0)))
+    return Operator(name, (whole, parts), conversions=(dear,))
+
+
+def _chain(count: int) -> list[Block]:
+    stays = (Strategy("", 0.1, 0.1, output=2), Strategy("", 0.1, 0.1, output=1))
+    layers = [_layer("up", 0.4), _layer("down", 0.7)]
+    up, down = layers[0], Operator("down", layers[1].strategies, (0,), layers[1].conversions)
+    add = Operator("add", stays, (ENTRY, 1), (None, layers[0].conversions[0]))
+    return [Block((up, down, add))] * count
+
+
+def test_recomputation_repeats_communication_so_that_the_shardings_depend_on_the_budget() -> None:
+    blocks = _chain(6)
+    free = solve_joint(blocks, 10**6)
+    tight = solve_joint(blocks, least_memory(blocks).peak + 12)
+    assert {p.choice for b in free.picks for p in b} == {"keep"}
+    assert "recompute" in {p.choice for b in tight.picks for p in b}
+    assert free.price == 0 < tight.price
+    # In two stages: the shardings that are best without a limit, then what to recompute.
+    chosen = [
+        Block(
+            tuple(
+                Operator(o.name, (o.strategies[p.strategy],), o.inputs, last_use=o.last_use)
+                for o, p in zip(block.operators, picks, strict=True)
+            )
+        )
+        for block, picks in zip(blocks, free.picks, strict=True)
+    ]
+    assert least_memory(chosen).peak >= least_memory(blocks).peak
+
+
+def test_many_blocks_end_within_a_small_gap() -> None:
+    blocks = _chain(96)
+    least, free = least_memory(blocks), solve_joint(blocks, 10**9)
+    middle = (least.peak + free.cost.peak) // 2
+    found = solve_joint(blocks, middle)
+    assert found.cost.peak <= middle
+    assert found.lower <= found.cost.seconds
+    assert found.gap < 0.01
+
+
+def test_too_little_is_refused_with_what_binds() -> None:
+    blocks = _chain(2)
+    least = least_memory(blocks)
+    with pytest.raises(GulliverError, match=rf"{least.peak} would do. Operator '(up|down|add)'"):
+        solve_joint(blocks, least.peak - 1)
+    assert solve_joint(blocks, least.peak).cost.peak == least.peak
+
+
+def test_what_contradicts_itself_is_refused() -> None:
+    one = Operator("one", (Strategy(),))
+    with pytest.raises(GulliverError, match="has no strategy"):
+        solve_joint([Block((Operator("none", ()),))], 1)
+    with pytest.raises(GulliverError, match="do not come before"):
+        solve_joint([Block((one, Operator("two", (Strategy(),), (1,))))], 1)
+    wrong = Operator("two", (Strategy(),), (0,), (EdgeSeconds(((1.0, 2.0),), ((1.0, 2.0),)),))
+    with pytest.raises(GulliverError, match=r"has conversions \(1, 2\), and needs \(1, 1\)"):
+        solve_joint([Block((one, wrong))], 1)
+    with pytest.raises(GulliverError, match="allow 'keep'"):
+        solve_joint([Block((one,))], 1, allowed=("recompute",))

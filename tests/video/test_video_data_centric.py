@@ -1,0 +1,330 @@
+"""``gulliver train --data-centric``: the run of one process, on any ranks and after any end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.hardware.samples import SampleFit, read_samples
+from gulliver.video import DataConfig, TrainConfig, load_autoencoder, training
+from gulliver.video import planned_training as runs
+from gulliver.video.batches import VideoBatch
+from gulliver.video.config import ModelConfig, PlannerConfig, ValidationConfig, check_config
+from gulliver.video.planned_costs import check_host, host_of, with_moves
+from gulliver.video.planned_training import PlannedTrainer, budget_of, train
+from gulliver.video.run import Run, make_optimizer
+from gulliver.video.sources import check_start, make_dataset
+from tests.patience import patient
+from tests.pool import Pool
+from tests.video.test_video_hybrid import doubled
+from tests.video.test_video_training import autoencoder, cli, options_of, small, wait_for_step
+
+__all__ = ["autoencoder"]  # a fixture
+
+STEPS = 5
+
+
+class DoublePlanned(PlannedTrainer):
+    """Trains in float64, notes its samples, and wishes to stop after a step."""
+
+    last = STEPS
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        coder: Any = self.maker.autoencoder.double()  # pyright: ignore
+        encode = coder.encode
+        vars(coder)["encode"] = lambda videos: encode(videos.double())
+
+    def _clips(self, loaded: Any, epoch: int, step: int) -> VideoBatch:
+        return doubled(super()._clips(loaded, epoch, step))
+
+    def _loss_sum(self, batch: VideoBatch) -> Any:
+        return super()._loss_sum(doubled(batch))
+
+    def forward_backward(self, batch: Any) -> Mapping[str, Any]:
+        self.stop.wanted = self.stop.wanted or self.step_number + 1 == self.last
+        return super().forward_backward(batch)
+
+    def after_update(self) -> Mapping[str, float]:
+        batch = self._running
+        if self.world.is_main:
+            told = {
+                "step": self.step_number,
+                "samples": sorted(n for _, micro in batch.plan for n in micro.samples),
+                "degrees": [group.degree for group in batch.plan.all_groups],
+            }
+            with (self.run.folder / "samples_of_steps").open("a") as file:
+                file.write(json.dumps(told) + "\n")
+        return super().after_update()
+
+
+@contextmanager
+def double(last: int):
+    """Runs of this process are in float64 and end after a step."""
+    build, kind = training.build_model, runs.PlannedTrainer
+    training.build_model = lambda *args: build(*args).double()
+    runs.PlannedTrainer = type("DoublePlanned", (DoublePlanned,), {"last": last})
+    try:
+        yield
+    finally:
+        training.build_model, runs.PlannedTrainer = build, kind
+
+
+def _train_double(world: World, config: TrainConfig, last: int = STEPS) -> list[dict]:
+    with double(last):
+        train(config)
+    return Run(config.out).log.read()
+
+
+def samples_of(out: Path) -> list[list[int]]:
+    lines = (out / "samples_of_steps").read_text().splitlines()
+    return [json.loads(line)["samples"] for line in lines]
+
+
+def uneven(out: Path, autoencoder: Path, **changes: Any) -> TrainConfig:
+    """A run of five steps, the last two of another epoch."""
+    data = DataConfig(shapes=("9x32x32:2", "5x24x40:1", "1x32x32:1"), batch_size=7, clips=20)
+    planner = changes.pop("planner", PlannerConfig())
+    return small(
+        out, autoencoder, steps=STEPS, data_centric=True, data=data, planner=planner, **changes
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Path) -> Path:
+    """A run of one rank in float64."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    held_out = ValidationConfig(every=STEPS, clips=2, levels=2)
+    pool.run(_train_double, 1, uneven(out, autoencoder, validation=held_out))
+    return out
+
+
+def test_one_rank_trains_as_a_loop_over_single_clips(alone: Path, autoencoder: Path) -> None:
+    config = Run(alone).read_config()
+    with double(STEPS):
+        coder: Any = load_autoencoder(autoencoder)
+        model = training.build_model(config, coder)
+    trainer = object.__new__(PlannedTrainer)  # only what draws: nothing of how steps are run
+    dataset: Any = make_dataset(config.data, config.model.text_length)
+    trainer.config, trainer.flow = config, training.make_flow(config.flow, coder)
+    trainer.maker = training.BatchMaker(
+        dataset, None, coder, training.ready_texts(config, None, model, (), None), trainer.flow,  # type: ignore[arg-type]
+        config.flow, config.seed, torch.device("cpu"),
+    )  # fmt: skip
+    optimizer, schedule = make_optimizer(config, model)
+    coder.double()
+    for number, (samples, line) in enumerate(
+        zip(samples_of(alone), Run(alone).log.read(), strict=True)
+    ):
+        shown = 0.0
+        for index in samples:
+            clip, bucket = dataset[index], dataset.bucket_of(index)
+            latents = coder.encode(clip.video[None].double()).detach()
+            epoch = 0 if number < 3 else 1
+            shape = tuple(latents.shape[1:])
+            noise, level, drop, mask = trainer._draw(epoch, index, number, shape, bucket)
+            text = trainer.maker.text.encode([clip.caption])
+            told = {"fps": clip.fps, "height": bucket.height, "width": bucket.width}
+            mask = None if mask is None else mask[None]
+            inputs = {
+                **{n: torch.tensor([float(v)], dtype=torch.float64) for n, v in told.items()},
+                "y": text[0].double(),
+                "mask": text[1],
+                "drop_caption": torch.tensor([drop]),
+                "x_mask": mask,
+            }
+            loss = trainer.flow.loss(
+                model, latents, inputs, noise=noise[None].double(), timesteps=level.double(),
+                mask=mask,
+            ).sum() / len(samples)  # fmt: skip
+            loss.backward()
+            shown += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert line["loss"] == pytest.approx(shown, rel=1e-9)
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+
+
+def _assert_like(out: Path, alone: Path) -> None:
+    """Holds curve, samples and validation of a run against those of one rank."""
+    assert samples_of(out) == samples_of(alone)
+    assert sorted(itertools.chain(*samples_of(out)[:3])) == list(range(20)), "an epoch"
+    for line, other in zip(Run(out).log.read(), Run(alone).log.read(), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+    (found,), (wanted,) = (Run(out).validation.read() for out in (out, alone))
+    for bucket, losses in wanted["buckets"].items():
+        assert found["buckets"][bucket] == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.full
+def test_groups_of_one_degree_train_the_model_of_one_rank(
+    pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path
+) -> None:
+    costs = PlannerConfig(costs=alone / "costs.json", intra=False, degree=2)
+    held_out = ValidationConfig(every=STEPS, clips=2, levels=2)
+    config = uneven(tmp_path / "run", autoencoder, planner=costs, stage=2, validation=held_out)
+    pool.run(_train_double, 4, config)
+    _assert_like(config.out, alone)
+
+
+def test_a_stopped_run_goes_on_with_other_ranks_and_without_those_inside(
+    pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path
+) -> None:
+    costs = PlannerConfig(costs=alone / "costs.json")
+    held_out = ValidationConfig(every=STEPS, clips=2, levels=2)
+    config = uneven(tmp_path / "run", autoencoder, planner=costs, stage=2, validation=held_out)
+    for ranks, inside, last in (
+        (4, {"tp_size": 2}, 1),
+        (4, {"pp_size": 2}, 2),
+        (2, {}, 3),
+        (3, {}, STEPS),
+    ):
+        part = replace(config, resume=last > 1, **inside)
+        pool.run(_train_double, ranks, part, last)
+    _assert_like(config.out, alone)
+
+
+@pytest.mark.full
+def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path) -> None:
+    """By SIGKILL, 4 ranks as 2 x 2 tensor ranks, then 2, then 3: the curve of one process."""
+    whole = replace(uneven(tmp_path / "whole", autoencoder), steps=24, save_every=1, keep=30)
+    train(whole)
+    costs = PlannerConfig(costs=whole.out / "costs.json")
+    broken, done = replace(whole, out=tmp_path / "broken", planner=costs), 0
+    for ranks in (4, 2, 3):
+        tensor = 2 if ranks == 4 else 1
+        part = replace(broken, ranks=ranks, tp_size=tensor, resume=done > 0)
+        process = cli(*options_of(part))
+        if ranks != 3:
+            wait_for_step(broken.out, done + 3, process)
+            os.killpg(process.pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=patient(200))
+        assert ranks != 3 or process.returncode == 0, errors
+        done = len(Run(broken.out).log.read())
+    logs = [Run(config.out).log.read() for config in (whole, broken)]
+    assert [line["step"] for line in logs[1]] == list(range(1, 25))
+    for line, other in zip(*logs, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp_size": 32}, "--tp-size is 32: model"),
+        (
+            {"pp_size": 2, "planner": PlannerConfig(inter=False)},
+            "--planner.no-inter: leave it out: stages of a pipeline need several",
+        ),
+        (
+            {"pp_size": 2, "planner": PlannerConfig(refine=True)},
+            "--planner.refine: leave it out: stages of a pipeline run several",
+        ),
+        ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
+        ({"plugin": "ddp"}, "--plugin is ddp: leave it out with --data-centric"),
+        ({"accumulate": 2}, "--accumulate is 2"),
+        (
+            {"data": DataConfig(table=Path("x.csv"), buckets=Path("b.json"), bucket_ranks=2)},
+            "--data.bucket-ranks is 2: leave it out with --data-centric",
+        ),
+        (
+            {"model": ModelConfig(size="STDiT2-XL/2"), "tp_size": 2},
+            "share an STDiT3 alone, not an STDiT2",
+        ),
+        (
+            {"model": ModelConfig(size="STDiT2-XL/2"), "sequence_parallelism_mode": "ring_attn"},
+            "--sequence-parallelism-mode is for ranks that share a clip",
+        ),
+        (
+            {"planner": PlannerConfig(tokens=9, seconds=1.0), "data": DataConfig()},
+            "exclude each other",
+        ),
+        ({"planner": PlannerConfig(tokens=9)}, "--data.batch-size is 7: leave it out"),
+        ({"planner": PlannerConfig(degree=2)}, "add --planner.no-intra"),
+        ({"planner": PlannerConfig(offload=2.0, pac=False)}, "no-pac exclude each other"),
+        ({"planner": PlannerConfig(offload=2.0), "pp_size": 2}, "keep activations or compute"),
+        ({"planner": PlannerConfig(intra=False)}, "needs a --planner.degree"),
+        (
+            {"data_centric": False, "planner": PlannerConfig(unfit="skip")},
+            "--planner.unfit is skip: add --data-centric",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, autoencoder: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = replace(uneven(tmp_path, autoencoder), **changes)
+
+    def start() -> None:
+        check_config(config)
+        check_start(config)
+
+    with pytest.raises(GulliverError, match=message):
+        start()
+
+
+def test_costs_and_clips_that_do_not_fit_are_refused(
+    tmp_path: Path, autoencoder: Path, alone: Path, capsys: pytest.CaptureFixture
+) -> None:
+    values = json.loads((alone / "costs.json").read_text())
+    values["fingerprint"]["machine"]["processor"] = "another"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(values))
+    config = uneven(tmp_path / "run", autoencoder, planner=PlannerConfig(costs=other))
+    with pytest.raises(GulliverError, match=r"--planner.costs: .*is of another machine"):
+        train(config)
+    with pytest.raises(GulliverError, match=r"--planner.costs: .*No such file"):
+        train(replace(config, planner=PlannerConfig(costs=tmp_path / "none.json")))
+    costs = alone / "costs.json"
+    saved = read_samples(costs)
+    assert saved.keeps, "gulliver plan data can plan with it"
+    assert {str(shape) for shape in saved.shapes} == {"9x32x32", "5x24x40", "1x32x32"}
+    with pytest.raises(GulliverError, match=r"--planner.offload 1: .*memory is the host's"):
+        train(replace(config, planner=PlannerConfig(costs=costs, offload=1.0)))
+    fit = json.loads(costs.read_text())["fit"]
+    # Room for stills, and not for the longest clips.
+    room = fit["states"] + 20 * (fit["token_bytes"] + 6 * fit["block_bytes"])
+    few = PlannerConfig(costs=costs, memory=room / 2**30)
+    with pytest.raises(GulliverError, match=r"9x32x32, 48 tokens.*fits at no degree"):
+        train(replace(config, planner=few))
+    skipping = replace(config, planner=replace(few, unfit="skip"), steps=1)
+    skipping = replace(skipping, data=replace(config.data, batch_size=2))
+    assert train(skipping).finished
+    assert "fit at no degree are skipped" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_budget_is_of_samples_tokens_or_seconds() -> None:
+    assert str(budget_of(TrainConfig())) == "32 samples a step"
+    assert "9 tokens" in str(budget_of(TrainConfig(planner=PlannerConfig(tokens=9))))
+    assert "2 s" in str(budget_of(TrainConfig(planner=PlannerConfig(seconds=2.0))))
+
+
+def test_host_memory_is_that_of_a_gpu_and_no_more_than_there_is() -> None:
+    gpu, fit = torch.device("cuda"), SampleFit(0.1, 0, 1e-9, 0, 0, 1e6, 9, 9)
+    check_host(None, torch.device("cpu"), 4, 2**30)
+    check_host(8.0, gpu, 4, 64 * 2**30)
+    with pytest.raises(GulliverError, match=r"4 ranks .* are 64.00 GiB.*: give at most 12.8"):
+        check_host(16.0, gpu, 4, 64 * 2**30)
+    assert host_of(17.0, True, fit) == (None, "")
+    fast = replace(fit, to_host_s=1 / 50e9, from_host_s=1 / 40e9, move_error=0.02)
+    room, line = host_of(17.0, True, fast)
+    assert room is not None
+    assert room.bytes == 16 * 2**30
+    assert "16.00 GiB of a rank's host memory, of 17.00 GiB as --planner.offload says" in line
+    assert "at 50 GB/s there and 40 back, measured; error 2.0% at most" in line
+    assert host_of(None, True, fast) == host_of(17.0, False, fast) == (None, "")
+    assert with_moves(fit, torch.device("cpu")) is fit
