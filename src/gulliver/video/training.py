@@ -200,7 +200,7 @@ class Trainer(TrainingLoop):
         )
         whole = (boosted, optimizer, scheduler)
         super().__init__(run, world, options, booster, whole, self.place, replicas)
-        self.position = self.sampler.state_dict()
+        self.position, self._cost_of_saves = self.sampler.state_dict(), (0, 0.0)
         if config.pp_size > 1:
             hide_targets(model)
         self._prepare()
@@ -242,12 +242,18 @@ class Trainer(TrainingLoop):
 
     def _report_saves(self) -> None:
         """Says what checkpoints have cost."""
-        if self.world.is_main and self.booster.saves:
+        saves, stall = self._cost_of_saves
+        if self.world.is_main and saves:
             console().print(
-                f"{self.booster.saves} checkpoints held training up for "
-                f"{self.booster.stall_s:.2f} s in all, the newest is "
+                f"{saves} checkpoints held training up for {stall:.2f} s in all, the newest is "
                 f"{self.run.checkpoints.latest()}"
             )
+
+    def save(self) -> None:
+        """Begins a checkpoint of this step unless there is one; every rank calls it."""
+        super().save()
+        # Noted now: a booster that is closed knows them no more.
+        self._cost_of_saves = self.booster.saves, self.booster.stall_s
 
     def _list_unreadable(self) -> None:
         """Says which clips of a table broke or are misstated in it; every rank calls it."""
@@ -267,6 +273,7 @@ class Trainer(TrainingLoop):
         """Ends a run whose clips are gone; what it has learnt is saved. Every rank calls it."""
         self.save()
         kept = self.kept()
+        self.booster.close()  # the folder is free for another run in this process
         self._report_saves()
         self._list_unreadable()
         raise GulliverError(
