@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.two_ring import imbalance
+from tests.parallel.two_ring import imbalance
 from torch import Tensor
 
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.two_ring import two_ring_attention
+from tests.parallel.two_ring import two_ring_attention
 from torch import Tensor
 
 from benchmarks._harness import Report, Spread, alternate, at_least

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.two_ring import two_ring_attention
+from tests.parallel.two_ring import two_ring_attention
 from torch import Tensor
 
 from benchmarks._harness import Report, alternate, at_least, at_most

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.video_steps import one_step
+from tests.video.video_steps import one_step
 
 from benchmarks._harness import Bar, Report, Spread, alternate, at_least, at_most, finish
 from gulliver.checkpoint import save_huggingface

@@ -25,7 +25,7 @@ from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
 from gulliver.hardware import HostRoom
 from gulliver.hardware.batch_costs import BlockKind
 from gulliver.hardware.offload import TierRates
-from tests.data_centric_costs import line_costs
+from tests.data_centric.data_centric_costs import line_costs
 from tests.hybrid.hybrid_cells import (
     exact_norms,
     make_optimizer,

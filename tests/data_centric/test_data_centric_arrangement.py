@@ -17,8 +17,8 @@ from gulliver.errors import GulliverError
 from gulliver.solve.arrange import StepArranger
 from gulliver.solve.steps import BalancedStep, GroupWork, StepSolver, WorkPiece
 from gulliver.solve.timeline import halves
+from tests.data_centric.data_centric_costs import line_costs
 from tests.data_centric.test_data_centric_plans import LengthCosts, indices
-from tests.data_centric_costs import line_costs
 
 
 def arranged(lengths: list[int], budget: int, ranks: int = 4, **changes: Any) -> DataCentricPlanner:

@@ -15,6 +15,7 @@ from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples, document_shapes, pack_documents
 from gulliver.data_centric.recompute import RecomputeSwitch
 from gulliver.errors import GulliverError
+from tests.data_centric.data_centric_costs import line_costs
 from tests.data_centric.data_centric_runs import (
     KINDS,
     PLANNED,
@@ -27,7 +28,6 @@ from tests.data_centric.data_centric_runs import (
     planned,
     trained,
 )
-from tests.data_centric_costs import line_costs
 from tests.hybrid.hybrid_cells import make_optimizer
 from tests.pool import Pool
 

@@ -13,7 +13,7 @@ from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
 from gulliver.comm import World
 from gulliver.data import DataCentricPlanner, Samples
 from gulliver.errors import GulliverError
-from tests.data_centric_costs import line_costs
+from tests.data_centric.data_centric_costs import line_costs
 from tests.pool import Pool
 
 SAMPLES = 12

@@ -21,8 +21,8 @@ from gulliver.data import DataCentricPlanner, Samples
 from gulliver.errors import GulliverError
 from gulliver.memory.host import HostStore
 from gulliver.plan import Plan
+from tests.data_centric.data_centric_costs import line_costs
 from tests.data_centric.data_centric_runs import KINDS, Case, errors, trained
-from tests.data_centric_costs import line_costs
 from tests.memory.test_memory_stores import LateCopier
 from tests.pool import Pool
 

@@ -21,7 +21,7 @@ from gulliver.data_centric.steps import StepPlan
 from gulliver.data_centric.windows import longer_lots
 from gulliver.errors import GulliverError
 from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
-from tests.data_centric_costs import line_costs
+from tests.data_centric.data_centric_costs import line_costs
 
 KINDS = (BlockKind("spatial", 3, 0.5), BlockKind("temporal", 2, 0.25))
 

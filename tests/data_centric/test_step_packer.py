@@ -14,8 +14,8 @@ from gulliver.data import DataCentricPlanner, Tokens
 from gulliver.errors import GulliverError
 from gulliver.solve import packing as tables_module
 from gulliver.solve.packing import FallbackTables, NativeTables, packer_problem, step_tables
+from tests.data_centric.data_centric_costs import line_costs
 from tests.data_centric.step_packer import PythonTables
-from tests.data_centric_costs import line_costs
 
 needs_native = pytest.mark.skipif(
     packer_problem() is not None, reason=f"no native packer: {packer_problem()}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gulliver.data import DataCentricPlanner, Samples, Seconds
 from gulliver.errors import GulliverError
 from gulliver.solve.steps import BalancedStep, GroupWork, StepSolver, WorkPiece, fill_stages
-from tests.data_centric_costs import line_costs
+from tests.data_centric.data_centric_costs import line_costs
 
 
 def simulated(seconds: list[float], stages: int) -> float:

@@ -14,7 +14,7 @@ from gulliver.solve import Block, Operator, Strategy, least_memory, solve_in_sta
 from gulliver.solve.activations import boxed
 from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, joint_cost
 from gulliver.solve.joint_search import JointPlan
-from tests.joint_milp import joint_by_milp
+from tests.operators.joint_milp import joint_by_milp
 from tests.solve.solver_cases import joint_case, small_network, staged_case
 
 

@@ -65,8 +65,8 @@ from tests.parallel.sequence_cells import (
     small_pieces,
     tensors,
 )
+from tests.parallel.two_ring import imbalance, two_ring_attention
 from tests.pool import Pool
-from tests.two_ring import imbalance, two_ring_attention
 
 WHOLE = slice(None), slice(None)
 SMALL_MODES = tuple(mode for mode in MODES if mode.ranks > 1)

@@ -25,7 +25,7 @@ from gulliver.solve import (
 )
 from gulliver.solve.conversion import ConversionStep, Sharding, convert_least, moves_from
 from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, Pick, joint_cost
-from tests.joint_milp import joint_by_milp
+from tests.operators.joint_milp import joint_by_milp
 
 ALL: tuple[Choice, ...] = ("keep", "recompute", "offload")
 COUNTS = (1, 4, 16, math.inf)

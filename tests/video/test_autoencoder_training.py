@@ -47,7 +47,7 @@ from gulliver.video.run import Run
 from gulliver.video.sources import make_dataset
 from tests.pool import Pool
 from tests.video.test_video_training import final_tensors
-from tests.video_steps import all_steps
+from tests.video.video_steps import all_steps
 
 STEPS = 4
 SHAPES = ("9x16x24:2", "1x16x16:1")

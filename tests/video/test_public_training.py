@@ -33,7 +33,7 @@ from gulliver.video.public_models import save_autoencoder
 from gulliver.video.run import Run
 from gulliver.video.sources import check_start, describe_start, make_dataset
 from tests.models.test_text_encoders import WORDS, save_t5
-from tests.video_steps import one_step
+from tests.video.video_steps import one_step
 
 SMALL = {
     "in_channels": 8, "hidden_size": 48, "depth": 1, "num_heads": 2, "caption_channels": 16,

@@ -38,7 +38,7 @@ from gulliver.video.sources import make_dataset
 from tests.patience import patient
 from tests.pool import Pool
 from tests.programs import Program, module
-from tests.video_steps import one_step
+from tests.video.video_steps import one_step
 
 SHAPES = ("9x32x32:2", "5x24x40:1", "1x32x32:1")
 
