@@ -33,8 +33,8 @@ httpx = pytest.importorskip("httpx")
 
 from gulliver.serve.http import Load, Measured, RequestTiming, generate_load  # noqa: E402
 from gulliver.serve.http.load import (
-    arrivals,  # noqa: E402
-    percentile,  # noqa: E402
+    arrivals,
+    percentile,
 )
 
 

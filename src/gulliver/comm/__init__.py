@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gulliver.precision.wire.formats import IDENTITY
 
 __all__ = [
-    "Handle",
     "IDENTITY",
+    "Handle",
     "Torus",
     "World",
     "all_gather",

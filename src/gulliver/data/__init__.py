@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gulliver.data_centric.steps import StepEnds
 
 __all__ = [
+    "STYLES",
     "Bucket",
     "BucketConfig",
     "BucketSampler",
@@ -25,7 +26,6 @@ __all__ = [
     "DataLoader",
     "PinnedArena",
     "ResumableSampler",
-    "STYLES",
     "Samples",
     "Seconds",
     "StagingOptions",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gulliver.families.lookup import family_of, register
     from gulliver.families.record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
 
-__all__ = ["Blocks", "Family", "SHARED_BY_TENSOR", "Sequences", "Tensors", "family_of", "register"]
+__all__ = ["SHARED_BY_TENSOR", "Blocks", "Family", "Sequences", "Tensors", "family_of", "register"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

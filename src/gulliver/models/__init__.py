@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from gulliver.models.stdit import STDiT, STDiT2, STDiT3, stdit3
 
 __all__ = [
-    "Autoencoder",
     "CONFIGURATIONS",
+    "QUIRKS",
+    "Autoencoder",
     "CausalAutoencoder",
     "FrameAutoencoder",
     "MMDiT",
     "MMDiTConfig",
     "PipelineAutoencoder",
-    "QUIRKS",
     "STDiT",
     "STDiT2",
     "STDiT2Config",

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from gulliver.plan.tree import SHARED_BY_TENSOR, Fp8Plan, Model
 
 __all__ = [
+    "SHARED_BY_TENSOR",
     "ComparisonRow",
     "Fp8Plan",
     "Model",
     "Plan",
     "Predicted",
-    "SHARED_BY_TENSOR",
     "Seconds",
     "TierTraffic",
     "analyse",

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from gulliver.schedule.traces import SHAPES, generate, read_trace
 
 __all__ = [
+    "HEADS",
+    "SHAPES",
     "Decision",
     "Estimator",
-    "HEADS",
     "Job",
     "JobCluster",
     "Ones",
@@ -30,7 +31,6 @@ __all__ = [
     "Pollux",
     "Result",
     "Rollout",
-    "SHAPES",
     "Summary",
     "View",
     "bound_of",

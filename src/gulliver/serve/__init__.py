@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gulliver.serve.weights import end_tokens, load
 
 __all__ = [
+    "LLM",
     "Batch",
     "Completion",
     "Draft",
@@ -33,7 +34,6 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "Event",
-    "LLM",
     "LocalRunner",
     "ModelOptions",
     "Output",

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from gulliver.video.training import Trainer
 
 __all__ = [
-    "Counts",
     "DIRECTIONS",
-    "DataConfig",
     "FPS",
+    "Counts",
+    "DataConfig",
     "Guidance",
     "KeptLatents",
     "KeptTexts",

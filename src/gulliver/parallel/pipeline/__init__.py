@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from gulliver.parallel.pipeline.stage import Stage, checkpoint_blocks, make_stage
 
 __all__ = [
-    "Pipeline",
     "STYLES",
+    "Pipeline",
     "Stage",
     "checkpoint_blocks",
     "cut",
