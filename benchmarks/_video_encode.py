@@ -2,7 +2,8 @@
 
     python -m benchmarks._video_encode             # this part alone
 
-Digits are written as videos. They are encoded by calls that are killed (`tests.video.encode_killed`), and
+Digits are written as videos. They are encoded by calls that are killed
+(`tests.video.encode_killed`), and
 the folder compared with that of a call that was not; then the same run is trained on the videos and
 on the latents, a few steps each in turns, from reading a batch to the end of its step.
 

@@ -1,7 +1,8 @@
 """Exact searches beside brute force, and the joint search of long networks beside its bound.
 
 `python -m benchmarks.solvers` has two parts. `truth` makes random small cases of every solver and
-compares each with an independent definition, by brute force or by HiGHS (`tests/solve/solver_cases.py`).
+compares each with an independent definition, by brute force or by HiGHS
+(`tests/solve/solver_cases.py`).
 `speed` times `solve_joint` on equal blocks of 10 operators with 6 strategies each, drawn at
 random, for budgets close to the least memory that works: CPU seconds, which a busy machine does not
 move much, and the gap to the bound.

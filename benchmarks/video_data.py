@@ -1,6 +1,7 @@
 """Data preparation on a mess of clips, with the truth known: what it finds, loses, and costs.
 
-`tests/video/messy_clips.py` makes the mess: real and generated scenes joined, copied, broken, turned, of
+`tests/video/messy_clips.py` makes the mess: real and generated scenes joined, copied, broken,
+turned, of
 variable rate, in odd codecs. *cuts*: where scenes begin, against where they were joined, and if
 each frame of each file ends in a clip or in the list of what is left out. *dedup*: copies, against
 what was copied. *filter*: a table of 100,000 rows through the command, beside pandas and a loop

@@ -1,6 +1,7 @@
 """Fine-tunes, and ends itself by SIGKILL again and again: in steps, saves and the result.
 
-Started by `tests/finetune/test_finetune_run.py`, with the folder of a model, a file, a folder and points.
+Started by `tests/finetune/test_finetune_run.py`, with the folder of a model, a file, a folder and
+points.
 """
 
 from __future__ import annotations

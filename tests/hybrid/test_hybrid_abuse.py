@@ -1,7 +1,7 @@
 """Demanding and wrong uses of hybrid parallelism: right as one process, or refused in a line.
 
-What is checked against one process is in `tests/hybrid/hybrid_cells.py` for plain loops; here the loops
-are those that real runs have.
+What is checked against one process is in `tests/hybrid/hybrid_cells.py` for plain loops; here the
+loops are those that real runs have.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Trains models one after another in this process's control group, each under a limit of its own.
 
-Started by `tests/memory/test_memory_limit.py` inside the group: ``python -m tests.memory.limited_models FILE
+Started by `tests/memory/test_memory_limit.py` inside the group: ``python -m
+tests.memory.limited_models FILE
 CASES``, with the file that has the group's limit. Each case prints a line when it begins and one
 when it has ended, so that the one under way is known if the kernel ends the process.
 

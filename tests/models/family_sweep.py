@@ -2,10 +2,11 @@
 
     python -m tests.models.family_sweep --out out/families.json                 # all, resumes
     python -m tests.models.family_sweep --out f.json --only llama,gpt_oss --modes tp,pp --again
-    python -m tests.models.family_sweep --out f.json --write docs/parity.md     # the section of the page
+    python -m tests.models.family_sweep --out f.json --write docs/parity.md     # the section of
+    the page
 
-A tiny model of every type (`tests/models/family_models.py`) is trained for one step in float64 on two
-ranks. Its loss and every gradient are held against the same model in one process: *exact*,
+A tiny model of every type (`tests/models/family_models.py`) is trained for one step in float64 on
+two ranks. Its loss and every gradient are held against the same model in one process: *exact*,
 *refused* with the reason, *WRONG*, or *error* where anything but a refusal ends it.
 """
 
@@ -197,8 +198,8 @@ def section(done: dict[str, Any]) -> str:
         "",
         "## Hugging Face types",
         "",
-        "Written by `python -m tests.models.family_sweep`. A tiny model of each type is trained for one "
-        "step in float64 on two ranks: its loss and all gradients are those of one process to "
+        "Written by `python -m tests.models.family_sweep`. A tiny model of each type is trained for "
+        "one step in float64 on two ranks: its loss and all gradients are those of one process to "
         f"{BAR:g} (*exact*), or it is *refused* by name. Behind *exact* stands the share of the "
         "parameters of the blocks that a rank keeps, where it is more than three quarters. *tp, "
         "logits* takes the loss of the logits in place of the model's own. Types without a "

@@ -1,7 +1,8 @@
 """The cells of sequence parallelism: modes x masks x heads x lengths, and one rank to hold them to.
 
 `errors_of(world, mode, dtype)` runs every cell of a mode on a rank and returns its errors;
-`rows(pool)` gives the lines of a table of them. `tests/parallel/test_sequence.py` asserts each cell.
+`rows(pool)` gives the lines of a table of them. `tests/parallel/test_sequence.py` asserts each
+cell.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The cells of tensor parallelism: models x modes x ranks, and one process to hold them to.
 
 `errors_of(world, family, mode, dtype)` runs a model on a rank, with batches of two lengths, and
-returns its errors; `rows(pool)` gives the lines of a table of them. `tests/parallel/test_tensor.py` asserts
-each cell.
+returns its errors; `rows(pool)` gives the lines of a table of them.
+`tests/parallel/test_tensor.py` asserts each cell.
 """
 
 from __future__ import annotations

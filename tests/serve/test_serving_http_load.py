@@ -32,10 +32,7 @@ pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 
 from gulliver.serve.http import Load, Measured, RequestTiming, generate_load  # noqa: E402
-from gulliver.serve.http.load import (
-    arrivals,
-    percentile,
-)
+from gulliver.serve.http.load import arrivals, percentile  # noqa: E402
 
 
 @pytest.fixture(scope="module")

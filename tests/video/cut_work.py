@@ -1,4 +1,4 @@
-"""What processes of `tests.video.test_cut` do with files: apart, as each of them imports this module."""
+"""What processes of `tests.video.test_cut` do with files; each of them imports this module."""
 
 from __future__ import annotations
 

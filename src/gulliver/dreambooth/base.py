@@ -2,7 +2,8 @@
 
 The recipe (`trainer.py`) knows pictures, texts, weights of samples, ranks and files; a `Base`
 knows its networks: how a picture becomes latents, what the loss of a sample is, and how it samples.
-`diffusers_base.py` has those of diffusers' pipelines, `video_base.py` those of Gulliver's video models.
+`diffusers_base.py` has those of diffusers' pipelines, `video_base.py` those of Gulliver's video
+models.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class Column:
 #
 # A record is a row of the weight and of every state that the optimizer has for it. All records lie
 # in columns (`records.py`); the hot ones are copied to *slots* on the device, and changed there.
-# Which, `gulliver.solve.rows.RowReplacement` decides. Read `begin` first: what happens before a batch
-# is used.
+# Which, `gulliver.solve.rows.RowReplacement` decides. Read `begin` first: what happens before a
+# batch is used.
 
 
 Records = dict[str, Tensor]

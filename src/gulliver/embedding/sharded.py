@@ -101,7 +101,8 @@ def steps_part(steps: Tensor, group: RankGroup) -> Part:
 #
 # - a *whole* table: bags, from the rank that has it,
 # - *columns*: bags, a slice of their width from every rank,
-# - *rows*: rows, one for each id, from the rank that has it; bags are made of them where they belong.
+# - *rows*: rows, one for each id, from the rank that has it; bags are made of them where they
+# belong.
 
 
 # [Note: exact over ranks] Bags are reduced where all rows of a bag are, in the order of its ids,

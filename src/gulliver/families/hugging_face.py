@@ -6,8 +6,8 @@ output, two linear layers or three with a gate, experts); types whose attention 
 another way (`OPAQUE`) have their linear layers cut one by one, outputs gathered. Blocks: the
 longest list of equal blocks, and around it modules of the names in `BLOCKS`.
 
-A type is listed here because `tests/models/family_sweep.py` holds it against one process; `docs/parity.md`
-says how. Types with more to say have files of their own.
+A type is listed here because `tests/models/family_sweep.py` holds it against one process;
+`docs/parity.md` says how. Types with more to say have files of their own.
 """
 
 from __future__ import annotations

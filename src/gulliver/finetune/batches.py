@@ -44,7 +44,8 @@ LAYERS = {"full_attention", "sliding_attention"}
 # ``position_ids`` where these restart, in their newer way of writing; so packed batches have
 # positions and no mask, and no mask of ours has to be right for each layer of each family. Which
 # types do so exactly is known from a test that holds packed logits, loss and all gradients to those
-# of each sequence alone, in float64 (`tests/finetune/test_finetune_packing.py`); other types are refused.
+# of each sequence alone, in float64 (`tests/finetune/test_finetune_packing.py`); other types are
+# refused.
 def packing_support(model: nn.Module, length: int | None = None) -> str | None:
     """Says why packed batches would not be exact for a model; None where they are.
 

@@ -52,7 +52,8 @@ EXCHANGE_LAUNCHES, EXCHANGE_RANK_LAUNCHES = 7, 8
 RING_LAUNCHES, RING_RANK_LAUNCHES = 58, 26
 """Operations of a ring's attention, forward and backward, beside those of a whole one, and more of
 them for each of its ranks: blocks, how they are merged, and what is kept of them. All four are
-counted from steps of 2 and of 4 ranks (tests/data_centric/test_step_prices.py counts them again)."""
+counted from steps of 2 and of 4 ranks (tests/data_centric/test_step_prices.py counts them
+again)."""
 GATHER_LAUNCHES = 5
 """Operations that pack and unpack a sequence which tensor ranks gather, or add up and share."""
 

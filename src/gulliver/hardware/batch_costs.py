@@ -128,7 +128,8 @@ def kept_front(kinds: Sequence[BlockKind]) -> tuple[np.ndarray, np.ndarray, np.n
 #
 # Blocks of one kind are alike, so a choice is how many of each kind are kept and how many moved.
 # Of a micro-batch it has three figures: bytes kept on the device, bytes moved, and the share of
-# the repeated forwards that it saves. Seconds follow from those, as `gulliver.solve.activations.PassCosts` has
+# the repeated forwards that it saves. Seconds follow from those, as
+# `gulliver.solve.activations.PassCosts` has
 # them:
 #
 #     max(forward, moved / write rate) + max(backward + recomputed, moved / read rate)

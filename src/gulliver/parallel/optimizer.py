@@ -164,7 +164,8 @@ class OptimizerCheckpoint:
         Args:
             responsible: says of a name in the model's state whether the ranks that this optimizer
                 shards over write it: what several such groups have alike one of them writes. Slices
-                (`gulliver.memory.parts.Region`) are written without asking. For every rank, or for none.
+                (`gulliver.memory.parts.Region`) are written without asking. For every rank, or for
+                none.
             written_elsewhere: names that another group writes although this one has them, slices or
                 not: copies of tied weights in later stages.
             whole_groups: names in each parameter group of the whole model, in its order; without

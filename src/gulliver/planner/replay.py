@@ -1,6 +1,7 @@
 """Replays training steps under a memory limit, with chunks as plain numbers.
 
-The replay calls the code by which the memory manager decides (`gulliver.solve.replacement.Replacement`), so the
+The replay calls the code by which the memory manager decides
+(`gulliver.solve.replacement.Replacement`), so the
 predicted moves are the real ones. Nothing is allocated, and a model may be on meta. Begin reading
 at `Replay.step`: the order in which training uses state.
 """

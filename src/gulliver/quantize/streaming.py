@@ -101,7 +101,8 @@ def _rank_group(given: Any) -> RankGroup:
         return rank_group_of(given)
     raise GulliverError(
         f"rank_group is a {type(given).__name__}: give a process group, as "
-        "torch.distributed.new_group makes it, a gulliver.comm.groups.RankGroup, or None for all ranks"
+        "torch.distributed.new_group makes it, a gulliver.comm.groups.RankGroup, or None for "
+        "all ranks"
     )
 
 

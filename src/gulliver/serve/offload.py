@@ -1,6 +1,7 @@
 """`StreamedWeights`: a model whose weights are more than memory may hold.
 
-The memory engine (`gulliver.memory.manager.Manager`) keeps as many layers as fit, and brings the others
+The memory engine (`gulliver.memory.manager.Manager`) keeps as many layers as fit, and brings the
+others
 from a disk, each before it is its turn. The order of a forward is always the same, so what stays
 and what is brought when is the plan of a cycle (`gulliver.solve`), not a guess.
 

@@ -227,7 +227,7 @@ class ModelConfig(Options):
     """The diffusion transformer."""
 
     size: str = "tiny"
-    """A name of `gulliver.models.stdit.STDIT3_SIZES`, or of an STDiT2 or STDiT3 in `gulliver models`."""
+    """A name of `STDIT3_SIZES`, or of an STDiT2 or STDiT3 in `gulliver models`."""
     weights: Path | None = None
     """Public STDiT2 or STDiT3 to go on from, a folder or a file; its size is read off it."""
     text_encoder: Path | None = None

@@ -337,7 +337,8 @@ class VideoModel:
         """Refuses a request that cannot be fulfilled.
 
         Raises:
-            GulliverError: what `gulliver.video.requests.check_request` refuses; sizes that do not fit the
+            GulliverError: what `gulliver.video.requests.check_request` refuses; sizes that do not
+            fit the
                 compression and the patch; frames that a reference or the clip does not have;
                 sentences that are too long.
         """

@@ -131,8 +131,8 @@ def stage_loss(
 # The training loop of the text-to-video model.
 #
 # Read `TrainingLoop` in `gulliver.jobs` first, then `Trainer.forward_backward`. Who makes a
-# trainer is in `planned_training.py`. What it does not know: how parameters lie in memory, which ranks hold
-# what, how gradients travel (`gulliver.booster`), and how a batch came (`batches.py`).
+# trainer is in `planned_training.py`. What it does not know: how parameters lie in memory, which
+# ranks hold what, how gradients travel (`gulliver.booster`), and how a batch came (`batches.py`).
 
 
 class Trainer(TrainingLoop):

@@ -180,8 +180,8 @@ def _unknown_part(path: str, x: Tensor, wanted: str) -> GulliverError:
 # Which elements stay depends on the seed of the step, the site and the element's position in the
 # whole activation (`gulliver.parallel.dropout.drop`):
 #
-# 1. *The site.* A module that drops (`_Site`) intercepts the calls of torch's dropout while it runs.
-#    Its path and how often it ran in this forward name the site, as in one process.
+# 1. *The site.* A module that drops (`_Site`) intercepts the calls of torch's dropout while it
+# runs.    Its path and how often it ran in this forward name the site, as in one process.
 # 2. *The forward.* All ranks of a model take one seed for each batch. Blocks may be recomputed in
 #    backward, when other forwards are in flight: see the note at `PositionDropout`.
 # 3. *The part* of the activation that this rank has: `ActivationParts`.

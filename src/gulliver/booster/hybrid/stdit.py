@@ -266,8 +266,8 @@ Found = TypeVar("Found", bound=nn.Module)
 
 # [Note: inputs] Gradients of parameters, in the blocks and in everything before them, arrive
 # through own tokens only and are right once the optimizer has taken the mean over the ranks of a
-# clip (see `parallel/sequence/sharding.py`, [Note: gradients]). Inputs that want gradients, which no
-# optimizer looks at, get that mean where they enter.
+# clip (see `parallel/sequence/sharding.py`, [Note: gradients]). Inputs that want gradients, which
+# no optimizer looks at, get that mean where they enter.
 #
 # What it does not know: pipelines, tensor parallelism (heads may be fewer than the model's), ZeRO.
 # Nothing is kept from call to call, so shapes may change, and a block may run again for its

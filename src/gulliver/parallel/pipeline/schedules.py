@@ -118,8 +118,8 @@ def make_schedule(
 
 # Predicts the time of a pipeline's step, and how much of it its ranks wait (the bubble).
 #
-# Gives the orders of a schedule to `gulliver.solve.timeline.schedule_seconds`, which walks through them as
-# ranks would. Seconds in, seconds out; no clock is read.
+# Gives the orders of a schedule to `gulliver.solve.timeline.schedule_seconds`, which walks through
+# them as ranks would. Seconds in, seconds out; no clock is read.
 
 
 def predict(

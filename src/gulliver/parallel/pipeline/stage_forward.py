@@ -385,7 +385,8 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 # Placeholder modules for modules of other stages: no parameters, the same path, the same shapes.
 #
 # - `PlaceholderBlock`, for a block: hands the hidden state on.
-# - `Placeholder`, for any other module that holds parameters: returns tensors of the shape, dtype and
+# - `Placeholder`, for any other module that holds parameters: returns tensors of the shape, dtype
+# and
 #   device that the module would return, full of NaN. It finds the shape by running a copy of the
 #   module on meta, where nothing is computed and nothing is stored.
 # - `own`, for the blocks of this stage: they stay the objects they are, under their own names, but

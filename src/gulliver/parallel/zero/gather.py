@@ -65,7 +65,8 @@ _WHY = {
 }
 
 
-# [Note: reading] Touching is noticed by `gulliver.memory.pending.mark_pending`, not by hooks of modules.
+# [Note: reading] Touching is noticed by `gulliver.memory.pending.mark_pending`, not by hooks of
+# modules.
 # Outside of passes and autograd, as for a state dict, a copy is read and written (`copies.py`).
 #
 # [Note: writes through .data] A write through ``parameter.data`` does not move the version counter

@@ -211,7 +211,8 @@ def gradient_was_set(foreign: Sequence[str]) -> GulliverError:
 
 # The state that the user's optimizer keeps of this rank's pieces, in the buffers of their chunks.
 #
-# Where a `gulliver.memory.manager.Manager` has a chunk's shard, moments and gradient, their memory moves.
+# Where a `gulliver.memory.manager.Manager` has a chunk's shard, moments and gradient, their memory
+# moves.
 # So the pieces that the optimizer steps, and its state, are views for the length of a block only;
 # outside of one the pieces are nan, and the state lies on meta: nothing can be read by mistake.
 
