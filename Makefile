@@ -12,7 +12,7 @@ PLAIN := .venv-plain
 SIDE_BY_SIDE := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist worksteal
 BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_% benchmarks/gpu.py,$(wildcard benchmarks/*.py))))
 
-.PHONY: demo test test-all stress lint types contracts bench parity docs plain clean install
+.PHONY: demo test test-all stress lint types contracts budgets bench parity docs plain clean install
 
 install: $(STAMP)
 
@@ -39,14 +39,18 @@ stress: $(STAMP)
 	$(BIN)/python -m tests.native_stress
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples tools
+	$(BIN)/ruff format --check src tests benchmarks examples tools
 
 types: $(STAMP)
 	$(BIN)/pyright
 
 contracts: $(STAMP)
 	$(BIN)/lint-imports
+
+# Sizes and shape of the code base; fails when one has risen.
+budgets: $(STAMP)
+	$(BIN)/python tools/budgets.py
 
 bench: $(STAMP)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --keep; done

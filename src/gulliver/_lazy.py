@@ -9,12 +9,20 @@ from typing import Any
 def lazy_exports(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` for a package that exports names of these modules."""
-    places = {name: module for module, names in modules.items() for name in names}
+    """Returns `__getattr__` and `__dir__` for a package that exports names of these modules.
+
+    A name may be exported as another: ``"AttentionShape as Shape"``.
+    """
+    places: dict[str, tuple[str, str]] = {}
+    for module, names in modules.items():
+        for name in names:
+            defined, _, exported = name.partition(" as ")
+            places[exported or defined] = module, defined
 
     def load(name: str) -> Any:
         if name in places:
-            return getattr(import_module(places[name]), name)
+            module, defined = places[name]
+            return getattr(import_module(module), defined)
         if not name.startswith("__") and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -75,7 +75,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gulliver.hardware.attention": [
-            "Shape",
+            "AttentionShape as Shape",
             "attention_seconds",
             "split_attention_seconds",
             "two_ring_bytes",

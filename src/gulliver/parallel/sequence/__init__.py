@@ -50,7 +50,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "gulliver.hardware.attention": ["Shape"],
+        "gulliver.hardware.attention": ["AttentionShape as Shape"],
         "gulliver.parallel.sequence.attend": ["attention"],
         "gulliver.parallel.sequence.choice": ["SplitPrediction", "choose"],
         "gulliver.parallel.sequence.layout": ["SequencePlan", "make_groups"],
