@@ -85,25 +85,25 @@ class LimitedManager(Manager):
             self._kept.add(placed)
         return placed
 
-    def remove(self, placed: ManagedTensor) -> None:
+    def remove(self, managed: ManagedTensor) -> None:
         """Forgets an object."""
-        if placed in self._kept:
-            self._kept.remove(placed)
-            self.done(placed)
-        self.spare += placed.size if placed.kind == ACTIVATIONS else 0
-        super().remove(placed)
+        if managed in self._kept:
+            self._kept.remove(managed)
+            self.done(managed)
+        self.spare += managed.size if managed.kind == ACTIVATIONS else 0
+        super().remove(managed)
 
-    def use(self, placed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object to the device; lowers the budget first where memory is scarce."""
         if self.controller is not None:
-            self.controller.check(placed.name)
+            self.controller.check(managed.name)
         try:
-            return super().use(placed, write, fresh)
+            return super().use(managed, write, fresh)
         except BufferStillReferenced as error:  # views of recomputed blocks, in their graph
             if self.controller is None:
                 raise
             self._grow(self.controller, str(error), error.budget)
-        return super().use(placed, write, fresh)
+        return super().use(managed, write, fresh)
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
         """Decides; raises the budget where more activations come back than planned."""

@@ -46,7 +46,7 @@ class CudaCopyStream:
         # used again too early.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             sent = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
-            event = torch.cuda.CopyEvent()
+            event = torch.cuda.Event()
             event.record(self._stream)
         self._under_way.append(event)
         return sent, event

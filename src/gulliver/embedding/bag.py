@@ -281,7 +281,7 @@ class CachedEmbeddingBag(nn.Module):
         made = type(self)(
             rows if self.several else self.rows,
             self.embedding_dim,
-            mode=self.mode,
+            mode=cast("Mode", self.mode),
             include_last_offset=self.include_last_offset,
             _weight=self._column.whole(),
             padding_idx=(padding or None) if self.several else self.tables[0].padding,  # type: ignore[arg-type]

@@ -412,7 +412,7 @@ class Replay:
         except GulliverError:
             if self._ranks is None or not self._ranks.flying:
                 raise
-            self._ranks.land_all()
+            self._ranks.wait_all_reductions()
             actions = decide()
         self._run(actions)
         if self._core.minimum > before:

@@ -53,7 +53,7 @@ def make_plugin(config: TrainConfig) -> Plugin:
     # Steps of many shapes take many times, which tuning would take for its own doing.
     if config.data_centric:
         mode = config.sequence_parallelism_mode or "all_to_all"
-        inside = {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        inside: dict[str, Any] = {"tp_size": config.tp_size, "pp_size": config.pp_size}
         return DataCentricPlugin(config.stage, mode, chunk_mb=CHUNK_MB, **inside)
     if config.ranks_of_a_model > 1:
         mode = config.sequence_parallelism_mode or "all_to_all"

@@ -151,7 +151,7 @@ def search_grids(
         ranked,
         scorer.score(looked.least),
         limit or 0,
-        looked.count + offloader.looked * bool(behind),
+        looked.priced + offloader.looked * bool(behind),
         (len(possible), len(possible) - looked.meshes),
         refused,
         (analysed - begun, time.perf_counter() - analysed),
@@ -182,7 +182,7 @@ class _Looked(NamedTuple):
 
     ranked: tuple[Scored, ...]
     least: Grid
-    count: int
+    priced: int
     meshes: int
 
 
