@@ -170,7 +170,7 @@ def main() -> int:
         }
         LIMITS.write_text(json.dumps(better, indent=2) + "\n", encoding="utf-8")
     if worse:
-        print(f"exceeded: {', '.join(worse)}; shorten, or raise the limit in {LIMITS.name} and say why")
+        print(f"exceeded: {', '.join(worse)}; shorten, or raise {LIMITS.name} and say why")
     return int(bool(worse))
 
 

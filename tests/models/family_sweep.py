@@ -199,8 +199,8 @@ def section(done: dict[str, Any]) -> str:
         "## Hugging Face types",
         "",
         "Written by `python -m tests.models.family_sweep`. A tiny model of each type is trained "
-        "for one step in float64 on two ranks: its loss and all gradients are those of one process to "
-        f"{BAR:g} (*exact*), or it is *refused* by name. Behind *exact* stands the share of the "
+        "for one step in float64 on two ranks: its loss and all gradients are those of one process "
+        f"to {BAR:g} (*exact*), or it is *refused* by name. Behind *exact* stands the share of the "
         "parameters of the blocks that a rank keeps, where it is more than three quarters. *tp, "
         "logits* takes the loss of the logits in place of the model's own. Types without a "
         "line have no configuration that is tiny and runs on text or pictures alone.",

@@ -26,7 +26,7 @@ from gulliver.parallel.zero.sending import ZeroWires
 from gulliver.plan.plan import Plan
 from gulliver.plan.tree import Tiers, Work
 from gulliver.planner.model import HALVES, no_optimizer
-from gulliver.planner.residency import Residency, find_residency, least_bytes
+from gulliver.planner.residency import StateResidency, find_residency, least_bytes
 from gulliver.planner.state_bytes import BACKWARD, FORWARD, Passes, StateBytes
 from gulliver.precision.wire.formats import IDENTITY, wire_format
 from gulliver.solve.replacement import Policy
@@ -143,7 +143,7 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
-) -> Residency:
+) -> StateResidency:
     """Residency of the rank that needs most memory; errors name the least limit for all."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)

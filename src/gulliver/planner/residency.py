@@ -45,7 +45,7 @@ FEW, MANY = 8, 96
 
 
 @dataclass(frozen=True)
-class Residency:
+class StateResidency:
     """Residency of a rank's state over a step under a limit."""
 
     # State of a rank.
@@ -99,7 +99,7 @@ def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
 @lru_cache(maxsize=KNOWN)
 def find_residency(
     state: StateBytes, tiers: Tiers, work: Work, policy: Policy = "planned"
-) -> Residency:
+) -> StateResidency:
     """Replays a step under a limit."""
     other = other_bytes(tiers, work)
     least, deciding, most = state_needs(state, tiers)
@@ -141,7 +141,7 @@ def find_residency(
         disk_read=sum(m.nbytes for seen in visits for m in seen.behind if not m.write),
         disk_written=sum(m.nbytes for seen in visits for m in seen.behind if m.write),
     )
-    return Residency(state, visits, replay.counter.fullest, budget, moved)
+    return StateResidency(state, visits, replay.counter.fullest, budget, moved)
 
 
 def largest_made(state: StateBytes) -> tuple[int, int]:
@@ -249,7 +249,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 
 
 def priced(
-    found: Residency, tiers: Tiers, work: Work, cluster: Cluster
+    found: StateResidency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[TierTraffic, TieredSeconds | None]:
     """The moves with their bottleneck and the price of memory, and the seconds of a step."""
     rates = tier_rates(tiers, cluster)
