@@ -1,9 +1,7 @@
 """The page of a run: prompts, pictures and settings in a browser, clips as they are made.
 
-Read `_messages.py`, then `_worker.py`, the process that samples, and `service.py`, which serves
-users in turns and outlives the process. `gallery.py` keeps clips, `_training.py` looks at a run
-that may still be training, `_page.py` shows all of it and `_server.py` puts it on a port. gradio is
-imported by these two alone. Nothing here knows how a clip is made: that is `gulliver.video`.
+Start with `service.py`, which serves users in turn and outlives the sampling process of
+`worker.py`. gradio is imported by `page.py` and `server.py` alone.
 """
 
 from typing import TYPE_CHECKING

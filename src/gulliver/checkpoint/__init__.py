@@ -1,10 +1,7 @@
 """Checkpoints, saved while training goes on and loaded at any number of ranks.
 
-Read `_saving.py`, then `snapshot.py`: a state is taken apart (`collect.py`), copied page by page
-(`files.py` plans the files) and published as a step (`publishing.py`, `_folder.py`).
-`loading.py`, `_filling.py` and `reader.py` go the other way. `weights.py`, `writing.py` and
-`interchange.py` convert between steps and Hugging Face's folders. Bytes are moved by
-`gulliver.io`; what ZeRO and model parallelism hold comes here as `gulliver.memory.parts.Part`s.
+Saving starts in `saving.py`, loading in `loading.py`; `interchange.py` converts between steps and
+Hugging Face folders. Sharded state arrives as `gulliver.memory.parts.Part`s.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Data centric."""
+"""Data-centric parallel training: groups of ranks follow the samples of each step."""
 
 from typing import TYPE_CHECKING
 

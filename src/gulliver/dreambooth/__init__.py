@@ -1,10 +1,6 @@
-"""Teaching a model one subject from a few pictures, with its own token (DreamBooth).
+"""Teaches a model one subject from a few pictures, with a token of its own (DreamBooth).
 
-The names are those of `public.py`; they are imported when the first of them is asked for, so that
-the options in `_config.py` can be read without torch. Read `_base.py` (what is asked of a model),
-`trainer.py` (the recipe), `_words.py` (what prompts say), `student.py` (samples and their
-weights), `student.py` (what learns); `diffusers_base.py` with `noise.py` and `_noise.py` are the
-bases of diffusers.
+Start with `base.py` (what is required of a model) and `trainer.py` (the recipe).
 """
 
 from typing import TYPE_CHECKING
@@ -14,13 +10,15 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.dreambooth.base import Learnt
     from gulliver.dreambooth.config import DreamboothConfig
+    from gulliver.dreambooth.trainer import dreambooth
     from gulliver.jobs.loop import Outcome
 
-__all__ = ["DreamboothConfig", "Learnt", "Outcome"]
+__all__ = ["DreamboothConfig", "Learnt", "Outcome", "dreambooth"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "gulliver.dreambooth.trainer": ["dreambooth"],
         "gulliver.dreambooth.base": ["Learnt"],
         "gulliver.dreambooth.config": ["DreamboothConfig"],
         "gulliver.jobs.loop": ["Outcome"],

@@ -1,10 +1,7 @@
-"""Tables larger than the device: rows on the host or a disk, the hot ones in a cache, exactly.
+"""Embedding tables larger than the device: rows on the host or on disk, hot ones in a cache.
 
-Read `bag.py`, then `_records.py`: `CachedEmbeddingBag` is torch's EmbeddingBag over slots that
-rows move into, with all that the optimizer knows of them. Which rows, `gulliver.solve` decides
-(`RowReplacement`); `_lookahead.py` shows it the batches to come; `records.py` is what the rows lie
-in; `optimizers.py` ties an optimizer of `_optimizers.py` to them. `_sharded.py` shares tables among
-ranks as `_planning.py` chooses; `_budget.py` shares memory among caches.
+Start with `bag.py`: `CachedEmbeddingBag` is torch's EmbeddingBag over slots that rows move into,
+with their optimizer state. `gulliver.solve` decides which rows stay (`RowReplacement`).
 """
 
 from typing import TYPE_CHECKING

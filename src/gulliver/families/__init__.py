@@ -1,14 +1,9 @@
-"""What is particular to a model family, said once: a record in a file of its own.
+"""What is particular to a model family: one record per family, in a file of its own.
 
     from gulliver.families import family_of
     family_of(model).sequences.modes
 
-Read `_record.py` (what a record says), `_lookup.py` (which record a model has), `llama.py` for one
-of them, and `hugging_face.py` for what is done without one. `_loss.py` finds out which loss a model
-computes itself. To add a family, add a file: `docs/families.md`.
-
-What it does not know: how anything is cut or run. Tensor, pipeline and sequence parallelism ask
-here; nothing here asks them.
+To add a family, add a file: see `docs/families.md`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,7 @@
-"""Fine-tuning of language models: texts to batches, and the run that learns from them.
+"""Fine-tuning of language models: texts to batches, and the training run.
 
-The names are those of `public.py`; they are imported when the first of them is asked for, so that
-the options in `_config.py` can be read without torch. The data half, in the order that texts take:
-`rows.py` (files to rows), `rows.py` (what a row says), `_chat.py` and `_encode.py` (tokens, and
-which of them are learnt), `texts.py` (the whole data set), `_batches.py` (its order and batches)
-and `_documents.py` (for which models packed batches are exact).
+Texts pass through `rows.py` (files to rows), `texts.py` (rows to tokens and labels) and
+`batches.py`; `finetuner.py` trains.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,7 @@
-"""Where bytes live: tensors that are used together lie in one contiguous chunk.
+"""Chunks of tensors that are used together, and the tiers of memory that they move between.
 
-Read `chunk.py` first: the buffers of a chunk. `prefetch.py` brings chunks ahead of use,
-`_record.py` notes what a step uses when, `_bytes.py` counts. `manager.py` keeps objects within a
-limit of memory: `traffic.py` moves them to and from what `stores.py` and `host.py` hold;
-`host.py` is host memory that has a disk behind it. `activations.py` keeps what a
-forward saved in host memory until its backward.
+Start with `chunk.py`. `prefetch.py` brings chunks ahead of use; `manager.py` keeps objects within a
+memory limit, `traffic.py` moves them to and from the stores of `stores.py` and `host.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,7 @@
 """Networks as plain modules that know nothing of parallelism.
 
-The public models are a table, `CONFIGURATIONS`; `build` makes one of them by name. Their blocks are
-one library: `_blocks.py`, `_attention.py`, `blocks.py`, `_clips.py`. Public autoencoders are a
-table, too, `AUTOENCODERS`, and each speaks the protocol `Autoencoder`; read `autoencoders.py`.
+The public models are a table, `CONFIGURATIONS`, and so are public autoencoders, `AUTOENCODERS`;
+`build` makes a model by name.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Operators."""
+"""Plans that shard, recompute and offload single operators of any model, found jointly."""
 
 from typing import TYPE_CHECKING
 

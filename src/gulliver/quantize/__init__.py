@@ -1,11 +1,8 @@
-"""Quantises checkpoints: read slice by slice into int8, saved, loaded, and judged.
+"""Quantizes checkpoints slice by slice into int8, saves and loads them.
 
-    with lazy_parameters():
-        model = AutoModelForCausalLM.from_config(config)
-    stream_quantized(model, "folder", rank_group=group)    # this rank's shard, quantised
-
-Read `streaming.py`, then `_files.py`; `calibrated.py` rounds for given data, `_pictures.py` does
-pipelines; `job.py` is ``gulliver quantize``.
+with lazy_parameters():
+    model = AutoModelForCausalLM.from_config(config)
+stream_quantized(model, "folder", rank_group=group)    # this rank's shard, quantized
 """
 
 from typing import TYPE_CHECKING

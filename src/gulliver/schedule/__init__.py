@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from gulliver.schedule.report import HEADS, schedule_page, why
     from gulliver.schedule.simulator import Result, Summary, bound_of, simulate
     from gulliver.schedule.state import Decision, Policy, View
-    from gulliver.schedule.traces import SHAPES, generate, read_trace
-
+    from gulliver.schedule.traces import SHAPES, generate, read_trace, write_trace
 __all__ = [
     "HEADS",
     "SHAPES",
@@ -40,6 +39,7 @@ __all__ = [
     "schedule_page",
     "simulate",
     "why",
+    "write_trace",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -54,6 +54,6 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.schedule.report": ["HEADS", "schedule_page", "why"],
         "gulliver.schedule.simulator": ["Result", "Summary", "bound_of", "simulate"],
         "gulliver.schedule.state": ["Decision", "Policy", "View"],
-        "gulliver.schedule.traces": ["SHAPES", "generate", "read_trace"],
+        "gulliver.schedule.traces": ["SHAPES", "generate", "read_trace", "write_trace"],
     },
 )

@@ -1,15 +1,10 @@
-"""Serving of language models: many requests at a time, over pages of keys and values.
+"""Serving of language models: continuous batching over pages of keys and values.
 
     from gulliver.serve import LLM, SamplingParameters
     LLM("folder").generate(["The sea is"], SamplingParameters(max_tokens=32))
 
-The names are those of `public.py`, imported when the first of them is asked for. Read
-`_engine.py` (requests in, events out), `scheduler.py` over `_blocks.py` (what is in the next
-batch, and which blocks it has), `_batch.py` (a batch as plain numbers, and who runs it),
-`local.py` with `_attention.py` and `_pages.py` (the model's own forward over pages), `sampling.py`
-and `requests.py` (logits to tokens to text), `batch.py` (the seam of drafts), then `llm.py`.
-
-What it does not know: sockets and threads. The server in `http` owns an engine and calls `step`.
+Start with `engine.py` (requests in, events out), then `scheduler.py` and `batch.py`. Sockets and
+threads are in `http`, whose server owns an engine and calls `step`.
 """
 
 from typing import TYPE_CHECKING

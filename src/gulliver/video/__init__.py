@@ -1,8 +1,4 @@
-"""Text-to-video: training, generation, evaluation, and the demonstration of all three.
-
-The names are those of `public.py`; they are imported when the first of them is asked for, so that
-the options in `_config.py` can be read without torch.
-"""
+"""Text-to-video: training, generation, evaluation, and the demonstration of all three."""
 
 from typing import TYPE_CHECKING
 

@@ -1,12 +1,6 @@
-"""The engine's model over several processes: layers cut over tensor ranks, dealt to stages.
+"""The engine's model on several processes: tensor ranks within pipeline stages.
 
-    runner = start_ranks(folder, ModelOptions(tensor=2, pipeline=2), sequences=64)
-
-Read `_layout.py` (who has what), `_stage.py` (one rank's part of the model over its pages),
-`_worker.py` (commands in, carries and logits out), `llm.py` (the controller) and
-`_processes.py` (starting and ending the ranks).
-
-What it does not know: requests, tokens' meaning, sockets other than its own.
+runner = start_ranks(folder, ModelOptions(tensor=2, pipeline=2), sequences=64)
 """
 
 from typing import TYPE_CHECKING

@@ -2,11 +2,8 @@
 
     gulliver.LLM("folder", speculation="ngram").generate(...)
 
-Exact with any guesses: see `serve/batch.py`. Read `proposers.py` (what a guesser gives),
-`_lookup.py` (guesses without a model), `cost.py` (what they are worth), `speculator.py` (how many
-are verified); `_model.py` over `_cache.py` (guesses by a model), `small_model.py`, `glide.py` with
-`glide.py` (two kinds of models); `train.py`, `_train.py` and `_report.py`. The names are
-those of `public.py`, imported when the first of them is asked for.
+The output distribution does not depend on the guesses. Start with `proposers.py` and
+`speculator.py`.
 """
 
 from typing import TYPE_CHECKING

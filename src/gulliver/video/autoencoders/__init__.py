@@ -1,11 +1,8 @@
 """Training of video autoencoders: losses, discriminator, figures, clips, and the loop.
 
-    loss = AutoencoderLoss(AutoencoderLossConfig(reconstruction="l1", learnt_variance=True))
-    terms = loss(video, decoded, Posterior.of(moments, channels))
-    print(psnr(video, decoded), ssim(video, decoded))           # of each frame
-
-Read `_losses.py`, then `trainer.py`; `trainer.py` says how clips that are too long for memory are
-streamed, and how ranks share one. It does not know of run folders: `gulliver.video` has them.
+loss = AutoencoderLoss(AutoencoderLossConfig(reconstruction="l1", learnt_variance=True))
+terms = loss(video, decoded, Posterior.of(moments, channels))
+print(psnr(video, decoded), ssim(video, decoded))           # of each frame
 """
 
 from typing import TYPE_CHECKING

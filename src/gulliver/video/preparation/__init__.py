@@ -1,7 +1,6 @@
 """Data preparation: from a folder of clips to a table, and to the latents that one trains on.
 
-Read `_table.py` first, then `work.py`; the other files are one step of the way each. The names are
-imported when the first of them is asked for, so that a table is filtered without torch.
+Start with `table.py` and `work.py`; every other module is one step of preparation.
 """
 
 from typing import TYPE_CHECKING
@@ -11,17 +10,19 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.video.preparation.cutting import cut
     from gulliver.video.preparation.deduplication import deduplicate
+    from gulliver.video.preparation.encoding import encode
     from gulliver.video.preparation.filtering import filter_table
     from gulliver.video.preparation.packets import Samples
     from gulliver.video.preparation.scanning import scan
     from gulliver.video.preparation.scoring import score
     from gulliver.video.preparation.table import Table
 
-__all__ = ["Samples", "Table", "cut", "deduplicate", "filter_table", "scan", "score"]
+__all__ = ["Samples", "Table", "cut", "deduplicate", "encode", "filter_table", "scan", "score"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "gulliver.video.preparation.encoding": ["encode"],
         "gulliver.video.preparation.cutting": ["cut"],
         "gulliver.video.preparation.deduplication": ["deduplicate"],
         "gulliver.video.preparation.filtering": ["filter_table"],
