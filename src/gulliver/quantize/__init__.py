@@ -1,5 +1,7 @@
 """Quantizes checkpoints slice by slice into int8, saves and loads them.
 
+Example::
+
 with lazy_parameters():
     model = AutoModelForCausalLM.from_config(config)
 stream_quantized(model, "folder", rank_group=group)    # this rank's shard, quantized
