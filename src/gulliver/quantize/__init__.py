@@ -2,9 +2,9 @@
 
 Example::
 
-with lazy_parameters():
-    model = AutoModelForCausalLM.from_config(config)
-stream_quantized(model, "folder", rank_group=group)    # this rank's shard, quantized
+    with lazy_parameters():
+        model = AutoModelForCausalLM.from_config(config)
+    stream_quantized(model, "folder", rank_group=group)    # this rank's shard, quantized
 """
 
 from typing import TYPE_CHECKING

@@ -2,7 +2,7 @@
 
 Example::
 
-runner = start_ranks(folder, ModelOptions(tensor=2, pipeline=2), sequences=64)
+    runner = start_ranks(folder, ModelOptions(tensor=2, pipeline=2), sequences=64)
 """
 
 from typing import TYPE_CHECKING

@@ -2,9 +2,9 @@
 
 Example::
 
-loss = AutoencoderLoss(AutoencoderLossConfig(reconstruction="l1", learnt_variance=True))
-terms = loss(video, decoded, Posterior.of(moments, channels))
-print(psnr(video, decoded), ssim(video, decoded))           # of each frame
+    loss = AutoencoderLoss(AutoencoderLossConfig(reconstruction="l1", learnt_variance=True))
+    terms = loss(video, decoded, Posterior.of(moments, channels))
+    print(psnr(video, decoded), ssim(video, decoded))           # of each frame
 """
 
 from typing import TYPE_CHECKING
