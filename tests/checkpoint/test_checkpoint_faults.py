@@ -609,7 +609,7 @@ def test_a_manifest_whose_parts_are_no_whole_is_refused(saved: Path) -> None:
         load(saved)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2}', '{"format": 2, "files": 3}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 3}', '{"format": 3, "files": 3}'])
 def test_a_broken_manifest_is_refused_and_its_step_passed_over(saved: Path, content: str) -> None:
     with AsyncCheckpointer(saved.parent) as checkpointer:
         checkpointer.save(2, state_of(2))

@@ -387,7 +387,7 @@ def test_the_demonstration_leaves_its_report(
         monkeypatch.setattr(_demo, "launch", launched)
         # What they see is of no interest here, and tests/video/test_judges.py has some that see
         # well.
-        monkeypatch.setattr(_judges, "STEPS", 8)
+        monkeypatch.setattr(_judges, "READER_STEPS", 8)
     config = DemoConfig(out=tmp_path, ranks=2, steps=6, autoencoder_steps=6, samples=5)
     figures = demonstrate(config)
     saved = read_json(tmp_path / "report.json")

@@ -71,7 +71,7 @@ def test_each_way_gives_the_logits_of_one_at_a_time(way: str) -> None:
         got = torch.stack([seen[len(text) - 1 + place] for place in range(COUNT)])
         torch.testing.assert_close(got, right, atol=CLOSE, rtol=0)
     # That the way was gone at all.
-    assert (counts["found_tokens"] > 0) == (way in ("shared", "all at once"))
+    assert (counts["prefix_cached_tokens"] > 0) == (way in ("shared", "all at once"))
     assert (counts["preemptions"] > 0) == (way in ("preempted", "all at once"))
     assert (counts["steps"] > 2 * COUNT) == (way != "batched" and way != "shared")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +73,11 @@ class Updates:
         chunks = [shards.chunks[number] for number in numbers]
         for sharded in chunks:
             shards.reducer.wait_reduction(sharded)
-        if shards.states.tiered and chunks[0].gradient_shard is None:
+        if shards.states.tiered and chunks and chunks[0].gradient_shard is None:
             return  # nothing to fetch it for
-        with shards.states.opened(chunks[0]):  # in tiers there is only one
+        # In tiers there is one chunk; a pipeline stage that trains nothing has none, and its
+        # optimizer is stepped like that of the others.
+        with shards.states.opened(chunks[0]) if chunks else nullcontext():
             self._step(chunks, numbers, used)
         if gather and shards.stage < 3:
             for sharded in chunks:
@@ -87,7 +89,7 @@ class Updates:
             sharded.show_gradients(used)
         shards.groups.show_pieces(numbers[0] if len(numbers) == 1 else None)
         before_write(shards.states.written(chunks))
-        with shards.states.making(chunks[0]):
+        with shards.states.making(chunks[0]) if chunks else nullcontext():
             begun = time.perf_counter()
             step_without_hooks(shards.inner)
             self.seconds += time.perf_counter() - begun
