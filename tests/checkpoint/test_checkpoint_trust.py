@@ -290,12 +290,12 @@ def test_a_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path, step: int) -> No
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        with pytest.raises(GulliverError, match=r"corrupted|truncated or no JSON"):
+        with pytest.raises(GulliverError, match=r"manifest\.json"):
             read_manifest(path.parent)
     assert not is_complete(path.parent)
-    # One of an older version has no checksum.
     write_json(path, {k: v for k, v in json.loads(content).items() if k != "crc32"})
-    assert_good(tmp_path, 1)
+    with pytest.raises(GulliverError, match=r"manifest\.json"):
+        read_manifest(path.parent)
 
 
 MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
