@@ -372,7 +372,7 @@ def test_an_error_of_one_rank_ends_those_that_wait_for_it(then: str) -> None:
 
 ALONE = """
 import signal, torch
-from gulliver.comm import _world, all_gather, init_world
+from gulliver.comm import all_gather, init_world, world as _world
 _world.LEAVING_S = 0.5
 world = init_world()
 torch.distributed.barrier()
