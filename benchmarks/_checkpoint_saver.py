@@ -55,7 +55,6 @@ class Job:
         saves: while training, the first apart.
         calm: steps without a save before and after each.
         ring_mb: of our ring.
-        device: ``cpu`` or ``cuda``.
     """
 
     entrant: str
@@ -66,7 +65,6 @@ class Job:
     saves: int
     calm: int
     ring_mb: int
-    device: str
 
 
 @dataclass
@@ -108,7 +106,6 @@ class Run:
         raw_s: as many bytes written without anything else, right before or after each of these.
         load_s: all tensors filled again, files not in the page cache.
         equal: whether they were what had been saved, to the bit.
-        pinned_rate: bytes per second from the device to page-locked memory.
     """
 
     nbytes: int
@@ -119,7 +116,6 @@ class Run:
     raw_s: list[float] = field(default_factory=list)
     load_s: float = 0.0
     equal: bool = False
-    pinned_rate: float | None = None
 
 
 class Training:
@@ -128,15 +124,13 @@ class Training:
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.threads)
         torch.manual_seed(0)
-        self.device = torch.device(job.device)
         parameters = job.gb * 1e9 / COPIES / 4
         width = 512 if job.gb <= 2 else 1024
         depth = round((parameters - 2 * VOCABULARY * width) / (12 * width**2))
-        self.model = GPT(width, depth, job.length).to(self.device)
+        self.model = GPT(width, depth, job.length)
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        batch = 1 if job.device == "cpu" else 16
-        self.ids = torch.randint(VOCABULARY, (batch, job.length + 1), device=self.device)
+        self.ids = torch.randint(VOCABULARY, (1, job.length + 1))
         self.forward_backward: list[float] = []
         self.updating: list[float] = []
 
@@ -150,8 +144,6 @@ class Training:
         self.optimizer.zero_grad(set_to_none=False)
         weights = [p.detach() for p in self.model.parameters()]
         torch._foreach_lerp_(list(self.average.values()), weights, 0.001)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
         ended = time.perf_counter()
         self.forward_backward.append(between - begun)
         self.updating.append(ended - between)
@@ -275,11 +267,9 @@ class DistributedAsync(Distributed):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         super().__init__(training, job)
-        cuda = job.device == "cuda"
         # Shared memory is what the other process gets it by. Copied by the call itself, which is
         # what its documentation has users do before they change the state.
-        options = StagingOptions(cuda, job.entrant == PROCESS, False, cuda)
-        self.stager = DefaultStager(options)
+        self.stager = DefaultStager(StagingOptions(False, job.entrant == PROCESS, False, False))
 
     def save(self, folder: Path, step: int) -> Pending:
         import torch.distributed.checkpoint as dcp
@@ -448,26 +438,10 @@ def cold(folder: Path) -> None:
             os.close(handle)
 
 
-def pinned_rate() -> float:
-    """Bytes per second of a copy from the device to page-locked memory."""
-    nbytes = 2**30
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    rates = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        rates.append(nbytes / (time.perf_counter() - begun))
-    return statistics.median(rates)
-
-
 def measure(job: Job) -> Run:
     """Everything that one contestant does."""
     root = Path(job.folder)
     training = Training(job)
-    rate = pinned_rate() if job.device == "cuda" else None
     for _ in range(2):
         training.step()
     entrant = ENTRANTS[job.entrant](training, job)
@@ -477,7 +451,6 @@ def measure(job: Job) -> Run:
     calm = (begun, time.perf_counter())
     forward_backward = statistics.median(training.forward_backward[-job.calm :])
     run = Run(sum(t.nbytes for t in training.tensors().values()), forward_backward, calm)
-    run.pinned_rate = rate
 
     def place(step: int) -> Path:
         # Ours names its folders itself.

@@ -47,50 +47,18 @@ class TierConfig:
     device: str = "cpu"
 
 
-class SlowColumn:
-    """A column behind a link of a given rate, in both directions.
-
-    Args:
-        column: column that holds the rows.
-        rate: bytes/s.
-    """
+class SlowColumn(Column):
+    """A column behind a link of so many bytes/s, in both directions."""
 
     def __init__(self, column: Column, rate: float) -> None:
-        self._column, self._rate = column, rate
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the column."""
-        return self._column.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self._column.row_bytes
+        vars(self).update(vars(column))
+        self._rate = rate
 
     def read(self, rows: Tensor) -> Tensor:
-        """Reads rows, in the time that the link takes."""
-        return self._slowly(len(rows), lambda: self._column.read(rows))
+        return self._slowly(len(rows), lambda: super(SlowColumn, self).read(rows))
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Writes rows, in the time that the link takes."""
-        self._slowly(len(rows), lambda: self._column.write(rows, values))
-
-    def whole(self) -> Tensor:
-        """Returns all rows."""
-        return self._column.whole()
-
-    def fill(self, values: Tensor) -> None:
-        """Replaces all rows."""
-        self._column.fill(values)
-
-    def grow(self, values: Tensor) -> None:
-        """Adds rows."""
-        self._column.grow(values)
-
-    def take(self, other: Column) -> None:
-        """Replaces all rows by those of another column."""
-        self._column.take(other)
+        self._slowly(len(rows), lambda: super(SlowColumn, self).write(rows, values))
 
     def _slowly(self, rows: int, call: Callable[[], Tensor | None]) -> Tensor:
         begun = time.perf_counter()

@@ -21,8 +21,7 @@ HEAD = """# Benchmarks: is it faster than FSDP, DDP, DeepSpeed, torch.save?
 Written by `make bench` from `benchmarks/results`; `python -m benchmarks.NAME` runs one. Everything
 is measured beside a peer on the same work in the same run, in turns. A *bar* is the limit that was
 set before; where several cases share one, the figure is that of the case that is nearest to failing
-it. All of it ran on CPUs over gloo. `slept` puts sleeping in the place of computing, as long as
-computing takes, so that sending costs no processor time, as with GPUs.
+it. All of it ran on CPUs over gloo.
 """
 
 AREAS = {
@@ -32,26 +31,17 @@ AREAS = {
     "pipeline": "Pipeline parallelism beside torch's schedules",
     "partition": "Layers over unequal devices",
     "wire": "Formats of what travels between ranks",
-    "tuner": "Sizes of ZeRO's chunks: tuned beside a sweep",
     "torus": "Collectives along a torus beside flat ones",
     "checkpoint": "Checkpoints beside torch.save and dcp.async_save",
-    "io": "I/O engine beside raw loops, safetensors and torch.save",
     "loader": "Data loader",
-    "cost": "Cost model: predicted beside measured",
     "memory": "Training under a limit of memory",
     "memory_truth": "Bytes of grids: predicted beside counted",
-    "finetune": "Fine-tuning beside transformers' Trainer, in 4 GiB, and of real text",
-    "plan": "Plans: predicted beside measured",
-    "stdit": "Text to video: ranks that share a clip",
-    "autoencoder": "Autoencoders streamed, shared and in pieces",
+    "finetune": "Fine-tuning beside transformers' Trainer, and in 4 GiB",
     "embedding": "Embedding tables behind a cache",
     "schedule": "Jobs that share a cluster, simulated",
-    "solvers": "Searches beside brute force and HiGHS",
     "joint": "Shardings and recomputation: jointly and in two stages",
     "serving": "Serving beside transformers",
-    "caches": "Caches of sampling: speed-up against error",
     "fp8": "FP8 training beside float32, and on a GPU beside bf16 and torchao",
-    "long_video": "16 seconds at 720p under a limit of memory",
 }
 """First word of a claim to heading, in the order of the page; other claims follow."""
 

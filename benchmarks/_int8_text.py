@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from benchmarks._finetune_texts import sources
 
 LENGTH, BATCH, BYTES = 128, 16, 2_000_000
 
@@ -49,6 +49,22 @@ def divergence(model: Any, other: Any, tokens: Tensor, length: int = 256) -> flo
         mine, theirs = (m(rows).logits.float().log_softmax(-1) for m in (model, other))
         found.append(float((mine.exp() * (mine - theirs)).sum(-1).mean()))
     return sum(found) / len(found)
+
+
+def sources() -> list[Path]:
+    """Files of Python's own library, its tests and what is installed beside it left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = list[Path]()
+    for path in sorted(root.rglob("*.py")):
+        parts = set(path.relative_to(root).parts)
+        if parts & {"site-packages", "test", "tests", "lib2to3"}:
+            continue
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found.append(path)
+    return found
 
 
 def _texts() -> tuple[Tensor, Tensor]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import torch
 
-from benchmarks._harness import RESULTS, Bar, Report
+from benchmarks._harness import Bar, Report
 from benchmarks._memory_jobs import (
     DEEPSPEED_CPU,
     DEEPSPEED_DISK,
@@ -37,7 +36,6 @@ from benchmarks._memory_report import (
     COLUMNS,
     Beside,
     Rates,
-    curve_picture,
     figures,
     limit_bars,
     loss_bar,
@@ -184,9 +182,7 @@ def _own_bars(name: str, ours: Beside, scale: Scale) -> list[Bar]:
     return bars + speed_bars(name, ours)
 
 
-def curve(
-    scale: Scale, folder: Path, ledger: Ledger, say: Say, rate: int = 0, keep: bool = False
-) -> Report:
+def curve(scale: Scale, folder: Path, ledger: Ledger, say: Say, rate: int = 0) -> Report:
     """Ours and the resident run over tokens."""
     made = Report(
         f"memory-curve-{scale.width}x{scale.depth}",
@@ -194,22 +190,16 @@ def curve(
         "tokens of a step",
         ("tokens", "resident s", "disk / compute", "recomputed", *COLUMNS[1:]),
     )
-    found = []
     for tokens in scale.tokens:
         job = replace(scale.job(tokens, folder), rate=rate)
         rates, resident = rates_of(job, ledger, say), resident_of(job, ledger, say)
         beside = Beside(run(job, ledger, say), resident, rates, tokens)
-        found.append(beside)
         first, *rest = row(str(tokens), beside)
         own = [f"{resident.seconds:.2f}", f"{beside.ratio:.2f}", "yes" if job.recompute else "no"]
         made.rows.append([first, *own, *rest])
         made.figures[f"{tokens}"] = {**figures(beside), "resident_s": resident.seconds}
         made.bars += _own_bars(f"{tokens} tokens", beside, scale)
         made.notes = _notes(scale, rates)
-    if keep:
-        path = RESULTS / f"{made.claim}_{date.today()}.png"
-        curve_picture(found, path, made.title)
-        made.notes.append(f"![share of the resident speed]({path.name})")
     return made
 
 

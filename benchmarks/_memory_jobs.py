@@ -36,7 +36,7 @@ TEXTS = "texts"
 WORKERS = {TEXTS: "benchmarks._finetune_worker"}
 """Modules that run jobs, by their model; all others run in that of `benchmarks.memory`."""
 PLAIN, SWAP, GEMINI = "plain", "plain, swap file", "Gemini"
-DISK, PREDICT = "disk", "predict"
+DISK = "disk"
 FSDP2 = "FSDP2, CPU off-load"
 DEEPSPEED_DISK, DEEPSPEED_CPU = "DeepSpeed ZeRO-3, NVMe", "DeepSpeed ZeRO-3, CPU"
 
@@ -46,9 +46,8 @@ class Job:
     """A contestant with a model, a limit and a disk.
 
     Attributes:
-        contestant: name of what trains, ``disk``, which measures the disk alone, or ``predict``,
-            which plans for several settings.
-        model: ``gpt``, ``unet``, or ``texts`` for what `benchmarks.finetune` trains.
+        contestant: name of what trains, or ``disk``, which measures the disk alone.
+        model: ``gpt``, or ``texts`` for what `benchmarks.finetune` trains.
         width: width of the model.
         depth: number of blocks.
         length: tokens of a sequence, or pixels of a latent image's side.

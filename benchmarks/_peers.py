@@ -74,7 +74,7 @@ class Contestant:
     @property
     def chunk_mb(self) -> float | None:
         """Size of the largest chunk, of ours."""
-        chunks = getattr(self.optimizer, "everything", None)
+        chunks = getattr(self.optimizer, "all_chunks", None)
         return max(c.chunk.nbytes for c in chunks) / 2**20 if chunks else None
 
     def bytes(self) -> int:
@@ -151,7 +151,7 @@ def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> 
         plan = plugin.make_plan(model, optimizer, work=work)
         booster = Booster(plan=plan, verbose=False)
     net, wrapped, *_ = booster.boost(model, optimizer)
-    sharded = hasattr(wrapped, "everything")
+    sharded = hasattr(wrapped, "all_chunks")
 
     def step(seed: int) -> float:
         loss = task.loss(net, seed)

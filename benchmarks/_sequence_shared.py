@@ -16,7 +16,7 @@ from gulliver.comm import barrier
 from gulliver.hardware.attention import AttentionShape as Shape
 
 MIB = 1 << 20
-PARTS = ("bytes", "overlap", "levels", "balance", "peers", "memory", "longest", "gpu")
+PARTS = ("bytes", "overlap", "levels", "balance", "peers")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class Options:
     level_local: int = 256
     """Tokens of each rank on two levels: few, as two ranks share a core there."""
     uplink: str = "100mbit"
-    cap_mib: int = 256
-    """Memory of each rank for the longest sequence."""
     rounds: int = 5
     parts: tuple[str, ...] = PARTS
     quick: bool = False
@@ -50,7 +48,7 @@ class Options:
         if not self.quick:
             return self
         small: dict[str, Any] = {"local": 256, "overlap_local": 2048, "level_local": 64}
-        return replace(self, **small, cap_mib=16, rounds=2)
+        return replace(self, **small, rounds=2)
 
 
 def shape_of(options: Options, ranks: int, local: int, heads: int | None = None) -> Shape:

@@ -20,7 +20,6 @@ import torch
 from benchmarks._harness import Spread, alternate
 from benchmarks._models import Task, gpt, stdit
 from benchmarks._peers import IN_BACKWARD, Contestant, build
-from benchmarks._slept import slept
 from benchmarks.netlab import wire_bytes
 from gulliver.comm import World, all_gather, all_reduce, barrier, init_world, reduce_scatter
 from gulliver.comm import shutdown as leave
@@ -44,10 +43,6 @@ class Options:
     ranks: int = 2
     networks: tuple[str, ...] = ("loopback", "1")
     """Rates such as 1gbit, or communication as a multiple of compute; they need root."""
-    regimes: tuple[Literal["computed", "slept"], ...] = ("computed", "slept")
-    """Layers compute on the core that also communicates, or sleep as long, as if beside it."""
-    slept_s: float = 0.0
-    """Seconds of a step that sleeps; 0: as long as the step takes that computes."""
     contestants: tuple[str, ...] = (*PEERS, *OURS)
     rounds: int = 3
     steps: int = 1
@@ -65,8 +60,6 @@ class Options:
     """Tokens of a sequence."""
     chunk_mb: str = "auto"
     """Size of our chunks in MiB, or auto."""
-    weak: Literal["also", "only", "no"] = "also"
-    """Weak scaling over 1, 2 and 4 ranks whose layers sleep: there need not be a core for each."""
     keep: bool = False
     """Write benchmarks/results."""
 
@@ -135,8 +128,6 @@ def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) ->
     # Before there are threads: they stay on the core of their rank.
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     world, task = init_world(), options.task()
-    if options.slept_s:
-        task = slept(task, options.slept_s)
     built = {name: build(name, task, options.chunk()) for name in (COMPUTE, *names)}
     contestants = [c for c in built.values() if c is not None]
     peaks = {c.name: _settle(c, world) for c in contestants}

@@ -2,8 +2,7 @@
 
 `python -m benchmarks.checkpoint` trains a GPT with AdamW and an average of its weights, and saves
 all of that in the middle of training. Contestants take turns, each in a process of its own, which
-is watched from outside for its memory. `--gb 4` is refused where memory does not allow it. `--gpu`
-puts 8 GB or more on a CUDA device, and measures ours beside a copy to page-locked memory.
+is watched from outside for its memory. `--gb 4` is refused where memory does not allow it.
 
 What each process does, and how it is timed, is in `_checkpoint_saver`.
 """
@@ -20,11 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 import tyro
 
 from benchmarks._checkpoint_saver import (
@@ -39,12 +36,11 @@ from benchmarks._checkpoint_saver import (
     Job,
     Run,
 )
-from benchmarks._harness import RESULTS, Bar, Report, Spread, at_least, at_most, finish
+from benchmarks._harness import Bar, Report, Spread, at_least, at_most, finish
 from benchmarks.netlab import LoadMeter
 from gulliver.errors import GulliverError, nearest
 
 TORCH_ASYNC = (THREAD, PROCESS)
-GPU_GB = 8.0
 SAMPLE_S = 0.02
 TOLERANCE = 0.05
 """Of a bar on memory, as a share of the state: for what else comes and goes in the process."""
@@ -73,8 +69,6 @@ class Options:
     contestants: tuple[str, ...] = tuple(ENTRANTS)
     folder: Path | None = None
     """On the disk to be measured; None for the temporary folder."""
-    gpu: bool = False
-    """The state on a CUDA device; then it has at least 8 GB."""
     keep: bool = False
     """Write benchmarks/results."""
 
@@ -148,7 +142,6 @@ def run_one(options: Options, name: str, folder: Path) -> Watched:
         options.saves,
         options.calm,
         options.ring_mb,
-        "cuda" if options.gpu else "cpu",
     )
     command = [sys.executable, "-m", "benchmarks._checkpoint_saver", json.dumps(asdict(job))]
     try:
@@ -209,7 +202,6 @@ class Figures:
         equal: every time.
         forward_backward: seconds.
         copied: seconds until the state might change; ours only.
-        copy_rate: bytes per second of that, over that of a copy to page-locked memory; GPU only.
     """
 
     nbytes: int
@@ -229,7 +221,6 @@ class Figures:
     equal: bool
     forward_backward: Spread
     copied: Spread | None
-    copy_rate: Spread | None
 
 
 def figures(found: Sequence[Watched]) -> Figures:
@@ -249,12 +240,6 @@ def figures(found: Sequence[Watched]) -> Figures:
 
     nbytes = runs[0].nbytes
     pairs = [pair for run in runs for pair in zip(run.alone_s, run.raw_s, strict=True)]
-    copy_rates = [
-        nbytes / entry.copied_s / run.pinned_rate
-        for run in runs
-        for entry in run.during[1:]
-        if entry.copied_s and run.pinned_rate
-    ]
     return Figures(
         nbytes,
         sure(lambda e: e.call_s, later),
@@ -273,7 +258,6 @@ def figures(found: Sequence[Watched]) -> Figures:
         all(run.equal for run in runs),
         sure(lambda r: r.forward_backward_s, runs),
         spread(lambda e: e.copied_s, later),
-        Spread(tuple(copy_rates)) if copy_rates else None,
     )
 
 
@@ -340,20 +324,14 @@ def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
     for name, of in all_of.items():
         if name in (SHADOW, RING):
             made.append(at_least(f"{name}: bit for bit, 1 is always", float(of.equal), 1.0))
-    if options.gpu and ours is not None:
-        if ours.copy_rate is not None:
-            made.append(at_least("copy over a pinned copy's rate", ours.copy_rate.median, 0.8))
-        if ours.slowdown is not None:
-            made.append(at_most("overlapped steps slower by", ours.slowdown.median, 0.02))
     return made
 
 
 def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Report:
     """The table, the bars and the notes."""
-    where = "gpu-" if options.gpu else ""
     some = next(iter(all_of.values()))
     raw = Spread(tuple(value for of in all_of.values() for value in of.raw.values))
-    claim = f"checkpoint-{where}{options.gb:g}gb"
+    claim = f"checkpoint-{options.gb:g}gb"
     title = f"Saving {some.nbytes / 1e9:.2f} GB (model, average, AdamW) while training goes on"
     made = Report(claim, title, COLUMNS, [row(name, of) for name, of in all_of.items()])
     made.bars = bars(all_of, options)
@@ -387,37 +365,6 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
     return made
 
 
-def picture(all_of: dict[str, Figures], path: Path, title: str) -> None:
-    """How long each holds up training, and when all is on the disk."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(all_of)
-    figure, axes = pyplot.subplots(figsize=(8, 0.55 * len(names) + 1.4))
-    places = range(len(names))
-    for label, shift, color, of in (
-        ("on the disk", -0.27, "#bbbbbb", [all_of[n].total for n in names]),
-        ("beyond calm steps", 0.0, "#dd8452", [all_of[n].beyond for n in names]),
-        ("training held up", 0.27, "#4c72b0", [all_of[n].held for n in names]),
-    ):
-        values = [max(each.median, 1e-3) for each in of]
-        axes.barh([p - shift for p in places], values, 0.25, label=label, color=color)
-        for place, value in zip(places, values, strict=True):
-            axes.text(value * 1.04, place - shift, f"{value:.3g}", va="center", fontsize=7)
-    axes.set_xscale("log")
-    axes.set_yticks(list(places), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds (medians; logarithmic)")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def checked(options: Options, folder: Path) -> Options:
     """The options; without contestants that memory has no room for.
 
@@ -429,18 +376,12 @@ def checked(options: Options, folder: Path) -> Options:
             raise GulliverError(f"unknown contestant {name!r}: {nearest(name, list(ENTRANTS))}")
     if options.rounds < 1 or options.saves < 2 or options.calm < 1 or options.gb < 0.1:
         raise GulliverError("at least 1 round, 2 saves, 1 calm step and 0.1 GB")
-    if options.gpu:
-        if not torch.cuda.is_available():
-            raise GulliverError("--gpu needs a CUDA device: there is none here")
-        options = replace(options, gb=max(options.gb, GPU_GB))
-        if options.contestants == tuple(ENTRANTS):
-            options = replace(options, contestants=(TORCH_SAVE, *TORCH_ASYNC, SHADOW, RING))
     free_disk = shutil.disk_usage(folder).free
     if free_disk < 7e9 * options.gb:
         raise GulliverError(f"{folder} has {free_disk / 1e9:.0f} GB free, not {7 * options.gb:.0f}")
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    held = 0.0 if options.gpu else 1.35  # state, gradients, activations
+    held = 1.35  # state, gradients, activations
     fitting = tuple(
         n
         for n in options.contestants
@@ -469,10 +410,6 @@ def main() -> None:
         sys.exit(f"benchmarks.checkpoint: {error}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if options.keep:
-        path = RESULTS / f"{made.claim}_{date.today()}.png"
-        picture(all_of, path, made.title)
-        made.notes += ["", f"![seconds]({path.name})"]
     finish(made, options.keep)
 
 

@@ -1,10 +1,10 @@
-"""Teaching a subject: a new glyph, Stable Diffusion 2's UNet, beside diffusers' script, and loaded.
+"""Teaching a subject: Stable Diffusion 2's UNet, next to diffusers' script, and loaded by it.
 
-`python -m benchmarks.dreambooth` runs the parts that are named, all of them by default. *digits*
-teaches the model of the demonstration a new glyph. *unet* prints the plan of Stable Diffusion 2 at
-batch 16 and 512 x 512, and trains one of a quarter of its width under a memory limit, in a control
-group that the kernel ends (it needs root). *peer* runs the loop of diffusers' own script beside
-ours, in turns, with the same samples and noise. *load* lets diffusers load what was saved.
+`python -m benchmarks.dreambooth` runs the parts that are named, all of them by default. *unet*
+prints the plan of Stable Diffusion 2 at batch 16 and 512 x 512, and trains one of a quarter of its
+width under a memory limit, in a control group that the kernel ends (it needs root). *peer* runs the
+loop of diffusers' own script and ours in turns, with the same samples and noise. *load* lets
+diffusers load what was saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module, util
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,10 +26,9 @@ from benchmarks._dreambooth_worker import config_of
 from benchmarks._harness import Report, Spread, at_least, at_most, finish
 from benchmarks.limits import Group, LimitsError
 
-Part = Literal["digits", "unet", "peer", "load"]
-ALL: tuple[Part, ...] = ("digits", "unet", "peer", "load")
+Part = Literal["unet", "peer", "load"]
+ALL: tuple[Part, ...] = ("unet", "peer", "load")
 MIB = 1 << 20
-DIGITS = "benchmarks._dreambooth_digits"
 SPEED_BAR, PEAK_BAR, LOSS_BAR, LEVELS = 1.1, 1.1, 1e-4, 1
 LIMIT, CONSTANT = 384 * MIB, 700 * MIB
 """Memory that the quarter-width UNet is given, and what the interpreter, torch, diffusers,
@@ -56,7 +54,6 @@ def main() -> None:
     options = tyro.cli(Options)
     report = Report("dreambooth", "Teaching a subject", ("what", "figure", "beside"))
     parts: dict[Part, Callable[[Report, Path, Options], None]] = {
-        "digits": _digits,
         "unet": _unet,
         "peer": _peer,
         "load": _load,
@@ -65,13 +62,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="gulliver-dreambooth-") as folder:
             parts[name](report, Path(folder), options)
     finish(report, options.keep)
-
-
-def _digits(report: Report, folder: Path, options: Options) -> None:
-    if util.find_spec(DIGITS) is None:
-        report.notes.append("digits: not run, there is no part of that name")
-        return
-    import_module(DIGITS).digits_part(report, folder)
 
 
 def _worker(who: str, folder: Path, name: str, group: Group | None = None, **told: Any) -> Any:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from benchmarks._fp8_gpu import report_gpu
 from benchmarks._fp8_training import ARMS, final, gpt_losses, stdit_losses
-from benchmarks._harness import RESULTS, Report, at_most, finish
+from benchmarks._harness import Report, at_most, finish
 from gulliver.precision.fp8 import linear
 from gulliver.precision.fp8.layers import (
     FORWARD,
@@ -51,7 +49,7 @@ class Options:
     threads: int = 0
     """Threads of torch; 0: as it finds them."""
     keep: bool = False
-    """Write the result file, and the picture of the curves."""
+    """Write the result file."""
 
 
 def inputs(kind: str, *shape: int, seed: int) -> Tensor:
@@ -98,13 +96,12 @@ def _unlike() -> float:
     return float((mine != matmul(Scaled(*a), b, torch.float32, emulate=False)).float().mean())
 
 
-def report_convergence(options: Options, report: Report) -> dict[str, dict[str, list[float]]]:
-    """Final losses of both trainings in every format, and their curves, means over the seeds."""
+def report_convergence(options: Options, report: Report) -> None:
+    """Final losses of both trainings in every format, means over the seeds."""
     trainings: dict[str, Callable[[str, int, int], list[float]]] = {
         "GPT on Python sources": gpt_losses,
         "STDiT on moving digits": stdit_losses,
     }
-    curves: dict[str, dict[str, list[float]]] = {}
     for name, train in trainings.items():
         found = {
             arm: [train(arm, seed, options.steps) for seed in range(options.seeds)] for arm in ARMS
@@ -118,25 +115,6 @@ def report_convergence(options: Options, report: Report) -> dict[str, dict[str, 
             report.figures[f"{name}, {arm}"] = [final(run) for run in runs]
             if arm != "fp32":
                 report.bars.append(at_most(f"{name}, {arm}: final loss apart", abs(apart), NEAR))
-        curves[name] = {arm: torch.tensor(runs).mean(0).tolist() for arm, runs in found.items()}
-    return curves
-
-
-def picture(curves: dict[str, dict[str, list[float]]], path: Path, how: str) -> None:
-    """Loss over steps, a panel for each training; `how` FP8 was computed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5 * len(curves), 3.5))
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, (name, arms) in zip(panels, curves.items(), strict=True):
-        for (arm, losses), style in zip(arms.items(), ("-", "--", ":"), strict=True):
-            window = max(1, len(losses) // 30)
-            smooth = torch.tensor(losses).unfold(0, window, 1).mean(1).tolist()
-            label = arm if arm == "fp32" else f"FP8 {arm}, {how}"
-            axes.plot(range(window - 1, len(losses)), smooth, style, label=label)
-        axes.set(xlabel="step", ylabel="loss", yscale="log", title=name)
-        axes.legend()
-    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def main() -> None:
@@ -147,10 +125,6 @@ def main() -> None:
     if "gpu" in options.parts:
         report = Report("fp8-gpu", "FP8 on a GPU", ("what", "arm", "ms", "gain", "predicted"))
         report_gpu(options.rounds, report)
-        if options.keep and "curve" in report.figures:
-            path = RESULTS / f"fp8-gpu-curve_{date.today()}.png"
-            picture({"GPT, 500 steps": report.figures["curve"]}, path, "compiled")
-            report.notes.append(f"![Loss over steps]({path.name})")
         finish(report, options.keep)
     if set(options.parts) - {"gpu"}:
         columns = ("what", "forward, or loss", "input gradient, or apart", "weight gradient")
@@ -158,11 +132,7 @@ def main() -> None:
         if "numerics" in options.parts:
             report_numerics(report)
         if "convergence" in options.parts:
-            curves = report_convergence(options, report)
-            if options.keep:
-                path = RESULTS / f"fp8-convergence_{date.today()}.png"
-                picture(curves, path, "emulated")
-                report.notes.append(f"![Loss over steps]({path.name})")
+            report_convergence(options, report)
         report.notes.append("FP8 is emulated: the same numerics, and nothing said of speed.")
         finish(report, options.keep)
 

@@ -4,9 +4,8 @@
 all policies on four kinds of traces; `attainable` searches with all arrivals and lengths known, to
 say how much any policy could gain; `artifact` looks at ONES on traces in the manner of the one it
 was published with: the order of the policies, what its evolution, its mutation and its predictor
-add, and what not knowing lengths costs ours; `placement` cuts the cluster into nodes. All of it is
-simulated, nothing is timed, and the same seeds give the same figures; but part `real` lays real
-jobs beside the simulator, and kills some.
+add, and what not knowing lengths costs ours. All of it is
+simulated, nothing is timed, and the same seeds give the same figures.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._schedule_baselines import PolluxInRounds, clairvoyant
-from benchmarks._schedule_real import real
 from gulliver.schedule import (
     Estimator,
-    JobCluster,
     Ones,
     Policy,
-    Result,
     Rollout,
     Summary,
     bound_of,
@@ -40,7 +36,7 @@ from gulliver.schedule import (
 )
 from gulliver.schedule.policies import make_policy
 
-Part = Literal["kinds", "attainable", "artifact", "placement", "real"]
+Part = Literal["kinds", "attainable", "artifact"]
 OURS = "rollout"
 PUBLISHED = "pollux, as published"
 KINDS = ("steady", "heavy-tail", "bursts", "fixed-batch")
@@ -84,14 +80,12 @@ COLUMNS = (
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact", "placement", "real")
+    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact")
     """Parts to run."""
     seeds: int = 10
     """Traces of each kind."""
     processes: int = 2
     """Processes that simulate."""
-    address: str = "local"
-    """Where real jobs run: local starts Ray here, here does without Ray."""
     keep: bool = False
     """Write the result files."""
     traces: Path | None = None
@@ -299,80 +293,6 @@ def attainable(options: Options) -> None:
     finish(report, options.keep)
 
 
-NODES = (16, 8, 4)
-"""Slots of a node."""
-ACROSS = 9.0
-"""Times that a byte takes longer between nodes: NVLink 450 GB/s beside InfiniBand 50 GB/s."""
-
-
-PLACED_TRACES = ("steady", "fixed-batch")
-PLACED = ("fifo", "srpt", "pollux", OURS)
-
-
-def placed(trace: str, seed: int, name: str, size: int) -> tuple[float, float]:
-    """Mean seconds on nodes of some size, and the share of slot-seconds that span nodes."""
-    jobs, _ = generate(trace, seed)
-    result = simulate(jobs, JobCluster(16, node_slots=size, across=ACROSS), make_policy(name))
-    return result.summary().mean, spanning(result)
-
-
-def spanning(result: Result) -> float:
-    """Share of slot-seconds of jobs that lie on more nodes than they would need."""
-    size = result.cluster.node_slots or result.cluster.slots
-    whole = more = 0.0
-    for segment in result.segments:
-        seconds = (segment.end - segment.begin) * len(segment.slots)
-        whole += seconds
-        nodes = sum(part > 0 for part in result.cluster.parts(segment.slots))
-        more += seconds * (nodes > -(-len(segment.slots) // size))
-    return more / whole
-
-
-def placement(options: Options) -> None:
-    """Compares what nodes cost, and how seldom jobs lie on more of them than they need."""
-    report = Report(
-        "schedule_placement",
-        f"60 jobs on 16 slots of 1, 2 and 4 nodes, means of {options.seeds} traces, simulated",
-        ("trace", "policy", *(f"mean s, nodes of {size}" for size in NODES),
-         *(f"scattered, nodes of {size}" for size in NODES[1:])),
-    )  # fmt: skip
-    seeds = range(options.seeds)
-    with Simulations(options) as simulations:
-        waiting = {
-            (trace, name, size, seed): simulations.ask(placed, trace, seed, name, size)
-            for trace in PLACED_TRACES
-            for seed in seeds
-            for name in PLACED
-            for size in NODES
-        }
-        done = {key: task.result() for key, task in waiting.items()}
-    for trace in PLACED_TRACES:
-        means: dict[str, list[float]] = {}
-        for name in PLACED:
-            found = [
-                [statistics.fmean(done[trace, name, size, seed][part] for seed in seeds)
-                 for size in NODES]
-                for part in (0, 1)
-            ]  # fmt: skip
-            means[name], shares = found[0], found[1][1:]
-            seconds = (f"{mean:.0f}" for mean in means[name])
-            report.rows.append((trace, name, *seconds, *(f"{share:.1%}" for share in shares)))
-        report.figures[trace] = means
-        for place, size in enumerate(NODES):
-            report.bars.append(
-                at_most(
-                    f"{trace}, nodes of {size}: ours, of pollux",
-                    means[OURS][place] / means["pollux"][place],
-                    1.0,
-                )
-            )
-    report.notes.append(
-        f"A byte takes {ACROSS:.0f} times as long between nodes as within. Scattered: share of "
-        "slot-seconds of jobs that lie on more nodes than so many slots need."
-    )
-    finish(report, options.keep)
-
-
 UNTOLD = ("fifo", "tiresias", "optimus", "pollux", PUBLISHED, "ones")
 
 
@@ -431,13 +351,7 @@ def artifact(options: Options) -> None:
 
 def main(options: Options) -> None:
     """Runs the parts."""
-    run = {
-        "kinds": kinds,
-        "attainable": attainable,
-        "artifact": artifact,
-        "placement": placement,
-        "real": lambda given: real(given.address, given.keep),
-    }
+    run = {"kinds": kinds, "attainable": attainable, "artifact": artifact}
     for part in options.parts:
         run[part](options)
 

@@ -7,9 +7,8 @@ One Llama-shaped model of 110 M random weights answers the same requests, of mix
 way: in batches of transformers' `generate`, which pad prompts and wait for the longest answer; by
 transformers' own continuous batching; by llama.cpp where it is installed (`_serving_llamacpp.py`);
 by `gulliver.serve` with float32 and with int8 weights. Engines have been started, and have answered
-a request, before the clock runs. Answers are compared token by token. `--parts faults` puts the
-server under clients that behave badly (`_serving_soak.py`). `--parts pipeline` times stages over
-shaped links (`_serving_pipeline.py`).
+a request, before the clock runs. Answers are compared token by token. `--parts pipeline` times
+stages over shaped links (`_serving_pipeline.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ import torch
 import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
 from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
-from benchmarks._serving_soak import Kills, soak
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
 from gulliver.serve.kernels import kernel_problem, rows_problem
 
-PARTS = ("throughput", "faults", "pipeline")
+PARTS = ("throughput", "pipeline")
 CACHE = 16 * 1024
 """Tokens of the cache: all requests at a time."""
 LONGEST = 2048
@@ -62,10 +60,6 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--soak-seconds", type=float, default=75)
-    parser.add_argument("--kills", type=int, default=40, help="of stages; 0 for none")
-    parser.add_argument("--controller-kills", type=int, default=10)
-    parser.add_argument("--kill-seconds", type=float, default=900, help="no kill comes later")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="no round begins that would end later"
     )
@@ -78,9 +72,6 @@ def main() -> None:
         from benchmarks._serving_pipeline import pipeline
 
         finish(pipeline(options.rounds), options.keep)
-    if "faults" in options.parts:
-        kills = Kills(options.kills, options.controller_kills, options.kill_seconds)
-        soak(options.soak_seconds, kills, options.keep)
     if "throughput" in options.parts:
         columns = ("way", "seconds", "tokens/s", "times the best static batch", "same answers")
         report = Report("serving", "Serving: mixed requests", columns)

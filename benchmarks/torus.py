@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor
 
-from benchmarks._harness import RESULTS, Report, Spread, alternate, at_least, at_most, finish
+from benchmarks._harness import Report, Spread, alternate, at_least, at_most, finish
 from benchmarks.netlab import Net, foreign_load, run
 from gulliver.comm import Torus, all_reduce, barrier, gather_objects, init_world, make_axes
 from gulliver.comm.torus import Axes
@@ -271,32 +270,6 @@ def report(found: Mapping[str, list[Measured]], load: float) -> Report:
     return result
 
 
-def picture(found: Mapping[str, list[Measured]]) -> None:
-    """Time over size, measured and predicted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, _ = plt.subplots(
-        1, len(found), figsize=(5 * len(found), 4.5), sharey=True, layout="constrained"
-    )
-    for panel, (order, ranks) in zip(figure.axes, found.items(), strict=True):
-        times, choices = slowest(ranks), ranks[0].choices
-        for name in NAMES:
-            panel.loglog(
-                list(times), [t[name].median * 1e3 for t in times.values()], "o-", label=name
-            )
-        for name in ("flat", "torus"):
-            values = [getattr(c, f"predicted_{name}_s") * 1e3 for c in choices.values()]
-            colour = f"C{NAMES.index(name)}"
-            panel.loglog(list(choices), values, ":", color=colour, label=f"{name}, predicted")
-        panel.set(title=f"ranks in {order} order", xlabel="bytes", ylabel="ms")
-        panel.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(RESULTS / f"torus_{date.today()}.png", dpi=110)
-
-
 def _spread(spread: Spread) -> str:
     low, middle, high = (f"{v * 1e3:.3g}" for v in (spread.low, spread.median, spread.high))
     return f"{middle} ({low} to {high})"
@@ -315,8 +288,6 @@ def main() -> None:
         with Net(NODES * LOCAL, RATE, order=order, **shape) as net:
             found[order] = run(measure, net, options, order)
     finish(report(found, load), options.keep)
-    if options.keep:
-        picture(found)
 
 
 if __name__ == "__main__":

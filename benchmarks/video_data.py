@@ -1,13 +1,10 @@
 """Data preparation on a mess of clips, with the truth known: what it finds, loses, and costs.
 
 `tests/video/messy_clips.py` makes the mess: real and generated scenes joined, copied, broken,
-turned, of
-variable rate, in odd codecs. *cuts*: where scenes begin, against where they were joined, and if
-each frame of each file ends in a clip or in the list of what is left out. *dedup*: copies, against
-what was copied. *filter*: a table of 100,000 rows through the command, beside pandas and a loop
-over PyArrow's rows. *speed*: clips per minute of each step, beside decoding every file once, one
-after another. *encode*: latents kept on disk, through kills, and what they save in training
-(`_video_encode.py`). Thresholds are defaults; with this seed nothing was chosen.
+turned, of variable rate, in odd codecs. *cuts*: where scenes begin, against where they were joined,
+and whether each frame of each file ends in a clip or in the list of what is left out. *dedup*:
+copies, against what was copied. *filter*: a table of 100,000 rows through the command, compared
+with pandas and a loop over PyArrow's rows. Thresholds are defaults.
 """
 
 from __future__ import annotations
@@ -25,15 +22,15 @@ import numpy as np
 import tyro
 from tests.video.messy_clips import Mess, make_mess
 
-from benchmarks._harness import Bar, Report, alternate, at_least, at_most, finish
+from benchmarks._harness import Report, alternate, at_least, at_most, finish
 from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video.config import CutSettings
-from gulliver.video.preparation import Table, cut, deduplicate, scan, score
+from gulliver.video.preparation import Table, cut, deduplicate, scan
 from gulliver.video.preparation.cutting import CutReport
 
-Part = Literal["cuts", "dedup", "filter", "speed", "encode"]
-PARTS: tuple[Part, ...] = ("cuts", "dedup", "filter", "speed", "encode")
+Part = Literal["cuts", "dedup", "filter"]
+PARTS: tuple[Part, ...] = ("cuts", "dedup", "filter")
 NEAR = 2
 """Frames that a cut may be found too early or too late."""
 RIGHT = 0.95
@@ -304,76 +301,10 @@ def write_large(path: Path, rows: int) -> None:
     Table.of_rows(records, path, list(cells)).write()
 
 
-# --- speed ---------------------------------------------------------------------------------------
-
-
-def speed(bench: Bench) -> Report:
-    """Runs *speed*."""
-    mess, workers = bench.mess(), bench.options.workers
-    fresh = iter(range(10**6))
-
-    def folder() -> Path:
-        return bench.folder / f"turn-{next(fresh)}"
-
-    def decoded() -> None:
-        for clip in mess.clips:
-            try:
-                for frame in upright_frames(mess.folder / clip.path):
-                    frame.decoded.to_ndarray(format="rgb24")
-            except GulliverError:
-                continue
-
-    table = scan(mess.folder, bench.folder / "speed.parquet", workers=workers).table
-    steps: dict[str, Callable[[], object]] = {
-        "decoding, one after another": decoded,
-        "scan": lambda: scan(mess.folder, folder() / "t.parquet", workers=workers),
-        "score": lambda: score(table, out=folder() / "t.parquet", workers=workers),
-        "cut": lambda: cut(table, folder() / "t.parquet", workers=workers),
-    }
-    contestants = {name: _per_minute(step, len(mess.clips)) for name, step in steps.items()}
-    rates = alternate(contestants, bench.options.rounds, warm_up=0)
-    made = Report("video_data-speed", "Clips per minute", ("step", "median", "quartiles"))
-    for name, spread in rates.items():
-        quartiles = f"{spread.low:,.0f} to {spread.high:,.0f}"
-        made.rows.append((name, f"{spread.median:,.0f}", quartiles))
-    made.figures = {name: spread.values for name, spread in rates.items()}
-    made.bars = [at_least("clips per minute of scan", rates["scan"].median, 1000)]
-    whole = sum(clip.frames for clip in mess.clips) / len(mess.whole)
-    made.notes = [
-        f"{len(mess.clips)} files of {whole:.0f} frames on average, at most 144 pixels wide; all "
-        "steps write to the disk, and each clip that is cut is forced to it."
-    ]
-    return made
-
-
-def _per_minute(step: Callable[[], object], clips: int) -> Callable[[], float]:
-    def run() -> float:
-        begun = time.perf_counter()
-        step()
-        return 60 * clips / (time.perf_counter() - begun)
-
-    return run
-
-
-def encode(bench: Bench) -> Report:
-    """Runs *encode*."""
-    from benchmarks._video_encode import encode_part
-
-    rows: list[tuple[str, ...]] = []
-    bars: list[Bar] = encode_part(bench.folder / "encode", rows)
-    columns = ("what", "on clips", "on latents", "ratio")
-    made = Report("video_data-encode", "Latents kept on disk", columns)
-    made.rows, made.bars = list(rows), bars
-    made.figures = {bar.name: bar.value for bar in bars}
-    return made
-
-
 RUN: dict[Part, Callable[[Bench], Report]] = {
     "cuts": cuts,
     "dedup": dedup,
     "filter": filter_rows,
-    "speed": speed,
-    "encode": encode,
 }
 
 

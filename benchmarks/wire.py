@@ -27,7 +27,7 @@ from torch.autograd import Function
 from benchmarks._harness import Progress, Report, alternate, at_least, at_most, finish
 from benchmarks._models import gpt
 from benchmarks._slept import slept
-from benchmarks._wire_training import picture, report_convergence
+from benchmarks._wire_training import report_convergence
 from benchmarks.netlab import Net, foreign_load, run, wire_bytes
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import all_gather, all_reduce, barrier, init_world, reduce_scatter
@@ -337,9 +337,7 @@ def finish_convergence(options: Options) -> None:
     """Trainings in all formats, in a report of their own."""
     columns = ("training", "format", "final loss", "apart", "seeds")
     report = Report("wire-convergence", "Wire formats: final losses of four ranks", columns)
-    curves = report_convergence(report, options.seeds, options.steps)
-    if options.keep:
-        report.notes.append(f"![Loss over steps]({picture(curves).name})")
+    report_convergence(report, options.seeds, options.steps)
     report.notes.append(
         f"{options.steps} steps of ZeRO 2, where nothing else is said; gradients and parameters "
         "travel packed. No time is measured."

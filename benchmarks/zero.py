@@ -2,12 +2,7 @@
 
 `python -m benchmarks.zero` trains the same model on the same batches with every contestant, in the
 same processes, a rank pinned to each core, taking turns: on loopback, and on links so shaped that
-communication takes as long as compute; shaped links need root. Each network is taken twice, side by
-side: layers compute on the core that also communicates, or sleep as long, as they would beside an
-accelerator, where overlap itself is measured. Then come 1, 2 and 4 ranks whose layers sleep, on
-links fast enough to hide behind them and on links that are not, beside as many processes that do
-not talk (`--weak only` does that alone). Each table ends with a line of JSON; `--keep` writes
-result files and pictures.
+communication takes as long as compute; shaped links need root. Each table ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -16,36 +11,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import torch
 import tyro
 
-from benchmarks._harness import RESULTS, finish
+from benchmarks._harness import finish
 from benchmarks._zero_ranks import OURS, PEERS, Options, measure
-from benchmarks._zero_report import (
-    COMPUTED,
-    SLEPT,
-    Network,
-    Scaling,
-    joined,
-    picture,
-    rate_for,
-    report,
-    side_by_side,
-    weak_picture,
-    weak_report,
-)
+from benchmarks._zero_report import Network, joined, rate_for, report
 from benchmarks.netlab import LoadMeter, Net, NetlabError, check_tools, run
 from gulliver.errors import nearest
 
 LOOPBACK = "loopback"
-WEAK_RANKS = (1, 2, 4)
-HIDDEN = "links that can hide it"
-REGIMES = {HIDDEN: 0.5, "slow links": 2.0}
-"""Communication over compute, with four ranks."""
 TIMEOUT_S = 3600.0
 COPIES, TUNED_COPIES = 4, 5
 """Of the parameters that a contestant keeps in a rank, and more that tuning our chunks leaves."""
@@ -59,36 +36,24 @@ def on_network(options: Options, rate: str, names: Sequence[str]) -> Network:
     with tempfile.TemporaryDirectory() as cache, place as net:
         arguments = (options, tuple(names), shaped, cache)
         found = run(measure, net, *arguments, ranks=options.ranks, timeout_s=TIMEOUT_S)
-    network = joined(rate, found, meter.cores())
-    return replace(network, regime=SLEPT if options.slept_s else COMPUTED)
+    return joined(rate, found, meter.cores())
 
 
 def compare(options: Options) -> None:
-    """All contestants on each network, computing and sleeping."""
+    """All contestants on each network."""
     reference: Network | None = None
-    networks: list[Network] = []
-    # Loopback first: its compute says which rates are fast and slow, and how long layers sleep.
+    # Loopback first: its compute says which rates are fast and slow.
     for name in sorted(options.networks, key=lambda n: n != LOOPBACK):
-        computes = name == LOOPBACK and COMPUTED in options.regimes
-        if reference is None and not computes:
-            reference = on_network(options, LOOPBACK, ())
         rate, label = name, name
         if is_ratio(name):
-            assert reference is not None
-            rate = rate_of(float(name), reference, options.ranks)
+            reference = reference or on_network(options, LOOPBACK, ())
+            size = reference.parameter_bytes
+            rate = rate_for(float(name), reference.compute_s, options.ranks, size)
             label = f"{name} times compute"
-        for regime in options.regimes:
-            chosen = options
-            if regime == SLEPT:
-                assert reference is not None
-                chosen = replace(options, slept_s=options.slept_s or reference.compute_s)
-            network = on_network(chosen, rate, options.contestants)
-            reference = reference or network
-            networks.append(network)
-            show(options, network, label)
-    if len(options.regimes) > 1:
-        task, claim = options.task().name, f"zero-{options.model}-{options.ranks}-regimes"
-        finish(side_by_side(networks, claim, task), options.keep)
+        network = on_network(options, rate, options.contestants)
+        if name == LOOPBACK:
+            reference = network
+        show(options, network, label)
 
 
 def is_ratio(network: str) -> bool:
@@ -96,49 +61,14 @@ def is_ratio(network: str) -> bool:
     return network.replace(".", "", 1).isdigit()
 
 
-def rate_of(ratio: float, reference: Network, ranks: int) -> str:
-    """The rate at which communication takes `ratio` times the compute that was measured."""
-    return rate_for(ratio, reference.compute_s, ranks, reference.parameter_bytes)
-
-
 def show(options: Options, network: Network, label: str) -> None:
     """Prints, and perhaps keeps, what was found on a network."""
-    task = options.task()
-    slept = "-slept" if network.regime == SLEPT else ""
-    claim = f"zero-{options.model}-{options.ranks}-{label.split()[0]}{slept}"
+    claim = f"zero-{options.model}-{options.ranks}-{label.split()[0]}"
     notes = [
         f"Medians of {options.rounds} turns of {options.steps} steps; AdamW, fused, float32; "
         f"asked for: {label}."
     ]
-    if options.keep:
-        path = RESULTS / f"{claim}_{date.today()}.png"
-        title = f"{task.name}, {network.ranks} ranks, {network.name}"
-        picture(network, path, title)
-        notes.append(f"![steps]({path.name})")
-    finish(report(network, claim, task.name, notes), options.keep)
-
-
-def scale(options: Options) -> None:
-    """Weak scaling of ranks that sleep."""
-    most = max(WEAK_RANKS)
-    if not options.slept_s:
-        alone = on_network(replace(options, ranks=1), LOOPBACK, ())
-        options = replace(options, slept_s=alone.compute_s)
-    reference = on_network(replace(options, ranks=most), LOOPBACK, ())
-    found = []
-    for name, ratio in REGIMES.items():
-        rate = rate_of(ratio, reference, most)
-        networks = {
-            n: on_network(replace(options, ranks=n), rate, options.contestants) for n in WEAK_RANKS
-        }
-        found.append(Scaling(name, rate, networks))
-    task, claim = options.task().name, f"zero-{options.model}-weak"
-    made = weak_report(found, claim, task, HIDDEN)
-    if options.keep:
-        path = RESULTS / f"{claim}_{date.today()}.png"
-        weak_picture(found, path, f"Weak scaling, {task}")
-        made.notes.append(f"![efficiency]({path.name})")
-    finish(made, options.keep)
+    finish(report(network, claim, options.task().name, notes), options.keep)
 
 
 def checked(options: Options) -> Options:
@@ -154,14 +84,6 @@ def checked(options: Options) -> Options:
     if options.ranks < 2 or options.rounds < 1 or options.steps < 1:
         raise NetlabError("ranks must be at least 2, rounds and steps at least 1")
     return options
-
-
-def for_weak(options: Options) -> Options:
-    """What all numbers of ranks of weak scaling can have."""
-    # A rank alone has no group for the others.
-    kept = tuple(n for n in options.contestants if n in ("DDP", "ZeRO 1", "ZeRO 2"))
-    sequences = max(WEAK_RANKS) if options.model == "gpt" else 0
-    return replace(options, contestants=kept, batch=options.batch or sequences, chunk_mb="4")
 
 
 def needed_bytes(options: Options) -> int:
@@ -195,15 +117,10 @@ def main() -> None:
     """Measures what the options say."""
     try:
         options = checked(tyro.cli(Options, description=__doc__))
-        if options.weak != "no" or set(options.networks) != {LOOPBACK}:
+        if set(options.networks) != {LOOPBACK}:
             check_tools()
-        weak = for_weak(options)
-        for wanted in [options] if options.weak == "no" else [options, weak]:
-            check_memory(replace(wanted, ranks=max(WEAK_RANKS)) if wanted is weak else wanted)
-        if options.weak != "only":
-            compare(options)
-        if options.weak != "no":
-            scale(weak)
+        check_memory(options)
+        compare(options)
     except NetlabError as error:
         sys.exit(f"benchmarks.zero: {error}")
 
