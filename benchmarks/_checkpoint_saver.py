@@ -36,35 +36,22 @@ TORCH_SAVE, SAFETENSORS, DCP = "torch.save", "safetensors", "dcp.save"
 THREAD, PROCESS = "dcp.async_save thread", "dcp.async_save process"
 SHADOW, RING = "ours, shadow", "ours, ring"
 RAW = "raw disk"
-PAIRS = 3
-"""Saves without training, each with a raw write beside it."""
-COPIES = 4
-"""Of every parameter in the state: itself, its average, and two moments of AdamW."""
+PAIRS = 3  # Saves without training, each with a raw write beside it
+COPIES = 4  # Of every parameter in the state: itself, its average, and two moments of AdamW
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does.
+    """What one process does."""
 
-    Attributes:
-        entrant: its name.
-        folder: where it saves; emptied by it.
-        gb: of state.
-        threads: of torch, for the training.
-        length: tokens of a batch.
-        saves: while training, the first apart.
-        calm: steps without a save before and after each.
-        ring_mb: of our ring.
-    """
-
-    entrant: str
-    folder: str
-    gb: float
-    threads: int
-    length: int
-    saves: int
-    calm: int
-    ring_mb: int
+    entrant: str  # its name
+    folder: str  # where it saves; emptied by it
+    gb: float  # of state
+    threads: int  # of torch, for the training
+    length: int  # tokens of a batch
+    saves: int  # while training, the first apart
+    calm: int  # steps without a save before and after each
+    ring_mb: int  # of our ring
 
 
 @dataclass
@@ -72,50 +59,37 @@ class During:
     """A save while training goes on.
 
     Attributes:
-        begun, ended: `time.perf_counter`, of the call and of the end of the last step in the way.
-        call_s: until the call returned.
-        held_s: what training could not go on for: the call, and waits before the next update.
-        beyond_s: what the steps until completion took more than undisturbed ones, the call too.
-        total_s: until it was complete and forced to the disk.
-        step_s: median of the steps that were wholly under way while it was saved; None for none.
-        calm_s: median of the undisturbed steps around it.
-        copied_s: until the state might change again; ours only.
+        begun, ended: `time.perf_counter`, of the call and of the end of the last step in the
+            way.
     """
 
     begun: float
     ended: float
-    call_s: float
-    held_s: float
-    beyond_s: float
-    total_s: float
+    call_s: float  # until the call returned
+    held_s: float  # what training could not go on for: the call, and waits before the next update
+    beyond_s: float  # what the steps until completion took more than undisturbed ones, the call too
+    total_s: float  # until it was complete and forced to the disk
+    # median of the steps that were wholly under way while it was saved; None for none
     step_s: float | None
-    calm_s: float
-    copied_s: float | None = None
+    calm_s: float  # median of the undisturbed steps around it
+    copied_s: float | None = None  # until the state might change again; ours only
 
 
 @dataclass
 class Run:
-    """What a process found.
+    """What a process found."""
 
-    Attributes:
-        nbytes: of the state.
-        forward_backward_s: median, undisturbed.
-        calm: `time.perf_counter` when undisturbed training began and ended, before the first save.
-        during: the saves.
-        alone_s: saves that nothing disturbs, until each was on the disk.
-        raw_s: as many bytes written without anything else, right before or after each of these.
-        load_s: all tensors filled again, files not in the page cache.
-        equal: whether they were what had been saved, to the bit.
-    """
-
-    nbytes: int
-    forward_backward_s: float
+    nbytes: int  # of the state
+    forward_backward_s: float  # median, undisturbed
+    # `time.perf_counter` when undisturbed training began and ended, before the first save
     calm: tuple[float, float]
-    during: list[During] = field(default_factory=list)
+    during: list[During] = field(default_factory=list)  # the saves
+    # saves that nothing disturbs, until each was on the disk
     alone_s: list[float] = field(default_factory=list)
+    # as many bytes written without anything else, right before or after each of these
     raw_s: list[float] = field(default_factory=list)
-    load_s: float = 0.0
-    equal: bool = False
+    load_s: float = 0.0  # all tensors filled again, files not in the page cache
+    equal: bool = False  # whether they were what had been saved, to the bit
 
 
 class Training:
@@ -482,7 +456,6 @@ def measure(job: Job) -> Run:
 
 
 def main() -> None:
-    """Runs the job of the command line."""
     job = Job(**json.loads(sys.argv[1]))
     run = measure(job)
     print(json.dumps(asdict(run)), flush=True)

@@ -75,11 +75,7 @@ def anonymous() -> int:
 
 
 class Steps:
-    """Tells of steps as they end.
-
-    Args:
-        job: job that they are of.
-    """
+    """Tells of steps as they end."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.count = job, disk_counter()
@@ -208,7 +204,6 @@ CONTESTANTS: dict[str, Callable[[Job], None]] = {
 
 
 def main(text: str) -> int:
-    """Runs the job that a line of JSON says."""
     job = Job(**json.loads(text))
     try:
         CONTESTANTS[job.options["runs"]](job)

@@ -68,7 +68,6 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(size.inner, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the hidden states [B, T, C]."""
         b, t, c = x.shape
         y = self.norms[0](x)
         q, k, v = (

@@ -81,11 +81,6 @@ def alternate(
     """Lets contestants take turns, so that a busy machine is charged to all alike.
 
     Every second round runs backwards: nobody always follows the same neighbour.
-
-    Args:
-        contestants: each runs once and returns what it measured, such as seconds.
-        rounds: measured turns of each.
-        warm_up: turns of each before, not counted.
     """
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(-warm_up, rounds):
@@ -99,24 +94,15 @@ def alternate(
 
 @dataclass
 class Report:
-    """What a benchmark has to say.
+    """What a benchmark has to say."""
 
-    Attributes:
-        claim: in a word or two, the name of its result files.
-        title: of the table.
-        columns: of the table.
-        rows: of the table, as text.
-        figures: for the JSON line.
-        bars: what must hold.
-        notes: lines under the table: what was run, what was not.
-    """
-
-    claim: str
-    title: str
-    columns: Sequence[str]
-    rows: list[Sequence[str]] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-    bars: list[Bar] = field(default_factory=list)
+    claim: str  # in a word or two, the name of its result files
+    title: str  # of the table
+    columns: Sequence[str]  # of the table
+    rows: list[Sequence[str]] = field(default_factory=list)  # of the table, as text
+    figures: dict[str, Any] = field(default_factory=dict)  # for the JSON line
+    bars: list[Bar] = field(default_factory=list)  # what must hold
+    # lines under the table: what was run, what was not
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -160,15 +146,10 @@ class Report:
 
 @dataclass
 class Progress:
-    """Figures of what is done, in a file where one is asked for.
+    """Figures of what is done, in a file where one is asked for."""
 
-    Attributes:
-        file: where they are; empty: nowhere.
-        done: figures by what they are of.
-    """
-
-    file: str
-    done: dict[str, Any] = field(default_factory=dict)
+    file: str  # where they are; empty: nowhere
+    done: dict[str, Any] = field(default_factory=dict)  # figures by what they are of
 
     def __post_init__(self) -> None:
         """Reads what a run of the same commit has left."""

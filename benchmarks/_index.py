@@ -52,29 +52,17 @@ PICTURES = "assets/benchmarks"
 
 @dataclass(frozen=True)
 class Result:
-    """A kept result.
+    """A kept result."""
 
-    Attributes:
-        claim: name of the result's files.
-        title: what was measured.
-        date: of the measurement.
-        commit: that was measured.
-        machine: the hardware in a few words.
-        software: versions of Python and torch.
-        command: that measured it.
-        bars: what was claimed.
-        text: tables and notes, without the bars and the line of JSON.
-    """
-
-    claim: str
-    title: str
-    date: str
-    commit: str
-    machine: str
-    software: str
-    command: str
-    bars: tuple[Bar, ...]
-    text: str
+    claim: str  # name of the result's files
+    title: str  # what was measured
+    date: str  # of the measurement
+    commit: str  # that was measured
+    machine: str  # the hardware in a few words
+    software: str  # versions of Python and torch
+    command: str  # that measured it
+    bars: tuple[Bar, ...]  # what was claimed
+    text: str  # tables and notes, without the bars and the line of JSON
 
     @property
     def area(self) -> str:
@@ -168,7 +156,6 @@ def _details(result: Result) -> str:
 
 
 def main(path: Path) -> None:
-    """Writes the page, and beside it the pictures that it shows."""
     results = newest([read(file) for file in RESULTS.glob("*.md")])
     text = page(results)
     folder = path.parent / PICTURES

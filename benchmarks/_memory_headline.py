@@ -60,29 +60,17 @@ LENGTH = 512
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a run.
+    """Sizes of a run."""
 
-    Attributes:
-        width: width of the GPT.
-        depth: number of its blocks.
-        limit: bytes of the control group.
-        tokens: tokens of a step, along the curve.
-        headline: tokens of a step where everyone runs.
-        more: tokens of a step of ours besides; 0 for none.
-        steps: timed steps.
-        cap_s: seconds after which ours and the resident run are ended.
-        others_cap_s: the same of all others.
-    """
-
-    width: int
-    depth: int
-    limit: int
-    tokens: tuple[int, ...]
-    headline: int
-    steps: int
-    cap_s: float
-    more: int = 0
-    others_cap_s: float = 100.0
+    width: int  # width of the GPT
+    depth: int  # number of its blocks
+    limit: int  # bytes of the control group
+    tokens: tuple[int, ...]  # tokens of a step, along the curve
+    headline: int  # tokens of a step where everyone runs
+    steps: int  # timed steps
+    cap_s: float  # seconds after which ours and the resident run are ended
+    more: int = 0  # tokens of a step of ours besides; 0 for none
+    others_cap_s: float = 100.0  # the same of all others
 
     @property
     def parameters(self) -> int:
@@ -213,11 +201,7 @@ def rates_of(job: Job, ledger: Ledger, say: Say) -> Rates:
 
 
 def resident_of(job: Job, ledger: Ledger, say: Say, needs_s: float = LEAST_S) -> Outcome:
-    """The plain loop without a limit.
-
-    Raises:
-        LimitsError: it does not fit in this machine's memory.
-    """
+    """The plain loop without a limit."""
     plain = alone(job)
     if ledger.get(plain) is None:
         with torch.device("meta"):

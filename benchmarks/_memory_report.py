@@ -20,17 +20,11 @@ BOUND_BAR, SWAP_BAR, COVERED_BAR, EQUAL_BAR = 1.15, 3.0, 0.95, 0.84
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of a disk, past the page cache.
+    """Bytes per second of a disk, past the page cache."""
 
-    Attributes:
-        read_bps: rate of reading alone.
-        write_bps: rate of writing alone.
-        both_bps: rate of reading and writing as much at once, both counted.
-    """
-
-    read_bps: float
-    write_bps: float
-    both_bps: float
+    read_bps: float  # rate of reading alone
+    write_bps: float  # rate of writing alone
+    both_bps: float  # rate of reading and writing as much at once, both counted
 
     def seconds(self, read: float, written: float) -> float:
         """Seconds of so many bytes, if the disk never waits: reading while writing where it can."""
@@ -41,19 +35,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Beside:
-    """An outcome beside the resident one at the same work.
+    """An outcome beside the resident one at the same work."""
 
-    Attributes:
-        outcome: under a limit.
-        resident: without one.
-        rates: of the disk.
-        tokens: of a step.
-    """
-
-    outcome: Outcome
-    resident: Outcome
-    rates: Rates
-    tokens: int
+    outcome: Outcome  # under a limit
+    resident: Outcome  # without one
+    rates: Rates  # of the disk
+    tokens: int  # of a step
 
     @property
     def disk_s(self) -> float:

@@ -34,10 +34,8 @@ from gulliver.memory import activation_peak
 from gulliver.plan.tree import Work
 
 BEGAN = time.monotonic()
-DISK_FILE = 512 << 20
-"""Bytes of the file that the disk is measured with."""
-OWN_OPTIONS = ("constant", "attention", "told")
-"""Options that are not the plugin's."""
+DISK_FILE = 512 << 20  # Bytes of the file that the disk is measured with
+OWN_OPTIONS = ("constant", "attention", "told")  # Options that are not the plugin's
 
 
 class Absent(Exception):
@@ -69,11 +67,7 @@ def recomputed(task: Task) -> Task:
 
 
 def contestant_of(job: Job) -> Contestant:
-    """Contestant that trains a job.
-
-    Raises:
-        Absent: it is not installed.
-    """
+    """Contestant that trains a job."""
     task = task_of(job)
     if job.contestant == jobs.GEMINI:
         return gemini(job, task)
@@ -167,7 +161,6 @@ def measure_disk(job: Job) -> None:
 
 
 def main(text: str) -> int:
-    """Does the job that a line of JSON says."""
     job = Job(**json.loads(text))
     try:
         (measure_disk if job.contestant == jobs.DISK else train)(job)

@@ -23,7 +23,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, width]`` to the same."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -42,7 +41,6 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits ``[B, T, VOCABULARY]`` of ids ``[B, T]``."""
         x = self.embed(ids) + self.positions
         for block in self.blocks:
             x = block(x)

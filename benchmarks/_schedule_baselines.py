@@ -18,8 +18,7 @@ from gulliver.schedule.policies import CALM, RULES, Jobs, SharingRule, Worlds, u
 from gulliver.schedule.state import Decision, View
 from gulliver.solve.allocation import allocate
 
-INERTIAS = (1.0, 2.0, 4.0)
-"""How much resizes count in the rules that the search may begin with."""
+INERTIAS = (1.0, 2.0, 4.0)  # How much resizes count in the rules that the search may begin with
 
 
 def clairvoyant(
@@ -99,12 +98,6 @@ class PolluxInRounds(Pollux):
     crossed job by job with one chosen by tournament, repaired where there are not so many slots,
     and the best are kept (Qiao et al. 2021, "Pollux", section 4.2.1; 100 allocations, 100
     generations). It begins from what jobs hold; the published one from its last population.
-
-    Args:
-        period: seconds between rounds.
-        population: allocations that are kept.
-        generations: generations of a round.
-        seed: seed of the search.
     """
 
     name, what = "pollux-rounds", "pollux as published: rounds of 60 s, and a genetic search"

@@ -47,14 +47,12 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The whole."""
         parts = x.new_empty((RANKS, *x.shape))
         _compat.all_gather_flat(parts.view(-1), x.contiguous().view(-1))
         return torch.cat(list(parts), 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
-        """This rank's part of the sum."""
         parts = torch.stack(grad.chunk(RANKS, 2))
         own = torch.empty_like(parts[0])
         _compat.reduce_scatter_flat(own.view(-1), parts.view(-1))
@@ -66,7 +64,6 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rotate: str) -> Tensor:
-        """The output."""
 
         def op(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
             return _compat_attention.cpu_flash_forward(
@@ -81,7 +78,6 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        """The gradients."""
 
         def op(
             grad_out: Tensor,

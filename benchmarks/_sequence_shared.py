@@ -25,8 +25,7 @@ class Options:
 
     heads: int = 4
     head_dim: int = 64
-    local: int = 2048
-    """Tokens of each rank."""
+    local: int = 2048  # Tokens of each rank
     overlap_heads: int = 1
     overlap_local: int = 5120
     """Tokens of each rank where overlap is measured: the more, the less of a core sending takes."""
@@ -38,10 +37,8 @@ class Options:
     uplink: str = "100mbit"
     rounds: int = 5
     parts: tuple[str, ...] = PARTS
-    quick: bool = False
-    """Small sizes, to see that it runs; the bars of times need not hold."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    quick: bool = False  # Small sizes, to see that it runs; the bars of times need not hold
+    keep: bool = False  # Write benchmarks/results
 
     def sized(self) -> Options:
         """These, or the quick ones."""

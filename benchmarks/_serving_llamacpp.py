@@ -30,13 +30,7 @@ def has_llamacpp() -> bool:
 
 
 def write_gguf(model: Any, path: Path, kind: str) -> None:
-    """Writes a Llama.
-
-    Args:
-        model: Llama of transformers, in float32.
-        path: the file.
-        kind: ``f32`` or ``q8_0``: of matrices; norms stay float32.
-    """
+    """Writes a Llama."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     config = model.config
@@ -128,15 +122,7 @@ def _turned(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 class LlamaCpp:
-    """llama.cpp's server with a model's weights.
-
-    Args:
-        model: Llama of transformers.
-        kind: one of `FORMATS`.
-        most: requests at a time.
-        longest: most tokens of a request.
-        tokens: most tokens of a step.
-    """
+    """llama.cpp's server with a model's weights."""
 
     def __init__(self, model: Any, kind: str, most: int, longest: int, tokens: int) -> None:
         import xllamacpp  # pyright: ignore[reportMissingImports]

@@ -42,16 +42,14 @@ from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, _Waiting, _Worke
 
 WAYS = ("blocking", "rendezvous", "non-blocking")
 RATE = "200mbit"
-TOKENS, WIDTH = 64, 1024
-"""Of a batch, so that its carry takes about 10 ms on a link of 200 Mbit/s."""
+TOKENS, WIDTH = 64, 1024  # Of a batch, so that its carry takes about 10 ms on a link of 200 Mbit/s
 STAGES = {
     "3 stages, compute slowest": (0.02, 0.03, 0.02),
     "3 stages, links slowest": (0.005, 0.005, 0.005),
     "4 stages, even": (0.012, 0.012, 0.012, 0.012),
     "4 stages, uneven": (0.01, 0.02, 0.01, 0.01),
 }
-MANY = 16
-"""Batches of a makespan."""
+MANY = 16  # Batches of a makespan
 SECRET = b"benchmark"
 
 
@@ -216,14 +214,7 @@ def formulas(
     many: int,
     streamed: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """Seconds that each way should take.
-
-    Args:
-        stages: seconds of the stages.
-        links: seconds of the links between them.
-        many: number of batches.
-        streamed: seconds of the links where a carry is behind another; None for the same.
-    """
+    """Seconds that each way should take."""
     whole = sum(stages) + sum(links)
     return {
         "blocking": many * whole,

@@ -44,12 +44,7 @@ class Foretold(Proposer):
     name, free, apart = "foretold", True, 0.0
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
-        """Keeps what will come.
-
-        Args:
-            answers: tokens that follow texts.
-            right: chance of a guess to be right.
-        """
+        """Keeps what will come."""
         self._answers, self._right = answers, right
         random = torch.Generator().manual_seed(0)
         self._draws = torch.rand(1 << 12, generator=random).tolist()
@@ -132,12 +127,6 @@ def in_turns(
     """Continues the same texts with each drafter, in turns of one step.
 
     Whatever slows the machine down for a while slows all of them.
-
-    Args:
-        models: copies of one model, by the drafters' names.
-        texts: beginnings, all at a time.
-        drafters: what guesses, by name.
-        tokens: tokens of each answer.
 
     Returns:
         Seconds after the prompts, by the clock and of processors.

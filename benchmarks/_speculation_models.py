@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 CONTEXT = 256
-VOCABULARY = 1024
-"""Tokens of the byte-pair encoding: few, so that a draft's embedding is small."""
+VOCABULARY = 1024  # Tokens of the byte-pair encoding: few, so that a draft's embedding is small
 ROWS, PEAK, FALLING = 6, 3e-3, 250
 """Texts of a step of the target, its highest learning rate, and steps in which that falls."""
 DRAFTS = {
@@ -22,10 +21,8 @@ DRAFTS = {
     "glide without block mask": {"block": 1, "glimpses": (2,)},
     "plain": {"plain": True},
 }
-HIDDEN = 128
-"""Width of the drafts."""
-DRAFT_ROWS = 8
-"""Texts of a step of a draft."""
+HIDDEN = 128  # Width of the drafts
+DRAFT_ROWS = 8  # Texts of a step of a draft
 
 
 def sources(most: int) -> list[str]:

@@ -82,21 +82,15 @@ class Contestant:
     """A model in training.
 
     Attributes:
-        name: in the table.
-        loss: of the batch of a seed, to be differentiated.
-        optimizer: that steps.
-        context: in which forward and backward run.
-        steps: done so far.
         losses: of all steps.
-        saved: bytes that forward has kept for backward, as counted in the first step.
     """
 
-    name: str
-    loss: Callable[[int], Tensor]
-    optimizer: torch.optim.Optimizer
-    context: Callable[[], Any] = contextlib.nullcontext
-    steps: int = 0
-    saved: int = 0
+    name: str  # in the table
+    loss: Callable[[int], Tensor]  # of the batch of a seed, to be differentiated
+    optimizer: torch.optim.Optimizer  # that steps
+    context: Callable[[], Any] = contextlib.nullcontext  # in which forward and backward run
+    steps: int = 0  # done so far
+    saved: int = 0  # bytes that forward has kept for backward, as counted in the first step
 
     def __post_init__(self) -> None:
         self.losses: list[float] = []
@@ -128,11 +122,7 @@ class Contestant:
 
 @contextlib.contextmanager
 def counting(known: set[int]) -> Iterator[dict[int, int]]:
-    """Collects the bytes of the storages that are saved for backward, each once.
-
-    Args:
-        known: storages that are there anyway, such as those of parameters.
-    """
+    """Collects the bytes of the storages that are saved for backward, each once."""
     storages: dict[int, int] = {}
     kept = []
 

@@ -37,52 +37,33 @@ from benchmarks._tensor_models import (
 from benchmarks._tensor_ranks import Found
 
 LOOPBACK = "loopback"
-REACHED = 0.95
-"""Share of a shaped rate that gloo reaches."""
-SLOW = 0.75
-"""Communication over compute from which a link counts as one that has to be hidden."""
+REACHED = 0.95  # Share of a shaped rate that gloo reaches
+SLOW = 0.75  # Communication over compute from which a link counts as one that has to be hidden
 FASTER, NOT_SLOWER = 1.2, 0.97
-NUMBER = 4
-"""Bytes of a float32."""
+NUMBER = 4  # Bytes of a float32
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Result:
-    """A contestant over all ranks.
+    """A contestant over all ranks."""
 
-    Attributes:
-        step: seconds, of the slowest rank.
-        wire: bytes that a rank sent in a step, of the one that sent most.
-        saved: bytes of activations kept for backward, of the fullest rank.
-        losses: mean over the ranks, by step.
-    """
-
-    step: Spread
-    wire: float | None = None
-    saved: int = 0
-    losses: tuple[float, ...] = ()
+    step: Spread  # seconds, of the slowest rank
+    wire: float | None = None  # bytes that a rank sent in a step, of the one that sent most
+    saved: int = 0  # bytes of activations kept for backward, of the fullest rank
+    losses: tuple[float, ...] = ()  # mean over the ranks, by step
 
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured with so many ranks on one network.
+    """What was measured with so many ranks on one network."""
 
-    Attributes:
-        name: ``loopback``, or its rate.
-        ranks: how many.
-        results: by contestant, with compute.
-        reduction: seconds of an all-reduce of one activation, alone.
-        sizes: of the model and the batch.
-        foreign: cores that other processes used meanwhile.
-    """
-
-    name: str
-    ranks: int
-    results: dict[str, Result]
-    reduction: Spread
-    sizes: Sizes
-    foreign: float = 0.0
+    name: str  # `loopback`, or its rate
+    ranks: int  # how many
+    results: dict[str, Result]  # by contestant, with compute
+    reduction: Spread  # seconds of an all-reduce of one activation, alone
+    sizes: Sizes  # of the model and the batch
+    foreign: float = 0.0  # cores that other processes used meanwhile
 
     @property
     def shaped(self) -> bool:

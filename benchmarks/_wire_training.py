@@ -12,8 +12,7 @@ from gulliver.comm import init_world
 from gulliver.errors import GulliverError
 
 RANKS = 4
-NEAR = 0.01
-"""Distance of a final loss from float32's."""
+NEAR = 0.01  # Distance of a final loss from float32's
 TRAININGS = {"GPT on Python sources": gpt_losses, "STDiT on moving digits": stdit_losses}
 ARMS: dict[str, tuple[int, Any]] = {
     "fp32": (2, None),

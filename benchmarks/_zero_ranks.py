@@ -26,8 +26,7 @@ from gulliver.comm import shutdown as leave
 
 COMMUNICATION = "communication"
 COMPUTE = "compute"
-PIECE = 1 << 20
-"""Elements that communication alone sends at once."""
+PIECE = 1 << 20  # Elements that communication alone sends at once
 MOST_SETTLING = 200
 PEERS = ("DDP", "DDP 5", "FSDP2", "FSDP2 keep", "DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3")
 """DDP with smaller buckets too: our chunks are tuned, so it shall not stay at its default."""
@@ -38,30 +37,23 @@ OURS = (*(f"ZeRO {stage}" for stage in range(4)), *(f"ZeRO {s} {IN_BACKWARD}" fo
 class Options:
     """Sizes of the run."""
 
-    model: Literal["gpt", "stdit"] = "gpt"
-    """A GPT, or the demonstration's video transformer."""
+    model: Literal["gpt", "stdit"] = "gpt"  # A GPT, or the demonstration's video transformer
     ranks: int = 2
     networks: tuple[str, ...] = ("loopback", "1")
     """Rates such as 1gbit, or communication as a multiple of compute; they need root."""
     contestants: tuple[str, ...] = (*PEERS, *OURS)
     rounds: int = 3
-    steps: int = 1
-    """Timed steps of each turn."""
+    steps: int = 1  # Timed steps of each turn
     batch: int = 0
     """Sequences or clips on each rank; 0: 16 clips, 2 sequences, with more ranks as many as those.
 
     Sending costs time of the processors too: ranks that share them need more to compute.
     """
-    width: int = 384
-    """Of the GPT."""
-    depth: int = 8
-    """Blocks of the GPT."""
-    length: int = 128
-    """Tokens of a sequence."""
-    chunk_mb: str = "auto"
-    """Size of our chunks in MiB, or auto."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    width: int = 384  # Of the GPT
+    depth: int = 8  # Blocks of the GPT
+    length: int = 128  # Tokens of a sequence
+    chunk_mb: str = "auto"  # Size of our chunks in MiB, or auto
+    keep: bool = False  # Write benchmarks/results
 
     def task(self) -> Task:
         """Model and batches that are trained."""
@@ -76,53 +68,30 @@ class Options:
 
 @dataclass(frozen=True)
 class Entry:
-    """Measurements of a contestant.
+    """Measurements of a contestant."""
 
-    Attributes:
-        step: seconds of a step, of the slowest rank.
-        wire: bytes that this rank sent in a step; None where they cannot be counted.
-        held: bytes of model state between steps.
-        peak: and at most.
-        planned: what had been predicted of that.
-        losses: of this rank's steps.
-        chunk_mb: of ours, as tuned.
-    """
-
-    step: Spread
+    step: Spread  # seconds of a step, of the slowest rank
+    # bytes that this rank sent in a step; None where they cannot be counted
     wire: float | None = None
-    held: int = 0
-    peak: int = 0
-    planned: int | None = None
-    losses: tuple[float, ...] = ()
-    chunk_mb: float | None = None
+    held: int = 0  # bytes of model state between steps
+    peak: int = 0  # and at most
+    planned: int | None = None  # what had been predicted of that
+    losses: tuple[float, ...] = ()  # of this rank's steps
+    chunk_mb: float | None = None  # of ours, as tuned
 
 
 @dataclass(frozen=True)
 class Found:
-    """Measurements of a rank on one network.
+    """Measurements of a rank on one network."""
 
-    Attributes:
-        entries: by contestant, with `COMPUTE`.
-        communication: seconds of a reduce-scatter and an all-gather of all parameters, alone.
-        parameter_bytes: of the whole model.
-        absent: contestants that are not installed.
-    """
-
-    entries: dict[str, Entry]
-    communication: Spread
-    parameter_bytes: int
-    absent: list[str] = field(default_factory=list)
+    entries: dict[str, Entry]  # by contestant, with `COMPUTE`
+    communication: Spread  # seconds of a reduce-scatter and an all-gather of all parameters, alone
+    parameter_bytes: int  # of the whole model
+    absent: list[str] = field(default_factory=list)  # contestants that are not installed
 
 
 def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) -> Found:
-    """One rank's part on one network.
-
-    Args:
-        options: of the run.
-        names: of contestants.
-        shaped: whether bytes can be counted.
-        cache: folder for what our tuner finds: another network is to be tuned for anew.
-    """
+    """One rank's part on one network."""
     os.environ["GULLIVER_CACHE"] = cache
     cores = sorted(os.sched_getaffinity(0))
     # Before there are threads: they stay on the core of their rank.

@@ -13,55 +13,35 @@ from benchmarks._harness import Bar, Report, Spread, at_least, at_most
 from benchmarks._peers import IN_BACKWARD
 from benchmarks._zero_ranks import COMPUTE, Found
 
-REACHED = 0.95
-"""Share of a shaped rate that gloo reaches."""
+REACHED = 0.95  # Share of a shaped rate that gloo reaches
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Result:
-    """A contestant over all ranks.
+    """A contestant over all ranks."""
 
-    Attributes:
-        step: seconds, of the slowest rank.
-        wire: bytes that a rank sent in a step, of the one that is farthest from theory.
-        held: bytes of model state between steps, of the fullest rank.
-        peak: and at most.
-        planned: what was predicted of that, for the same rank.
-        losses: mean over the ranks, by step.
-        chunk_mb: of ours.
-    """
-
-    step: Spread
+    step: Spread  # seconds, of the slowest rank
+    # bytes that a rank sent in a step, of the one that is farthest from theory
     wire: float | None = None
-    held: int = 0
-    peak: int = 0
-    planned: int | None = None
-    losses: tuple[float, ...] = ()
-    chunk_mb: float | None = None
+    held: int = 0  # bytes of model state between steps, of the fullest rank
+    peak: int = 0  # and at most
+    planned: int | None = None  # what was predicted of that, for the same rank
+    losses: tuple[float, ...] = ()  # mean over the ranks, by step
+    chunk_mb: float | None = None  # of ours
 
 
 @dataclass(frozen=True)
 class Network:
-    """Measurements on one network.
+    """Measurements on one network."""
 
-    Attributes:
-        name: ``loopback``, or its rate.
-        ranks: how many.
-        results: by contestant, with compute.
-        communication: seconds of a reduce-scatter and an all-gather, alone.
-        parameter_bytes: of the model.
-        absent: contestants that are not installed.
-        foreign: cores that other processes used meanwhile.
-    """
-
-    name: str
-    ranks: int
-    results: dict[str, Result]
-    communication: Spread
-    parameter_bytes: int
-    absent: list[str] = field(default_factory=list)
-    foreign: float = 0.0
+    name: str  # `loopback`, or its rate
+    ranks: int  # how many
+    results: dict[str, Result]  # by contestant, with compute
+    communication: Spread  # seconds of a reduce-scatter and an all-gather, alone
+    parameter_bytes: int  # of the model
+    absent: list[str] = field(default_factory=list)  # contestants that are not installed
+    foreign: float = 0.0  # cores that other processes used meanwhile
 
     @property
     def shaped(self) -> bool:

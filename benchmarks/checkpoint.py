@@ -53,39 +53,25 @@ COPIES = {TORCH_SAVE: 0.1, SAFETENSORS: 0.1, DCP: 1.0, THREAD: 2.0, PROCESS: 3.5
 class Options:
     """Sizes of the run."""
 
-    gb: float = 1.0
-    """State in 1e9 bytes: weights, their average, and AdamW's moments."""
-    rounds: int = 3
-    """Processes of each contestant."""
-    saves: int = 4
-    """In each of them while training goes on; the first is reported apart."""
-    calm: int = 2
-    """Undisturbed steps before and after each."""
-    threads: int = 2
-    """Of the training; what saves has threads of its own."""
-    length: int = 128
-    """Tokens of a batch: how long forward and backward are."""
+    gb: float = 1.0  # State in 1e9 bytes: weights, their average, and AdamW's moments
+    rounds: int = 3  # Processes of each contestant
+    saves: int = 4  # In each of them while training goes on; the first is reported apart
+    calm: int = 2  # Undisturbed steps before and after each
+    threads: int = 2  # Of the training; what saves has threads of its own
+    length: int = 128  # Tokens of a batch: how long forward and backward are
     ring_mb: int = 64
     contestants: tuple[str, ...] = tuple(ENTRANTS)
-    folder: Path | None = None
-    """On the disk to be measured; None for the temporary folder."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    folder: Path | None = None  # On the disk to be measured; None for the temporary folder
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass
 class Watched:
-    """A process' run, and what memory it took.
+    """A process' run, and what memory it took."""
 
-    Attributes:
-        run: what it said.
-        first_extra: most bytes over undisturbed training, in its first save.
-        later_extra: the same, in the later ones; over the level before the first.
-    """
-
-    run: Run
-    first_extra: int = 0
-    later_extra: int = 0
+    run: Run  # what it said
+    first_extra: int = 0  # most bytes over undisturbed training, in its first save
+    later_extra: int = 0  # the same, in the later ones; over the level before the first
 
 
 @dataclass
@@ -191,36 +177,29 @@ class Figures:
     """A contestant over all rounds; later saves unless said otherwise.
 
     Attributes:
-        nbytes: of the state.
         call, held, beyond, total: seconds, see `During`.
         first_held, first_total: of first saves.
-        slowdown: of the steps wholly under way while it was saved; None for none.
         alone, raw: seconds of a save, and of writing as much, undisturbed.
-        rate: bytes per second of a save alone, over those of writing right beside it.
         extra, first_extra: bytes.
-        load: seconds.
-        equal: every time.
-        forward_backward: seconds.
-        copied: seconds until the state might change; ours only.
     """
 
-    nbytes: int
+    nbytes: int  # of the state
     call: Spread
     held: Spread
     beyond: Spread
     total: Spread
     first_held: Spread
     first_total: Spread
-    slowdown: Spread | None
+    slowdown: Spread | None  # of the steps wholly under way while it was saved; None for none
     alone: Spread
     raw: Spread
-    rate: Spread
+    rate: Spread  # bytes per second of a save alone, over those of writing right beside it
     extra: int
     first_extra: int
-    load: Spread
-    equal: bool
-    forward_backward: Spread
-    copied: Spread | None
+    load: Spread  # seconds
+    equal: bool  # every time
+    forward_backward: Spread  # seconds
+    copied: Spread | None  # seconds until the state might change; ours only
 
 
 def figures(found: Sequence[Watched]) -> Figures:
@@ -366,11 +345,7 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
 
 
 def checked(options: Options, folder: Path) -> Options:
-    """The options; without contestants that memory has no room for.
-
-    Raises:
-        GulliverError: something unknown, or no room at all.
-    """
+    """The options; without contestants that memory has no room for."""
     for name in options.contestants:
         if name not in ENTRANTS:
             raise GulliverError(f"unknown contestant {name!r}: {nearest(name, list(ENTRANTS))}")
@@ -398,7 +373,6 @@ def checked(options: Options, folder: Path) -> Options:
 
 
 def main() -> None:
-    """Measures what the options say."""
     options = tyro.cli(Options, description=__doc__)
     folder = Path(tempfile.mkdtemp(prefix="gulliver-checkpoint-", dir=options.folder))
     try:

@@ -51,31 +51,20 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of the run.
+    """Sizes of the run."""
 
-    Attributes:
-        parts: parts to run.
-        samples: samples of an epoch.
-        seed: seed of all draws.
-        ranks: numbers of ranks of the measured part.
-        models: models of the measured part.
-        dominated: what dominates the samples there: short ones, or long ones.
-        rounds: epochs of each planner there.
-        keep: write the result file.
-    """
-
-    parts: tuple[str, ...] = ("replay",)
-    samples: int = 100_000
-    seed: int = 0
-    ranks: tuple[int, ...] = (2, 4)
-    models: tuple[str, ...] = ("llama", "stdit")
+    parts: tuple[str, ...] = ("replay",)  # parts to run
+    samples: int = 100_000  # samples of an epoch
+    seed: int = 0  # seed of all draws
+    ranks: tuple[int, ...] = (2, 4)  # numbers of ranks of the measured part
+    models: tuple[str, ...] = ("llama", "stdit")  # models of the measured part
+    # what dominates the samples there: short ones, or long ones
     dominated: tuple[str, ...] = ("short", "long")
-    rounds: int = 2
-    keep: bool = False
+    rounds: int = 2  # epochs of each planner there
+    keep: bool = False  # write the result file
 
 
 def main(options: Options) -> None:
-    """Runs the parts and prints each table."""
     for part in options.parts:
         report = PARTS[part](options)
         finish(report, options.keep)

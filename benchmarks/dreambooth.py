@@ -39,18 +39,13 @@ transformers and the autoencoder need besides."""
 class Options:
     """Teaching a subject."""
 
-    part: tuple[Part, ...] = ALL
-    """Parts to run."""
-    rounds: int = 3
-    """Turns of each contestant beside diffusers' script."""
-    steps: int = 6
-    """Steps of a run; the first is not counted."""
-    keep: bool = False
-    """Keep the result in benchmarks/results."""
+    part: tuple[Part, ...] = ALL  # Parts to run
+    rounds: int = 3  # Turns of each contestant beside diffusers' script
+    steps: int = 6  # Steps of a run; the first is not counted
+    keep: bool = False  # Keep the result in benchmarks/results
 
 
 def main() -> None:
-    """Runs the parts that are asked for."""
     options = tyro.cli(Options)
     report = Report("dreambooth", "Teaching a subject", ("what", "figure", "beside"))
     parts: dict[Part, Callable[[Report, Path, Options], None]] = {

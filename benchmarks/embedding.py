@@ -28,8 +28,7 @@ Part = Literal["rates", "bytes", "tiers"]
 PARTS: tuple[Part, ...] = ("rates", "bytes", "tiers")
 SHARES = (0.005, 0.01, 0.015, 0.05)
 LAWS = ("the law stays or shifts slowly", "it shifts fast")
-BATCH = 16384
-"""Samples of Criteo's batches."""
+BATCH = 16384  # Samples of Criteo's batches
 PUBLIC_INDEX = 16
 """Bytes of index a row that the public cache keeps on the device: two arrays of int64."""
 
@@ -38,26 +37,16 @@ PUBLIC_INDEX = 16
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = PARTS
-    """Parts to run."""
-    rounds: int = 16
-    """Measured steps of each contestant of `tiers`."""
-    rows: int = 400_000
-    """Rows of the table of `tiers`."""
-    dim: int = 64
-    """Width of its rows."""
-    samples: int = 512
-    """Samples of a batch."""
-    ids: int = 8
-    """Ids of a sample."""
-    cache: float = 0.02
-    """Share of the rows in the cache."""
-    rate: float = 25e6
-    """Rate of the link in bytes/s; 0 for the real one."""
-    device: str = "cpu"
-    """Device of cache and compute: cpu or cuda."""
-    keep: bool = False
-    """Write the result files."""
+    parts: tuple[Part, ...] = PARTS  # Parts to run
+    rounds: int = 16  # Measured steps of each contestant of `tiers`
+    rows: int = 400_000  # Rows of the table of `tiers`
+    dim: int = 64  # Width of its rows
+    samples: int = 512  # Samples of a batch
+    ids: int = 8  # Ids of a sample
+    cache: float = 0.02  # Share of the rows in the cache
+    rate: float = 25e6  # Rate of the link in bytes/s; 0 for the real one
+    device: str = "cpu"  # Device of cache and compute: cpu or cuda
+    keep: bool = False  # Write the result files
 
 
 def rates(options: Options) -> None:
@@ -225,7 +214,6 @@ def tiers(options: Options) -> None:
 
 
 def main(options: Options) -> None:
-    """Runs the parts."""
     torch.set_num_threads(1)
     run = {"rates": rates, "bytes": count_bytes, "tiers": tiers}
     for part in options.parts:

@@ -69,39 +69,25 @@ THREE_B: Shape = {
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = ()
-    """By default beside, with --full all."""
-    full: bool = False
-    """The 1-B and 3-B shapes in 4 GiB, too; needs 50 GB of disk."""
-    turns: int = 2
-    """Turns of each contestant beside the others."""
-    steps: int = 5
-    """Timed steps of the small model in a turn."""
-    large_steps: int = 3
-    """Timed steps of the large ones."""
-    folder: Path = Path("out")
-    """Folder on the disk that is used; what is written there is removed."""
+    parts: tuple[Part, ...] = ()  # By default beside, with --full all
+    full: bool = False  # The 1-B and 3-B shapes in 4 GiB, too; needs 50 GB of disk
+    turns: int = 2  # Turns of each contestant beside the others
+    steps: int = 5  # Timed steps of the small model in a turn
+    large_steps: int = 3  # Timed steps of the large ones
+    folder: Path = Path("out")  # Folder on the disk that is used; what is written there is removed
     minutes: float = 0.0
     """Minutes after which what runs is ended and what is left is left out; 0 for no end."""
-    ledger: Path | None = None
-    """File of outcomes: jobs that are in it are not run again."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    ledger: Path | None = None  # File of outcomes: jobs that are in it are not run again
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Runner of jobs, with the outcomes of those that have run.
+    """Runner of jobs, with the outcomes of those that have run."""
 
-    Attributes:
-        options: options of the command.
-        folder: folder of this run.
-        ledger: outcomes so far.
-    """
-
-    options: Options
-    folder: Path
-    ledger: Ledger
+    options: Options  # options of the command
+    folder: Path  # folder of this run
+    ledger: Ledger  # outcomes so far
 
     def make(self, name: str, shape: Shape, dtype: str = "float32") -> None:
         """Writes a model of random weights and conversations, unless they are there.
@@ -277,7 +263,6 @@ def probe(folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs what the options say."""
     options = tyro.cli(Options, description=__doc__)
     parts = options.parts or (*USUAL, *(LARGE if options.full else ()))
     try:

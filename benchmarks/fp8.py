@@ -30,8 +30,7 @@ from gulliver.precision.fp8.layers import (
 )
 
 CAST_BARS = {FORWARD: 0.028, GRADIENT: 0.056}
-NEAR = 0.01
-"""Distance of a final loss from float32's."""
+NEAR = 0.01  # Distance of a final loss from float32's
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,11 @@ class Options:
 
     parts: tuple[Literal["numerics", "convergence", "gpu"], ...] = ("numerics", "convergence")
     """Parts, in this order."""
-    steps: int = 120
-    """Steps of each training."""
-    seeds: int = 3
-    """Seeds of each training."""
-    rounds: int = 7
-    """Turns of each contestant on the GPU."""
-    threads: int = 0
-    """Threads of torch; 0: as it finds them."""
-    keep: bool = False
-    """Write the result file."""
+    steps: int = 120  # Steps of each training
+    seeds: int = 3  # Seeds of each training
+    rounds: int = 7  # Turns of each contestant on the GPU
+    threads: int = 0  # Threads of torch; 0: as it finds them
+    keep: bool = False  # Write the result file
 
 
 def inputs(kind: str, *shape: int, seed: int) -> Tensor:
@@ -118,7 +112,6 @@ def report_convergence(options: Options, report: Report) -> None:
 
 
 def main() -> None:
-    """Runs the parts that are asked for."""
     options = tyro.cli(Options, description=__doc__)
     if options.threads:
         torch.set_num_threads(options.threads)

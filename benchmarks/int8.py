@@ -31,12 +31,10 @@ PARTS = ("kernels", "generation", "perplexity", "bloom", "unet")
 SHAPES = ((1024, 1024), (2816, 1024), (1024, 2816), (4096, 4096))
 """Outputs and inputs of layers; the last is a 7-B model's."""
 ROWS = (1, 8, 64)
-OUT_OF_CACHE = 64 << 20
-"""Bytes of float32 weights that are gone through before one is met again."""
+OUT_OF_CACHE = 64 << 20  # Bytes of float32 weights that are gone through before one is met again
 
 
 def main() -> None:
-    """Measures the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=5)

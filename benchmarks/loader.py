@@ -35,16 +35,11 @@ DROPPED = 10_000
 class Options:
     """What to measure."""
 
-    batches: int = 2000
-    """Of the mixed stream."""
-    rounds: int = 5
-    """Turns of each contestant."""
-    scale: int = 8
-    """Sides of the stream's frames are divided by this."""
-    threads: int = 1
-    """Torch's compute threads; 0: as it finds them."""
-    keep: bool = False
-    """Write the result file."""
+    batches: int = 2000  # Of the mixed stream
+    rounds: int = 5  # Turns of each contestant
+    scale: int = 8  # Sides of the stream's frames are divided by this
+    threads: int = 1  # Torch's compute threads; 0: as it finds them
+    keep: bool = False  # Write the result file
 
 
 def table(scale: int) -> list[list[Tensor]]:
@@ -196,7 +191,6 @@ def overhead(rounds: int) -> dict[str, tuple[Spread, Spread, Spread]]:
 
 
 def main() -> None:
-    """Counts, then measures."""
     options = tyro.cli(Options, description=__doc__)
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -31,18 +31,14 @@ class Options:
     """What is run."""
 
     parts: tuple[Part, ...] = ("headline", "curve")
-    full: bool = False
-    """A GPT of 1 B parameters in 6 GiB, and more settings; needs 18 GiB."""
-    folder: Path = Path("out")
-    """Folder on the disk that is used; what is written there is removed."""
+    full: bool = False  # A GPT of 1 B parameters in 6 GiB, and more settings; needs 18 GiB
+    folder: Path = Path("out")  # Folder on the disk that is used; what is written there is removed
     rate: float = 0.0
     """MB per second that the disk of headline and curve is shaped to; 0 for what it can."""
     minutes: float = 0.0
     """Minutes after which what runs is ended and what is left is left out; 0 for no end."""
-    ledger: Path | None = None
-    """File of outcomes: jobs that are in it are not run again."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    ledger: Path | None = None  # File of outcomes: jobs that are in it are not run again
+    keep: bool = False  # Write benchmarks/results
 
     @property
     def scale(self) -> Scale:
@@ -56,7 +52,6 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    """Runs what the options say."""
     options = tyro.cli(Options, description=__doc__)
     try:
         check_limits()

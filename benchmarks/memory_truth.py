@@ -38,30 +38,21 @@ from gulliver.planner.search.offload import Offloader
 from gulliver.planner.search.score import Scored, Scorer
 from gulliver.planner.tiers import OffloadTiers
 
-CHUNK = 1 << 17
-"""Bytes of a chunk of ZeRO: of such small models a usual one would hold all."""
+CHUNK = 1 << 17  # Bytes of a chunk of ZeRO: of such small models a usual one would hold all
 SAMPLES, LENGTH = 8, 64
 STEPS, BLOCKS = 3, 8
-SETTLED = 6
-"""Steps under a limit: what moves is alike from the fourth or fifth on."""
+SETTLED = 6  # Steps under a limit: what moves is alike from the fourth or fifth on
 BEHIND = OffloadTiers(disk="a disk", disk_bytes=1 << 30)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run.
+    """A run."""
 
-    Attributes:
-        grid: way to lay the model over the ranks.
-        precision: ``fp32`` or ``bf16``.
-        blocks: number of blocks.
-        room: limit of a grid that off-loads, in the least that would do.
-    """
-
-    grid: Grid
-    precision: str = "fp32"
-    blocks: int = BLOCKS
-    room: float = 0.0
+    grid: Grid  # way to lay the model over the ranks
+    precision: str = "fp32"  # `fp32` or `bf16`
+    blocks: int = BLOCKS  # number of blocks
+    room: float = 0.0  # limit of a grid that off-loads, in the least that would do
 
     @property
     def ranks(self) -> int:
@@ -196,7 +187,6 @@ class Managed(LiveBytes):
         self.manager: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and counts what it made."""
         made = super().__torch_dispatch__(func, types, args, kwargs)
         if self.manager is not None:
             held = sum(self.manager.counter.live.values())
@@ -300,12 +290,10 @@ class Options:
     """Sizes of the run."""
 
     ranks: tuple[int, ...] = (1, 2, 4)
-    keep: bool = False
-    """Write benchmarks/results."""
+    keep: bool = False  # Write benchmarks/results
 
 
 def main() -> None:
-    """Runs all grids, and reports."""
     options = tyro.cli(Options, description=__doc__)
     report = Report(
         "memory_truth",

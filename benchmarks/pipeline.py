@@ -122,11 +122,7 @@ def report(results: dict[tuple[str, str], list[Found]], options: Options) -> Rep
 
 
 def check(options: Options) -> None:
-    """Refuses what cannot be measured.
-
-    Raises:
-        NetlabError: it says what to change.
-    """
+    """Refuses what cannot be measured."""
     for known, names in ((CONTESTANTS, options.contestants), (MODELS, options.models)):
         for name in names:
             if name not in known:
@@ -141,7 +137,6 @@ def check(options: Options) -> None:
 
 
 def main() -> None:
-    """Measures what the options say."""
     try:
         options = tyro.cli(Options, description=__doc__)
         check(options)

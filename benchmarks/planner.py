@@ -70,12 +70,9 @@ class Options:
     networks: tuple[str, ...] = tuple(NETWORKS)[:2]
     """Networks of the truth, four and a half minutes each; "equal" is run where it is named."""
     models: tuple[str, ...] = tuple(MODELS)
-    steps: int = 2
-    """Measured steps of each grid."""
-    rate: float = 6e9
-    """FLOP/s of the device that is slept."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    steps: int = 2  # Measured steps of each grid
+    rate: float = 6e9  # FLOP/s of the device that is slept
+    keep: bool = False  # Write benchmarks/results
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
@@ -233,7 +230,6 @@ def add_memory(report: Report) -> None:
 
 
 def main() -> None:
-    """Runs the parts and reports."""
     if sys.argv[1:2] == ["--search"]:
         search(sys.argv[2])
         return

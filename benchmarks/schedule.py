@@ -40,10 +40,8 @@ Part = Literal["kinds", "attainable", "artifact"]
 OURS = "rollout"
 PUBLISHED = "pollux, as published"
 KINDS = ("steady", "heavy-tail", "bursts", "fixed-batch")
-PERIOD = 60.0
-"""Seconds between ONES' searches, besides those at every event; published 1."""
-GAIN = 0.8
-"""What ours should be at most of the best other one."""
+PERIOD = 60.0  # Seconds between ONES' searches, besides those at every event; published 1
+GAIN = 0.8  # What ours should be at most of the best other one
 
 
 def _ours(way: str) -> Callable[[], Policy]:
@@ -80,14 +78,10 @@ COLUMNS = (
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact")
-    """Parts to run."""
-    seeds: int = 10
-    """Traces of each kind."""
-    processes: int = 2
-    """Processes that simulate."""
-    keep: bool = False
-    """Write the result files."""
+    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact")  # Parts to run
+    seeds: int = 10  # Traces of each kind
+    processes: int = 2  # Processes that simulate
+    keep: bool = False  # Write the result files
     traces: Path | None = None
     """Folder that simulated traces are kept in: a run that was cut off goes on from there, with
     whatever code made them."""
@@ -121,11 +115,7 @@ def remembered(folder: Path | None, simulate_one: Callable[..., Any], *given: An
 
 
 class Simulations:
-    """Simulations in several processes, each asked for once.
-
-    Args:
-        options: options of the benchmark.
-    """
+    """Simulations in several processes, each asked for once."""
 
     def __init__(self, options: Options) -> None:
         self._pool = ProcessPoolExecutor(options.processes)
@@ -350,7 +340,6 @@ def artifact(options: Options) -> None:
 
 
 def main(options: Options) -> None:
-    """Runs the parts."""
     run = {"kinds": kinds, "attainable": attainable, "artifact": artifact}
     for part in options.parts:
         run[part](options)

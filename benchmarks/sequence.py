@@ -38,11 +38,7 @@ REPORTS: dict[str, Callable[[Options, Report], None]] = {
 
 
 def measure(options: Options) -> Report:
-    """Runs the parts.
-
-    Raises:
-        NetlabError: a part that is not known, or no shaped networks here.
-    """
+    """Runs the parts."""
     for part in options.parts:
         if part not in PARTS:
             raise NetlabError(f"unknown part {part!r}: {nearest(part, PARTS)}")
@@ -65,7 +61,6 @@ def measure(options: Options) -> Report:
 
 
 def main() -> None:
-    """Builds the networks and measures in each."""
     options = tyro.cli(Options, description=__doc__).sized()
     with contextlib.suppress(PermissionError):
         # Others' work must not take the place of the ranks'; real time would starve gloo.

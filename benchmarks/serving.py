@@ -32,30 +32,22 @@ from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameter
 from gulliver.serve.kernels import kernel_problem, rows_problem
 
 PARTS = ("throughput", "pipeline")
-CACHE = 16 * 1024
-"""Tokens of the cache: all requests at a time."""
+CACHE = 16 * 1024  # Tokens of the cache: all requests at a time
 LONGEST = 2048
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request.
+    """A request."""
 
-    Attributes:
-        prompt: its tokens.
-        count: tokens of the answer.
-    """
-
-    prompt: list[int]
-    count: int
+    prompt: list[int]  # its tokens
+    count: int  # tokens of the answer
 
 
-FIRST = Asked([5, 6, 7], 2)
-"""What an engine has answered before the clock runs."""
+FIRST = Asked([5, 6, 7], 2)  # What an engine has answered before the clock runs
 
 
 def main() -> None:
-    """Measures the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)

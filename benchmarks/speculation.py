@@ -45,12 +45,10 @@ from gulliver.serve.speculative.glide import GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import LookUp
 
 LOADS = (1, 4, 16, 64)
-GUARDED = 128
-"""Tokens of each answer where the guard is measured."""
+GUARDED = 128  # Tokens of each answer where the guard is measured
 
 
 def main() -> None:
-    """Trains what is lacking, measures, and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=Path)
     parser.add_argument("--target-steps", type=int, default=1428)

@@ -61,11 +61,7 @@ def is_ratio(network: str) -> bool:
 
 
 def check(options: Options) -> None:
-    """Refuses what cannot be measured.
-
-    Raises:
-        NetlabError: it says what to change.
-    """
+    """Refuses what cannot be measured."""
     known = (*PEERS, *OURS)
     for name in options.contestants:
         if name not in known:
@@ -86,7 +82,6 @@ def check(options: Options) -> None:
 
 
 def main() -> None:
-    """Measures what the options say."""
     try:
         options = tyro.cli(Options, description=__doc__)
         check(options)

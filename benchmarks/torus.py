@@ -31,11 +31,9 @@ from gulliver.comm.torus import Axes
 NODES, LOCAL = 2, 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 RATE, UPLINK, DELAY_US = "1gbit", "100mbit", 1000
 KIB, MIB = 1 << 10, 1 << 20
-SMALL = 16 * KIB
-"""What counts as a small message."""
+SMALL = 16 * KIB  # What counts as a small message
 TINY = 2 * KIB
-DIRECT = 32 * KIB
-"""Where the ways of sending change, as in `gulliver.comm`."""
+DIRECT = 32 * KIB  # Where the ways of sending change, as in `gulliver.comm`
 NAMES = ("gloo flat", "flat", "torus")
 
 
@@ -49,21 +47,15 @@ class Options:
     orders: tuple[str, ...] = ("node", "round-robin")
     realtime: bool = True
     """Run before all else on the machine, as `chrt -r 1` does: turns of 4 ms would hide delays."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass(frozen=True)
 class Link:
-    """An axis while all its lines are in use.
+    """An axis while all its lines are in use."""
 
-    Attributes:
-        alpha_s: seconds of an exchange without payload.
-        bandwidth: bytes per second that each rank sends.
-    """
-
-    alpha_s: float
-    bandwidth: float
+    alpha_s: float  # seconds of an exchange without payload
+    bandwidth: float  # bytes per second that each rank sends
 
 
 @dataclass(frozen=True)
@@ -82,17 +74,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank, or all of them, found.
+    """What one rank, or all of them, found."""
 
-    Attributes:
-        links: by axis.
-        seconds: of each call, by size and contestant.
-        choices: by size.
-    """
-
-    links: dict[str, Link]
-    seconds: dict[int, dict[str, tuple[float, ...]]]
-    choices: dict[int, Choice]
+    links: dict[str, Link]  # by axis
+    seconds: dict[int, dict[str, tuple[float, ...]]]  # of each call, by size and contestant
+    choices: dict[int, Choice]  # by size
 
 
 def predict_flat(links: Mapping[str, Link], nbytes: int) -> float:
@@ -276,7 +262,6 @@ def _spread(spread: Spread) -> str:
 
 
 def main() -> None:
-    """Builds the networks and measures in each."""
     options = tyro.cli(Options, description=__doc__)
     load = foreign_load()
     if options.realtime:

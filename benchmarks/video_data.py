@@ -31,8 +31,7 @@ from gulliver.video.preparation.cutting import CutReport
 
 Part = Literal["cuts", "dedup", "filter"]
 PARTS: tuple[Part, ...] = ("cuts", "dedup", "filter")
-NEAR = 2
-"""Frames that a cut may be found too early or too late."""
+NEAR = 2  # Frames that a cut may be found too early or too late
 RIGHT = 0.95
 FILTER_S = 2.0
 CONDITION = "fps >= 12 and motion > 2 and text like '%7%'"
@@ -42,22 +41,14 @@ CONDITION = "fps >= 12 and motion > 2 and text like '%7%'"
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = PARTS
-    """Parts to run."""
-    clips: int = 200
-    """Files of the mess."""
-    seed: int = 1000
-    """Seed of the mess."""
-    rows: int = 100_000
-    """Rows of the table that is filtered."""
-    rounds: int = 3
-    """Turns of each contestant."""
-    workers: int = 0
-    """Processes or threads; 0: one for each core."""
-    folder: Path = Path("out")
-    """Folder on the disk that is used; what is written there is removed."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    parts: tuple[Part, ...] = PARTS  # Parts to run
+    clips: int = 200  # Files of the mess
+    seed: int = 1000  # Seed of the mess
+    rows: int = 100_000  # Rows of the table that is filtered
+    rounds: int = 3  # Turns of each contestant
+    workers: int = 0  # Processes or threads; 0: one for each core
+    folder: Path = Path("out")  # Folder on the disk that is used; what is written there is removed
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass(frozen=True)
@@ -309,7 +300,6 @@ RUN: dict[Part, Callable[[Bench], Report]] = {
 
 
 def main() -> None:
-    """Runs what the options say."""
     options = tyro.cli(Options, description=__doc__)
     options.folder.mkdir(parents=True, exist_ok=True)
     prefix, place = "gulliver-video-data-", options.folder.absolute()

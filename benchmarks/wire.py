@@ -40,10 +40,8 @@ from gulliver.precision.wire import error_bound, wire_format
 from gulliver.precision.wire.formats import NAMES
 
 SLEPT_S = 0.15
-RATIO = 3.0
-"""Seconds of communication in those of compute."""
-LARGE = ", chunks of 4 MB"
-"""Ends the name of a contestant of ZeRO with fewer messages."""
+RATIO = 3.0  # Seconds of communication in those of compute
+LARGE = ", chunks of 4 MB"  # Ends the name of a contestant of ZeRO with fewer messages
 PEERS = (
     "DeepSpeed's ZeRO++ was not run: the ranks are CPU processes, and its quantiser is a CUDA "
     "kernel alone (read in 0.19.8: on CPUs QuantizerBuilder is 'not implemented')."
@@ -60,14 +58,10 @@ class Options:
     ranks: int = 4
     rounds: int = 7
     """Turns of each format, of two steps; with three, medians of few steps differed by a fifth."""
-    steps: int = 80
-    """Steps of each training."""
-    seeds: int = 3
-    """Seeds of each training."""
-    progress: str = ""
-    """File of what is done already, which a run that was cut reads."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    steps: int = 80  # Steps of each training
+    seeds: int = 3  # Seeds of each training
+    progress: str = ""  # File of what is done already, which a run that was cut reads
+    keep: bool = False  # Write benchmarks/results
 
 
 # Numerics.
@@ -346,7 +340,6 @@ def finish_convergence(options: Options) -> None:
 
 
 def main() -> None:
-    """Measures and reports."""
     options = tyro.cli(Options, description=__doc__)
     options = replace(options, formats=tuple(dict.fromkeys(("identity", *options.formats))))
     report = Report(

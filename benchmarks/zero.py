@@ -72,11 +72,7 @@ def show(options: Options, network: Network, label: str) -> None:
 
 
 def checked(options: Options) -> Options:
-    """The options, where they can run.
-
-    Raises:
-        NetlabError: a contestant or a network that is not known.
-    """
+    """The options, where they can run."""
     known = (*PEERS, *OURS)
     for name in options.contestants:
         if name not in known and not name.removeprefix("DDP ").isdigit():
@@ -97,11 +93,7 @@ def needed_bytes(options: Options) -> int:
 
 
 def check_memory(options: Options) -> None:
-    """Refuses what would not fit, before the kernel ends some process or other.
-
-    Raises:
-        NetlabError: it needs more memory than there is.
-    """
+    """Refuses what would not fit, before the kernel ends some process or other."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     needed = needed_bytes(options)
@@ -114,7 +106,6 @@ def check_memory(options: Options) -> None:
 
 
 def main() -> None:
-    """Measures what the options say."""
     try:
         options = checked(tyro.cli(Options, description=__doc__))
         if set(options.networks) != {LOOPBACK}:
