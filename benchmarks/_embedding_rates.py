@@ -38,12 +38,7 @@ def make_trace(config: TraceConfig, draws: int = 0) -> Trace:
 
 
 def hit_rate(
-    trace: Trace,
-    rows: int,
-    slots: int,
-    policy: RowPolicy,
-    ahead: int,
-    ranked: Trace | None = None,
+    trace: Trace, rows: int, slots: int, policy: RowPolicy, ahead: int, ranked: Trace | None = None
 ) -> float:
     """Share of the uses, after the first quarter of the batches, that found their row."""
     frequencies = None

@@ -29,7 +29,6 @@ AREAS = {
     "tensor": "Tensor parallelism beside DTensor, DDP and FSDP2",
     "sequence": "Sequence parallelism beside torch's ring",
     "pipeline": "Pipeline parallelism beside torch's schedules",
-    "partition": "Layers over unequal devices",
     "wire": "Formats of what travels between ranks",
     "torus": "Collectives along a torus beside flat ones",
     "checkpoint": "Checkpoints beside torch.save and dcp.async_save",

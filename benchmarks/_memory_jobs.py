@@ -157,10 +157,7 @@ class Ledger:
 
 
 def run(
-    job: Job,
-    ledger: Ledger,
-    say: Callable[[str], None] = lambda _: None,
-    needs_s: float = LEAST_S,
+    job: Job, ledger: Ledger, say: Callable[[str], None] = lambda _: None, needs_s: float = LEAST_S
 ) -> Outcome:
     """Runs a job, unless the ledger has it; what could not run is an outcome, too."""
     known = ledger.get(job)

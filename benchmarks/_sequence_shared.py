@@ -16,7 +16,7 @@ from gulliver.comm import barrier
 from gulliver.hardware.attention import AttentionShape as Shape
 
 MIB = 1 << 20
-PARTS = ("bytes", "overlap", "levels", "balance", "peers")
+PARTS = ("bytes", "overlap", "levels", "peers")
 
 
 @dataclass(frozen=True)

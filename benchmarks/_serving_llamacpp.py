@@ -109,10 +109,7 @@ def _named(name: str) -> str | None:
 
 def _turned(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
     """Rows of queries and keys in pairs that llama.cpp rotates: halves become neighbours."""
-    heads = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": config.num_key_value_heads,
-    }
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = next((n for part, n in heads.items() if part in name), None)
     if count is None:
         return value

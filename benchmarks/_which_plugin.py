@@ -36,12 +36,7 @@ def state_bytes(stage: int | None, ranks: int, half: bool = False) -> float:
     return parameters + gradients + (copy + 8) / ranks
 
 
-CHOICES = {
-    "DDP": (None, False),
-    "stage 1": (1, True),
-    "stage 2": (2, True),
-    "stage 3": (3, True),
-}
+CHOICES = {"DDP": (None, False), "stage 1": (1, True), "stage 2": (2, True), "stage 3": (3, True)}
 """What is tried, in this order: with each the ranks send more, or compute in fewer bits."""
 
 

@@ -85,7 +85,7 @@ def rates(options: Options) -> None:
         "floor: Belady's rule with the whole trace announced. earlier ranks: counted on a trace of "
         "the same law, before it shifts. hindsight ranks: counted on the trace itself, which "
         f"nobody has beforehand. Ours with 8 batches is {max(gaps):.1%} below the floor at most, "
-        f"{sum(gaps) / len(gaps):.1%} in the mean.",
+        f"{sum(gaps) / len(gaps):.1%} in the mean."
     ]
     finish(report, options.keep)
 

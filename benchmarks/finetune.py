@@ -198,7 +198,7 @@ def beside_report(found: dict[str, list[Outcome]], options: Options) -> Report:
         "Peaks are of anonymous memory of the whole process, the interpreter included, looked at "
         "every 50 ms. Ours saves a checkpoint of the last step, which the others do not: without a "
         "limit that is a copy of weights and moments. The limit is what is left of half the "
-        "Trainer's peak beside the interpreter.",
+        "Trainer's peak beside the interpreter."
     ]
     return made
 
@@ -250,7 +250,7 @@ def large(bench: Bench, part: Part) -> Report:
         "the group for the interpreter and libraries; peak is what the kernel charged, page cache "
         "included. Predicted by --dry-run from what gulliver probe measured just before. Seconds "
         "and bytes are of steps after the first, which makes the optimizer's state; the group also "
-        "holds the run's start, its checkpoint and its result.",
+        "holds the run's start, its checkpoint and its result."
     ]
     return made
 

@@ -169,10 +169,7 @@ def _whole_dynamic(model: nn.Module) -> Any:
 
 
 def _torchao(model: nn.Module) -> Any:
-    from torchao.quantization import (  # pyright: ignore[reportMissingImports]
-        Int8DynamicActivationInt8WeightConfig,
-        quantize_,
-    )
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_  # pyright: ignore[reportMissingImports]
 
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
     return model

@@ -1,12 +1,11 @@
 """Plans of the search over grids, held against what runs.
 
-`python -m benchmarks.planner` has three parts. `truth` runs grids of four ranks on shaped links
+`python -m benchmarks.planner` has two parts. `truth` runs grids of four ranks on shaped links
 (fast inside of pairs and slow between them; swapped; all equal; it needs root), for two Llamas of
 different shapes, beside what the search and the plan predict for them, and beside FSDP2 and
 DTensor's tensor parallelism put together by hand. Products of matrices sleep as long as they would
 take on a slow device (`_planner_ranks.py`). `speed` searches for an 8-B Llama on 64 H100 and for
-the 405-B one on 1024, each in a fresh process. `memory` holds the search's bytes of model state
-against those of the plans that the same grids run by, which are those that run.
+the 405-B one on 1024, each in a fresh process.
 """
 
 from __future__ import annotations
@@ -29,11 +28,8 @@ from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._planner_ranks import Row, Truth, measure
 from benchmarks._tensor_models import Sizes
 from benchmarks.netlab import Net, run
-from gulliver.booster.auto import plugin_of
 from gulliver.hardware.probe import named_cluster
-from gulliver.planner.search.facts import Axes, Grid, facts_of
 from gulliver.planner.search.grids import search_grids
-from gulliver.planner.search.score import Scorer
 
 RATE, UPLINK, DELAY_US = "2gbit", "300mbit", 300
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -41,25 +37,14 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "swapped": {"nodes": 2, "uplink": UPLINK, "delay_us": DELAY_US, "order": "round-robin"},
     "equal": {"rate": "500mbit"},
 }
-MODELS = {
-    "long": Sizes(256, 1024, 4, 256, 8, 64),
-    "wide": Sizes(512, 512, 4, 256, 16, 16),
-}
+MODELS = {"long": Sizes(256, 1024, 4, 256, 8, 64), "wide": Sizes(512, 512, 4, 256, 16, 16)}
 LARGE = {
     "8 B": (4096, 14336, 32, 32, "h100x64", 512, 5.0),
     "405 B": (16384, 53248, 126, 128, "h100x1024", 1024, 30.0),
 }
 """Width, width of the MLP, blocks, heads, cluster, samples of a step, and seconds allowed."""
-PARTS = ("speed", "memory")
+PARTS = ("speed",)
 """Parts of a run; ``truth`` is asked for: it needs root, and three minutes for each network."""
-STATED = (
-    *(Grid(Axes(data=8), stage) for stage in range(4)),
-    *(Grid(Axes(4, tensor=2), stage) for stage in range(4)),
-    Grid(Axes(tensor=8)),
-    Grid(Axes(4, pipeline=2), 1, 4, "1f1b"),
-    Grid(Axes(tensor=2, pipeline=4), 0, 4, "1f1b"),
-    Grid(Axes(2, tensor=2, pipeline=2), 2, 4, "1f1b"),
-)
 
 
 @dataclass(frozen=True)
@@ -211,24 +196,6 @@ def tokens(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def add_memory(report: Report) -> None:
-    """Lays bytes of model state of the search beside those of the plans."""
-    model, cluster = llama(2048, 5632, 16, 16, 32000), named_cluster("h100x8")
-    optimizer = torch.optim.AdamW(model.parameters())
-    facts = facts_of(model, optimizer, tokens(1024), cluster.device, "bf16")
-    scorer, errors = Scorer(facts, cluster, 32, "cuda", 1.0), []
-    for grid in STATED:
-        grid = scorer.settled(grid)
-        scored = scorer.state_of(grid).total
-        planned = plugin_of(grid, "bf16").make_plan(model, optimizer, cluster).memory
-        told = planned.total
-        errors.append(abs(scored / told - 1))
-        sizes = (f"{scored / 2**30:.2f} GiB", f"{told / 2**30:.2f} GiB")
-        report.rows.append((f"state: {grid}", *sizes, "", f"{scored / told - 1:+.1%}", ""))
-    report.figures["state errors"] = errors
-    report.bars.append(at_most("largest error of bytes of state, 8 ranks", max(errors), 0.05))
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--search"]:
         search(sys.argv[2])
@@ -247,8 +214,6 @@ def main() -> None:
         add_truth(report, options)
     if "speed" in options.parts:
         add_speed(report)
-    if "memory" in options.parts:
-        add_memory(report)
     finish(report, options.keep)
 
 

@@ -1,11 +1,9 @@
-"""Policies of sharing a cluster, simulated on drawn traces: completion times beside a lower bound.
+"""Policies of sharing a cluster, simulated on drawn traces: completion times and a lower bound.
 
-`python -m benchmarks.schedule` runs all parts in half an hour on two cores. Part `kinds` compares
-all policies on four kinds of traces; `attainable` searches with all arrivals and lengths known, to
-say how much any policy could gain; `artifact` looks at ONES on traces in the manner of the one it
-was published with: the order of the policies, what its evolution, its mutation and its predictor
-add, and what not knowing lengths costs ours. All of it is
-simulated, nothing is timed, and the same seeds give the same figures.
+Part `kinds` compares all policies on four kinds of traces; `artifact` looks at ONES on traces in
+the manner of the one it was published with: the order of the policies, what its evolution, its
+mutation and its predictor add, and what not knowing lengths costs ours. All of it is simulated,
+nothing is timed, and the same seeds give the same figures.
 """
 
 from __future__ import annotations
@@ -23,20 +21,19 @@ from typing import Any, Literal, Self
 import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
-from benchmarks._schedule_baselines import PolluxInRounds, clairvoyant
+from benchmarks._schedule_baselines import PolluxInRounds
 from gulliver.schedule import (
     Estimator,
     Ones,
     Policy,
     Rollout,
     Summary,
-    bound_of,
     generate,
     simulate,
 )
 from gulliver.schedule.policies import make_policy
 
-Part = Literal["kinds", "attainable", "artifact"]
+Part = Literal["kinds", "artifact"]
 OURS = "rollout"
 PUBLISHED = "pollux, as published"
 KINDS = ("steady", "heavy-tail", "bursts", "fixed-batch")
@@ -78,7 +75,7 @@ COLUMNS = (
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact")  # Parts to run
+    parts: tuple[Part, ...] = ("kinds", "artifact")  # Parts to run
     seeds: int = 10  # Traces of each kind
     processes: int = 2  # Processes that simulate
     keep: bool = False  # Write the result files
@@ -222,67 +219,6 @@ def kinds(options: Options) -> None:
     finish(report, options.keep)
 
 
-ROUNDS, INTERVALS = 80, 60
-"""Rounds of the clairvoyant search, and intervals of the linear programme."""
-
-
-def attainable_of(trace: str, seed: int) -> tuple[float, float]:
-    """Mean seconds of a clairvoyant schedule, and a tighter bound."""
-    jobs, cluster = generate(trace, seed)
-    return clairvoyant(jobs, cluster, ROUNDS), bound_of(jobs, cluster, INTERVALS)
-
-
-def attainable_by_trace(options: Options) -> dict[str, list[dict[str, float]]]:
-    """Mean seconds of Pollux, of ours, of the best that was found, and the bound, by trace."""
-    found: dict[str, list[dict[str, float]]] = {}
-    with Simulations(options) as ask_of:
-        ask = ask_of.ask
-        waiting = [
-            (trace, *(ask(one, "kinds", trace, seed, name) for name in ("pollux", OURS)),
-             ask(attainable_of, trace, seed))
-            for trace in KINDS
-            for seed in range(options.seeds)
-        ]  # fmt: skip
-        for trace, pollux, ours, searched in waiting:
-            means = {"pollux": pollux.result()[0].mean, OURS: ours.result()[0].mean}
-            best, bound = searched.result()
-            means |= {"clairvoyant": min(*means.values(), best), "bound": bound}
-            found.setdefault(trace, []).append(means)
-    return found
-
-
-def attainable(options: Options) -> None:
-    """How far below Pollux any policy could be."""
-    report = Report(
-        "schedule_attainable",
-        f"60 jobs on 16 slots, means of {options.seeds} traces of each kind: what is attainable",
-        ("trace", "pollux s", "ours s", "found, knowing all, s", "bound s", "ours of pollux",
-         "found of pollux", "bound of pollux"),
-    )  # fmt: skip
-    done = attainable_by_trace(options)
-    for trace, every in done.items():
-        means = {name: statistics.fmean(found[name] for found in every) for name in every[0]}
-        of = {name: mean / means["pollux"] for name, mean in means.items()}
-        report.rows.append(
-            (
-                trace,
-                *(f"{means[name]:.0f}" for name in ("pollux", OURS, "clairvoyant", "bound")),
-                *(f"{of[name]:.3f}" for name in (OURS, "clairvoyant", "bound")),
-            )
-        )
-        report.figures[trace] = means
-        report.bars.append(
-            at_most(f"{trace}: found with all known, of pollux", of["clairvoyant"], GAIN)
-        )
-    report.notes.append(
-        "Found, knowing all: the best of pollux, ours, and a search over the weights of jobs in a "
-        f"rule of sharing, with every arrival and length known ({ROUNDS} rounds of 32 tries). It "
-        "is a schedule that can be run; no policy can count on it. The bound lets slots be cut and "
-        f"resizes be free, by a linear programme over {INTERVALS} intervals."
-    )
-    finish(report, options.keep)
-
-
 UNTOLD = ("fifo", "tiresias", "optimus", "pollux", PUBLISHED, "ones")
 
 
@@ -340,7 +276,7 @@ def artifact(options: Options) -> None:
 
 
 def main(options: Options) -> None:
-    run = {"kinds": kinds, "attainable": attainable, "artifact": artifact}
+    run = {"kinds": kinds, "artifact": artifact}
     for part in options.parts:
         run[part](options)
 

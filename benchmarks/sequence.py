@@ -1,11 +1,10 @@
-"""Sequence parallelism on a shaped network: bytes sent, overlap, and balance.
+"""Sequence parallelism on a shaped network: bytes sent and overlap.
 
-`python -m benchmarks.sequence` needs root. Five tables in one:
+`python -m benchmarks.sequence` needs root. Four tables in one:
 
 - *bytes*: what each rank's link carried in a forward and in a backward, over the formulas;
 - *overlap*: a ring's time over the larger of computing alone and sending alone, on three links;
 - *levels*: a ring of one level and of two, over two nodes of four ranks with a slow link between;
-- *balance*: how long the slowest rank of each step computes over the mean, under a causal mask;
 - *peers*: an all-gather, the rings of the 2021 paper and torch's own ring on the same link.
 
 Read `_sequence_wire.py`, `_sequence_overlap.py`, `_sequence_peers.py`.
@@ -21,7 +20,7 @@ from collections.abc import Callable
 import tyro
 
 from benchmarks._harness import Report, finish
-from benchmarks._sequence_overlap import report_balance, report_overlap
+from benchmarks._sequence_overlap import report_overlap
 from benchmarks._sequence_peers import report_peers
 from benchmarks._sequence_shared import PARTS, Options
 from benchmarks._sequence_wire import report_bytes, report_levels
@@ -32,7 +31,6 @@ REPORTS: dict[str, Callable[[Options, Report], None]] = {
     "bytes": report_bytes,
     "overlap": report_overlap,
     "levels": report_levels,
-    "balance": report_balance,
     "peers": report_peers,
 }
 

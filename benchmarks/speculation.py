@@ -91,12 +91,7 @@ def main() -> None:
 
 
 def speed(
-    report: Report,
-    model: Any,
-    tokenizer: Any,
-    folder: Path,
-    texts: list[list[int]],
-    rounds: int,
+    report: Report, model: Any, tokenizer: Any, folder: Path, texts: list[list[int]], rounds: int
 ) -> None:
     """Measured beside predicted, one text at a time."""
     for name in (str(draft_folder(folder, "glide", 0)), "ngram"):

@@ -170,7 +170,7 @@ def cuts(bench: Bench) -> Report:
     made.notes = [
         f"{len(mess.clips)} files of seed {bench.options.seed}, "
         f"{sum(bool(clip.broken) for clip in mess.clips)} of them broken. Thresholds are those of "
-        "PySceneDetect: on seeds 0 to 4 the best of twenty settings was 0.5 % better.",
+        "PySceneDetect: on seeds 0 to 4 the best of twenty settings was 0.5 % better."
     ]
     return made
 
@@ -292,11 +292,7 @@ def write_large(path: Path, rows: int) -> None:
     Table.of_rows(records, path, list(cells)).write()
 
 
-RUN: dict[Part, Callable[[Bench], Report]] = {
-    "cuts": cuts,
-    "dedup": dedup,
-    "filter": filter_rows,
-}
+RUN: dict[Part, Callable[[Bench], Report]] = {"cuts": cuts, "dedup": dedup, "filter": filter_rows}
 
 
 def main() -> None:

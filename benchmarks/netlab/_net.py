@@ -141,10 +141,7 @@ class Net:
             self._relay.stdout.readline()
         lines = []
         for node in range(self.nodes):
-            lines += [
-                f"link set up{node} master br{node} up",
-                f"link set dn{node} master core up",
-            ]
+            lines += [f"link set up{node} master br{node} up", f"link set dn{node} master core up"]
         _batch(self._core, lines)
         for node in range(self.nodes):
             _shape(self._core, f"up{node}", self.uplink)
