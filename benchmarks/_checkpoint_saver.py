@@ -124,7 +124,6 @@ class Training:
         return ended - begun
 
     def state(self) -> dict[str, Any]:
-        """What is saved."""
         return {"model": self.model, "ema": self.average, "optimizer": self.optimizer}
 
     def nested(self) -> dict[str, Any]:
@@ -174,7 +173,6 @@ class Entrant(ABC):
         """Fills tensors."""
 
     def close(self) -> None:
-        """Frees what it has."""
         return
 
 
@@ -357,12 +355,10 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of the bytes of each tensor."""
     return {name: zlib.crc32(_bytes(t)) for name, t in tensors.items()}
 
 
 def save_during(training: Training, entrant: Entrant, folder: Path, step: int, calm: int) -> During:
-    """A save in the middle of training."""
     undisturbed = [training.step() for _ in range(calm)]
     begun = time.perf_counter()
     pending = entrant.save(folder, step)

@@ -34,7 +34,6 @@ class Parts:
         return (sent if degree > 1 else 0.0), tokens * 1.15e9 * 6 * 0.33 / 300e12 / degree / busy
 
     def tokens(self, shape: str) -> int:
-        """Tokens of a sample."""
         name, frames = shape.split("/")
         height, width = self.resolutions[name]
         count = 1 if frames == "1" else int(frames) // 17 * 5

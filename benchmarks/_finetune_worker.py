@@ -82,7 +82,6 @@ class Steps:
         self.number, self.before = 0, self.count()
 
     def tell(self, seconds: float, loss: float, tokens: int) -> None:
-        """Tells of one more."""
         after = self.count()
         moved = after[0] - self.before[0], after[1] - self.before[1]
         timed = self.number >= self.job.warm_up

@@ -63,7 +63,6 @@ class GpuRun:
         return dry if self.dry else on_gpu
 
     def wait(self) -> None:
-        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._harness import Bar, Report
+from benchmarks._harness import Bar, Report, free_memory
 from benchmarks._memory_jobs import (
     DEEPSPEED_CPU,
     DEEPSPEED_DISK,
@@ -206,19 +206,13 @@ def resident_of(job: Job, ledger: Ledger, say: Say, needs_s: float = LEAST_S) ->
     if ledger.get(plain) is None:
         with torch.device("meta"):
             count = sum(p.numel() for p in gpt(job.width, job.depth).model().parameters())
-        need, free = STATE_BYTES * count + GIB, available()
+        need, free = STATE_BYTES * count + GIB, free_memory()
         if need > free:
             raise LimitsError(
                 f"the resident run needs {need / GIB:.1f} GiB and {free / GIB:.1f} are free: "
                 "run it when nothing else does, or leave out --full"
             )
     return run(plain, ledger, say, needs_s)
-
-
-def available() -> int:
-    """Bytes of memory that can be had without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(ln.split()[1]) << 10 for ln in lines if ln.startswith("MemAvailable"))
 
 
 def _notes(scale: Scale, rates: Rates) -> list[str]:

@@ -66,7 +66,6 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.batch * self.length
 
 
@@ -140,7 +139,6 @@ class Ledger:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
         return self._until - time.monotonic()
 
     def get(self, job: Job) -> Outcome | None:
@@ -148,7 +146,6 @@ class Ledger:
         return self._known.get(job.key)
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        """Keeps an outcome."""
         self._known[job.key] = outcome
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

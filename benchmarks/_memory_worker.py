@@ -67,7 +67,6 @@ def recomputed(task: Task) -> Task:
 
 
 def contestant_of(job: Job) -> Contestant:
-    """Contestant that trains a job."""
     task = task_of(job)
     if job.contestant == jobs.GEMINI:
         return gemini(job, task)
@@ -109,7 +108,6 @@ def _plugin(job: Job, limit: int, **options: Any) -> GeminiPlugin:
 
 
 def train(job: Job) -> None:
-    """Builds and trains."""
     contestant = contestant_of(job)
     say("ready")
     count = disk_counter()
@@ -128,7 +126,6 @@ def train(job: Job) -> None:
 
 
 def _facts(contestant: Contestant) -> dict[str, Any]:
-    """Facts that a contestant tells of itself."""
     manager = getattr(getattr(contestant.optimizer, "shards", None), "manager", None)
     return {} if manager is None else dict(manager.stats())
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from benchmarks._harness import Spread, alternate
-from gulliver.comm import all_reduce, barrier, init_world
+from benchmarks._harness import Spread, alternate, slowest_rank
+from gulliver.comm import barrier, init_world
 from gulliver.comm import shutdown as leave
 from gulliver.comm.groups import RankGroup
 from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
@@ -171,13 +171,10 @@ def _torch(
 
 
 def _turn(step: Step, name: str, losses: dict[str, float]) -> float:
-    """A step; seconds of the slowest rank."""
     barrier()
     started = time.perf_counter()
     losses[name] = step()
-    slowest = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-    all_reduce(slowest, "max")
-    return float(slowest)
+    return slowest_rank(time.perf_counter() - started)
 
 
 def block_seconds(

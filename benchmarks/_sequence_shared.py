@@ -78,7 +78,6 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def slowest(ranks: list[Mapping[str, tuple[float, ...]]]) -> dict[str, Spread]:
-    """The slowest rank of each turn."""
     return {
         name: Spread(tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True))))
         for name in ranks[0]
@@ -86,6 +85,4 @@ def slowest(ranks: list[Mapping[str, tuple[float, ...]]]) -> dict[str, Spread]:
 
 
 def milli(spread: Spread) -> str:
-    """For people."""
-    low, middle, high = (f"{v * 1e3:.0f}" for v in (spread.low, spread.median, spread.high))
-    return f"{middle} ({low} to {high}) ms"
+    return f"{spread.shown('.0f', 1e-3)} ms"

@@ -30,7 +30,6 @@ def has_llamacpp() -> bool:
 
 
 def write_gguf(model: Any, path: Path, kind: str) -> None:
-    """Writes a Llama."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     config = model.config

@@ -77,7 +77,6 @@ class _Crew:
         return f"is gone ({rank})"
 
     def close(self) -> None:
-        """Closes the connections."""
         for link in self.links:
             link.close()
 
@@ -203,8 +202,9 @@ def makespans(report: Report, rounds: int) -> None:
         for way in WAYS:
             spread = Spread(tuple(found["spans"][way]))
             off = spread.median / predicted[way] - 1
-            said = f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
-            report.rows.append((f"{name}: {way}", said, f"{predicted[way]:.3f}", f"{off:+.1%}"))
+            report.rows.append(
+                (f"{name}: {way}", spread.shown(".3f"), f"{predicted[way]:.3f}", f"{off:+.1%}")
+            )
             if way == "non-blocking":
                 worst = max(worst, abs(off))
         report.figures[name] = {

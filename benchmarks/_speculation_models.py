@@ -117,7 +117,6 @@ def make_models(folder: Path, target_steps: int, draft_steps: int, seeds: int = 
 
 
 def draft_folder(folder: Path, name: str, seed: int) -> Path:
-    """Folder of a draft."""
     return folder / f"{name.replace(' ', '-')}-{seed}"
 
 

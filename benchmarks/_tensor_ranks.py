@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks._harness import Spread, alternate
+from benchmarks._harness import Spread, alternate, slowest_rank
 from benchmarks._tensor_models import COMPUTE, OURS, PEERS, Contestant, Sizes, build
 from benchmarks.netlab import wire_bytes
 from gulliver.comm import all_reduce, barrier, init_world
@@ -40,7 +40,6 @@ class Options:
     keep: bool = False  # Write benchmarks/results
 
     def sizes(self) -> Sizes:
-        """What is trained."""
         sizes = self.hidden, self.wide, self.blocks, self.vocabulary, self.batch, self.length
         return Sizes(*sizes)
 
@@ -93,7 +92,7 @@ def _turn(contestant: Contestant, wire: list[float] | None) -> float:
     barrier()
     if wire is not None:
         wire.append(wire_bytes()[0] - sent)
-    return _slowest(seconds)
+    return slowest_rank(seconds)
 
 
 def _communication(sizes: Sizes) -> Callable[[], float]:
@@ -105,15 +104,9 @@ def _communication(sizes: Sizes) -> Callable[[], float]:
         started = time.perf_counter()
         for _ in range(REDUCTIONS):
             all_reduce(activation)
-        return _slowest((time.perf_counter() - started) / REDUCTIONS)
+        return slowest_rank((time.perf_counter() - started) / REDUCTIONS)
 
     return turn
-
-
-def _slowest(seconds: float) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    all_reduce(slowest, "max")
-    return float(slowest)
 
 
 def _entry(contestant: Contestant, step: Spread, wire: list[float]) -> Entry:

@@ -240,13 +240,12 @@ def described(sizes: Sizes) -> str:
 def _row(network: Network, name: str, result: Result, difference: float | None) -> list[str]:
     step = result.step
     alone = name == COMPUTE
-    low, middle, high = (f"{1e3 * s:.0f}" for s in (step.low, step.median, step.high))
     same = {TENSOR: DTENSOR, SPLIT_GATHER: DTENSOR_SEQUENCE, RING: DTENSOR_SEQUENCE}.get(name)
     base = network.results.get(same or "")
     formula = formula_bytes(name, network.ranks, network.sizes) / 1e6 if name in OURS else None
     return [
         name,
-        f"{middle} ({low} to {high})",
+        step.shown(".0f", 1e-3),
         "" if alone else f"{1e3 * (step.median - network.compute_s):.0f}",
         "" if alone else f"{step.median / network.compute_s:.2f}",
         f"{step.median / base.step.median:.2f}" if base else "",

@@ -17,11 +17,11 @@ from typing import Literal
 
 import torch
 
-from benchmarks._harness import Spread, alternate
+from benchmarks._harness import Spread, alternate, slowest_rank
 from benchmarks._models import Task, gpt, stdit
 from benchmarks._peers import IN_BACKWARD, Contestant, build
 from benchmarks.netlab import wire_bytes
-from gulliver.comm import World, all_gather, all_reduce, barrier, init_world, reduce_scatter
+from gulliver.comm import World, all_gather, barrier, init_world, reduce_scatter
 from gulliver.comm import shutdown as leave
 
 COMMUNICATION = "communication"
@@ -136,7 +136,7 @@ def _turn(contestant: Contestant, steps: int, world: World, wire: list[float] | 
     barrier()
     if wire is not None:
         wire.append((wire_bytes()[0] - sent) / (steps + 1))
-    return _slowest(seconds)
+    return slowest_rank(seconds)
 
 
 def _communication(count: int, world: World) -> Callable[[], float]:
@@ -161,15 +161,9 @@ def _communication(count: int, world: World) -> Callable[[], float]:
         once()  # connections that have been idle start slowly
         started = time.perf_counter()
         once()
-        return _slowest(time.perf_counter() - started)
+        return slowest_rank(time.perf_counter() - started)
 
     return turn
-
-
-def _slowest(seconds: float) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    all_reduce(slowest, "max")
-    return float(slowest)
 
 
 def _entry(contestant: Contestant, step: Spread, wire: list[float], peak: int) -> Entry:

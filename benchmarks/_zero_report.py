@@ -204,11 +204,10 @@ def _row(
 ) -> list[str]:
     step = result.step
     alone = name == COMPUTE
-    low, middle, high = (f"{1e3 * s:.0f}" for s in (step.low, step.median, step.high))
     planned = f"{result.planned / MIB:.0f}" if result.planned else "-"
     return [
         name,
-        f"{middle} ({low} to {high})",
+        step.shown(".0f", 1e-3),
         "" if alone else f"{1e3 * (step.median - network.compute_s):.0f}",
         "" if alone else f"{step.median / base:.2f}",
         "" if result.wire is None else f"{result.wire / 1e6:.1f}",

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from benchmarks._checkpoint_saver import (
     Job,
     Run,
 )
-from benchmarks._harness import Bar, Report, Spread, at_least, at_most, finish
+from benchmarks._harness import Bar, Report, Spread, at_least, at_most, finish, free_memory, turns
 from benchmarks.netlab import LoadMeter
 from gulliver.errors import GulliverError, nearest
 
@@ -164,11 +164,9 @@ def watched(run: Run, samples: Samples) -> Watched:
 def compete(options: Options, folder: Path) -> dict[str, list[Watched]]:
     """Lets contestants take turns; every second round runs backwards."""
     found: dict[str, list[Watched]] = {name: [] for name in options.contestants}
-    for number in range(options.rounds):
-        names = list(options.contestants)
-        for name in names if number % 2 == 0 else reversed(names):
-            print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
-            found[name].append(run_one(options, name, folder))
+    for number, name in turns(options.contestants, options.rounds):
+        print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
+        found[name].append(run_one(options, name, folder))
     return found
 
 
@@ -199,7 +197,6 @@ class Figures:
     load: Spread  # seconds
     equal: bool  # every time
     forward_backward: Spread  # seconds
-    copied: Spread | None  # seconds until the state might change; ours only
 
 
 def figures(found: Sequence[Watched]) -> Figures:
@@ -208,35 +205,25 @@ def figures(found: Sequence[Watched]) -> Figures:
     later = [entry for run in runs for entry in run.during[1:]]
     first = [run.during[0] for run in runs]
 
-    def spread(get: Callable[[Any], float | None], of: Sequence[Any]) -> Spread | None:
-        values = tuple(value for each in of if (value := get(each)) is not None)
-        return Spread(values) if values else None
+    slower = tuple(e.step_s / e.calm_s - 1 for e in later if e.step_s is not None)
 
-    def sure(get: Callable[[Any], float | None], of: Sequence[Any]) -> Spread:
-        made = spread(get, of)
-        assert made is not None
-        return made
+    def spread(name: str, of: Sequence[Any]) -> Spread:
+        return Spread(tuple(getattr(each, name) for each in of))
 
-    nbytes = runs[0].nbytes
     pairs = [pair for run in runs for pair in zip(run.alone_s, run.raw_s, strict=True)]
     return Figures(
-        nbytes,
-        sure(lambda e: e.call_s, later),
-        sure(lambda e: e.held_s, later),
-        sure(lambda e: e.beyond_s, later),
-        sure(lambda e: e.total_s, later),
-        sure(lambda e: e.held_s, first),
-        sure(lambda e: e.total_s, first),
-        spread(lambda e: None if e.step_s is None else e.step_s / e.calm_s - 1, later),
+        runs[0].nbytes,
+        *(spread(name, later) for name in ("call_s", "held_s", "beyond_s", "total_s")),
+        *(spread(name, first) for name in ("held_s", "total_s")),
+        Spread(slower) if slower else None,
         Spread(tuple(alone for alone, _ in pairs)),
         Spread(tuple(raw for _, raw in pairs)),
         Spread(tuple(raw / alone for alone, raw in pairs)),
         round(statistics.median(each.later_extra for each in found)),
         round(statistics.median(each.first_extra for each in found)),
-        sure(lambda r: r.load_s, runs),
+        spread("load_s", runs),
         all(run.equal for run in runs),
-        sure(lambda r: r.forward_backward_s, runs),
-        spread(lambda e: e.copied_s, later),
+        spread("forward_backward_s", runs),
     )
 
 
@@ -259,10 +246,10 @@ def row(name: str, of: Figures) -> list[str]:
     """A line of the table."""
     return [
         name,
-        _said(of.held),
-        _said(of.beyond),
+        of.held.shown(".3f"),
+        of.beyond.shown(".3f"),
         f"{of.call.median:.3f}",
-        _said(of.total),
+        of.total.shown(".3f"),
         f"{of.alone.median:.2f}",
         f"{of.extra / 1e6:.0f}",
         f"{of.load.median:.2f}",
@@ -270,10 +257,6 @@ def row(name: str, of: Figures) -> list[str]:
         f"{of.first_held.median:.3f}",
         f"{of.first_total.median:.2f}",
     ]
-
-
-def _said(spread: Spread) -> str:
-    return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
 
 
 def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
@@ -334,8 +317,8 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
         f"Forward and backward take {step.median:.2f} s ({options.threads} threads). Steps wholly "
         f"under way while something was saved were slower by: {slower or 'there were none'}.",
         "",
-        f"Raw disk, 4 MiB blocks past the page cache, then fsync: {raw.median:.2f} s "
-        f"({raw.low:.2f} to {raw.high:.2f}), {some.nbytes / raw.median / 1e9:.2f} GB/s. "
+        f"Raw disk, 4 MiB blocks past the page cache, then fsync: {raw.shown()} s, "
+        f"{some.nbytes / raw.median / 1e9:.2f} GB/s. "
         f"Others kept {foreign:.1f} cores of the machine busy meanwhile.",
         "",
         "Extra memory: most of what the process and its children had over undisturbed training; "
@@ -354,8 +337,7 @@ def checked(options: Options, folder: Path) -> Options:
     free_disk = shutil.disk_usage(folder).free
     if free_disk < 7e9 * options.gb:
         raise GulliverError(f"{folder} has {free_disk / 1e9:.0f} GB free, not {7 * options.gb:.0f}")
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    free = free_memory()
     held = 1.35  # state, gradients, activations
     fitting = tuple(
         n

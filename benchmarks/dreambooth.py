@@ -23,7 +23,7 @@ import tyro
 
 from benchmarks._dreambooth_base import PARAMETERS, write_base, write_outline
 from benchmarks._dreambooth_worker import config_of
-from benchmarks._harness import Report, Spread, at_least, at_most, finish
+from benchmarks._harness import Report, Spread, at_least, at_most, finish, turns
 from benchmarks.limits import Group, LimitsError
 
 Part = Literal["unet", "peer", "load"]
@@ -128,19 +128,18 @@ def _apart(one: list[float], other: list[float]) -> float:
 def _peer(report: Report, folder: Path, options: Options) -> None:
     base = write_base(folder / "base", divisor=8, side=32)
     found: dict[str, list[Any]] = {"ours": [], "peer": []}
-    for number in range(options.rounds):
-        # The first makes the prior pictures, which both learn; then each goes first in turn.
-        for who in ("ours", "peer") if number % 2 == 0 else ("peer", "ours"):
-            ran = _worker(who, base, f"{who}-{number}", steps=options.steps)
-            assert ran is not None, f"{who} ran"
-            found[who].append(ran)
+    # The first makes the prior pictures, which both learn.
+    for number, who in turns(("ours", "peer"), options.rounds):
+        ran = _worker(who, base, f"{who}-{number}", steps=options.steps)
+        assert ran is not None, f"{who} ran"
+        found[who].append(ran)
     timed = {who: [s for ran in runs for s in ran["seconds"][1:]] for who, runs in found.items()}
     seconds = {who: Spread(tuple(each)) for who, each in timed.items()}
     peaks = {w: Spread(tuple(r["peak"] for r in runs)).median for w, runs in found.items()}
     apart = _apart(found["ours"][0]["losses"], found["peer"][0]["losses"])
     speed, memory = seconds["ours"].median / seconds["peer"].median, peaks["ours"] / peaks["peer"]
     for who, spread in seconds.items():
-        times = f"{spread.median:.3f} s a step ({spread.low:.3f} to {spread.high:.3f})"
+        times = f"{spread.shown('.3f')} s a step"
         report.rows.append((f"{who}: whole UNet, prior", times, f"{peaks[who] / MIB:,.0f} MiB"))
     report.figures["peer"] = {"speed": speed, "memory": memory, "loss": apart}
     report.bars += [

@@ -34,18 +34,11 @@ PUBLIC_INDEX = 16
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the benchmark."""
+class Options(TierConfig):
+    """Options of the benchmark, those of `tiers` among them."""
 
     parts: tuple[Part, ...] = PARTS  # Parts to run
     rounds: int = 16  # Measured steps of each contestant of `tiers`
-    rows: int = 400_000  # Rows of the table of `tiers`
-    dim: int = 64  # Width of its rows
-    samples: int = 512  # Samples of a batch
-    ids: int = 8  # Ids of a sample
-    cache: float = 0.02  # Share of the rows in the cache
-    rate: float = 25e6  # Rate of the link in bytes/s; 0 for the real one
-    device: str = "cpu"  # Device of cache and compute: cpu or cuda
     keep: bool = False  # Write the result files
 
 
@@ -161,16 +154,7 @@ def count_bytes(options: Options) -> None:
 
 def tiers(options: Options) -> None:
     """Step time and the share of fetching that is hidden, behind a link."""
-    config = TierConfig(
-        rows=options.rows,
-        dim=options.dim,
-        samples=options.samples,
-        ids=options.ids,
-        cache=options.cache,
-        rate=options.rate,
-        device=options.device,
-    )
-    warm = 8
+    config, warm = options, 8
     jobs = make_jobs(config, options.rounds + warm + config.ahead)
     times = alternate({name: job.step for name, job in jobs.items()}, options.rounds, warm)
     weights = {name: weight_of(job) for name, job in jobs.items()}

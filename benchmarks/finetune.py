@@ -178,7 +178,7 @@ def beside_report(found: dict[str, list[Outcome]], options: Options) -> Report:
     peaks = {name: max(one.anonymous for one in runs) for name, runs in found.items()}
     for name, runs in found.items():
         spread = Spread(tuple(step.seconds for one in runs for step in one.steps) or (0.0,))
-        shown = [f"{rates[name]:,.0f}", f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"]
+        shown = [f"{rates[name]:,.0f}", spread.shown()]
         moved = f"{runs[0].read / GB:.2f}, {runs[0].written / GB:.2f}"
         ended = ", ".join(dict.fromkeys(one.told or one.end for one in runs))
         made.rows.append([name, ended, *shown, f"{peaks[name] / MIB:,.0f}", moved])

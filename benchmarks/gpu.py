@@ -98,7 +98,6 @@ def main(options: Options) -> int:
 
 
 def result_file(out: Path, name: str) -> Path:
-    """Returns the file of a part's result."""
     return out / f"gpu-{name}.json"
 
 

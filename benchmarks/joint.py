@@ -94,13 +94,11 @@ class Measured:
 
 
 def model_of(options: Options) -> Llama:
-    """The model, of float32."""
     torch.manual_seed(0)
     return Llama(options.blocks, WIDTH, HEADS, HEADS, INNER, WORDS).float()
 
 
 def batch(options: Options) -> dict[str, torch.Tensor]:
-    """The batch of all ranks."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(0, WORDS, (options.samples, options.length + 1), generator=draw)
     return {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}

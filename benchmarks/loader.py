@@ -252,10 +252,9 @@ def main() -> None:
             report.rows.append(
                 (
                     f"us per batch of {name}{kind}",
-                    f"{1e6 * own.median:.0f} ({1e6 * own.low:.0f} to {1e6 * own.high:.0f})",
+                    own.shown(".0f", 1e-6),
                     "",
-                    f"{1e6 * theirs.median:.0f} ({1e6 * theirs.low:.0f} to "
-                    f"{1e6 * theirs.high:.0f})",
+                    theirs.shown(".0f", 1e-6),
                     f"{own.median / theirs.median:.2f}",
                 )
             )

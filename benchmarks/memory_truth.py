@@ -9,9 +9,6 @@ each with what the memory manager holds in the sixth step, beside `Offloader.sco
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
-import os
-import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +23,7 @@ from torch import nn
 
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._live_bytes import LiveBytes
+from benchmarks.netlab import run
 from gulliver.booster import Booster
 from gulliver.booster import limited as _limited
 from gulliver.booster.auto import AutoEngine, plugin_of
@@ -56,7 +54,6 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.grid.axes.size
 
     def __str__(self) -> str:
@@ -65,7 +62,6 @@ class Case:
 
 
 def llama(blocks: int) -> nn.Module:
-    """A small Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -82,7 +78,6 @@ def llama(blocks: int) -> nn.Module:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all runs."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
@@ -258,31 +253,9 @@ def peaks(cases: Sequence[Case]) -> list[int]:
     return [counted(case) for case in cases]
 
 
-def _rank(rank: int, ranks: int, port: int, cases: Sequence[Case], answers: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
+def _on_rank(cases: Sequence[Case]) -> list[int]:
     init_world()
-    answers.put((rank, peaks(cases)))
-
-
-def on_ranks(ranks: int, cases: Sequence[Case]) -> list[int]:
-    """Runs cases on fresh processes; most bytes of the fullest rank of each."""
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    members = [
-        context.Process(target=_rank, args=(rank, ranks, port, cases, answers))
-        for rank in range(ranks)
-    ]
-    for member in members:
-        member.start()
-    found = [answers.get(timeout=600)[1] for _ in members]
-    for member in members:
-        member.join()
-    return [max(bytes_of) for bytes_of in zip(*found, strict=True)]
+    return peaks(cases)
 
 
 @dataclass(frozen=True)
@@ -302,15 +275,17 @@ def main() -> None:
     )
     chosen = sorted((c for c in CASES if c.ranks in options.ranks), key=lambda case: case.ranks)
     errors = []
+    measured = list[int]()
     for ranks, cases in groupby(chosen, key=lambda case: case.ranks):
-        members = list(cases)
-        for case, real in zip(members, on_ranks(ranks, members), strict=True):
-            told = predicted(case)
-            error = sum(told.values()) / real - 1
-            errors.append(abs(error))
-            sizes = (f"{n / 2**20:.2f} MiB" for n in (sum(told.values()), real))
-            report.rows.append((str(case), *sizes, f"{error:+.1%}"))
-            report.figures[str(case)] = {**asdict(case), "predicted": told, "counted": real}
+        found = run(_on_rank, None, list(cases), ranks=ranks)
+        measured += map(max, zip(*found, strict=True))
+    for case, real in zip(chosen, measured, strict=True):
+        told = predicted(case)
+        error = sum(told.values()) / real - 1
+        errors.append(abs(error))
+        sizes = (f"{n / 2**20:.2f} MiB" for n in (sum(told.values()), real))
+        report.rows.append((str(case), *sizes, f"{error:+.1%}"))
+        report.figures[str(case)] = {**asdict(case), "predicted": told, "counted": real}
     report.bars = [
         at_least("configurations", len(errors), 30),
         at_most("largest error of the peak", max(errors), 0.05),

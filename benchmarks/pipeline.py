@@ -96,7 +96,7 @@ def report(results: dict[tuple[str, str], list[Found]], options: Options) -> Rep
                     rate,
                     name,
                     "+".join(map(str, found[0].cuts[name])),
-                    f"{1e3 * step.median:.1f} ({1e3 * step.low:.1f} to {1e3 * step.high:.1f})",
+                    step.shown(".1f", 1e-3),
                     f"{speed:.2f} x",
                     f"{1e3 * foretold.seconds:.1f}",
                     f"{foretold.bubble:.0%}",

@@ -8,15 +8,12 @@ nothing is timed, and the same seeds give the same figures.
 
 from __future__ import annotations
 
-import os
-import pickle
 import statistics
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
 import tyro
 
@@ -79,9 +76,6 @@ class Options:
     seeds: int = 10  # Traces of each kind
     processes: int = 2  # Processes that simulate
     keep: bool = False  # Write the result files
-    traces: Path | None = None
-    """Folder that simulated traces are kept in: a run that was cut off goes on from there, with
-    whatever code made them."""
 
 
 Found = dict[str, list[Summary]]
@@ -95,59 +89,21 @@ def one(table: str, trace: str, seed: int, policy: str) -> tuple[Summary, float]
 
 
 def policies_of(table: str) -> dict[str, Callable[[], Policy]]:
-    """Names the policies of a table."""
     return KIND_POLICIES if table == "kinds" else ARTIFACT_POLICIES
-
-
-def remembered(folder: Path | None, simulate_one: Callable[..., Any], *given: Any) -> Any:
-    """Simulates a trace, or reads what it came to when it was simulated before."""
-    if folder is None:
-        return simulate_one(*given)
-    path = folder / f"{simulate_one.__name__}-{'-'.join(map(str, given))}.pickle"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(f".{os.getpid()}").write_bytes(pickle.dumps(simulate_one(*given)))
-        path.with_suffix(f".{os.getpid()}").replace(path)
-    return pickle.loads(path.read_bytes())
-
-
-class Simulations:
-    """Simulations in several processes, each asked for once."""
-
-    def __init__(self, options: Options) -> None:
-        self._pool = ProcessPoolExecutor(options.processes)
-        self._traces, self._asked = options.traces, dict[tuple[Any, ...], Future[Any]]()
-
-    def ask(self, simulate_one: Callable[..., Any], *given: Any) -> Future[Any]:
-        """Simulates, or looks for what was simulated before."""
-        key = (simulate_one.__name__, *given)
-        if key not in self._asked:
-            self._asked[key] = self._pool.submit(remembered, self._traces, simulate_one, *given)
-        return self._asked[key]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
 
 def gather(part: Part, traces: tuple[str, ...], options: Options) -> dict[str, tuple[Found, float]]:
     """Simulates traces of all seeds; with them the mean gap of ours."""
     names, seeds = policies_of(part), range(options.seeds)
-    with Simulations(options) as simulations:
-        waiting = {
-            (trace, name, seed): simulations.ask(one, part, trace, seed, name)
-            for trace in traces
-            for seed in seeds
-            for name in names
-        }
-        done = {key: task.result() for key, task in waiting.items()}
+    keys = [(trace, seed, name) for trace in traces for seed in seeds for name in names]
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = pool.map(partial(one, part), *zip(*keys, strict=True))
+        done = dict(zip(keys, found, strict=True))
     last = [name for name in names if name.startswith(OURS)][-1]
     return {
         trace: (
-            {name: [done[trace, name, seed][0] for seed in seeds] for name in names},
-            statistics.fmean(done[trace, last, seed][1] for seed in seeds),
+            {name: [done[trace, seed, name][0] for seed in seeds] for name in names},
+            statistics.fmean(done[trace, seed, last][1] for seed in seeds),
         )
         for trace in traces
     }

@@ -312,8 +312,13 @@ def _quality(
 
 
 def _row(name: str, spread: Spread, tokens: int, best: float, same: str) -> Sequence[str]:
-    said = f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
-    return name, said, f"{tokens / spread.median:.0f}", f"{best / spread.median:.2f}", same
+    return (
+        name,
+        spread.shown(),
+        f"{tokens / spread.median:.0f}",
+        f"{best / spread.median:.2f}",
+        same,
+    )
 
 
 def _notes(report: Report, requests: Sequence[Asked]) -> None:

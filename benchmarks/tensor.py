@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from benchmarks._harness import finish
+from benchmarks._harness import finish, is_ratio
 from benchmarks._tensor_models import OURS, PEERS
 from benchmarks._tensor_ranks import Options, measure
 from benchmarks._tensor_report import LOOPBACK, Network, joined, rate_for, report
@@ -40,7 +40,6 @@ def on_network(options: Options, ranks: int, rate: str, names: Sequence[str]) ->
 
 
 def compare(options: Options, ranks: int) -> list[Network]:
-    """All contestants on each network."""
     found: list[Network] = []
     reference: Network | None = None
     # Loopback first: its compute says which rates are fast and slow.
@@ -53,11 +52,6 @@ def compare(options: Options, ranks: int) -> list[Network]:
         if name == LOOPBACK:
             reference = found[-1]
     return found
-
-
-def is_ratio(network: str) -> bool:
-    """Whether a network is named by communication over compute."""
-    return network.replace(".", "", 1).isdigit()
 
 
 def check(options: Options) -> None:

@@ -177,7 +177,6 @@ def check(tensor: Tensor, torus: Torus) -> None:
 
 
 def slowest(ranks: list[Measured]) -> dict[int, dict[str, Spread]]:
-    """The slowest rank of each turn."""
     return {
         nbytes: {
             name: Spread(
@@ -204,7 +203,7 @@ def row(order: str, nbytes: int, times: Mapping[str, Spread], choice: Choice) ->
     torus = times["torus"].median
     return [
         f"{order}, {label(nbytes)}",
-        *(_spread(times[name]) for name in NAMES),
+        *(times[name].shown(".3g", 1e-3) for name in NAMES),
         f"{times['gloo flat'].median / torus:.2f}",
         f"{times['flat'].median / torus:.2f}",
         f"{choice.predicted_flat_s * 1e3:.1f}",
@@ -254,11 +253,6 @@ def report(found: Mapping[str, list[Measured]], load: float) -> Report:
         result.bars.insert(0, at_least(name, min(small), 3.0))
     result.bars.append(at_most("the chooser's largest loss", max(losses), 0.05))
     return result
-
-
-def _spread(spread: Spread) -> str:
-    low, middle, high = (f"{v * 1e3:.3g}" for v in (spread.low, spread.median, spread.high))
-    return f"{middle} ({low} to {high})"
 
 
 def main() -> None:

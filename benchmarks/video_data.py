@@ -141,7 +141,6 @@ def wrong_files(report: CutReport) -> int:
 
 
 def cuts(bench: Bench) -> Report:
-    """Runs *cuts*."""
     made = Report("video_data-cuts", "Scenes of a mess of clips", ())
     made.columns = ("detector", "true cuts", "found", "recall", "precision", "on the frame")
     mess = bench.mess()
@@ -179,7 +178,6 @@ def cuts(bench: Bench) -> Report:
 
 
 def dedup(bench: Bench) -> Report:
-    """Runs *dedup*."""
     mess, workers = bench.mess(), bench.options.workers
     table = scan(mess.folder, bench.folder / "dedup.parquet", workers=workers).table
     found = deduplicate(table, bench.folder / "unique.parquet", workers=workers)
@@ -213,7 +211,6 @@ def _unknown(mess: Mess, known: set[str]) -> int:
 
 
 def filter_rows(bench: Bench) -> Report:
-    """Runs *filter*."""
     path, rows = bench.folder / "large.parquet", bench.options.rows
     write_large(path, rows)
     command = [sys.executable, "-m", "gulliver.cli", "data", "filter", str(path), CONDITION]

@@ -22,13 +22,13 @@ import tyro
 from torch import Tensor
 from torch.autograd import Function
 
-from benchmarks._harness import Progress, Report, alternate, at_least, at_most, finish
+from benchmarks._harness import Report, alternate, at_least, at_most, finish, slowest_rank
 from benchmarks._models import gpt
 from benchmarks._slept import slept
 from benchmarks._wire_training import report_convergence
 from benchmarks.netlab import Net, foreign_load, run, wire_bytes
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.comm import all_reduce, barrier, init_world
+from gulliver.comm import barrier, init_world
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import sent_bytes
 from gulliver.parallel.sequence import SequencePlan, make_groups, swap_sharded_dim
@@ -57,7 +57,6 @@ class Options:
     """Turns of each format, of two steps; with three, medians of few steps differed by a fifth."""
     steps: int = 80  # Steps of each training
     seeds: int = 3  # Seeds of each training
-    progress: str = ""  # File of what is done already, which a run that was cut reads
     keep: bool = False  # Write benchmarks/results
 
 
@@ -201,9 +200,7 @@ def steps(name: str, formats: tuple[str, ...], ranks: int, rounds: int) -> dict[
             barrier()
             after = sent_bytes(), wire_bytes()[0]
             sent[wire].append(((after[0] - before[0]) // 2, (after[1] - before[1]) // 2))
-            slowest = torch.tensor([took])
-            all_reduce(slowest, "max")
-            return float(slowest)
+            return slowest_rank(took)
 
         return once
 
@@ -233,14 +230,11 @@ def _contestants(name: str, options: Options) -> tuple[str, ...]:
     return options.formats + large
 
 
-def report_steps(options: Options, report: Report, progress: Progress) -> None:
+def report_steps(options: Options, report: Report) -> None:
     """Rows and bars of each workload."""
     for name in options.workloads:
         formats = _contestants(name, options)
-        key = f"{name}: {options.ranks} ranks, {options.rounds} rounds, {formats}"
-        if key not in progress.done:
-            progress.save(key, _measured(name, options))
-        kilobits, found = progress.done[key]
+        kilobits, found = _measured(name, options)
         slowest = {w: max(rank[w]["step"] for rank in found) for w in formats}
         plain = min(s for w, s in slowest.items() if w.startswith("identity"))
         for wire in formats:
@@ -289,7 +283,7 @@ def main() -> None:
         finish_convergence(options)
     if "steps" not in options.parts:
         return
-    report_steps(options, report, Progress(options.progress))
+    report_steps(options, report)
     report.notes.append(
         f"{options.ranks} ranks, layers sleep {1e3 * SLEPT_S:.0f} ms of a step; foreign load "
         f"{load:.1f} cores. Formats are forced, the gate of gradients is off; gains are over the "

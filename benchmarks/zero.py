@@ -11,12 +11,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import tyro
 
-from benchmarks._harness import finish
+from benchmarks._harness import finish, free_memory, is_ratio
 from benchmarks._zero_ranks import OURS, PEERS, Options, measure
 from benchmarks._zero_report import Network, joined, rate_for, report
 from benchmarks.netlab import LoadMeter, Net, NetlabError, check_tools, run
@@ -56,11 +55,6 @@ def compare(options: Options) -> None:
         show(options, network, label)
 
 
-def is_ratio(network: str) -> bool:
-    """Whether a network is named by communication over compute."""
-    return network.replace(".", "", 1).isdigit()
-
-
 def show(options: Options, network: Network, label: str) -> None:
     """Prints, and perhaps keeps, what was found on a network."""
     claim = f"zero-{options.model}-{options.ranks}-{label.split()[0]}"
@@ -94,9 +88,7 @@ def needed_bytes(options: Options) -> int:
 
 def check_memory(options: Options) -> None:
     """Refuses what would not fit, before the kernel ends some process or other."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    needed = needed_bytes(options)
+    free, needed = free_memory(), needed_bytes(options)
     if needed > free:
         raise NetlabError(
             f"{len(options.contestants)} contestants in {options.ranks} ranks need about "

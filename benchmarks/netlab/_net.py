@@ -76,7 +76,6 @@ class Net:
         self.close()
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank belongs to."""
         return rank % self.nodes if self.order == "round-robin" else rank * self.nodes // self.ranks
 
     def close(self) -> None:
