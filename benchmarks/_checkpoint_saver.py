@@ -35,7 +35,6 @@ BLOCK = 4 * 2**20
 TORCH_SAVE, SAFETENSORS, DCP = "torch.save", "safetensors", "dcp.save"
 THREAD, PROCESS = "dcp.async_save thread", "dcp.async_save process"
 SHADOW, RING = "ours, shadow", "ours, ring"
-RAW = "raw disk"
 PAIRS = 3  # Saves without training, each with a raw write beside it
 COPIES = 4  # Of every parameter in the state: itself, its average, and two moments of AdamW
 
@@ -72,7 +71,6 @@ class During:
     # median of the steps that were wholly under way while it was saved; None for none
     step_s: float | None
     calm_s: float  # median of the undisturbed steps around it
-    copied_s: float | None = None  # until the state might change again; ours only
 
 
 @dataclass
@@ -148,9 +146,6 @@ class Pending:
     ended: Callable[[], float | None]
     held: Callable[[], float] = lambda: 0.0
     """Seconds for which it has held up others than the caller."""
-    before_update: Callable[[], None] = lambda: None
-    """What the user has to call before the state changes."""
-    copied: Callable[[], float | None] = lambda: None
 
 
 def _complete() -> Pending:
@@ -286,7 +281,6 @@ class Ours(Entrant):
             self.checkpointer.wait,
             ended,
             lambda: snapshot.stall_s - in_call,
-            copied=lambda: snapshot.copied_s,
         )
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -385,7 +379,6 @@ def save_during(training: Training, entrant: Entrant, folder: Path, step: int, c
         complete - begun,
         statistics.median(wholly) if wholly else None,
         normal,
-        pending.copied(),
     )
 
 

@@ -91,7 +91,6 @@ class Outcome:
     told: str = ""  # the error, in a line
     steps: tuple[Step, ...] = ()  # timed steps that it did
     unfinished_s: float = 0.0  # seconds of the step that it was in when it was ended; 0 if in none
-    ready_s: float = 0.0  # seconds until the model was built
     peak: int = 0  # most bytes that its group was charged with
     anonymous: int = 0  # most bytes of anonymous memory that were seen
     swapped: int = 0  # most bytes in swap that were seen
@@ -234,7 +233,7 @@ def _judged(
     else:
         end, told = error["end"], error["told"]
     unfinished = took - last if end == "stopped" and ready else 0.0
-    return Outcome(end, told, steps, unfinished, ready, peak, *seen, facts)
+    return Outcome(end, told, steps, unfinished, peak, *seen, facts)
 
 
 def _last_line(text: str) -> str:

@@ -34,7 +34,7 @@ from benchmarks._tensor_models import (
     TENSOR,
     Sizes,
 )
-from benchmarks._tensor_ranks import Found
+from benchmarks._tensor_ranks import Entry, Found
 
 LOOPBACK = "loopback"
 REACHED = 0.95  # Share of a shaped rate that gloo reaches
@@ -45,22 +45,12 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Result:
-    """A contestant over all ranks."""
-
-    step: Spread  # seconds, of the slowest rank
-    wire: float | None = None  # bytes that a rank sent in a step, of the one that sent most
-    saved: int = 0  # bytes of activations kept for backward, of the fullest rank
-    losses: tuple[float, ...] = ()  # mean over the ranks, by step
-
-
-@dataclass(frozen=True)
 class Network:
     """What was measured with so many ranks on one network."""
 
     name: str  # `loopback`, or its rate
     ranks: int  # how many
-    results: dict[str, Result]  # by contestant, with compute
+    results: dict[str, Entry]  # by contestant, with compute; over all ranks
     reduction: Spread  # seconds of an all-reduce of one activation, alone
     sizes: Sizes  # of the model and the batch
     foreign: float = 0.0  # cores that other processes used meanwhile
@@ -122,7 +112,7 @@ def joined(name: str, found: Sequence[Found], sizes: Sizes, foreign: float) -> N
     for contestant, entry in found[0].entries.items():
         entries = [f.entries[contestant] for f in found]
         sent = [e.wire for e in entries if e.wire is not None]
-        results[contestant] = Result(
+        results[contestant] = Entry(
             entry.step,
             max(sent, default=None),
             max(e.saved for e in entries),
@@ -237,7 +227,7 @@ def described(sizes: Sizes) -> str:
     return f"a Llama {shape}, ranks of one thread"
 
 
-def _row(network: Network, name: str, result: Result, difference: float | None) -> list[str]:
+def _row(network: Network, name: str, result: Entry, difference: float | None) -> list[str]:
     step = result.step
     alone = name == COMPUTE
     same = {TENSOR: DTENSOR, SPLIT_GATHER: DTENSOR_SEQUENCE, RING: DTENSOR_SEQUENCE}.get(name)
@@ -256,7 +246,7 @@ def _row(network: Network, name: str, result: Result, difference: float | None) 
     ]
 
 
-def _figures(result: Result) -> dict[str, Any]:
+def _figures(result: Entry) -> dict[str, Any]:
     return {
         "step_s": result.step.median,
         "quartiles_s": [result.step.low, result.step.high],

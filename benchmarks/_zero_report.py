@@ -11,24 +11,10 @@ from typing import Any
 
 from benchmarks._harness import Bar, Report, Spread, at_least, at_most
 from benchmarks._peers import IN_BACKWARD
-from benchmarks._zero_ranks import COMPUTE, Found
+from benchmarks._zero_ranks import COMPUTE, Entry, Found
 
 REACHED = 0.95  # Share of a shaped rate that gloo reaches
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Result:
-    """A contestant over all ranks."""
-
-    step: Spread  # seconds, of the slowest rank
-    # bytes that a rank sent in a step, of the one that is farthest from theory
-    wire: float | None = None
-    held: int = 0  # bytes of model state between steps, of the fullest rank
-    peak: int = 0  # and at most
-    planned: int | None = None  # what was predicted of that, for the same rank
-    losses: tuple[float, ...] = ()  # mean over the ranks, by step
-    chunk_mb: float | None = None  # of ours
 
 
 @dataclass(frozen=True)
@@ -37,7 +23,7 @@ class Network:
 
     name: str  # `loopback`, or its rate
     ranks: int  # how many
-    results: dict[str, Result]  # by contestant, with compute
+    results: dict[str, Entry]  # by contestant, with compute; over all ranks
     communication: Spread  # seconds of a reduce-scatter and an all-gather, alone
     parameter_bytes: int  # of the model
     absent: list[str] = field(default_factory=list)  # contestants that are not installed
@@ -109,7 +95,7 @@ def joined(name: str, found: Sequence[Found], foreign: float) -> Network:
         fullest = max(entries, key=lambda e: e.peak)
         theory = theory_bytes(stage_of(contestant) or 0, len(found), first.parameter_bytes)
         sent = [e.wire for e in entries if e.wire is not None]
-        results[contestant] = Result(
+        results[contestant] = Entry(
             entry.step,
             max(sent, key=lambda b, t=theory: abs(b - t)) if sent else None,
             max(e.held for e in entries),
@@ -200,7 +186,7 @@ def report(network: Network, claim: str, task: str, notes: Sequence[str]) -> Rep
 
 
 def _row(
-    network: Network, name: str, result: Result, base: float, difference: float | None
+    network: Network, name: str, result: Entry, base: float, difference: float | None
 ) -> list[str]:
     step = result.step
     alone = name == COMPUTE
@@ -217,7 +203,7 @@ def _row(
     ]
 
 
-def _figures(result: Result) -> dict[str, Any]:
+def _figures(result: Entry) -> dict[str, Any]:
     return {
         "step_s": result.step.median,
         "quartiles_s": [result.step.low, result.step.high],

@@ -22,7 +22,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,8 +61,6 @@ class Options:
     rate: float = 2e9  # FLOP/s of the device that is slept
     budgets: tuple[float, ...] = (0.02, 0.06, 0.1, 0.15, 0.2, 0.35)
     """So much of the way from the least memory to that of the fastest picks."""
-    plans: str = ""
-    """File of the plans: read where it is there, else written; it parts the search from the run."""
     keep: bool = False  # Write benchmarks/results
 
 
@@ -286,16 +283,10 @@ def main() -> None:
 
 
 def _points(options: Options) -> list[Point]:
-    """Plans of a process of its own, or of the file that one has left."""
-    file = Path(options.plans) if options.plans else None
-    if file and file.is_file():
-        return [Point(**values) for values in json.loads(file.read_text())]
+    """Plans, searched for in a process of its own: ranks are forked from this one."""
     command = [sys.executable, "-m", "benchmarks.joint", "--search", json.dumps(asdict(options))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    text = done.stdout.splitlines()[-1]
-    if file:
-        file.write_text(text)
-    return [Point(**values) for values in json.loads(text)]
+    return [Point(**values) for values in json.loads(done.stdout.splitlines()[-1])]
 
 
 if __name__ == "__main__":

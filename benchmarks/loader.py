@@ -28,7 +28,6 @@ from gulliver.data import DataLoader, PinnedArena
 RESOLUTIONS = ((144, 256), (240, 426), (360, 640), (480, 854), (720, 1280))
 LENGTHS = (1, 17, 33, 51)
 IN_FLIGHT = 4
-DROPPED = 10_000
 
 
 @dataclass(frozen=True)
@@ -129,15 +128,6 @@ def run_first_fit(
         alive.append(mine)
     found.bytes = sum(buffers)
     return found
-
-
-def leak() -> int:
-    """Bytes in use after many batches were dropped without a word."""
-    arena, example = PinnedArena(2**20), [torch.ones(1000), torch.ones(8)]
-    arena.warm_up([example], 2)
-    for _ in range(DROPPED):
-        arena.copy_all(example)
-    return arena.statistics().in_use
 
 
 class Ready(torch_data.Dataset):
@@ -241,11 +231,9 @@ def main() -> None:
         "first_fit_bytes": first_fit.bytes,
         "least_filled": filled,
     }
-    leaked = leak()
     report.bars = [
         at_least("hit rate after warm-up", min(arena.hit_rate, turned_arena.hit_rate), 1),
         at_most("allocations after warm-up", arena.allocations + turned_arena.allocations, 0),
-        at_most(f"bytes leaked by {DROPPED} dropped batches", leaked, 0),
     ]
     for name, (theirs, ours, into_arena) in overhead(options.rounds).items():
         for kind, own in (("", ours), (", into the arena", into_arena)):

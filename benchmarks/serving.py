@@ -235,7 +235,6 @@ def throughput(report: Report, rounds: int, count: int, seconds: float = math.in
         at_least("answers equal to transformers'", same["gulliver, float32"] / count, 1.0),
     ]
     _notes(report, requests)
-    _quality(report, model, quantised, requests[:8], right)
     if others:
         mates = (found[f"llama.cpp, {kind}"].median for kind in FORMATS)
         mine_too = (mine, found["gulliver, int8"].median)
@@ -284,31 +283,6 @@ def _share_before(made: list[list[int]], right: list[list[int]]) -> float:
     for a, b in zip(made, right, strict=True):
         same += next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
     return same / sum(map(len, right))
-
-
-@torch.no_grad()
-def _quality(
-    report: Report, model: Any, quantised: Any, requests: Sequence[Asked], right: list[list[int]]
-) -> None:
-    """Measures what int8 weights change, given the same tokens before."""
-    alike, places, distance = 0, 0, 0.0
-    for one, answer in zip(requests, right, strict=False):
-        ids = torch.tensor([[*one.prompt, *answer[:-1]]])
-        first = len(one.prompt) - 1
-        whole, coarse = (m(ids).logits[0, first:].log_softmax(-1) for m in (model, quantised))
-        alike += int((whole.argmax(-1) == coarse.argmax(-1)).sum())
-        distance += float((whole.exp() * (whole - coarse)).sum())
-        places += len(answer)
-    report.figures["int8 given the same tokens"] = {
-        "likeliest alike": alike / places,
-        "divergence": distance / places,
-    }
-    report.notes.append(
-        f"int8 given transformers' tokens: the likeliest next one is the same at "
-        f"{alike / places:.1%} of {places} places, Kullback-Leibler divergence "
-        f"{distance / places:.4f} nats; one other token makes the rest of an answer another, and "
-        "random weights have no text that would bring it back"
-    )
 
 
 def _row(name: str, spread: Spread, tokens: int, best: float, same: str) -> Sequence[str]:
