@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks._models import llama
 from gulliver.data import StepEnds
 from gulliver.hardware import TableCosts
 
@@ -79,19 +80,7 @@ def make(work: Workload) -> Any:
 
     torch.manual_seed(0)
     if work.model == "llama":
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=512,
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            max_position_embeddings=2048,
-            use_cache=False,
-        )
-        return LlamaForCausalLM(config).train()
+        return llama(512, 192, 512, 4, 8, 8, LONGEST, use_cache=False).train()
     from gulliver.models import STDiT3
 
     sizes: dict[str, Any] = {"hidden_size": 192, "depth": 2, "num_heads": 8}

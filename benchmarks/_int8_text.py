@@ -10,23 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._models import llama
+
 LENGTH, BATCH, BYTES = 128, 16, 2_000_000
 
 
 def trained(steps: int) -> tuple[Any, Tensor, Tensor]:
     """Returns the model, ids that it was trained on, and those of a text that it was not."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(256, 256, 688, 4, 4)
     learned, held_out = _texts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)

@@ -1,8 +1,8 @@
 """A GPT whose states are more than twice the limit: everyone at one size of step, ours at several.
 
-*headline*: every contestant in a control group of the same limit, beside the plain loop without
-one; then ours with more tokens in a step, if there is time. *curve*: ours and the resident run over
-tokens of a step, for what a step computes grows with its tokens, and what it moves does not.
+*headline*: every contestant in a control group of the same limit, and the plain loop without one.
+*curve*: ours and the resident run over tokens of a step, for what a step computes grows with its
+tokens, and what it moves does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from benchmarks._memory_jobs import (
     GB,
     GEMINI,
     GIB,
-    LEAST_S,
     MIB,
     PLAIN,
     SWAP,
@@ -69,7 +68,6 @@ class Scale:
     headline: int  # tokens of a step where everyone runs
     steps: int  # timed steps
     cap_s: float  # seconds after which ours and the resident run are ended
-    more: int = 0  # tokens of a step of ours besides; 0 for none
     others_cap_s: float = 100.0  # the same of all others
 
     @property
@@ -98,10 +96,8 @@ class Scale:
         )
 
 
-SMALL = Scale(1024, 20, 3 * GIB // 2, (128, 512, 2048), 512, 2, 120.0, 2048)
-FULL = Scale(2048, 20, 6 * GIB, (128, 512, 2048), 512, 2, 300.0, 2048)
-BUILD_S = 30.0
-"""Seconds of starting a process and building the model, to know whether there is time for it."""
+SMALL = Scale(1024, 20, 3 * GIB // 2, (128, 512, 2048), 512, 2, 120.0)
+FULL = Scale(2048, 20, 6 * GIB, (128, 512, 2048), 512, 2, 300.0)
 Say = Callable[[str], None]
 
 
@@ -128,8 +124,6 @@ def headline(scale: Scale, folder: Path, ledger: Ledger, say: Say, rate: int = 0
         made.figures[name] = figures(beside)
     made.figures["rates"] = vars(rates)
     made.bars = [*_own_bars(GEMINI, found[GEMINI], scale), *swap_bar(found)]
-    if scale.more:
-        _add_more(made, scale, found[GEMINI], folder, ledger, say)
     return made
 
 
@@ -145,24 +139,6 @@ def _others(scale: Scale, job: Job) -> dict[str, Job]:
         DEEPSPEED_DISK: replace(other, contestant=DEEPSPEED_DISK),
         DEEPSPEED_CPU: replace(other, contestant=DEEPSPEED_CPU),
     }
-
-
-def _add_more(
-    made: Report, scale: Scale, first: Beside, folder: Path, ledger: Ledger, say: Say
-) -> None:
-    """Adds ours and the resident run with more tokens, a step after one that warms up."""
-    job = replace(scale.job(scale.more, folder), steps=1, warm_up=1)
-    longest = max(first.outcome.seconds, first.resident.seconds)
-    needs_s = BUILD_S + 2 * longest * scale.more / scale.headline
-    outcome = run(job, ledger, say, needs_s)
-    resident = resident_of(job, ledger, say, needs_s) if outcome.ran else outcome
-    name, plain_name = (f"{n}, {scale.more} tokens" for n in (GEMINI, "plain, no limit"))
-    ours = Beside(outcome, resident, first.rates, job.tokens)
-    plain = Beside(resident, resident, first.rates, job.tokens)
-    made.rows += [row(name, ours), row(plain_name, plain, limited=False)]
-    made.figures |= {name: figures(ours), plain_name: figures(plain)}
-    if outcome.end != "left out":
-        made.bars += _own_bars(name, ours, scale)
 
 
 def _own_bars(name: str, ours: Beside, scale: Scale) -> list[Bar]:
@@ -200,7 +176,7 @@ def rates_of(job: Job, ledger: Ledger, say: Say) -> Rates:
     return Rates(**found.facts)
 
 
-def resident_of(job: Job, ledger: Ledger, say: Say, needs_s: float = LEAST_S) -> Outcome:
+def resident_of(job: Job, ledger: Ledger, say: Say) -> Outcome:
     """The plain loop without a limit."""
     plain = alone(job)
     if ledger.get(plain) is None:
@@ -212,7 +188,7 @@ def resident_of(job: Job, ledger: Ledger, say: Say, needs_s: float = LEAST_S) ->
                 f"the resident run needs {need / GIB:.1f} GiB and {free / GIB:.1f} are free: "
                 "run it when nothing else does, or leave out --full"
             )
-    return run(plain, ledger, say, needs_s)
+    return run(plain, ledger, say)
 
 
 def _notes(scale: Scale, rates: Rates) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,20 @@ def gpt(width: int = 512, depth: int = 8, batch: int = 4, length: int = 128) -> 
         loss,
         lambda model: list(model.blocks),  # type: ignore[arg-type]
     )
+
+
+def llama(
+    vocabulary: int, width: int, inner: int, blocks: int, heads: int, kv_heads: int = 0,
+    length: int = 2048, **more: Any,
+) -> Any:  # fmt: skip
+    """A Llama of transformers with random weights; `more` goes to its configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocabulary, width, inner, blocks, heads, kv_heads or heads,
+        max_position_embeddings=length, **more,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def stdit(batch: int = 16, size: str = "tiny") -> Task:

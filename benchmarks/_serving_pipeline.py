@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._harness import Report, Spread, alternate, at_most
+from benchmarks._models import llama
 from benchmarks.netlab import Net, run
 from gulliver.comm import init_world, shutdown
 from gulliver.comm.groups import RankGroup
@@ -232,15 +233,7 @@ def packing(report: Report, rounds: int) -> None:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        max_position_embeddings=256,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = llama(1000, 512, 1408, 6, 8, length=256).eval().requires_grad_(False)
     for share in SHARES:
         lengths = _lengths(share)
         prompts = [torch.randint(3, 1000, (n,)).tolist() for n in lengths]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks._models import llama
 from gulliver.comm.groups import RankGroup
 
 COMPUTE = "compute"
@@ -51,21 +52,10 @@ class Sizes:
 
     def model(self, parts: int = 1) -> Any:
         """A Llama of equal weights everywhere, or one as large as what one of `parts` ranks has."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.wide // parts,
-            num_hidden_layers=self.blocks,
-            num_attention_heads=self.heads // parts,
-            num_key_value_heads=self.heads // 2 // parts,
-            head_dim=HEAD_DIM,
-            vocab_size=self.vocabulary // parts,
-            max_position_embeddings=self.length,
-            use_cache=False,
-        )
-        return LlamaForCausalLM(config).train()
+        sizes = self.vocabulary // parts, self.hidden, self.wide // parts, self.blocks
+        heads = self.heads // parts, self.heads // 2 // parts
+        return llama(*sizes, *heads, self.length, head_dim=HEAD_DIM, use_cache=False).train()
 
     def batch_of(self, seed: int, place: int = 0, places: int = 1) -> tuple[Tensor, Tensor]:
         """Tokens and the tokens that follow, ``[B, L]``, or the share of one of `places` ranks."""

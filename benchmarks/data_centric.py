@@ -202,7 +202,7 @@ def measured(options: Options) -> Report:
         "imbalance",
         "samples/step",
     )
-    report = Report(_measured_claim(options), "Uneven samples on shaped links", columns)
+    report = Report("data-centric-measured", "Uneven samples on shaped links", columns)
     errors, slowest, short = [], [], []
     meter = LoadMeter()
     for ranks, model in itertools.product(options.ranks, options.models):
@@ -262,21 +262,6 @@ def measured(options: Options) -> Report:
         "and 2,048 tokens; long dominated: 10, 20, 40 and 30 %.",
     ]
     return report
-
-
-def _measured_claim(options: Options) -> str:
-    """Name of the result: parts that were run alone have their own."""
-    whole = Options()
-    parts = [
-        "-".join(map(str, given))
-        for given, every in (
-            (options.ranks, whole.ranks),
-            (options.models, whole.models),
-            (options.dominated, whole.dominated),
-        )
-        if given != every
-    ]
-    return "-".join(["data-centric-measured", *parts])
 
 
 RATES = {2: "600mbit", 4: "300mbit"}

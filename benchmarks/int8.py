@@ -23,6 +23,7 @@ import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most, finish
 from benchmarks._int8_bytes import bloom_bytes, unet_bytes
 from benchmarks._int8_text import divergence, trained
+from benchmarks._models import llama
 from gulliver.precision import int8
 from gulliver.quantize import replace_calibrated
 from gulliver.quantize.job import generation_seconds, perplexity
@@ -120,23 +121,10 @@ def _beside(found: dict[str, Spread], key: str, name: str) -> str:
     return f"{name} {found['float32'].median / found[key].median:.2f}"
 
 
-def _language_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def generation(report: Report, rounds: int) -> None:
     """A Llama of half a billion parameters continues prompts, at batch 1 and 8."""
-    whole = _language_model()
+    torch.manual_seed(0)
+    whole = llama(32000, 2048, 5632, 8, 16).eval()
     count = sum(p.numel() for p in whole.parameters())
     ours = gulliver.replace_module(copy.deepcopy(whole))
     layers = int8.report_of(ours).replaced

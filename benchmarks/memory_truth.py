@@ -23,6 +23,7 @@ from torch import nn
 
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._live_bytes import LiveBytes
+from benchmarks._models import llama
 from benchmarks.netlab import run
 from gulliver.booster import Booster
 from gulliver.booster import limited as _limited
@@ -61,20 +62,8 @@ class Case:
         return f"{self.precision}, {self.grid}{limit}"
 
 
-def llama(blocks: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+def small_llama(blocks: int) -> nn.Module:
+    return llama(512, 128, 384, blocks, 4, 4, LENGTH, use_cache=False).train()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -144,7 +133,7 @@ def offloaded(case: Case) -> tuple[Scored, int]:
 
 def _scorer(case: Case) -> Scorer:
     with torch.device("meta"):
-        model = llama(case.blocks)
+        model = small_llama(case.blocks)
         ids = torch.zeros(1, LENGTH, dtype=torch.long)
     cluster = replace(named_cluster(f"cpux{case.ranks}"), disk=Disk(2e8, 3e8))
     batch = {"input_ids": ids, "labels": ids}
@@ -199,7 +188,7 @@ class Managed(LiveBytes):
 def _counted_behind(case: Case, folder: str) -> int:
     """Most bytes of this rank in the last step of a run under a limit."""
     _, limit = offloaded(case)
-    counter, model = Managed(), llama(case.blocks)
+    counter, model = Managed(), small_llama(case.blocks)
     inner = adam(model)
     scorer = _scorer(case)
     behind = replace(BEHIND, disk=folder)
@@ -222,7 +211,7 @@ def _counted_behind(case: Case, folder: str) -> int:
 
 def _running(case: Case) -> Any:
     """Boosts a model, and returns a step of it."""
-    grid, model = case.grid, llama(case.blocks)
+    grid, model = case.grid, small_llama(case.blocks)
     inner = adam(model)
     plan = plugin_of(grid, case.precision).make_plan(model, inner)
     assert plan.zero is not None

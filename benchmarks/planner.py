@@ -25,6 +25,7 @@ import torch
 import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._models import llama
 from benchmarks._planner_ranks import Row, Truth, measure
 from benchmarks._tensor_models import Sizes
 from benchmarks.netlab import Net, run
@@ -69,17 +70,6 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return 2 * sum(signs) / max(1, len(signs)) - 1
 
 
-def told_apart(rows: Sequence[Row]) -> tuple[float, int, int]:
-    """Kendall's tau of the pairs whose steps differ by more than both spreads; those and all."""
-    signs = list[bool]()
-    pairs = list(itertools.combinations(rows, 2))
-    for one, other in pairs:
-        first, second = one.measured or 0.0, other.measured or 0.0
-        if abs(first - second) > max(one.spread, other.spread):
-            signs.append((one.searched > other.searched) == (first > second))
-    return 2 * sum(signs) / max(1, len(signs)) - 1, len(signs), len(pairs)
-
-
 def add_truth(report: Report, options: Options) -> None:
     """Runs grids on every network."""
     chosen: dict[tuple[str, str], str] = {}
@@ -118,12 +108,6 @@ def _add_model(report: Report, name: str, truth: Truth) -> None:
         at_least(f"{name}: Kendall tau", kendall([r.searched for r in ran], measured), 0.8),
         at_most(f"{name}: median error of seconds", statistics.median(errors), 0.15),
     ]
-    tau, apart, pairs = told_apart(ran)
-    report.figures[f"{name}: Kendall tau of what differs"] = [tau, apart, pairs]
-    report.notes.append(
-        f"{name}: {apart} of {pairs} pairs of grids differ by more than their steps spread; "
-        f"Kendall tau of those {tau:.2f}"
-    )
     report.notes.append(
         f"{name}: launching an operator takes {1e6 * truth.fitted[0]:.0f} us, memory moves "
         f"{truth.fitted[1] / 1e9:.2f} GB/s (passes of one process, four at once), an update "
@@ -163,31 +147,14 @@ def add_speed(report: Report) -> None:
 def search(name: str) -> None:
     """Searches for a large Llama, and prints CPU seconds, GiB and the number of grids."""
     width, wide, blocks, heads, cluster, samples, _ = LARGE[name]
-    model = llama(width, wide, blocks, heads, 128256)
+    with torch.device("meta"):
+        model = llama(128256, width, wide, blocks, heads, 8, 8192, use_cache=False)
     optimizer = torch.optim.AdamW(model.parameters())
     begun = time.process_time()
     found = search_grids(model, optimizer, tokens(8192), named_cluster(cluster), samples)
     took = time.process_time() - begun
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(json.dumps([took, most, found.looked]))
-
-
-def llama(width: int, wide: int, blocks: int, heads: int, vocabulary: int) -> Any:
-    """A Llama on meta."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=wide,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
 
 
 def tokens(length: int) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ import torch
 
 import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
+from benchmarks._models import llama
 from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
 from gulliver.serve.kernels import kernel_problem, rows_problem
@@ -77,19 +78,9 @@ def make_model() -> Any:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-        # Logits far apart: rounding, which differs from way to way, changes no token.
-        initializer_range=0.05,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    # Logits far apart: rounding, which differs from way to way, changes no token.
+    apart = {"tie_word_embeddings": True, "initializer_range": 0.05}
+    return llama(32_000, 768, 2048, 12, 12, 12, LONGEST, **apart).eval().requires_grad_(False)
 
 
 def make_requests(count: int) -> list[Asked]:

@@ -12,10 +12,9 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-import torch
 import tyro
 
-from benchmarks._harness import finish, free_memory, is_ratio
+from benchmarks._harness import finish, is_ratio
 from benchmarks._zero_ranks import OURS, PEERS, Options, measure
 from benchmarks._zero_report import Network, joined, rate_for, report
 from benchmarks.netlab import LoadMeter, Net, NetlabError, check_tools, run
@@ -23,8 +22,6 @@ from gulliver.errors import nearest
 
 LOOPBACK = "loopback"
 TIMEOUT_S = 3600.0
-COPIES, TUNED_COPIES = 4, 5
-"""Of the parameters that a contestant keeps in a rank, and more that tuning our chunks leaves."""
 
 
 def on_network(options: Options, rate: str, names: Sequence[str]) -> Network:
@@ -76,33 +73,11 @@ def checked(options: Options) -> Options:
     return options
 
 
-def needed_bytes(options: Options) -> int:
-    """Memory that all ranks need together, roughly."""
-    with torch.device("meta"):  # nothing is computed here: ranks are forked from this process
-        size = sum(p.nbytes for p in options.task().model().parameters())
-    copies = COPIES * (1 + len(options.contestants))
-    if options.chunk() == "auto":
-        copies += TUNED_COPIES * sum(name in OURS for name in options.contestants)
-    return options.ranks * copies * size
-
-
-def check_memory(options: Options) -> None:
-    """Refuses what would not fit, before the kernel ends some process or other."""
-    free, needed = free_memory(), needed_bytes(options)
-    if needed > free:
-        raise NetlabError(
-            f"{len(options.contestants)} contestants in {options.ranks} ranks need about "
-            f"{needed / 2**30:.0f} GiB and {free / 2**30:.0f} are free: name fewer --contestants, "
-            "or set --chunk-mb to a number"
-        )
-
-
 def main() -> None:
     try:
         options = checked(tyro.cli(Options, description=__doc__))
         if set(options.networks) != {LOOPBACK}:
             check_tools()
-        check_memory(options)
         compare(options)
     except NetlabError as error:
         sys.exit(f"benchmarks.zero: {error}")
