@@ -82,8 +82,9 @@ def llama(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocabulary, width, inner, blocks, heads, kv_heads or heads,
-        max_position_embeddings=length, **more,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=inner,
+        num_hidden_layers=blocks, num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads, max_position_embeddings=length, **more,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
