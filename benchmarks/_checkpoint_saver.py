@@ -35,38 +35,22 @@ BLOCK = 4 * 2**20
 TORCH_SAVE, SAFETENSORS, DCP = "torch.save", "safetensors", "dcp.save"
 THREAD, PROCESS = "dcp.async_save thread", "dcp.async_save process"
 SHADOW, RING = "ours, shadow", "ours, ring"
-RAW = "raw disk"
-PAIRS = 3
-"""Saves without training, each with a raw write beside it."""
-COPIES = 4
-"""Of every parameter in the state: itself, its average, and two moments of AdamW."""
+PAIRS = 3  # Saves without training, each with a raw write beside it
+COPIES = 4  # Of every parameter in the state: itself, its average, and two moments of AdamW
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does.
+    """What one process does."""
 
-    Attributes:
-        entrant: its name.
-        folder: where it saves; emptied by it.
-        gb: of state.
-        threads: of torch, for the training.
-        length: tokens of a batch.
-        saves: while training, the first apart.
-        calm: steps without a save before and after each.
-        ring_mb: of our ring.
-        device: ``cpu`` or ``cuda``.
-    """
-
-    entrant: str
-    folder: str
-    gb: float
-    threads: int
-    length: int
-    saves: int
-    calm: int
-    ring_mb: int
-    device: str
+    entrant: str  # its name
+    folder: str  # where it saves; emptied by it
+    gb: float  # of state
+    threads: int  # of torch, for the training
+    length: int  # tokens of a batch
+    saves: int  # while training, the first apart
+    calm: int  # steps without a save before and after each
+    ring_mb: int  # of our ring
 
 
 @dataclass
@@ -74,52 +58,36 @@ class During:
     """A save while training goes on.
 
     Attributes:
-        begun, ended: `time.perf_counter`, of the call and of the end of the last step in the way.
-        call_s: until the call returned.
-        held_s: what training could not go on for: the call, and waits before the next update.
-        beyond_s: what the steps until completion took more than undisturbed ones, the call too.
-        total_s: until it was complete and forced to the disk.
-        step_s: median of the steps that were wholly under way while it was saved; None for none.
-        calm_s: median of the undisturbed steps around it.
-        copied_s: until the state might change again; ours only.
+        begun, ended: `time.perf_counter`, of the call and of the end of the last step in the
+            way.
     """
 
     begun: float
     ended: float
-    call_s: float
-    held_s: float
-    beyond_s: float
-    total_s: float
+    call_s: float  # until the call returned
+    held_s: float  # what training could not go on for: the call, and waits before the next update
+    beyond_s: float  # what the steps until completion took more than undisturbed ones, the call too
+    total_s: float  # until it was complete and forced to the disk
+    # median of the steps that were wholly under way while it was saved; None for none
     step_s: float | None
-    calm_s: float
-    copied_s: float | None = None
+    calm_s: float  # median of the undisturbed steps around it
 
 
 @dataclass
 class Run:
-    """What a process found.
+    """What a process found."""
 
-    Attributes:
-        nbytes: of the state.
-        forward_backward_s: median, undisturbed.
-        calm: `time.perf_counter` when undisturbed training began and ended, before the first save.
-        during: the saves.
-        alone_s: saves that nothing disturbs, until each was on the disk.
-        raw_s: as many bytes written without anything else, right before or after each of these.
-        load_s: all tensors filled again, files not in the page cache.
-        equal: whether they were what had been saved, to the bit.
-        pinned_rate: bytes per second from the device to page-locked memory.
-    """
-
-    nbytes: int
-    forward_backward_s: float
+    nbytes: int  # of the state
+    forward_backward_s: float  # median, undisturbed
+    # `time.perf_counter` when undisturbed training began and ended, before the first save
     calm: tuple[float, float]
-    during: list[During] = field(default_factory=list)
+    during: list[During] = field(default_factory=list)  # the saves
+    # saves that nothing disturbs, until each was on the disk
     alone_s: list[float] = field(default_factory=list)
+    # as many bytes written without anything else, right before or after each of these
     raw_s: list[float] = field(default_factory=list)
-    load_s: float = 0.0
-    equal: bool = False
-    pinned_rate: float | None = None
+    load_s: float = 0.0  # all tensors filled again, files not in the page cache
+    equal: bool = False  # whether they were what had been saved, to the bit
 
 
 class Training:
@@ -128,15 +96,13 @@ class Training:
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.threads)
         torch.manual_seed(0)
-        self.device = torch.device(job.device)
         parameters = job.gb * 1e9 / COPIES / 4
         width = 512 if job.gb <= 2 else 1024
         depth = round((parameters - 2 * VOCABULARY * width) / (12 * width**2))
-        self.model = GPT(width, depth, job.length).to(self.device)
+        self.model = GPT(width, depth, job.length)
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        batch = 1 if job.device == "cpu" else 16
-        self.ids = torch.randint(VOCABULARY, (batch, job.length + 1), device=self.device)
+        self.ids = torch.randint(VOCABULARY, (1, job.length + 1))
         self.forward_backward: list[float] = []
         self.updating: list[float] = []
 
@@ -150,15 +116,12 @@ class Training:
         self.optimizer.zero_grad(set_to_none=False)
         weights = [p.detach() for p in self.model.parameters()]
         torch._foreach_lerp_(list(self.average.values()), weights, 0.001)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
         ended = time.perf_counter()
         self.forward_backward.append(between - begun)
         self.updating.append(ended - between)
         return ended - begun
 
     def state(self) -> dict[str, Any]:
-        """What is saved."""
         return {"model": self.model, "ema": self.average, "optimizer": self.optimizer}
 
     def nested(self) -> dict[str, Any]:
@@ -183,9 +146,6 @@ class Pending:
     ended: Callable[[], float | None]
     held: Callable[[], float] = lambda: 0.0
     """Seconds for which it has held up others than the caller."""
-    before_update: Callable[[], None] = lambda: None
-    """What the user has to call before the state changes."""
-    copied: Callable[[], float | None] = lambda: None
 
 
 def _complete() -> Pending:
@@ -208,7 +168,6 @@ class Entrant(ABC):
         """Fills tensors."""
 
     def close(self) -> None:
-        """Frees what it has."""
         return
 
 
@@ -275,11 +234,9 @@ class DistributedAsync(Distributed):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         super().__init__(training, job)
-        cuda = job.device == "cuda"
         # Shared memory is what the other process gets it by. Copied by the call itself, which is
         # what its documentation has users do before they change the state.
-        options = StagingOptions(cuda, job.entrant == PROCESS, False, cuda)
-        self.stager = DefaultStager(options)
+        self.stager = DefaultStager(StagingOptions(False, job.entrant == PROCESS, False, False))
 
     def save(self, folder: Path, step: int) -> Pending:
         import torch.distributed.checkpoint as dcp
@@ -324,7 +281,6 @@ class Ours(Entrant):
             self.checkpointer.wait,
             ended,
             lambda: snapshot.stall_s - in_call,
-            copied=lambda: snapshot.copied_s,
         )
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -393,12 +349,10 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Of the bytes of each tensor."""
     return {name: zlib.crc32(_bytes(t)) for name, t in tensors.items()}
 
 
 def save_during(training: Training, entrant: Entrant, folder: Path, step: int, calm: int) -> During:
-    """A save in the middle of training."""
     undisturbed = [training.step() for _ in range(calm)]
     begun = time.perf_counter()
     pending = entrant.save(folder, step)
@@ -425,7 +379,6 @@ def save_during(training: Training, entrant: Entrant, folder: Path, step: int, c
         complete - begun,
         statistics.median(wholly) if wholly else None,
         normal,
-        pending.copied(),
     )
 
 
@@ -448,26 +401,10 @@ def cold(folder: Path) -> None:
             os.close(handle)
 
 
-def pinned_rate() -> float:
-    """Bytes per second of a copy from the device to page-locked memory."""
-    nbytes = 2**30
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    rates = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        rates.append(nbytes / (time.perf_counter() - begun))
-    return statistics.median(rates)
-
-
 def measure(job: Job) -> Run:
     """Everything that one contestant does."""
     root = Path(job.folder)
     training = Training(job)
-    rate = pinned_rate() if job.device == "cuda" else None
     for _ in range(2):
         training.step()
     entrant = ENTRANTS[job.entrant](training, job)
@@ -477,7 +414,6 @@ def measure(job: Job) -> Run:
     calm = (begun, time.perf_counter())
     forward_backward = statistics.median(training.forward_backward[-job.calm :])
     run = Run(sum(t.nbytes for t in training.tensors().values()), forward_backward, calm)
-    run.pinned_rate = rate
 
     def place(step: int) -> Path:
         # Ours names its folders itself.
@@ -509,7 +445,6 @@ def measure(job: Job) -> Run:
 
 
 def main() -> None:
-    """Runs the job of the command line."""
     job = Job(**json.loads(sys.argv[1]))
     run = measure(job)
     print(json.dumps(asdict(run)), flush=True)

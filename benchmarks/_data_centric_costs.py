@@ -1,18 +1,14 @@
-"""Costs that planners are replayed with: the video table with its activations, and a text model."""
+"""Costs that planners are replayed with: the video table with its activations."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
-from gulliver.hardware import Cluster, SampleCosts, SampleShape, TableCosts, described
+from gulliver.hardware import TableCosts
 from gulliver.hardware.batch_costs import BlockKind
-from gulliver.hardware.samples import SampleFit, SampleModel
 
 TABLE = Path(__file__).with_name("dcp_costs.json")
 HIDDEN, LAYERS, MEMORY = 1152, 28, 50e9
@@ -38,7 +34,6 @@ class Parts:
         return (sent if degree > 1 else 0.0), tokens * 1.15e9 * 6 * 0.33 / 300e12 / degree / busy
 
     def tokens(self, shape: str) -> int:
-        """Tokens of a sample."""
         name, frames = shape.split("/")
         height, width = self.resolutions[name]
         count = 1 if frames == "1" else int(frames) // 17 * 5
@@ -54,46 +49,3 @@ def video_costs() -> TableCosts:
     return TableCosts.load(
         TABLE, token_bytes=token, memory=MEMORY, kinds=kinds, parts=parts, model="STDiT3 1.1B"
     )
-
-
-def text_costs(ranks: int) -> SampleCosts:
-    """An 8B language model on H100s: 450 TFLOP/s, 50 GB for states and activations."""
-    model = SampleModel(
-        "8B", 218_000_000, 4096, (BlockKind("decoder", 32, 34 * 4096.0),), "bfloat16"
-    )
-    fit = SampleFit(0.03, 2e-4, 1 / 450e12, 4e-9, 0.0, 16e9, 60_000.0, 2 * 4096.0)
-    return SampleCosts(model, fit, 66e9, cluster(ranks), tuple(2**n for n in range(6)))
-
-
-def cluster(ranks: int) -> Cluster:
-    """Nodes of eight H100s."""
-    return described("8xh100-infiniband").resized(ranks)
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Documents of long-tailed lengths.
-
-    Attributes:
-        count: number of them.
-        longest: most tokens of one.
-        seed: seed of the draws.
-    """
-
-    count: int
-    longest: int = 131_072
-    seed: int = 0
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each: log-normal with a median of 800, at least 16."""
-        draw = np.random.Generator(np.random.Philox(key=self.seed))
-        found = np.exp(draw.normal(np.log(800), 1.4, self.count))
-        return np.clip(found, 16, self.longest).astype(np.int64)
-
-    @cached_property
-    def shapes(self) -> list[SampleShape]:
-        """Classes of lengths, an eighth of an octave wide; a document counts as its class's end."""
-        ends = 16 * 2 ** (np.ceil(8 * np.log2(self.lengths / 16)) / 8)
-        known = {int(end): SampleShape.document(int(end)) for end in np.unique(np.ceil(ends))}
-        return [known[int(end)] for end in np.ceil(ends)]

@@ -10,29 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks._models import llama
 from gulliver.data import StepEnds
 from gulliver.hardware import TableCosts
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Samples of a few shapes, and a small model for them.
+    """Samples of a few shapes, and a small model for them."""
 
-    Attributes:
-        model: ``llama`` or ``stdit``.
-        shapes: tokens of a sample by the name of its shape.
-        shares: share of the samples that each shape has.
-        memory: tokens that a rank may hold at once: the longest needs all ranks or half of them.
-        samples: samples of an epoch.
-        step: samples of an optimizer step.
-    """
-
-    model: str
-    shapes: dict[str, int]
-    shares: dict[str, float]
-    memory: int
-    samples: int = 48
-    step: int = 12
+    model: str  # `llama` or `stdit`
+    shapes: dict[str, int]  # tokens of a sample by the name of its shape
+    shares: dict[str, float]  # share of the samples that each shape has
+    memory: int  # tokens that a rank may hold at once: the longest needs all ranks or half of them
+    samples: int = 48  # samples of an epoch
+    step: int = 12  # samples of an optimizer step
 
 
 def workload(model: str, short: bool, ranks: int) -> Workload:
@@ -47,8 +39,7 @@ def workload(model: str, short: bool, ranks: int) -> Workload:
     return Workload(model, shapes, dict(zip(shapes, shares, strict=True)), memory, samples, step)
 
 
-LONGEST = 2048
-"""Tokens of the longest sample."""
+LONGEST = 2048  # Tokens of the longest sample
 
 
 def table(work: Workload, seed: int = 0) -> list[str]:
@@ -89,19 +80,7 @@ def make(work: Workload) -> Any:
 
     torch.manual_seed(0)
     if work.model == "llama":
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=512,
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            max_position_embeddings=2048,
-            use_cache=False,
-        )
-        return LlamaForCausalLM(config).train()
+        return llama(512, 192, 512, 4, 8, 8, LONGEST, use_cache=False).train()
     from gulliver.models import STDiT3
 
     sizes: dict[str, Any] = {"hidden_size": 192, "depth": 2, "num_heads": 8}
@@ -132,8 +111,7 @@ class OneGroup:
 AGAIN, MOST = 4, 12
 """Micro-batches of a step that is measured, of large and of small ones: the first warms up, the
 last sends gradients. Ranks that share cores have to run beside each other long enough."""
-SMALL = 256
-"""Tokens of a rank below which a micro-batch is small."""
+SMALL = 256  # Tokens of a rank below which a micro-batch is small
 
 Run = Callable[[list[Any]], list[tuple[list[float], float]]]
 """Runs plans one after the other; gives seconds of this rank's micro-batches and of each step."""
@@ -141,11 +119,6 @@ Run = Callable[[list[Any]], list[tuple[list[float], float]]]
 
 def measured_costs(work: Workload, run: Run, ranks: int) -> tuple[TableCosts, StepEnds]:
     """Seconds of micro-batches by shape, degree and batch, all ranks busy as in a step.
-
-    Args:
-        work: workload.
-        run: runs plans.
-        ranks: all of them.
 
     Returns:
         The costs, and what a step takes besides at both ends.
@@ -200,25 +173,16 @@ def _ordered(seconds: dict[str, dict[int, dict[int, float]]]) -> Any:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a workload under each planner.
+    """Measurements of a workload under each planner."""
 
-    Attributes:
-        speeds: samples a second of each epoch, by planner.
-        ratios: measured over predicted seconds of our steps.
-        predicted: predicted samples a second, by planner.
-        imbalance: mean imbalance, by planner.
-        step: mean samples of a step, by planner.
-        ends: what a step takes besides.
-        limit: samples a second that no plan of these costs could be above: each step as short as
-            its bound, and the shorter of its ends at both.
-    """
-
-    speeds: dict[str, list[float]]
-    ratios: list[float]
-    predicted: dict[str, float]
-    imbalance: dict[str, float]
-    step: dict[str, float]
-    ends: StepEnds
+    speeds: dict[str, list[float]]  # samples a second of each epoch, by planner
+    ratios: list[float]  # measured over predicted seconds of our steps
+    predicted: dict[str, float]  # predicted samples a second, by planner
+    imbalance: dict[str, float]  # mean imbalance, by planner
+    step: dict[str, float]  # mean samples of a step, by planner
+    ends: StepEnds  # what a step takes besides
+    # samples a second that no plan of these costs could be above: each step as short as its bound,
+    # and the shorter of its ends at both
     limit: float
 
 

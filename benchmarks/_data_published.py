@@ -41,14 +41,10 @@ MAX_ACCUMULATION, MIN_ACCUMULATION, MIN_ACCUMULATION_PAC = 5, 2, 15
 class Share:
     """One group's work in a step."""
 
-    # Bucket of all its samples.
-    shape: str
-    # Ranks of the group.
-    degree: int
-    # Samples of a micro-batch.
-    batch: int
-    # Seconds of a micro-batch.
-    seconds: float
+    shape: str  # Bucket of all its samples
+    degree: int  # Ranks of the group
+    batch: int  # Samples of a micro-batch
+    seconds: float  # Seconds of a micro-batch
     repeats: int = 1
 
     @property
@@ -61,10 +57,8 @@ class Share:
 class PublishedPlan:
     """An epoch as a published planner runs it."""
 
-    # Groups of each optimizer step.
-    steps: list[list[Share]]
-    # Samples that the epoch never sees.
-    dropped: int
+    steps: list[list[Share]]  # Groups of each optimizer step
+    dropped: int  # Samples that the epoch never sees
 
 
 @dataclass(frozen=True)
@@ -267,33 +261,22 @@ PUBLISHED_IMBALANCE: dict[Method, tuple[float, float, float]] = {
 class Replayed:
     """Results of a planner over an epoch."""
 
-    # Name of the planner.
-    name: str
+    name: str  # Name of the planner
     steps: int
-    # Samples that are used.
-    samples: int
-    # Samples that are not.
-    dropped: int
-    # Tokens that are used.
-    tokens: int
-    # Predicted seconds of all steps.
-    seconds: float
-    # Share of the ranks' time in which they wait for the step's last group.
-    imbalance: float
+    samples: int  # Samples that are used
+    dropped: int  # Samples that are not
+    tokens: int  # Tokens that are used
+    seconds: float  # Predicted seconds of all steps
+    imbalance: float  # Share of the ranks' time in which they wait for the step's last group
     # Effective share of samples in a step's gradient, the mean: 1 where all weigh the same.
     effective: float
-    # Largest weight of a sample over the smallest in one step.
-    spread: float
+    spread: float  # Largest weight of a sample over the smallest in one step
     # Predicted seconds over the bounds of the steps, less 1; None where there is no bound.
     gap: float | None
-    # Processor seconds of planning.
-    planning: float
-    # Seconds of planning by the clock; on a machine that others use these are more.
-    wall: float
-    # Samples of a small step: one in twenty has fewer.
-    few: float
-    # Samples of a large step: one in twenty has more.
-    many: float
+    planning: float  # Processor seconds of planning
+    wall: float  # Seconds of planning by the clock; on a machine that others use these are more
+    few: float  # Samples of a small step: one in twenty has fewer
+    many: float  # Samples of a large step: one in twenty has more
 
     @property
     def speed(self) -> float:

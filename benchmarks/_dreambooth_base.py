@@ -28,8 +28,7 @@ SD2_UNET: dict[str, Any] = {
     "use_linear_projection": True,
 }
 """The configuration of stabilityai/stable-diffusion-2-base's denoiser."""
-PARAMETERS = 865_910_724
-"""Its parameters."""
+PARAMETERS = 865_910_724  # Its parameters
 SCHEDULER = {
     "_class_name": "DDIMScheduler",
     "num_train_timesteps": 1000,
@@ -71,13 +70,7 @@ def write_outline(folder: Path) -> Path:
 
 
 def narrow(divisor: int, width: int, side: int) -> dict[str, Any]:
-    """The same UNet with a fraction of its channels.
-
-    Args:
-        divisor: whole number that channels are divided by.
-        width: width of the prompts' states.
-        side: side of the latents.
-    """
+    """The same UNet with a fraction of its channels."""
     channels = [count // divisor for count in SD2_UNET["block_out_channels"]]
     values = {k: v for k, v in SD2_UNET.items() if k != "_class_name"}
     told = {"sample_size": side, "cross_attention_dim": width, "norm_num_groups": 8}
@@ -85,14 +78,7 @@ def narrow(divisor: int, width: int, side: int) -> dict[str, Any]:
 
 
 def write_base(folder: Path, divisor: int, side: int, width: int = 64) -> Path:
-    """Writes a whole pipeline of random weights around a narrow UNet, and a subject beside it.
-
-    Args:
-        folder: folder of both, ``base`` and ``subject``.
-        divisor: whole number that the UNet's channels are divided by.
-        side: side of the latents; pictures have eight times that.
-        width: width of the prompts' states.
-    """
+    """Writes a whole pipeline of random weights around a narrow UNet, and a subject beside it."""
     import numpy as np
     import torch
     from diffusers import (

@@ -121,7 +121,6 @@ def peer(config: DreamboothConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs a contestant and prints its figures as one line."""
     who, folder, name, options = sys.argv[1:5]
     torch.set_num_threads(1)
     config = config_of(Path(folder), name, **json.loads(options))

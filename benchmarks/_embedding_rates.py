@@ -14,30 +14,17 @@ Trace = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """A trace.
+    """A trace."""
 
-    Attributes:
-        rows: rows of the table.
-        uses: ids of a batch.
-        batches: number of batches; the first quarter only fills the caches.
-        exponent: exponent of the power law.
-        shift: share of the ranks that move on with every batch; 0 for a law that stays.
-    """
-
-    rows: int = 400_000
-    uses: int = 1600
-    batches: int = 240
-    exponent: float = 1.05
-    shift: float = 0.0
+    rows: int = 400_000  # rows of the table
+    uses: int = 1600  # ids of a batch
+    batches: int = 240  # number of batches; the first quarter only fills the caches
+    exponent: float = 1.05  # exponent of the power law
+    shift: float = 0.0  # share of the ranks that move on with every batch; 0 for a law that stays
 
 
 def make_trace(config: TraceConfig, draws: int = 0) -> Trace:
-    """Draws batches; which row has which rank is at random, and moves where the law shifts.
-
-    Args:
-        config: law and sizes.
-        draws: number of the draw: others have the same ranks and other batches.
-    """
+    """Draws batches; which row has which rank is at random, and moves where the law shifts."""
     order = np.random.default_rng(0).permutation(config.rows)
     draw = np.random.default_rng(1 + draws)
     trace = []
@@ -51,23 +38,9 @@ def make_trace(config: TraceConfig, draws: int = 0) -> Trace:
 
 
 def hit_rate(
-    trace: Trace,
-    rows: int,
-    slots: int,
-    policy: RowPolicy,
-    ahead: int,
-    ranked: Trace | None = None,
+    trace: Trace, rows: int, slots: int, policy: RowPolicy, ahead: int, ranked: Trace | None = None
 ) -> float:
-    """Share of the uses, after the first quarter of the batches, that found their row.
-
-    Args:
-        trace: batches.
-        rows: rows of the table.
-        slots: rows of the cache.
-        policy: rule by which rows leave.
-        ahead: batches that are announced before they come.
-        ranked: batches that ``dataset`` counts; None for those of the trace.
-    """
+    """Share of the uses, after the first quarter of the batches, that found their row."""
     frequencies = None
     if policy == "dataset":
         frequencies = np.zeros(rows, np.int64)

@@ -22,75 +22,31 @@ from gulliver.embedding.records import WEIGHT, Column
 
 @dataclass(frozen=True)
 class TierConfig:
-    """Work of a step.
+    """Work of a step."""
 
-    Attributes:
-        rows: rows of the table.
-        dim: width of a row.
-        samples: samples of a batch.
-        ids: ids of a sample.
-        cache: share of the rows in the cache.
-        ahead: batches of look-ahead.
-        rate: bytes/s of the link; 0 for the real one.
-        hidden: width of the layers that compute.
-        device: device of cache and compute.
-    """
-
-    rows: int = 400_000
-    dim: int = 64
-    samples: int = 512
-    ids: int = 8
-    cache: float = 0.02
-    ahead: int = 8
-    rate: float = 25e6
-    hidden: int = 1024
-    device: str = "cpu"
+    rows: int = 400_000  # rows of the table
+    dim: int = 64  # width of a row
+    samples: int = 512  # samples of a batch
+    ids: int = 8  # ids of a sample
+    cache: float = 0.02  # share of the rows in the cache
+    ahead: int = 8  # batches of look-ahead
+    rate: float = 25e6  # bytes/s of the link; 0 for the real one
+    hidden: int = 1024  # width of the layers that compute
+    device: str = "cpu"  # device of cache and compute
 
 
-class SlowColumn:
-    """A column behind a link of a given rate, in both directions.
-
-    Args:
-        column: column that holds the rows.
-        rate: bytes/s.
-    """
+class SlowColumn(Column):
+    """A column behind a link of so many bytes/s, in both directions."""
 
     def __init__(self, column: Column, rate: float) -> None:
-        self._column, self._rate = column, rate
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the column."""
-        return self._column.nbytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self._column.row_bytes
+        vars(self).update(vars(column))
+        self._rate = rate
 
     def read(self, rows: Tensor) -> Tensor:
-        """Reads rows, in the time that the link takes."""
-        return self._slowly(len(rows), lambda: self._column.read(rows))
+        return self._slowly(len(rows), lambda: super(SlowColumn, self).read(rows))
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Writes rows, in the time that the link takes."""
-        self._slowly(len(rows), lambda: self._column.write(rows, values))
-
-    def whole(self) -> Tensor:
-        """Returns all rows."""
-        return self._column.whole()
-
-    def fill(self, values: Tensor) -> None:
-        """Replaces all rows."""
-        self._column.fill(values)
-
-    def grow(self, values: Tensor) -> None:
-        """Adds rows."""
-        self._column.grow(values)
-
-    def take(self, other: Column) -> None:
-        """Replaces all rows by those of another column."""
-        self._column.take(other)
+        self._slowly(len(rows), lambda: super(SlowColumn, self).write(rows, values))
 
     def _slowly(self, rows: int, call: Callable[[], Tensor | None]) -> Tensor:
         begun = time.perf_counter()
@@ -103,19 +59,13 @@ class SlowColumn:
 
 @dataclass
 class Job:
-    """A table, what computes on its bags, and the batches.
-
-    Attributes:
-        table: cached table, or torch's.
-        ahead: batches that are announced; 0 for none.
-        forget: whether nothing stays in the cache from step to step.
-    """
+    """A table, what computes on its bags, and the batches."""
 
     config: TierConfig
-    table: nn.Module
+    table: nn.Module  # cached table, or torch's
     batches: list[Tensor]
-    ahead: int = 0
-    forget: bool = False
+    ahead: int = 0  # batches that are announced; 0 for none
+    forget: bool = False  # whether nothing stays in the cache from step to step
     place: int = 0
     head: nn.Module = field(init=False)
     optimizers: list[torch.optim.Optimizer] = field(init=False)

@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from benchmarks._finetune_texts import exact
 from benchmarks._memory_jobs import MIB, Job, Step
 from benchmarks._memory_worker import disk_counter, say
 from gulliver.comm import init_world
@@ -27,12 +26,8 @@ from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, finetune, make_example
 from gulliver.finetune import prepare as preparing
 from gulliver.finetune.finetuner import Finetuner
-from gulliver.finetune.prepare import FinetuneRun
 
 RATE = 1e-4
-LEAST = "least"
-"""Memory limit of a job that runs at the least one."""
-ROOMY = "1000GiB"
 
 
 def write(folder: Path, shape: dict[str, Any], dtype: str) -> None:
@@ -73,23 +68,6 @@ def config_of(job: Job) -> FinetuneConfig:
     )
 
 
-def prepared_for(config: FinetuneConfig) -> preparing.Job:
-    """All that ``--dry-run`` finds out."""
-    return preparing.prepare(replace(config, dry_run=True), init_world())
-
-
-def at_least(config: FinetuneConfig) -> FinetuneConfig:
-    """The same run under the least limit that there is for it."""
-    if config.memory != LEAST:
-        return config
-    moved = prepared_for(replace(config, memory=ROOMY)).planned.plan.predicted.moved
-    # The size of chunks is chosen anew under a limit: the least may be less then.
-    assert moved is not None, "a limit moves something"
-    moved = prepared_for(replace(config, memory=f"{moved.minimum}B")).planned.plan.predicted.moved
-    assert moved is not None, "so does another"
-    return replace(config, memory=f"{moved.minimum}B")
-
-
 def anonymous() -> int:
     """Bytes of anonymous memory of this process."""
     fields = Path("/proc/self/statm").read_text().split()
@@ -97,18 +75,13 @@ def anonymous() -> int:
 
 
 class Steps:
-    """Tells of steps as they end.
-
-    Args:
-        job: job that they are of.
-    """
+    """Tells of steps as they end."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.count = job, disk_counter()
         self.number, self.before = 0, self.count()
 
     def tell(self, seconds: float, loss: float, tokens: int) -> None:
-        """Tells of one more."""
         after = self.count()
         moved = after[0] - self.before[0], after[1] - self.before[1]
         timed = self.number >= self.job.warm_up
@@ -119,31 +92,25 @@ class Steps:
 
 def ours(job: Job) -> None:
     """Runs `finetune`, after what it would take has been predicted."""
-    config = at_least(config_of(job))
-    prepared = prepared_for(config)
-    planned = prepared.planned
+    config = config_of(job)
+    planned = preparing.prepare(replace(config, dry_run=True), init_world()).planned
     moved = planned.plan.predicted.moved
     say("ready")
     facts = {"predicted_s": planned.seconds, "base": anonymous(), "accumulate": planned.accumulate}
     if moved is not None:
         facts |= {"least": moved.minimum, "told": config.memory}
     say("facts", facts=facts)
-    steps, told = Steps(job), Finetuner._tell
+    steps, describe = Steps(job), Finetuner.describe
 
-    def telling(self: Finetuner, line: dict[str, Any], rate: float, *rest: Any) -> None:
-        steps.tell(line["tokens"] / rate, line["loss"], line["tokens"])
+    def describing(self: Finetuner, line: dict[str, Any], batch: Any, seconds: float) -> Any:
+        shown = describe(self, line, batch, seconds)
+        steps.tell(seconds, line["loss"], line["tokens"])
         if self.booster.moved is not None:
             say("facts", facts={"moved": list(self.booster.moved)})
-        told(self, line, rate, *rest)
+        return shown
 
-    with patch.object(Finetuner, "_tell", telling):
-        outcome = finetune(config)
-    evaluations = [line for line in FinetuneRun(config.out).log.read() if "held_out_loss" in line]
-    say("facts", facts={"held out": {str(e["step"]): e["held_out_loss"] for e in evaluations}})
-    if job.options.get("measure"):
-        for when, folder in (("before", prepared.base.folder), ("after", outcome.result)):
-            assert folder is not None, "a run that is over has a result"
-            say("facts", facts={f"exact {when}": exact(folder, prepared.data.held_out)})
+    with patch.object(Finetuner, "describe", describing):
+        finetune(config)
 
 
 def _fed(job: Job) -> tuple[list[dict[str, Any]], int, list[int], nn.Module]:
@@ -236,7 +203,6 @@ CONTESTANTS: dict[str, Callable[[Job], None]] = {
 
 
 def main(text: str) -> int:
-    """Runs the job that a line of JSON says."""
     job = Job(**json.loads(text))
     try:
         CONTESTANTS[job.options["runs"]](job)

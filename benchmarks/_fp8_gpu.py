@@ -2,7 +2,7 @@
 
 Compiled bf16 beside compiled FP8, tensor-wise and row-wise, and beside torchao's where it is
 installed: blocks of the shape of Llama-3-8B, layers of several sizes with the gate's prediction,
-and 500 steps of a GPT; and Stable Diffusion 2's UNet in int8 beside float16. What the clock leaves
+and 500 steps of a GPT. What the clock leaves
 no time for is left out, and said. A contestant that fails is named with its error, and the others
 go on.
 """
@@ -22,14 +22,11 @@ from torch import Tensor, nn
 
 from benchmarks._fp8_training import Size, final, gpt_losses
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most
-from benchmarks._int8_bytes import GB, unet_of_sd2
 from gulliver.hardware import fp8_seconds
 from gulliver.hardware.operators import fp8_break_even
 from gulliver.hardware.probe import named_cluster, probe_device
-from gulliver.precision import replace_module
 from gulliver.precision.fp8 import convert_to_fp8
 from gulliver.precision.fp8.conversion import has_units
-from gulliver.precision.int8.replace import model_bytes
 
 BUDGET_S = 520.0
 BLOCK_GAIN, TO_TORCHAO, CURVE = 1.30, 1.0, 0.01
@@ -68,7 +65,6 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(size.inner, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the hidden states [B, T, C]."""
         b, t, c = x.shape
         y = self.norms[0](x)
         q, k, v = (
@@ -92,7 +88,7 @@ def report_gpu(rounds: int, report: Report) -> None:
         return
     begun = time.monotonic()
     torch.set_float32_matmul_precision("high")
-    for part, needs in ((_blocks, 0.0), (_layers, 150.0), (_unet, 40.0), (_curve, 150.0)):
+    for part, needs in ((_blocks, 0.0), (_layers, 150.0), (_curve, 150.0)):
         spent = time.monotonic() - begun
         if spent > BUDGET_S - needs:
             report.notes.append(f"{part.__name__[1:]}: left out after {spent:.0f} s.")
@@ -222,55 +218,6 @@ def _layers(rounds: int, report: Report) -> None:
             report.bars.append(at_least(f"{key}: gate decides right", float(right), 1.0))
     for scaling in ("tensorwise", "rowwise"):
         report.figures[f"break-even {scaling}"] = fp8_break_even(device, tokens, scaling)
-
-
-@torch.no_grad()
-def _unet(rounds: int, report: Report) -> None:
-    """A denoising step of Stable Diffusion 2 at 768 x 768, with guidance: a batch of two."""
-    torch.manual_seed(0)
-    whole = unet_of_sd2("cuda")
-    shapes = ((2, 4, 96, 96), (2, 77, 1024))
-    noise, text = (torch.randn(s, device="cuda", dtype=torch.float16) for s in shapes)
-
-    def step(model: Any) -> Callable[[], float]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def once() -> float:
-            start.record()
-            model(noise, 500, encoder_hidden_states=text)
-            end.record()
-            torch.cuda.synchronize()
-            return 1e-3 * start.elapsed_time(end)
-
-        return once
-
-    wanted = whole(noise, 500, encoder_hidden_states=text).sample.float()
-    models = {"fp16": whole}
-    for mode in ("int8", "int8_dynamic"):
-        models[mode] = replace_module(copy.deepcopy(whole), mode=mode)
-    times = alternate({arm: step(model) for arm, model in models.items()}, rounds)
-    for arm, model in models.items():
-        found = model(noise, 500, encoder_hidden_states=text).sample.float()
-        off = float((found - wanted).norm() / wanted.norm())
-        weights, most = model_bytes(model) / GB, _peak(step(model), models, arm) / GB
-        ms, gain = 1e3 * times[arm].median, times["fp16"].median / times[arm].median
-        told = f"weights {weights:.2f} GB, peak {most:.2f} GB, output {off:.2%} off"
-        report.rows.append(
-            ("UNet of Stable Diffusion 2, eager", arm, f"{ms:.1f}", f"{gain:.2f} x", told)
-        )
-        report.figures[f"unet {arm}"] = {"seconds": ms / 1e3, "weights": weights, "peak": most}
-        if arm != "fp16":
-            report.bars.append(at_most(f"UNet in {arm}: peak, GB", most, 3.1))
-            report.bars.append(at_most(f"UNet in {arm}: output off", off, 0.05))
-
-
-def _peak(step: Callable[[], float], models: dict[str, Any], arm: str) -> int:
-    """Most bytes of a step with one of the models, the others' weights taken off."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    others = sum(model_bytes(model) for name, model in models.items() if name != arm)
-    return torch.cuda.max_memory_allocated() - others
 
 
 def _curve(rounds: int, report: Report) -> None:

@@ -24,8 +24,7 @@ from gulliver.models import stdit3
 from gulliver.precision.fp8 import convert_to_fp8
 
 ARMS = ("fp32", "tensorwise", "rowwise")
-LAST = 0.1
-"""Share of the steps at the end whose mean is the final loss."""
+LAST = 0.1  # Share of the steps at the end whose mean is the final loss
 WARM_UP = 20
 MEGABYTES = 4
 
@@ -56,7 +55,6 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the hidden states [B, T, C]."""
         b, t, c = x.shape
         q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -78,7 +76,6 @@ class Gpt(nn.Module):
         self.norm, self.lm_head = nn.LayerNorm(size.width), nn.Linear(size.width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the loss of tokens [B, T + 1]."""
         x = self.embed(tokens[:, :-1]) + self.places.weight
         for block in self.blocks:
             x = block(x)
@@ -105,17 +102,7 @@ def gpt_losses(
     emulate: bool = True,
     plugin: Plugin | None = None,
 ) -> list[float]:
-    """Losses of a GPT's steps; on a GPU it is compiled, under bf16 autocast.
-
-    Args:
-        arm: one of `ARMS`; fp32 leaves the layers alone.
-        seed: seed of weights and batches.
-        steps: number of steps.
-        size: sizes of the model and its batches.
-        device: device to train on.
-        emulate: whether FP8 is emulated.
-        plugin: plugin that all ranks train with; None for one process alone.
-    """
+    """Losses of a GPT's steps; on a GPU it is compiled, under bf16 autocast."""
     torch.manual_seed(seed)
     model = Gpt(size)
     draw, data = torch.Generator().manual_seed(seed), text()

@@ -25,19 +25,12 @@ class PartSkipped(Exception):
 
 @dataclass
 class GpuRun:
-    """A part that is running, in a world of one rank with a process group.
+    """A part that is running, in a world of one rank with a process group."""
 
-    Attributes:
-        device: that it runs on.
-        dry: whether sizes are tiny, on the CPU.
-        state: figures and checks so far.
-        save: writes the state down.
-    """
-
-    device: torch.device
-    dry: bool
-    state: dict[str, Any]
-    save: Callable[[], object]
+    device: torch.device  # that it runs on
+    dry: bool  # whether sizes are tiny, on the CPU
+    state: dict[str, Any]  # figures and checks so far
+    save: Callable[[], object]  # writes the state down
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> GpuRun:
@@ -70,7 +63,6 @@ class GpuRun:
         return dry if self.dry else on_gpu
 
     def wait(self) -> None:
-        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -13,8 +13,7 @@ from benchmarks._gpu_run import GpuRun, PartSkipped, apart, blocks
 from benchmarks._models import GPT, VOCABULARY
 from gulliver.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, Plugin
 
-EXACT = 1e-4
-"""Largest relative difference in float32: sums in another order."""
+EXACT = 1e-4  # Largest relative difference in float32: sums in another order
 STEPS = 4
 
 

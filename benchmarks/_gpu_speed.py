@@ -21,8 +21,7 @@ from benchmarks._gpu_smoke import gpt, llama
 from benchmarks._harness import alternate
 from gulliver.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, Plugin
 
-SHARES = (0.84, 0.95)
-"""Memory limits, as shares of what a step needs without one."""
+SHARES = (0.84, 0.95)  # Memory limits, as shares of what a step needs without one
 
 
 def fp8(run: GpuRun) -> None:

@@ -17,7 +17,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -69,54 +69,48 @@ class Spread:
         """The upper quartile."""
         return self._quartiles()[2]
 
+    def shown(self, form: str = ".2f", unit: float = 1.0) -> str:
+        """Median and quartiles as text, in units of so much."""
+        low, middle, high = (f"{v / unit:{form}}" for v in (self.low, self.median, self.high))
+        return f"{middle} ({low} to {high})"
+
     def _quartiles(self) -> list[float]:
         if len(self.values) < 2:
             return list(self.values) * 3
         return statistics.quantiles(self.values, n=4, method="inclusive")
 
 
+def turns(names: Sequence[str], rounds: int, first: int = 0) -> Iterator[tuple[int, str]]:
+    """Yields the number of a round and a name; every second round runs backwards."""
+    # Nobody always follows the same neighbour.
+    for number in range(first, rounds):
+        for name in names[:: 1 if number % 2 == 0 else -1]:
+            yield number, name
+
+
 def alternate(
     contestants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
 ) -> dict[str, Spread]:
-    """Lets contestants take turns, so that a busy machine is charged to all alike.
-
-    Every second round runs backwards: nobody always follows the same neighbour.
-
-    Args:
-        contestants: each runs once and returns what it measured, such as seconds.
-        rounds: measured turns of each.
-        warm_up: turns of each before, not counted.
-    """
+    """Lets contestants take turns, so that a busy machine is charged to all alike."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(-warm_up, rounds):
-        names = list(contestants)
-        for name in names if number % 2 == 0 else reversed(names):
-            value = contestants[name]()
-            if number >= 0:
-                found[name].append(value)
+    for number, name in turns(list(contestants), rounds, -warm_up):
+        value = contestants[name]()
+        if number >= 0:
+            found[name].append(value)
     return {name: Spread(tuple(values)) for name, values in found.items()}
 
 
 @dataclass
 class Report:
-    """What a benchmark has to say.
+    """What a benchmark has to say."""
 
-    Attributes:
-        claim: in a word or two, the name of its result files.
-        title: of the table.
-        columns: of the table.
-        rows: of the table, as text.
-        figures: for the JSON line.
-        bars: what must hold.
-        notes: lines under the table: what was run, what was not.
-    """
-
-    claim: str
-    title: str
-    columns: Sequence[str]
-    rows: list[Sequence[str]] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-    bars: list[Bar] = field(default_factory=list)
+    claim: str  # in a word or two, the name of its result files
+    title: str  # of the table
+    columns: Sequence[str]  # of the table
+    rows: list[Sequence[str]] = field(default_factory=list)  # of the table, as text
+    figures: dict[str, Any] = field(default_factory=dict)  # for the JSON line
+    bars: list[Bar] = field(default_factory=list)  # what must hold
+    # lines under the table: what was run, what was not
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -156,32 +150,6 @@ class Report:
                 "",
             ]
         )
-
-
-@dataclass
-class Progress:
-    """Figures of what is done, in a file where one is asked for.
-
-    Attributes:
-        file: where they are; empty: nowhere.
-        done: figures by what they are of.
-    """
-
-    file: str
-    done: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Reads what a run of the same commit has left."""
-        if self.file and Path(self.file).is_file():
-            kept = json.loads(Path(self.file).read_text(encoding="utf-8"))
-            self.done = kept["done"] if kept["commit"] == commit() else {}
-
-    def save(self, name: str, value: Any) -> None:
-        """Writes a figure down."""
-        self.done[name] = value
-        if self.file:
-            text = json.dumps({"commit": commit(), "done": self.done})
-            Path(self.file).write_text(text, encoding="utf-8")
 
 
 def finish(report: Report, keep: bool = False) -> None:
@@ -233,6 +201,27 @@ def instructions() -> list[str]:
     return [flag for flag in (found[1].split() if found else ()) if VECTORS.fullmatch(flag)]
 
 
+def free_memory() -> int:
+    """Bytes of memory that can be had without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def is_ratio(network: str) -> bool:
+    """Whether a network is named by communication over compute."""
+    return network.replace(".", "", 1).isdigit()
+
+
+def slowest_rank(seconds: float) -> float:
+    import torch
+
+    from gulliver.comm import all_reduce
+
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    all_reduce(slowest, "max")
+    return float(slowest)
+
+
 def commit() -> str:
     """The commit that was measured, marked when files differ from it."""
     run = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -250,6 +239,5 @@ def _bar_rows(bars: Sequence[Bar]) -> list[Sequence[str]]:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as Markdown has it."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -21,8 +21,7 @@ HEAD = """# Benchmarks: is it faster than FSDP, DDP, DeepSpeed, torch.save?
 Written by `make bench` from `benchmarks/results`; `python -m benchmarks.NAME` runs one. Everything
 is measured beside a peer on the same work in the same run, in turns. A *bar* is the limit that was
 set before; where several cases share one, the figure is that of the case that is nearest to failing
-it. All of it ran on CPUs over gloo. `slept` puts sleeping in the place of computing, as long as
-computing takes, so that sending costs no processor time, as with GPUs.
+it. All of it ran on CPUs over gloo.
 """
 
 AREAS = {
@@ -30,28 +29,18 @@ AREAS = {
     "tensor": "Tensor parallelism beside DTensor, DDP and FSDP2",
     "sequence": "Sequence parallelism beside torch's ring",
     "pipeline": "Pipeline parallelism beside torch's schedules",
-    "partition": "Layers over unequal devices",
     "wire": "Formats of what travels between ranks",
-    "tuner": "Sizes of ZeRO's chunks: tuned beside a sweep",
     "torus": "Collectives along a torus beside flat ones",
     "checkpoint": "Checkpoints beside torch.save and dcp.async_save",
-    "io": "I/O engine beside raw loops, safetensors and torch.save",
     "loader": "Data loader",
-    "cost": "Cost model: predicted beside measured",
     "memory": "Training under a limit of memory",
     "memory_truth": "Bytes of grids: predicted beside counted",
-    "finetune": "Fine-tuning beside transformers' Trainer, in 4 GiB, and of real text",
-    "plan": "Plans: predicted beside measured",
-    "stdit": "Text to video: ranks that share a clip",
-    "autoencoder": "Autoencoders streamed, shared and in pieces",
+    "finetune": "Fine-tuning beside transformers' Trainer, and in 4 GiB",
     "embedding": "Embedding tables behind a cache",
     "schedule": "Jobs that share a cluster, simulated",
-    "solvers": "Searches beside brute force and HiGHS",
     "joint": "Shardings and recomputation: jointly and in two stages",
     "serving": "Serving beside transformers",
-    "caches": "Caches of sampling: speed-up against error",
     "fp8": "FP8 training beside float32, and on a GPU beside bf16 and torchao",
-    "long_video": "16 seconds at 720p under a limit of memory",
 }
 """First word of a claim to heading, in the order of the page; other claims follow."""
 
@@ -62,29 +51,17 @@ PICTURES = "assets/benchmarks"
 
 @dataclass(frozen=True)
 class Result:
-    """A kept result.
+    """A kept result."""
 
-    Attributes:
-        claim: name of the result's files.
-        title: what was measured.
-        date: of the measurement.
-        commit: that was measured.
-        machine: the hardware in a few words.
-        software: versions of Python and torch.
-        command: that measured it.
-        bars: what was claimed.
-        text: tables and notes, without the bars and the line of JSON.
-    """
-
-    claim: str
-    title: str
-    date: str
-    commit: str
-    machine: str
-    software: str
-    command: str
-    bars: tuple[Bar, ...]
-    text: str
+    claim: str  # name of the result's files
+    title: str  # what was measured
+    date: str  # of the measurement
+    commit: str  # that was measured
+    machine: str  # the hardware in a few words
+    software: str  # versions of Python and torch
+    command: str  # that measured it
+    bars: tuple[Bar, ...]  # what was claimed
+    text: str  # tables and notes, without the bars and the line of JSON
 
     @property
     def area(self) -> str:
@@ -178,7 +155,6 @@ def _details(result: Result) -> str:
 
 
 def main(path: Path) -> None:
-    """Writes the page, and beside it the pictures that it shows."""
     results = newest([read(file) for file in RESULTS.glob("*.md")])
     text = page(results)
     folder = path.parent / PICTURES

@@ -41,23 +41,18 @@ def bloom_bytes(report: Report) -> None:
     report.bars.append(at_most("BLOOM-176B, GB in all", total, 185.6))
 
 
-def unet_of_sd2(device: str) -> Any:
-    """The UNet of Stable Diffusion 2, by its public configuration, in float16."""
+def unet_bytes(report: Report) -> None:
+    """Bytes of the UNet of Stable Diffusion 2, without its values."""
     from diffusers import UNet2DConditionModel  # pyright: ignore[reportPrivateImportUsage]
 
-    with torch.device(device):
+    with torch.device("meta"):
         made: Any = UNet2DConditionModel(
             sample_size=96,
             cross_attention_dim=1024,
             attention_head_dim=(5, 10, 20, 20),  # pyright: ignore[reportArgumentType]
             use_linear_projection=True,
         )
-        return made.to(torch.float16).eval()
-
-
-def unet_bytes(report: Report) -> None:
-    """Bytes of the UNet of Stable Diffusion 2, without its values."""
-    model = unet_of_sd2("meta")
+        model = made.to(torch.float16).eval()
     before = model_bytes(model)
     gulliver.replace_module(model)
     after = model_bytes(model)

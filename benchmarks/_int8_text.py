@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import random
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks._finetune_texts import sources
+from benchmarks._models import llama
 
 LENGTH, BATCH, BYTES = 128, 16, 2_000_000
 
 
 def trained(steps: int) -> tuple[Any, Tensor, Tensor]:
     """Returns the model, ids that it was trained on, and those of a text that it was not."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(256, 256, 688, 4, 4)
     learned, held_out = _texts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
@@ -49,6 +41,22 @@ def divergence(model: Any, other: Any, tokens: Tensor, length: int = 256) -> flo
         mine, theirs = (m(rows).logits.float().log_softmax(-1) for m in (model, other))
         found.append(float((mine.exp() * (mine - theirs)).sum(-1).mean()))
     return sum(found) / len(found)
+
+
+def sources() -> list[Path]:
+    """Files of Python's own library, its tests and what is installed beside it left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = list[Path]()
+    for path in sorted(root.rglob("*.py")):
+        parts = set(path.relative_to(root).parts)
+        if parts & {"site-packages", "test", "tests", "lib2to3"}:
+            continue
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found.append(path)
+    return found
 
 
 def _texts() -> tuple[Tensor, Tensor]:

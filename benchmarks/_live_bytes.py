@@ -25,7 +25,6 @@ class LiveBytes(DispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and counts what it made."""
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, list | tuple) else [made]:
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":

@@ -1,20 +1,19 @@
 """A GPT whose states are more than twice the limit: everyone at one size of step, ours at several.
 
-*headline*: every contestant in a control group of the same limit, beside the plain loop without
-one; then ours with more tokens in a step, if there is time. *curve*: ours and the resident run over
-tokens of a step, for what a step computes grows with its tokens, and what it moves does not.
+*headline*: every contestant in a control group of the same limit, and the plain loop without one.
+*curve*: ours and the resident run over tokens of a step, for what a step computes grows with its
+tokens, and what it moves does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import torch
 
-from benchmarks._harness import RESULTS, Bar, Report
+from benchmarks._harness import Bar, Report, free_memory
 from benchmarks._memory_jobs import (
     DEEPSPEED_CPU,
     DEEPSPEED_DISK,
@@ -23,7 +22,6 @@ from benchmarks._memory_jobs import (
     GB,
     GEMINI,
     GIB,
-    LEAST_S,
     MIB,
     PLAIN,
     SWAP,
@@ -37,7 +35,6 @@ from benchmarks._memory_report import (
     COLUMNS,
     Beside,
     Rates,
-    curve_picture,
     figures,
     limit_bars,
     loss_bar,
@@ -62,29 +59,16 @@ LENGTH = 512
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a run.
+    """Sizes of a run."""
 
-    Attributes:
-        width: width of the GPT.
-        depth: number of its blocks.
-        limit: bytes of the control group.
-        tokens: tokens of a step, along the curve.
-        headline: tokens of a step where everyone runs.
-        more: tokens of a step of ours besides; 0 for none.
-        steps: timed steps.
-        cap_s: seconds after which ours and the resident run are ended.
-        others_cap_s: the same of all others.
-    """
-
-    width: int
-    depth: int
-    limit: int
-    tokens: tuple[int, ...]
-    headline: int
-    steps: int
-    cap_s: float
-    more: int = 0
-    others_cap_s: float = 100.0
+    width: int  # width of the GPT
+    depth: int  # number of its blocks
+    limit: int  # bytes of the control group
+    tokens: tuple[int, ...]  # tokens of a step, along the curve
+    headline: int  # tokens of a step where everyone runs
+    steps: int  # timed steps
+    cap_s: float  # seconds after which ours and the resident run are ended
+    others_cap_s: float = 100.0  # the same of all others
 
     @property
     def parameters(self) -> int:
@@ -112,10 +96,8 @@ class Scale:
         )
 
 
-SMALL = Scale(1024, 20, 3 * GIB // 2, (128, 512, 2048), 512, 2, 120.0, 2048)
-FULL = Scale(2048, 20, 6 * GIB, (128, 512, 2048), 512, 2, 300.0, 2048)
-BUILD_S = 30.0
-"""Seconds of starting a process and building the model, to know whether there is time for it."""
+SMALL = Scale(1024, 20, 3 * GIB // 2, (128, 512, 2048), 512, 2, 120.0)
+FULL = Scale(2048, 20, 6 * GIB, (128, 512, 2048), 512, 2, 300.0)
 Say = Callable[[str], None]
 
 
@@ -142,8 +124,6 @@ def headline(scale: Scale, folder: Path, ledger: Ledger, say: Say, rate: int = 0
         made.figures[name] = figures(beside)
     made.figures["rates"] = vars(rates)
     made.bars = [*_own_bars(GEMINI, found[GEMINI], scale), *swap_bar(found)]
-    if scale.more:
-        _add_more(made, scale, found[GEMINI], folder, ledger, say)
     return made
 
 
@@ -161,32 +141,12 @@ def _others(scale: Scale, job: Job) -> dict[str, Job]:
     }
 
 
-def _add_more(
-    made: Report, scale: Scale, first: Beside, folder: Path, ledger: Ledger, say: Say
-) -> None:
-    """Adds ours and the resident run with more tokens, a step after one that warms up."""
-    job = replace(scale.job(scale.more, folder), steps=1, warm_up=1)
-    longest = max(first.outcome.seconds, first.resident.seconds)
-    needs_s = BUILD_S + 2 * longest * scale.more / scale.headline
-    outcome = run(job, ledger, say, needs_s)
-    resident = resident_of(job, ledger, say, needs_s) if outcome.ran else outcome
-    name, plain_name = (f"{n}, {scale.more} tokens" for n in (GEMINI, "plain, no limit"))
-    ours = Beside(outcome, resident, first.rates, job.tokens)
-    plain = Beside(resident, resident, first.rates, job.tokens)
-    made.rows += [row(name, ours), row(plain_name, plain, limited=False)]
-    made.figures |= {name: figures(ours), plain_name: figures(plain)}
-    if outcome.end != "left out":
-        made.bars += _own_bars(name, ours, scale)
-
-
 def _own_bars(name: str, ours: Beside, scale: Scale) -> list[Bar]:
     bars = limit_bars(name, ours.outcome, scale.limit) + loss_bar(name, ours)
     return bars + speed_bars(name, ours)
 
 
-def curve(
-    scale: Scale, folder: Path, ledger: Ledger, say: Say, rate: int = 0, keep: bool = False
-) -> Report:
+def curve(scale: Scale, folder: Path, ledger: Ledger, say: Say, rate: int = 0) -> Report:
     """Ours and the resident run over tokens."""
     made = Report(
         f"memory-curve-{scale.width}x{scale.depth}",
@@ -194,22 +154,16 @@ def curve(
         "tokens of a step",
         ("tokens", "resident s", "disk / compute", "recomputed", *COLUMNS[1:]),
     )
-    found = []
     for tokens in scale.tokens:
         job = replace(scale.job(tokens, folder), rate=rate)
         rates, resident = rates_of(job, ledger, say), resident_of(job, ledger, say)
         beside = Beside(run(job, ledger, say), resident, rates, tokens)
-        found.append(beside)
         first, *rest = row(str(tokens), beside)
         own = [f"{resident.seconds:.2f}", f"{beside.ratio:.2f}", "yes" if job.recompute else "no"]
         made.rows.append([first, *own, *rest])
         made.figures[f"{tokens}"] = {**figures(beside), "resident_s": resident.seconds}
         made.bars += _own_bars(f"{tokens} tokens", beside, scale)
         made.notes = _notes(scale, rates)
-    if keep:
-        path = RESULTS / f"{made.claim}_{date.today()}.png"
-        curve_picture(found, path, made.title)
-        made.notes.append(f"![share of the resident speed]({path.name})")
     return made
 
 
@@ -222,29 +176,19 @@ def rates_of(job: Job, ledger: Ledger, say: Say) -> Rates:
     return Rates(**found.facts)
 
 
-def resident_of(job: Job, ledger: Ledger, say: Say, needs_s: float = LEAST_S) -> Outcome:
-    """The plain loop without a limit.
-
-    Raises:
-        LimitsError: it does not fit in this machine's memory.
-    """
+def resident_of(job: Job, ledger: Ledger, say: Say) -> Outcome:
+    """The plain loop without a limit."""
     plain = alone(job)
     if ledger.get(plain) is None:
         with torch.device("meta"):
             count = sum(p.numel() for p in gpt(job.width, job.depth).model().parameters())
-        need, free = STATE_BYTES * count + GIB, available()
+        need, free = STATE_BYTES * count + GIB, free_memory()
         if need > free:
             raise LimitsError(
                 f"the resident run needs {need / GIB:.1f} GiB and {free / GIB:.1f} are free: "
                 "run it when nothing else does, or leave out --full"
             )
-    return run(plain, ledger, say, needs_s)
-
-
-def available() -> int:
-    """Bytes of memory that can be had without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(ln.split()[1]) << 10 for ln in lines if ln.startswith("MemAvailable"))
+    return run(plain, ledger, say)
 
 
 def _notes(scale: Scale, rates: Rates) -> list[str]:

@@ -26,61 +26,38 @@ from benchmarks.limits import Group, LimitsError, Swap
 
 MIB, GIB, MB, GB = 1 << 20, 1 << 30, 10**6, 10**9
 ROOT = Path(__file__).parent.parent
-MARK = "@event "
-"""Begins a line of the worker that is an event."""
-LOOK_S = 0.05
-"""Seconds between two looks at a group's anonymous memory."""
-LEAST_S = 10.0
-"""Seconds below which nothing is begun."""
+MARK = "@event "  # Begins a line of the worker that is an event
+LOOK_S = 0.05  # Seconds between two looks at a group's anonymous memory
+LEAST_S = 10.0  # Seconds below which nothing is begun
 TEXTS = "texts"
 WORKERS = {TEXTS: "benchmarks._finetune_worker"}
 """Modules that run jobs, by their model; all others run in that of `benchmarks.memory`."""
 PLAIN, SWAP, GEMINI = "plain", "plain, swap file", "Gemini"
-DISK, PREDICT = "disk", "predict"
+DISK = "disk"
 FSDP2 = "FSDP2, CPU off-load"
 DEEPSPEED_DISK, DEEPSPEED_CPU = "DeepSpeed ZeRO-3, NVMe", "DeepSpeed ZeRO-3, CPU"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A contestant with a model, a limit and a disk.
+    """A contestant with a model, a limit and a disk."""
 
-    Attributes:
-        contestant: name of what trains, ``disk``, which measures the disk alone, or ``predict``,
-            which plans for several settings.
-        model: ``gpt``, ``unet``, or ``texts`` for what `benchmarks.finetune` trains.
-        width: width of the model.
-        depth: number of blocks.
-        length: tokens of a sequence, or pixels of a latent image's side.
-        batch: samples of a step.
-        steps: timed steps.
-        warm_up: steps before, in which states are made and accesses recorded.
-        recompute: whether every block is recomputed in backward.
-        limit: bytes of the control group; 0 for none.
-        swap: bytes of a swap file; 0 for none.
-        disk: bytes of the disk that the contestant may use.
-        rate: bytes per second of the disk, read and written each; 0 for what it can.
-        folder: folder on the disk.
-        cap_s: seconds after which it is ended.
-        options: further choices of the contestant.
-    """
-
-    contestant: str
-    model: str = "gpt"
-    width: int = 0
-    depth: int = 0
-    length: int = 0
-    batch: int = 0
-    steps: int = 3
-    warm_up: int = 2
-    recompute: bool = False
-    limit: int = 0
-    swap: int = 0
-    disk: int = 0
-    rate: int = 0
-    folder: str = "."
-    cap_s: float = 600.0
-    options: dict[str, Any] = field(default_factory=dict)
+    contestant: str  # name of what trains, or `disk`, which measures the disk alone
+    model: str = "gpt"  # `gpt`, or `texts` for what `benchmarks.finetune` trains
+    width: int = 0  # width of the model
+    depth: int = 0  # number of blocks
+    length: int = 0  # tokens of a sequence, or pixels of a latent image's side
+    batch: int = 0  # samples of a step
+    steps: int = 3  # timed steps
+    warm_up: int = 2  # steps before, in which states are made and accesses recorded
+    recompute: bool = False  # whether every block is recomputed in backward
+    limit: int = 0  # bytes of the control group; 0 for none
+    swap: int = 0  # bytes of a swap file; 0 for none
+    disk: int = 0  # bytes of the disk that the contestant may use
+    rate: int = 0  # bytes per second of the disk, read and written each; 0 for what it can
+    folder: str = "."  # folder on the disk
+    cap_s: float = 600.0  # seconds after which it is ended
+    options: dict[str, Any] = field(default_factory=dict)  # further choices of the contestant
 
     @property
     def key(self) -> str:
@@ -89,56 +66,35 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.batch * self.length
 
 
 @dataclass(frozen=True)
 class Step:
-    """A timed step.
+    """A timed step."""
 
-    Attributes:
-        seconds: how long it took.
-        loss: of its batch.
-        read: bytes that were read from the disk.
-        written: bytes that were written to it.
-        number: number of the step, from 0; warm-up steps count.
-    """
-
-    seconds: float
-    loss: float
-    read: int
-    written: int
-    number: int = 0
+    seconds: float  # how long it took
+    loss: float  # of its batch
+    read: int  # bytes that were read from the disk
+    written: int  # bytes that were written to it
+    number: int = 0  # number of the step, from 0; warm-up steps count
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        end: ``done``, ``killed`` by the limit, ``stopped`` at its cap of seconds, ``refused`` with
-            an error of one line, ``failed`` with another, ``absent`` where it is not installed, or
-            ``left out`` for want of time.
-        told: the error, in a line.
-        steps: timed steps that it did.
-        unfinished_s: seconds of the step that it was in when it was ended; 0 if in none.
-        ready_s: seconds until the model was built.
-        peak: most bytes that its group was charged with.
-        anonymous: most bytes of anonymous memory that were seen.
-        swapped: most bytes in swap that were seen.
-        facts: what the contestant says of itself.
-    """
-
+    # `done`, `killed` by the limit, `stopped` at its cap of seconds, `refused` with an error of one
+    # line, `failed` with another, `absent` where it is not installed, or `left out` for want of
+    # time
     end: str
-    told: str = ""
-    steps: tuple[Step, ...] = ()
-    unfinished_s: float = 0.0
-    ready_s: float = 0.0
-    peak: int = 0
-    anonymous: int = 0
-    swapped: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
+    told: str = ""  # the error, in a line
+    steps: tuple[Step, ...] = ()  # timed steps that it did
+    unfinished_s: float = 0.0  # seconds of the step that it was in when it was ended; 0 if in none
+    peak: int = 0  # most bytes that its group was charged with
+    anonymous: int = 0  # most bytes of anonymous memory that were seen
+    swapped: int = 0  # most bytes in swap that were seen
+    facts: dict[str, Any] = field(default_factory=dict)  # what the contestant says of itself
 
     @property
     def ran(self) -> bool:
@@ -169,12 +125,7 @@ class Outcome:
 
 
 class Ledger:
-    """Outcomes of jobs that have ended, in a file, so that a run can be taken up again.
-
-    Args:
-        path: file of lines of JSON; None keeps nothing.
-        within_s: seconds from now in which jobs may run.
-    """
+    """Outcomes of jobs that have ended, in a file, so that a run can be taken up again."""
 
     def __init__(self, path: Path | None, within_s: float = math.inf) -> None:
         self.path, self._until = path, time.monotonic() + within_s
@@ -187,7 +138,6 @@ class Ledger:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
         return self._until - time.monotonic()
 
     def get(self, job: Job) -> Outcome | None:
@@ -195,7 +145,6 @@ class Ledger:
         return self._known.get(job.key)
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        """Keeps an outcome."""
         self._known[job.key] = outcome
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,19 +153,9 @@ class Ledger:
 
 
 def run(
-    job: Job,
-    ledger: Ledger,
-    say: Callable[[str], None] = lambda _: None,
-    needs_s: float = LEAST_S,
+    job: Job, ledger: Ledger, say: Callable[[str], None] = lambda _: None, needs_s: float = LEAST_S
 ) -> Outcome:
-    """Runs a job, unless the ledger has it; what could not run is an outcome, too.
-
-    Args:
-        job: what to run.
-        ledger: outcomes so far.
-        say: takes a line on what goes on.
-        needs_s: seconds that have to be left for it to begin.
-    """
+    """Runs a job, unless the ledger has it; what could not run is an outcome, too."""
     known = ledger.get(job)
     limited = f" in {job.limit / GIB:.3g} GiB" if job.limit else ""
     shaped = f", disk {job.rate / MB:.0f} MB/s" if job.rate else ""
@@ -294,7 +233,7 @@ def _judged(
     else:
         end, told = error["end"], error["told"]
     unfinished = took - last if end == "stopped" and ready else 0.0
-    return Outcome(end, told, steps, unfinished, ready, peak, *seen, facts)
+    return Outcome(end, told, steps, unfinished, peak, *seen, facts)
 
 
 def _last_line(text: str) -> str:

@@ -6,9 +6,8 @@ All of it is arithmetic; it starts nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import Bar, at_least, at_most
@@ -21,17 +20,11 @@ BOUND_BAR, SWAP_BAR, COVERED_BAR, EQUAL_BAR = 1.15, 3.0, 0.95, 0.84
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of a disk, past the page cache.
+    """Bytes per second of a disk, past the page cache."""
 
-    Attributes:
-        read_bps: rate of reading alone.
-        write_bps: rate of writing alone.
-        both_bps: rate of reading and writing as much at once, both counted.
-    """
-
-    read_bps: float
-    write_bps: float
-    both_bps: float
+    read_bps: float  # rate of reading alone
+    write_bps: float  # rate of writing alone
+    both_bps: float  # rate of reading and writing as much at once, both counted
 
     def seconds(self, read: float, written: float) -> float:
         """Seconds of so many bytes, if the disk never waits: reading while writing where it can."""
@@ -42,19 +35,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Beside:
-    """An outcome beside the resident one at the same work.
+    """An outcome beside the resident one at the same work."""
 
-    Attributes:
-        outcome: under a limit.
-        resident: without one.
-        rates: of the disk.
-        tokens: of a step.
-    """
-
-    outcome: Outcome
-    resident: Outcome
-    rates: Rates
-    tokens: int
+    outcome: Outcome  # under a limit
+    resident: Outcome  # without one
+    rates: Rates  # of the disk
+    tokens: int  # of a step
 
     @property
     def disk_s(self) -> float:
@@ -168,27 +154,6 @@ def swap_bar(found: Mapping[str, Beside]) -> list[Bar]:
         return []
     times = swapped.seconds / ours.seconds
     return [at_least(f"{GEMINI}: times faster than swapping", times, SWAP_BAR)]
-
-
-def curve_picture(found: Sequence[Beside], path: Path, title: str) -> None:
-    """Share of the resident speed and of the bound over tokens per step; writes a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    tokens = [f.tokens for f in found]
-    axes.plot(tokens, [100 * f.share for f in found], "o-", label="speed, % of resident")
-    best = [100 * f.resident.seconds / f.bound_s for f in found]
-    axes.plot(tokens, best, "s:", color="black", label="the longer of compute and disk")
-    axes.plot(tokens, [100 * f.hidden for f in found], "^--", label="disk hidden, %")
-    axes.set(xlabel="tokens of a step", xscale="log", ylim=(0, 105), title=title)
-    axes.set_xticks(tokens, [str(t) for t in tokens])
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
 
 
 def scale_of(limit: int, parameters: int) -> str:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,18 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import _memory_jobs as jobs
 from benchmarks._memory_jobs import Job, Step
-from benchmarks._models import VOCABULARY, Task, gpt
+from benchmarks._models import Task, gpt
 from benchmarks._peers import Contestant, boosted, deepspeed, fsdp2, plain
 from benchmarks.limits import disk_bytes
 from gulliver.booster import GeminiPlugin
 from gulliver.errors import GulliverError
-from gulliver.hardware import current_cluster
-from gulliver.hardware.cluster import Disk
-from gulliver.hardware.probe import probe_device, probe_disk
+from gulliver.hardware.probe import probe_disk
 from gulliver.memory import activation_peak
 from gulliver.plan.tree import Work
 
 BEGAN = time.monotonic()
-DISK_FILE = 512 << 20
-"""Bytes of the file that the disk is measured with."""
-OWN_OPTIONS = ("constant", "attention", "told")
-"""Options that are not the plugin's."""
+DISK_FILE = 512 << 20  # Bytes of the file that the disk is measured with
+OWN_OPTIONS = ("constant", "attention", "told")  # Options that are not the plugin's
 
 
 class Absent(Exception):
@@ -54,12 +50,7 @@ def say(kind: str, **values: Any) -> None:
 
 def task_of(job: Job) -> Task:
     """Model and batches that a job trains."""
-    if job.model == "unet":
-        from benchmarks._memory_unet import unet
-
-        task = unet(job)
-    else:
-        task = gpt(job.width, job.depth, job.batch, job.length)
+    task = gpt(job.width, job.depth, job.batch, job.length)
     return recomputed(task) if job.recompute else task
 
 
@@ -76,11 +67,6 @@ def recomputed(task: Task) -> Task:
 
 
 def contestant_of(job: Job) -> Contestant:
-    """Contestant that trains a job.
-
-    Raises:
-        Absent: it is not installed.
-    """
     task = task_of(job)
     if job.contestant == jobs.GEMINI:
         return gemini(job, task)
@@ -104,8 +90,7 @@ def gemini(job: Job, task: Task) -> Contestant:
     """Ours, under a limit that leaves room for the interpreter and torch."""
     limit = job.options.get("told", job.limit - job.options.get("constant", 0))
     known = {n: v for n, v in job.options.items() if n not in OWN_OPTIONS}
-    work = peak_of(job, task) if job.model == "gpt" else None
-    return boosted(job.contestant, task, _plugin(job, limit, **known), work)
+    return boosted(job.contestant, task, _plugin(job, limit, **known), peak_of(job, task))
 
 
 def peak_of(job: Job, task: Task) -> Work:
@@ -122,30 +107,7 @@ def _plugin(job: Job, limit: int, **options: Any) -> GeminiPlugin:
     return GeminiPlugin(f"{limit // jobs.MIB}MiB", disk=disk, verbose=False, **options)
 
 
-def predict(job: Job) -> None:
-    """Seconds of a step of several settings, from a batch that is measured here."""
-    task = task_of(job)
-    model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    write, read, both = (job.options[f"{name}_bps"] for name in ("write", "read", "both"))
-    disk = Disk(write, read, both_rate=both, folder=job.folder)
-    # What the processor takes for transfers is measured here, too, as `gulliver probe` does.
-    cluster = replace(current_cluster(1), device=probe_device(torch.device("cpu")), disk=disk)
-    sample = torch.randint(VOCABULARY, (job.batch, job.length))
-    work: Work | None = None
-    for limit, early in job.options["settings"]:
-        plugin = _plugin(job, limit, step_in_backward=early)
-        measured: dict[str, Any] = {"sample": sample} if work is None else {"work": work}
-        try:
-            plan = plugin.make_plan(model, optimizer, cluster, **measured)
-        except GulliverError:  # below the least limit: it is refused when it runs, too
-            continue
-        work = plan.work
-        say("facts", facts={f"{limit} {early}": plan.predicted.seconds.step})
-
-
 def train(job: Job) -> None:
-    """Builds and trains."""
     contestant = contestant_of(job)
     say("ready")
     count = disk_counter()
@@ -164,7 +126,6 @@ def train(job: Job) -> None:
 
 
 def _facts(contestant: Contestant) -> dict[str, Any]:
-    """Facts that a contestant tells of itself."""
     manager = getattr(getattr(contestant.optimizer, "shards", None), "manager", None)
     return {} if manager is None else dict(manager.stats())
 
@@ -197,10 +158,9 @@ def measure_disk(job: Job) -> None:
 
 
 def main(text: str) -> int:
-    """Does the job that a line of JSON says."""
     job = Job(**json.loads(text))
     try:
-        {jobs.DISK: measure_disk, jobs.PREDICT: predict}.get(job.contestant, train)(job)
+        (measure_disk if job.contestant == jobs.DISK else train)(job)
     except Absent as error:
         say("error", end="absent", told=str(error))
         return 1

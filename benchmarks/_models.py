@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, width]`` to the same."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -42,7 +42,6 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits ``[B, T, VOCABULARY]`` of ids ``[B, T]``."""
         x = self.embed(ids) + self.positions
         for block in self.blocks:
             x = block(x)
@@ -73,6 +72,21 @@ def gpt(width: int = 512, depth: int = 8, batch: int = 4, length: int = 128) -> 
         loss,
         lambda model: list(model.blocks),  # type: ignore[arg-type]
     )
+
+
+def llama(
+    vocabulary: int, width: int, inner: int, blocks: int, heads: int, kv_heads: int = 0,
+    length: int = 2048, **more: Any,
+) -> Any:  # fmt: skip
+    """A Llama of transformers with random weights; `more` goes to its configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=inner,
+        num_hidden_layers=blocks, num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads, max_position_embeddings=length, **more,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def stdit(batch: int = 16, size: str = "tiny") -> Task:

@@ -41,7 +41,6 @@ def models_table() -> str:
 
 
 def quirks_table() -> str:
-    """A line for each quirk."""
     rows = [
         (f"`{name}`", ", ".join(k for k, names in QUIRKS_OF.items() if name in names), reason)
         for name, reason in QUIRKS.items()

@@ -31,33 +31,21 @@ DEEPSPEED_BUCKET = 5_000_000
 
 @dataclass
 class Contestant:
-    """A model in training.
+    """A model in training."""
 
-    Attributes:
-        name: in the table.
-        step: one step on the batch of a seed; returns the loss.
-        tensors: parameters, gradients and optimizer state that this rank holds now.
-        optimizer: that steps; ours, where it is ours.
-        model: that is trained, without wrappers.
-        inner: torch's optimizer, which it steps in the end.
-        finish: waits for what a step leaves under way.
-        planned: bytes that this rank will hold at most, where somebody predicts them.
-        steps: done so far.
-        loss: of the last step.
-        losses: of all steps that `advance` did.
-    """
-
-    name: str
-    step: Callable[[int], float]
+    name: str  # in the table
+    step: Callable[[int], float]  # one step on the batch of a seed; returns the loss
+    # parameters, gradients and optimizer state that this rank holds now
     tensors: Callable[[], Iterable[Any]]
-    optimizer: Any = None
-    model: nn.Module = field(default_factory=nn.Module)
-    inner: torch.optim.Optimizer | None = None
-    finish: Callable[[], None] = lambda: None
+    optimizer: Any = None  # that steps; ours, where it is ours
+    model: nn.Module = field(default_factory=nn.Module)  # that is trained, without wrappers
+    inner: torch.optim.Optimizer | None = None  # torch's optimizer, which it steps in the end
+    finish: Callable[[], None] = lambda: None  # waits for what a step leaves under way
+    # bytes that this rank will hold at most, where somebody predicts them
     planned: Callable[[], int] | None = None
-    steps: int = 0
-    loss: float = float("nan")
-    losses: list[float] = field(default_factory=list)
+    steps: int = 0  # done so far
+    loss: float = float("nan")  # of the last step
+    losses: list[float] = field(default_factory=list)  # of all steps that `advance` did
 
     def advance(self, rank: int, ranks: int) -> None:
         """A step on this rank's next batch."""
@@ -74,7 +62,7 @@ class Contestant:
     @property
     def chunk_mb(self) -> float | None:
         """Size of the largest chunk, of ours."""
-        chunks = getattr(self.optimizer, "everything", None)
+        chunks = getattr(self.optimizer, "all_chunks", None)
         return max(c.chunk.nbytes for c in chunks) / 2**20 if chunks else None
 
     def bytes(self) -> int:
@@ -113,14 +101,7 @@ class Contestant:
 
 
 def build(name: str, task: Task, chunk_mb: float | str) -> Contestant | None:
-    """The contestant of a name, or None where it is not installed.
-
-    Args:
-        name: ``compute``, ``DDP``, ``DDP MB`` of a bucket, ``FSDP2``, ``FSDP2 keep``,
-            ``DeepSpeed STAGE``, ``ZeRO STAGE`` or ``ZeRO STAGE in backward``.
-        task: what to train.
-        chunk_mb: of ours.
-    """
+    """The contestant of a name, or None where it is not installed."""
     kind, _, rest = name.partition(" ")
     if kind == "ZeRO":
         stage, _, when = rest.partition(" ")
@@ -151,7 +132,7 @@ def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> 
         plan = plugin.make_plan(model, optimizer, work=work)
         booster = Booster(plan=plan, verbose=False)
     net, wrapped, *_ = booster.boost(model, optimizer)
-    sharded = hasattr(wrapped, "everything")
+    sharded = hasattr(wrapped, "all_chunks")
 
     def step(seed: int) -> float:
         loss = task.loss(net, seed)

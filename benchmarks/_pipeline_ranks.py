@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from benchmarks._harness import Spread, alternate
-from gulliver.comm import all_reduce, barrier, init_world
+from benchmarks._harness import Spread, alternate, slowest_rank
+from gulliver.comm import barrier, init_world
 from gulliver.comm import shutdown as leave
 from gulliver.comm.groups import RankGroup
 from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
@@ -33,8 +33,7 @@ OURS = {
     "zero_bubble": ("zero_bubble", 1),
     "zbv": ("zbv", 2),
 }
-EVEN = "1f1b, even cut"
-"""Ours, cut as the peer is."""
+EVEN = "1f1b, even cut"  # Ours, cut as the peer is
 CONTESTANTS = (*TORCH, EVEN, *OURS)
 MODELS = ("uniform", "non-uniform")
 
@@ -48,16 +47,13 @@ class Options:
     """Loopback, or rates of shaped links, which need root."""
     models: tuple[str, ...] = MODELS
     contestants: tuple[str, ...] = CONTESTANTS
-    rounds: int = 5
-    """Turns of a step each."""
+    rounds: int = 5  # Turns of a step each
     micro_batches: int = 8
     blocks: int = 16
     hidden: int = 256
     samples: int = 32
-    length: int = 64
-    """Tokens of a sample."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    length: int = 64  # Tokens of a sample
+    keep: bool = False  # Write benchmarks/results
 
 
 class Residual(nn.Module):
@@ -68,7 +64,6 @@ class Residual(nn.Module):
         self.up, self.down = nn.Linear(hidden, wide), nn.Linear(wide, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds to ``x`` [..., hidden]."""
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -94,21 +89,13 @@ def loss_of(outputs: Tensor, given: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found on one network, for one model.
+    """What a rank found on one network, for one model."""
 
-    Attributes:
-        steps: seconds of the slowest rank, by contestant.
-        forward: seconds of each of this rank's blocks for a micro-batch, measured alone.
-        backward: the same, backward.
-        cuts: blocks of each stage, by contestant.
-        losses: of the last step, by contestant; they must agree.
-    """
-
-    steps: dict[str, Spread]
-    forward: list[float]
-    backward: list[float]
-    cuts: dict[str, tuple[int, ...]]
-    losses: dict[str, float]
+    steps: dict[str, Spread]  # seconds of the slowest rank, by contestant
+    forward: list[float]  # seconds of each of this rank's blocks for a micro-batch, measured alone
+    backward: list[float]  # the same, backward
+    cuts: dict[str, tuple[int, ...]]  # blocks of each stage, by contestant
+    losses: dict[str, float]  # of the last step, by contestant; they must agree
 
 
 def measure(options: Options, model: str) -> Found:
@@ -184,13 +171,10 @@ def _torch(
 
 
 def _turn(step: Step, name: str, losses: dict[str, float]) -> float:
-    """A step; seconds of the slowest rank."""
     barrier()
     started = time.perf_counter()
     losses[name] = step()
-    slowest = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-    all_reduce(slowest, "max")
-    return float(slowest)
+    return slowest_rank(time.perf_counter() - started)
 
 
 def block_seconds(

@@ -57,13 +57,11 @@ from gulliver.planner.search.facts import Axes, Facts, Grid, facts_of
 from gulliver.planner.search.grids import Found, search_grids
 from gulliver.planner.search.score import Scored, Scorer
 
-ROUNDS = 2
-"""Rounds in which passes of one process are measured."""
+ROUNDS = 2  # Rounds in which passes of one process are measured
 TURNS = 3
 PROBED = (1 << 12, 1 << 18, 1 << 22)
 """Turns and bytes of each collective that is probed: fewer than `gulliver probe` takes."""
-OWED_S = 1e-3
-"""Seconds that are slept at once, at least: shorter sleeps are inexact."""
+OWED_S = 1e-3  # Seconds that are slept at once, at least: shorter sleeps are inexact
 NAMES = ("outer", "inner")
 PEERS = (FSDP2, DTENSOR)
 GRIDS = (
@@ -82,18 +80,13 @@ GRIDS = (
 
 
 class Slowed(DispatchMode):
-    """Lets products of matrices take as long as on a device of a given rate.
-
-    Args:
-        rate: FLOP/s of the device.
-    """
+    """Lets products of matrices take as long as on a device of a given rate."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate, self.owed = rate, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, and sleeps for what the device would take besides."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with what this rank has
         if func is torch.ops.aten.mm.default:
@@ -117,56 +110,39 @@ class Slowed(DispatchMode):
 
 @dataclass(frozen=True)
 class Row:
-    """A grid, as it was predicted and as it ran.
+    """A grid, as it was predicted and as it ran."""
 
-    Attributes:
-        grid: the grid in words.
-        searched: seconds that the search predicts for a step.
-        planned: seconds that the plan of the grid predicts.
-        measured: seconds of a step of the slowest rank; None where it does not run.
-        why: why it does not run.
-        spread: seconds between its fastest and its slowest measured step, on the slowest rank.
-    """
-
-    grid: str
-    searched: float
-    planned: float = 0.0
+    grid: str  # the grid in words
+    searched: float  # seconds that the search predicts for a step
+    planned: float = 0.0  # seconds that the plan of the grid predicts
+    # seconds of a step of the slowest rank; None where it does not run
     measured: float | None = None
-    why: str = ""
+    why: str = ""  # why it does not run
+    # seconds between its fastest and its slowest measured step, on the slowest rank
     spread: float = 0.0
 
 
 @dataclass
 class Truth:
-    """Measurements and predictions on one network with one model.
+    """Measurements and predictions on one network with one model."""
 
-    Attributes:
-        rows: grids that were run.
-        peers: seconds of a step of what is put together by hand with torch.
-        fitted: seconds of launching an operator and bytes/s of the memory, from one process.
-        update_s: seconds of the optimizer's step of the whole model, predicted and measured.
-        best: grids of the search, best first, in words, with the seconds that it predicts.
-        links: latency and bandwidth of each axis, outer to inner.
-        cluster: machines as they were probed, as text: predictions can be made again from it.
-    """
-
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # grids that were run
+    # seconds of a step of what is put together by hand with torch
     peers: dict[str, float] = field(default_factory=dict)
+    # seconds of launching an operator and bytes/s of the memory, from one process
     fitted: tuple[float, float] = (0.0, 0.0)
+    # seconds of the optimizer's step of the whole model, predicted and measured
     update_s: tuple[float, float] = (0.0, 0.0)
+    # grids of the search, best first, in words, with the seconds that it predicts
     best: list[tuple[str, float]] = field(default_factory=list)
+    # latency and bandwidth of each axis, outer to inner
     links: list[tuple[float, float]] = field(default_factory=list)
+    # machines as they were probed, as text: predictions can be made again from it
     cluster: str = ""
 
 
 def measure(models: dict[str, Sizes], rate: float, steps: int) -> dict[str, Truth]:
-    """One rank's part on one network.
-
-    Args:
-        models: models by name.
-        rate: FLOP/s of the device that is slept.
-        steps: measured steps of each grid.
-    """
+    """One rank's part on one network."""
     world = init_world()
     torch.set_num_threads(1)
     device = max(gather_objects(probe_device(world.device)), key=lambda d: d.memory_rate)
@@ -288,13 +264,7 @@ def _of_model(sizes: Sizes, cluster: Cluster, steps: int) -> Truth:
 
 
 def calibrated(facts: Facts, works: dict[int, list[Work]]) -> Facts:
-    """Facts with launches and a memory that take what passes of two sizes took; all ranks call it.
-
-    Args:
-        facts: model on the device as it was probed.
-        works: passes as they were measured in one process, by the number of samples; the median of
-            all ranks' counts.
-    """
+    """Facts with launches and memory fitted to passes of two sizes; all ranks call it."""
     own = {n: [work.forward_s + work.backward_s for work in found] for n, found in works.items()}
     told = gather_objects(own)
     few, many = sorted(works)

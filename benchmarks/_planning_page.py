@@ -20,8 +20,7 @@ from gulliver.cli.dispatch import main as command
 
 BLOCK = re.compile(r"```text\n\$ gulliver (plan [^\n]*)\n(.*?)```", re.DOTALL)
 GRIDS = 3
-WIDTH = "160"
-"""Columns that a row of the table has, so that none is broken."""
+WIDTH = "160"  # Columns that a row of the table has, so that none is broken
 LEFT_OUT = ("seconds at", "not counted", "refused:", "the model is made for", "each ")
 
 
@@ -53,7 +52,6 @@ def written(page: str) -> str:
 
 
 def main() -> None:
-    """Writes the page, or checks it."""
     path, check = Path(sys.argv[1]), "--check" in sys.argv
     page = path.read_text()
     now = written(page)

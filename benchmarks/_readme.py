@@ -11,7 +11,6 @@ MARKS = re.compile(r"(<!-- demo -->\n).*?(<!-- /demo -->)", re.DOTALL)
 
 
 def main(demo: Path, root: Path) -> None:
-    """Copies the sheet to docs/assets, and the table and times of report.md between the marks."""
     lines = (demo / "report.md").read_text(encoding="utf-8").splitlines()
     chosen = [line for line in lines if line.startswith(("|", "- autoencoder", "- training"))]
     chosen += [line for line in lines if line.startswith(("- all in", "- machine"))]

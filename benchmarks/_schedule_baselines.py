@@ -1,94 +1,14 @@
-"""Peers that only this benchmark runs: Pollux as published, and a search that knows all arrivals.
-
-`clairvoyant` gives each job a factor of its weight in a rule of sharing, and searches these factors
-at random over the whole trace. What it finds is a schedule that can be run, so it says what some
-schedule does, where a bound says what none can do; it is no proof that nothing is better.
-"""
+"""A peer that only this benchmark runs: Pollux as published."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from gulliver.schedule import Job, JobCluster
+from gulliver.schedule import JobCluster
 from gulliver.schedule.classic import Pollux
-from gulliver.schedule.policies import CALM, RULES, Jobs, SharingRule, Worlds, useful_goodputs
 from gulliver.schedule.state import Decision, View
-from gulliver.solve.allocation import allocate
-
-INERTIAS = (1.0, 2.0, 4.0)
-"""How much resizes count in the rules that the search may begin with."""
-
-
-def clairvoyant(
-    trace: Sequence[Job], cluster: JobCluster, rounds: int = 150, tries: int = 32, seed: int = 0
-) -> float:
-    """Returns the mean completion time in seconds of the best schedule that was found."""
-    jobs = _whole(tuple(sorted(trace, key=lambda job: job.arrival)), cluster)
-    draw = np.random.default_rng(seed)
-    rules = tuple(
-        rule._replace(inertia=times)
-        for rule in (*(r for r in RULES if not r.lazy), CALM)
-        for times in INERTIAS
-    )
-    ones = np.ones((len(rules), len(jobs.left)))
-    costs = _costs(jobs, rules, ones)
-    kept = np.argsort(costs, kind="stable")[:4]
-    # Four starts side by side; each keeps what is better than its own best.
-    starts = [(float(costs[n]), rules[n], ones[0]) for n in kept]
-    for number in range(rounds):
-        starts = _improved(starts, jobs, tries // len(starts), draw, number / rounds)
-    return min(cost for cost, _, _ in starts) / len(jobs.left)
-
-
-Start = tuple[float, SharingRule, np.ndarray]
-
-
-def _improved(
-    starts: list[Start], jobs: Jobs, tries: int, draw: np.random.Generator, part: float
-) -> list[Start]:
-    """Changes factors of a few jobs in each start, less as the search goes on."""
-    rules, boosts = [], []
-    for _, rule, boost in starts:
-        for _ in range(tries):
-            size = 10 ** draw.uniform(-1.5, 0.5 - part)
-            chosen = draw.integers(len(boost), size=int(draw.integers(1, 4)))
-            changed = boost.copy()
-            changed[chosen] *= np.exp(size * draw.standard_normal(len(chosen)))
-            rules.append(rule)
-            boosts.append(changed)
-    costs = _costs(jobs, tuple(rules), np.stack(boosts))
-    found = []
-    for number, start in enumerate(starts):
-        own = costs[number * tries : (number + 1) * tries]
-        best = int(own.argmin())
-        better = own[best] < start[0]
-        found.append(
-            (float(own[best]), start[1], boosts[number * tries + best]) if better else start
-        )
-    return found
-
-
-def _costs(jobs: Jobs, rules: tuple[SharingRule, ...], boosts: np.ndarray) -> np.ndarray:
-    return Worlds(jobs, rules, allocate, boost=boosts).follow().cost
-
-
-def _whole(trace: tuple[Job, ...], cluster: JobCluster) -> Jobs:
-    """A whole trace as numbers, before its first arrival."""
-    zeros = np.zeros(len(trace))
-    first = trace[0].arrival
-    return Jobs(
-        np.array([job.samples for job in trace]),
-        np.stack([useful_goodputs(job.modes(cluster).goodputs) for job in trace]),
-        zeros.astype(np.int64),
-        zeros,
-        np.array([job.start_seconds for job in trace]),
-        np.array([job.resize_seconds for job in trace]),
-        np.full(len(trace), np.inf),
-        np.array([job.arrival - first for job in trace]),
-    )
 
 
 class PolluxInRounds(Pollux):
@@ -99,23 +19,13 @@ class PolluxInRounds(Pollux):
     crossed job by job with one chosen by tournament, repaired where there are not so many slots,
     and the best are kept (Qiao et al. 2021, "Pollux", section 4.2.1; 100 allocations, 100
     generations). It begins from what jobs hold; the published one from its last population.
-
-    Args:
-        period: seconds between rounds.
-        population: allocations that are kept.
-        generations: generations of a round.
-        seed: seed of the search.
     """
 
     name, what = "pollux-rounds", "pollux as published: rounds of 60 s, and a genetic search"
     knows_quotas = False
 
     def __init__(
-        self,
-        period: float = 60.0,
-        population: int = 100,
-        generations: int = 100,
-        seed: int = 0,
+        self, period: float = 60.0, population: int = 100, generations: int = 100, seed: int = 0
     ) -> None:
         super().__init__(period)
         self.population, self.generations, self.seed = population, generations, seed

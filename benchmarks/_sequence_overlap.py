@@ -1,4 +1,4 @@
-"""How well a ring computes while it sends, and how evenly ranks compute under a causal mask.
+"""How well a ring computes while it sends.
 
 *Computing alone* is one call of the kernel over all keys, *sending alone* the same messages with
 nothing between them; both in the same ranks, taking turns with the ring. The link is shaped so that
@@ -7,28 +7,25 @@ sending takes a third of computing, as long, and three times as long.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.parallel.two_ring import imbalance
 from torch import Tensor
 
-from benchmarks._harness import Report, Spread, alternate, at_least, at_most
+from benchmarks._harness import Report, Spread, alternate, at_most
 from benchmarks._sequence_shared import Options, milli, seconds_of, shape_of, slowest, tensors
 from benchmarks.netlab import Net, run
 from benchmarks.netlab._net import bits_per_second
-from gulliver.comm import gather_objects, init_world
+from gulliver.comm import init_world
 from gulliver.hardware import Cluster
 from gulliver.hardware.attention import AttentionShape as Shape
 from gulliver.hardware.cluster import Axis, Device, Link
-from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
+from gulliver.parallel.sequence import SequencePlan, attention, make_groups
 from gulliver.parallel.sequence.choice import predict, volume
-from gulliver.parallel.sequence.heads import deal_heads
-from gulliver.parallel.sequence.kernels import How, Partial, attend
-from gulliver.parallel.sequence.layout import Layout, SequenceGroups
-from gulliver.parallel.sequence.mask import Rules, tiles
+from gulliver.parallel.sequence.kernels import How
+from gulliver.parallel.sequence.layout import SequenceGroups
+from gulliver.parallel.sequence.mask import Rules
 from gulliver.parallel.sequence.ring import RingCall, _Pack, round_trip, turn
 
 RANKS, RING = 4, SequencePlan(inner=4)
@@ -161,53 +158,3 @@ def predicted(shape: Shape, rate: str, computing: float) -> float:
     link = Link(1e-3, bits_per_second(rate) / 8)
     cluster = Cluster("shaped", device, (Axis("local", RANKS, link),))
     return predict(cluster, shape, RING).seconds
-
-
-def time_balance(options: Options) -> dict[str, float]:
-    """Seconds of the slowest rank of each step over the mean, less 1, by layout."""
-    init_world()
-    found = {}
-    for name in ("contiguous", "zigzag"):
-        groups = make_groups(SequencePlan(inner=RANKS, layout=name))
-        shape = shape_of(options, RANKS, options.local)
-        q, k, v, _ = (t.detach() for t in tensors(shape, RANKS))
-        layout = groups.plan.lay(shape.length)
-        rules = Mask(causal=True).rules(1, shape.length, shape.length)
-        how = How(0.125, rules, deal_heads(shape.heads, shape.heads, 1).runs(0))
-        call = RingCall(groups, layout, layout, how)
-        steps = [_step_seconds(q, k, v, call, step, options.rounds) for step in range(RANKS)]
-        ranks = gather_objects(steps)
-        worst = sum(max(step) for step in zip(*ranks, strict=True))
-        found[name] = worst * RANKS / sum(map(sum, ranks)) - 1
-    return found
-
-
-def _step_seconds(q: Tensor, k: Tensor, v: Tensor, call: RingCall, step: int, rounds: int) -> float:
-    """Processor seconds of one step's block: neither messages nor other processes count.
-
-    The least of all rounds: what is computed is the same each time, and more is a disturbance.
-    """
-    place = call.groups.place
-    held = call.queries.of_place(place), call.keys.of_place((place - step) % RANKS)
-    found = tiles(*held, call.how.rules)
-    seconds = []
-    for _ in range(2 * rounds):
-        partial = Partial.empty(q, v.shape[3])
-        started = time.thread_time()
-        attend(partial, q, k, v, found, call.how)
-        seconds.append(time.thread_time() - started)
-    return min(seconds)
-
-
-def report_balance(options: Options, report: Report) -> None:
-    """Measured and by pairs."""
-    found = run(time_balance, None, options, ranks=RANKS)[0]
-    length = RANKS * options.local
-    causal: Rules = Mask(causal=True).rules(1, length, length)
-    for name, value in found.items():
-        pairs = imbalance(Layout(length, RANKS, 1, name), causal)  # type: ignore[arg-type]
-        report.rows.append(("balance", name, f"{value:.1%}", f"{pairs:.1%}", ""))
-    report.bars += [
-        at_most("balance: zigzag, slowest over mean less 1", found["zigzag"], 0.03),
-        at_least("balance: contiguous, the same", found["contiguous"], 0.5),
-    ]

@@ -3,8 +3,7 @@
 - *all-gather*: K and V are gathered, one call of the kernel, gradients reduced and scattered;
 - *two rings*: of the 2021 paper;
 - *torch's ring*: the ring inside torch's experimental context parallelism, both of its ways to send
-  K and V on, given the CPU kernel. Its public entrance is only tried, and what it says is noted:
-  the ring behind it knows the ops of CUDA alone.
+  K and V on, given the CPU kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from tests.parallel.two_ring import two_ring_attention
 from torch import Tensor
 
-from benchmarks._harness import Report, Spread, alternate, at_least
+from benchmarks._harness import Report, alternate, at_least
 from benchmarks._sequence_overlap import rate_for
 from benchmarks._sequence_shared import (
     MIB,
@@ -47,14 +46,12 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The whole."""
         parts = x.new_empty((RANKS, *x.shape))
         _compat.all_gather_flat(parts.view(-1), x.contiguous().view(-1))
         return torch.cat(list(parts), 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
-        """This rank's part of the sum."""
         parts = torch.stack(grad.chunk(RANKS, 2))
         own = torch.empty_like(parts[0])
         _compat.reduce_scatter_flat(own.view(-1), parts.view(-1))
@@ -66,7 +63,6 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rotate: str) -> Tensor:
-        """The output."""
 
         def op(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
             return _compat_attention.cpu_flash_forward(
@@ -81,7 +77,6 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        """The gradients."""
 
         def op(
             grad_out: Tensor,
@@ -153,23 +148,6 @@ def time_peers(options: Options) -> dict[str, tuple[float, ...]]:
     return times | sent | {SUMS: (far,)}
 
 
-def public_entrance(causal: bool) -> str:
-    """What comes of torch's public context parallelism on CPU and gloo."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    init_world()
-    mesh = init_device_mesh("cpu", (RANKS,))
-    q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
-    try:
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-            F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return "runs"
-
-
 def report_peers(options: Options, report: Report) -> None:
     """Rows, and the bar of the ring beside the fastest other."""
     shape = shape_of(options, RANKS, options.local)
@@ -189,12 +167,4 @@ def report_peers(options: Options, report: Report) -> None:
     fastest = min(found[name].median for name in others)
     report.bars.append(at_least("peers: fastest other / ring of 4", fastest / ring, 1.0))
     report.figures["peers"] = {name: list(found[name].values) for name in (*names, SUMS)}
-    _rows_of_entrance(report, found[SUMS])
-
-
-def _rows_of_entrance(report: Report, far: Spread) -> None:
-    report.notes.append(f"peers: gradients differ from ours by at most {far.median:.1e}, relative")
-    for causal in (False, True):
-        said = run(public_entrance, None, causal, ranks=RANKS)[0]
-        kind = "causal" if causal else "full"
-        report.notes.append(f"torch's public context_parallel on CPU and gloo, {kind}: {said}")
+    report.notes.append(f"peers: gradients differ from ours by at most {found[SUMS].median:.1e}")

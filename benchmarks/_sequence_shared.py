@@ -16,7 +16,7 @@ from gulliver.comm import barrier
 from gulliver.hardware.attention import AttentionShape as Shape
 
 MIB = 1 << 20
-PARTS = ("bytes", "overlap", "levels", "balance", "peers", "memory", "longest", "gpu")
+PARTS = ("bytes", "overlap", "levels", "peers")
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Options:
 
     heads: int = 4
     head_dim: int = 64
-    local: int = 2048
-    """Tokens of each rank."""
+    local: int = 2048  # Tokens of each rank
     overlap_heads: int = 1
     overlap_local: int = 5120
     """Tokens of each rank where overlap is measured: the more, the less of a core sending takes."""
@@ -36,21 +35,17 @@ class Options:
     level_local: int = 256
     """Tokens of each rank on two levels: few, as two ranks share a core there."""
     uplink: str = "100mbit"
-    cap_mib: int = 256
-    """Memory of each rank for the longest sequence."""
     rounds: int = 5
     parts: tuple[str, ...] = PARTS
-    quick: bool = False
-    """Small sizes, to see that it runs; the bars of times need not hold."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    quick: bool = False  # Small sizes, to see that it runs; the bars of times need not hold
+    keep: bool = False  # Write benchmarks/results
 
     def sized(self) -> Options:
         """These, or the quick ones."""
         if not self.quick:
             return self
         small: dict[str, Any] = {"local": 256, "overlap_local": 2048, "level_local": 64}
-        return replace(self, **small, cap_mib=16, rounds=2)
+        return replace(self, **small, rounds=2)
 
 
 def shape_of(options: Options, ranks: int, local: int, heads: int | None = None) -> Shape:
@@ -83,7 +78,6 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def slowest(ranks: list[Mapping[str, tuple[float, ...]]]) -> dict[str, Spread]:
-    """The slowest rank of each turn."""
     return {
         name: Spread(tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True))))
         for name in ranks[0]
@@ -91,6 +85,4 @@ def slowest(ranks: list[Mapping[str, tuple[float, ...]]]) -> dict[str, Spread]:
 
 
 def milli(spread: Spread) -> str:
-    """For people."""
-    low, middle, high = (f"{v * 1e3:.0f}" for v in (spread.low, spread.median, spread.high))
-    return f"{middle} ({low} to {high}) ms"
+    return f"{spread.shown('.0f', 1e-3)} ms"

@@ -213,10 +213,7 @@ def report_levels(options: Options, report: Report) -> None:
 
 
 def _rows_of_levels(
-    options: Options,
-    report: Report,
-    busiest: Mapping[str, float],
-    of_nodes: Mapping[str, float],
+    options: Options, report: Report, busiest: Mapping[str, float], of_nodes: Mapping[str, float]
 ) -> None:
     """Found beside the formulas: of a rank, and of a node."""
     shape = of_levels(options)

@@ -30,13 +30,6 @@ def has_llamacpp() -> bool:
 
 
 def write_gguf(model: Any, path: Path, kind: str) -> None:
-    """Writes a Llama.
-
-    Args:
-        model: Llama of transformers, in float32.
-        path: the file.
-        kind: ``f32`` or ``q8_0``: of matrices; norms stay float32.
-    """
     import gguf  # pyright: ignore[reportMissingImports]
 
     config = model.config
@@ -115,10 +108,7 @@ def _named(name: str) -> str | None:
 
 def _turned(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
     """Rows of queries and keys in pairs that llama.cpp rotates: halves become neighbours."""
-    heads = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": config.num_key_value_heads,
-    }
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = next((n for part, n in heads.items() if part in name), None)
     if count is None:
         return value
@@ -128,15 +118,7 @@ def _turned(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 class LlamaCpp:
-    """llama.cpp's server with a model's weights.
-
-    Args:
-        model: Llama of transformers.
-        kind: one of `FORMATS`.
-        most: requests at a time.
-        longest: most tokens of a request.
-        tokens: most tokens of a step.
-    """
+    """llama.cpp's server with a model's weights."""
 
     def __init__(self, model: Any, kind: str, most: int, longest: int, tokens: int) -> None:
         import xllamacpp  # pyright: ignore[reportMissingImports]

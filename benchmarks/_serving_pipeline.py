@@ -3,12 +3,10 @@
 Stages are ranks in network namespaces, with shaped links between them and the engine's own worker,
 controller and messages. What a stage computes is a stand-in that takes a fixed time and no core:
 there are fewer cores than stages here, and the links and the order of things are what is measured.
-Three ways to run m batches are timed and held against their formulas, with t the seconds of a stage
+Two ways to run m batches are timed and held against their formulas, with t the seconds of a stage
 and c those of a link, both measured with one batch at a time:
 
     blocking        m x (sum t + sum c)             the next batch begins when the one before is out
-    rendezvous      simulated                       who sends waits for who receives, and computes
-                                                    nothing meanwhile
     non-blocking    sum + (m - 1) x max(t, c)       batches are sent ahead, links are servers
 
 A link that was idle sends the first bytes faster (the shaping allows a burst of 70 kB): in the
@@ -28,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._harness import Report, Spread, alternate, at_least, at_most
+from benchmarks._harness import Report, Spread, alternate, at_most
+from benchmarks._models import llama
 from benchmarks.netlab import Net, run
 from gulliver.comm import init_world, shutdown
 from gulliver.comm.groups import RankGroup
@@ -38,20 +37,18 @@ from gulliver.serve.batch import Facts
 from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.layout import Layout
 from gulliver.serve.ranks.stage import RankSizes
-from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, _Waiting, _Worker, work
+from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, work
 
-WAYS = ("blocking", "rendezvous", "non-blocking")
+WAYS = ("blocking", "non-blocking")
 RATE = "200mbit"
-TOKENS, WIDTH = 64, 1024
-"""Of a batch, so that its carry takes about 10 ms on a link of 200 Mbit/s."""
+TOKENS, WIDTH = 64, 1024  # Of a batch, so that its carry takes about 10 ms on a link of 200 Mbit/s
 STAGES = {
     "3 stages, compute slowest": (0.02, 0.03, 0.02),
     "3 stages, links slowest": (0.005, 0.005, 0.005),
     "4 stages, even": (0.012, 0.012, 0.012, 0.012),
     "4 stages, uneven": (0.01, 0.02, 0.01, 0.01),
 }
-MANY = 16
-"""Batches of a makespan."""
+MANY = 16  # Batches of a makespan
 SECRET = b"benchmark"
 
 
@@ -72,29 +69,6 @@ class Fixed:
         return torch.zeros(1, batch.tokens, WIDTH) if carry is None else carry
 
 
-class _Rendezvous(_Worker):
-    """A worker that receives when it is ready, and waits until what it sends has been taken."""
-
-    def _take(self, batch: Batch) -> None:
-        self._waiting.append(_Waiting(batch, None, None))
-
-    def _run(self, one: _Waiting) -> None:
-        began = time.monotonic()
-        carry = None
-        if self._previous is not None:
-            carry = torch.empty(1, one.batch.tokens, WIDTH)
-            post([(self._previous, carry)], [], self._group, CARRY_TAG).wait()
-        got = time.monotonic()
-        out = self._model.run(one.batch, carry)
-        done = time.monotonic()
-        if self._next is not None:
-            post([], [(self._next, out)], self._group, CARRY_TAG).wait()
-        else:
-            content = out.numpy().tobytes()
-            self._link.send(RankMessage("logits", one.batch.ticket, (tuple(out.shape), content)))
-        self._link.send(RankMessage("done", one.batch.ticket, (began, got, done)))
-
-
 class _Crew:
     def __init__(self, links: Sequence[Any]) -> None:
         self.links = links
@@ -104,7 +78,6 @@ class _Crew:
         return f"is gone ({rank})"
 
     def close(self) -> None:
-        """Closes the connections."""
         for link in self.links:
             link.close()
 
@@ -134,7 +107,7 @@ def stages_on_links(folder: str, seconds: Sequence[float], rounds: int) -> dict[
                 single += seen if way == "blocking" else []
             else:
                 dist.barrier()
-                _staged(address, layout, world.rank, seconds, way)
+                _staged(address, layout, world.rank, seconds)
             dist.barrier()
     shutdown()
     if world.rank < count:
@@ -162,18 +135,14 @@ def _streamed(rank: int, first: int) -> float:
     return (ends[-1] - ends[1]) / (MANY - 2)
 
 
-def _staged(address: str, layout: Layout, rank: int, seconds: Sequence[float], way: str) -> None:
+def _staged(address: str, layout: Layout, rank: int, seconds: Sequence[float]) -> None:
     link = Client(address, authkey=SECRET)
     link.send(rank)
     link.send(RankMessage("sizes", value=RankSizes(1, None, 64)))
     link.recv()
     link.send(RankMessage("ready"))
     model = Fixed(seconds[rank], rank == layout.stages - 1)
-    group = RankGroup(tuple(range(layout.ranks)), rank)
-    if way == "rendezvous":
-        _Rendezvous(link, model, layout, rank, group, None).run()
-    else:
-        work(link, model, layout, rank, group)
+    work(link, model, layout, rank, RankGroup(tuple(range(layout.ranks)), rank))
     link.close()
 
 
@@ -216,33 +185,12 @@ def formulas(
     many: int,
     streamed: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """Seconds that each way should take.
-
-    Args:
-        stages: seconds of the stages.
-        links: seconds of the links between them.
-        many: number of batches.
-        streamed: seconds of the links where a carry is behind another; None for the same.
-    """
+    """Seconds that each way should take."""
     whole = sum(stages) + sum(links)
     return {
         "blocking": many * whole,
-        "rendezvous": _rendezvous(stages, links, many),
         "non-blocking": whole + (many - 1) * max(*stages, *(streamed or links)),
     }
-
-
-def _rendezvous(stages: Sequence[float], links: Sequence[float], many: int) -> float:
-    """A stage that sends is busy until the next one, free by then, has received."""
-    free = [0.0] * len(stages)
-    for _ in range(many):
-        ready = free[0] + stages[0]
-        for stage in range(1, len(stages)):
-            arrived = max(ready, free[stage]) + links[stage - 1]
-            free[stage - 1] = arrived
-            ready = arrived + stages[stage]
-        free[-1] = ready
-    return free[-1]
 
 
 def makespans(report: Report, rounds: int) -> None:
@@ -255,8 +203,9 @@ def makespans(report: Report, rounds: int) -> None:
         for way in WAYS:
             spread = Spread(tuple(found["spans"][way]))
             off = spread.median / predicted[way] - 1
-            said = f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
-            report.rows.append((f"{name}: {way}", said, f"{predicted[way]:.3f}", f"{off:+.1%}"))
+            report.rows.append(
+                (f"{name}: {way}", spread.shown(".3f"), f"{predicted[way]:.3f}", f"{off:+.1%}")
+            )
             if way == "non-blocking":
                 worst = max(worst, abs(off))
         report.figures[name] = {
@@ -274,34 +223,6 @@ def makespans(report: Report, rounds: int) -> None:
     )
 
 
-PAPER = {"layers": 12, "hidden": 12288, "tokens": 32 * 64, "stages": 4, "requests": 8}
-"""A GPT-3-shaped model of 12 layers in half precision, as the paper's runs have it; the number of
-stages, of tokens and of requests is ours."""
-A100 = {"flops": 312e12 * 0.5, "link": 16e9}
-"""Half of the peak of an A100, and PCIe between pairs: modelled."""
-
-
-def replay(report: Report) -> None:
-    """Mean latency of requests that come at once, by the formulas: modelled, not measured."""
-    flops = 24 * PAPER["tokens"] * PAPER["hidden"] ** 2 * PAPER["layers"] / PAPER["stages"]
-    stages = [flops / A100["flops"]] * PAPER["stages"]
-    links = [PAPER["tokens"] * PAPER["hidden"] * 2 / A100["link"]] * (PAPER["stages"] - 1)
-    each = range(1, PAPER["requests"] + 1)
-    mean = {
-        way: sum(formulas(stages, links, many)[way] for many in each) / len(each) for way in WAYS
-    }
-    for way in WAYS:
-        ratio = mean["blocking"] / mean[way]
-        report.rows.append((f"replay: {way}", "-", f"{mean[way]:.3f}", f"{ratio:.2f} x"))
-    ratio = mean["blocking"] / mean["non-blocking"]
-    report.figures["replay"] = mean
-    report.bars.append(at_least("modelled: latency of blocking over non-blocking", ratio, 1.37))
-    report.notes.append(
-        f"replay: mean latency of {PAPER['requests']} requests at once of a GPT-3-shaped model of "
-        f"{PAPER['layers']} layers on {PAPER['stages']} stages, by the formulas (modelled)"
-    )
-
-
 SHARES = (1.0, 0.75, 0.5, 0.25)
 SEQUENCES, LONGEST = 8, 128
 
@@ -312,15 +233,7 @@ def packing(report: Report, rounds: int) -> None:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        max_position_embeddings=256,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = llama(1000, 512, 1408, 6, 8, length=256).eval().requires_grad_(False)
     for share in SHARES:
         lengths = _lengths(share)
         prompts = [torch.randint(3, 1000, (n,)).tolist() for n in lengths]
@@ -386,6 +299,5 @@ def pipeline(rounds: int) -> Report:
     columns = ("what", "seconds", "by the formula", "off, or times better")
     report = Report("serving-pipeline", "Serving: stages, links and packed tokens", columns)
     makespans(report, rounds)
-    replay(report)
     packing(report, rounds)
     return report

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks._models import Task
 
-FORWARD = 1 / 3
-"""Share of a step that is forward."""
+FORWARD = 1 / 3  # Share of a step that is forward
 
 
 def slept(task: Task, seconds: float) -> Task:
@@ -38,13 +37,7 @@ def slept(task: Task, seconds: float) -> Task:
 
 
 class SleptLayer(nn.Module):
-    """The parameters of one module, and the time that it takes.
-
-    Args:
-        module: whose own parameters it takes.
-        seconds: forward and backward.
-        gradients: that backward gives, one for each parameter.
-    """
+    """The parameters of one module, and the time that it takes."""
 
     def __init__(self, module: nn.Module, seconds: float, gradients: list[Tensor]) -> None:
         super().__init__()
@@ -53,7 +46,6 @@ class SleptLayer(nn.Module):
         self.seconds, self.gradients = seconds, gradients
 
     def forward(self, x: Tensor) -> Tensor:
-        """A number to the same and what the layer adds to it."""
         return _Sleep.apply(x, self, *self.parameters(recurse=False))  # type: ignore[return-value]
 
 
@@ -81,7 +73,6 @@ class SleptModel(nn.Module):
             target.append(SleptLayer(module, took, found))  # type: ignore[operator]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum over all layers."""
         x = self.before(x)
         for block in self.blocks:
             x = block(x)

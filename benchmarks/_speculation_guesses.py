@@ -44,12 +44,6 @@ class Foretold(Proposer):
     name, free, apart = "foretold", True, 0.0
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
-        """Keeps what will come.
-
-        Args:
-            answers: tokens that follow texts.
-            right: chance of a guess to be right.
-        """
         self._answers, self._right = answers, right
         random = torch.Generator().manual_seed(0)
         self._draws = torch.rand(1 << 12, generator=random).tolist()
@@ -58,7 +52,6 @@ class Foretold(Proposer):
         """Needs nothing of the runner."""
 
     def propose(self, wanted: Any, depth: int) -> dict[int, Proposal]:
-        """Proposes chains."""
         found = {}
         for one in wanted:
             come = self._answers[tuple(one.tokens[:PROMPT])]
@@ -133,12 +126,6 @@ def in_turns(
 
     Whatever slows the machine down for a while slows all of them.
 
-    Args:
-        models: copies of one model, by the drafters' names.
-        texts: beginnings, all at a time.
-        drafters: what guesses, by name.
-        tokens: tokens of each answer.
-
     Returns:
         Seconds after the prompts, by the clock and of processors.
     """
@@ -172,7 +159,6 @@ def rounds_of(
     options: SpeculationOptions,
     temperature: float = 0.0,
 ) -> list[list[tuple[int, int]]]:
-    """Rounds of each text."""
     drafter = Noted(draft, options)
     continued(model, texts, drafter, len(texts), temperature=temperature)
     return [drafter.rounds[number] for number in range(len(texts))]
@@ -190,7 +176,6 @@ def accepted(rounds: Rounds) -> float:
 
 
 def verified(rounds: Rounds) -> float:
-    """Guesses of a round."""
     return statistics.fmean(made for text in rounds for made, _ in text)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from benchmarks._models import llama
+
 CONTEXT = 256
-VOCABULARY = 1024
-"""Tokens of the byte-pair encoding: few, so that a draft's embedding is small."""
+VOCABULARY = 1024  # Tokens of the byte-pair encoding: few, so that a draft's embedding is small
 ROWS, PEAK, FALLING = 6, 3e-3, 250
 """Texts of a step of the target, its highest learning rate, and steps in which that falls."""
 DRAFTS = {
@@ -22,10 +23,8 @@ DRAFTS = {
     "glide without block mask": {"block": 1, "glimpses": (2,)},
     "plain": {"plain": True},
 }
-HIDDEN = 128
-"""Width of the drafts."""
-DRAFT_ROWS = 8
-"""Texts of a step of a draft."""
+HIDDEN = 128  # Width of the drafts
+DRAFT_ROWS = 8  # Texts of a step of a draft
 
 
 def sources(most: int) -> list[str]:
@@ -55,26 +54,13 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
 
 def train_target(folder: Path, steps: int) -> None:
     """Trains the target: a Llama of 4 layers and 2 M parameters, on all but every tenth text."""
-    import transformers
-
     texts = sources(150)
     tokenizer = make_tokenizer(texts)
     rows = [tokenizer(text)["input_ids"] for n, text in enumerate(texts) if n % 10]
     ids = torch.tensor([token for row in rows for token in (*row, 0)])
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    special = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0}
+    model = llama(VOCABULARY, 192, 512, 4, 3, length=CONTEXT, **special)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95))
     begun = perf_counter()
     for step in range(steps):
@@ -120,7 +106,6 @@ def make_models(folder: Path, target_steps: int, draft_steps: int, seeds: int = 
 
 
 def draft_folder(folder: Path, name: str, seed: int) -> Path:
-    """Folder of a draft."""
     return folder / f"{name.replace(' ', '-')}-{seed}"
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks._models import llama
 from gulliver.comm.groups import RankGroup
 
 COMPUTE = "compute"
@@ -51,21 +52,10 @@ class Sizes:
 
     def model(self, parts: int = 1) -> Any:
         """A Llama of equal weights everywhere, or one as large as what one of `parts` ranks has."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.wide // parts,
-            num_hidden_layers=self.blocks,
-            num_attention_heads=self.heads // parts,
-            num_key_value_heads=self.heads // 2 // parts,
-            head_dim=HEAD_DIM,
-            vocab_size=self.vocabulary // parts,
-            max_position_embeddings=self.length,
-            use_cache=False,
-        )
-        return LlamaForCausalLM(config).train()
+        sizes = self.vocabulary // parts, self.hidden, self.wide // parts, self.blocks
+        heads = self.heads // parts, self.heads // 2 // parts
+        return llama(*sizes, *heads, self.length, head_dim=HEAD_DIM, use_cache=False).train()
 
     def batch_of(self, seed: int, place: int = 0, places: int = 1) -> tuple[Tensor, Tensor]:
         """Tokens and the tokens that follow, ``[B, L]``, or the share of one of `places` ranks."""
@@ -82,21 +72,15 @@ class Contestant:
     """A model in training.
 
     Attributes:
-        name: in the table.
-        loss: of the batch of a seed, to be differentiated.
-        optimizer: that steps.
-        context: in which forward and backward run.
-        steps: done so far.
         losses: of all steps.
-        saved: bytes that forward has kept for backward, as counted in the first step.
     """
 
-    name: str
-    loss: Callable[[int], Tensor]
-    optimizer: torch.optim.Optimizer
-    context: Callable[[], Any] = contextlib.nullcontext
-    steps: int = 0
-    saved: int = 0
+    name: str  # in the table
+    loss: Callable[[int], Tensor]  # of the batch of a seed, to be differentiated
+    optimizer: torch.optim.Optimizer  # that steps
+    context: Callable[[], Any] = contextlib.nullcontext  # in which forward and backward run
+    steps: int = 0  # done so far
+    saved: int = 0  # bytes that forward has kept for backward, as counted in the first step
 
     def __post_init__(self) -> None:
         self.losses: list[float] = []
@@ -128,11 +112,7 @@ class Contestant:
 
 @contextlib.contextmanager
 def counting(known: set[int]) -> Iterator[dict[int, int]]:
-    """Collects the bytes of the storages that are saved for backward, each once.
-
-    Args:
-        known: storages that are there anyway, such as those of parameters.
-    """
+    """Collects the bytes of the storages that are saved for backward, each once."""
     storages: dict[int, int] = {}
     kept = []
 

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks._harness import Spread, alternate
+from benchmarks._harness import Spread, alternate, slowest_rank
 from benchmarks._tensor_models import COMPUTE, OURS, PEERS, Contestant, Sizes, build
 from benchmarks.netlab import wire_bytes
 from gulliver.comm import all_reduce, barrier, init_world
 from gulliver.comm import shutdown as leave
 
 COMMUNICATION = "communication"
-REDUCTIONS = 6
-"""All-reduces that are timed for how long all of a step's take alone."""
+REDUCTIONS = 6  # All-reduces that are timed for how long all of a step's take alone
 
 
 @dataclass(frozen=True)
@@ -31,64 +30,41 @@ class Options:
     """Rates such as 1gbit, or plain tensor parallelism's communication as a multiple of its
     compute; they need root."""
     contestants: tuple[str, ...] = (*PEERS, *OURS)
-    rounds: int = 4
-    """Turns of a step each."""
+    rounds: int = 4  # Turns of a step each
     hidden: int = 512
-    wide: int = 1408
-    """Of the MLPs."""
+    wide: int = 1408  # Of the MLPs
     blocks: int = 4
     vocabulary: int = 2048
-    batch: int = 4
-    """Sequences of the whole batch; the data parallel peers deal them out."""
-    length: int = 256
-    """Tokens of a sequence."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    batch: int = 4  # Sequences of the whole batch; the data parallel peers deal them out
+    length: int = 256  # Tokens of a sequence
+    keep: bool = False  # Write benchmarks/results
 
     def sizes(self) -> Sizes:
-        """What is trained."""
         sizes = self.hidden, self.wide, self.blocks, self.vocabulary, self.batch, self.length
         return Sizes(*sizes)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found about a contestant.
+    """What was found about a contestant."""
 
-    Attributes:
-        step: seconds of a step, of the slowest rank.
-        wire: bytes that this rank sent in a step; None where they cannot be counted.
-        saved: bytes of activations that forward kept for backward.
-        losses: of this rank's steps.
-    """
-
-    step: Spread
+    step: Spread  # seconds of a step, of the slowest rank
+    # bytes that this rank sent in a step; None where they cannot be counted
     wire: float | None = None
-    saved: int = 0
-    losses: tuple[float, ...] = ()
+    saved: int = 0  # bytes of activations that forward kept for backward
+    losses: tuple[float, ...] = ()  # of this rank's steps
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found on one network.
+    """What a rank found on one network."""
 
-    Attributes:
-        entries: by contestant, with `COMPUTE`.
-        reduction: seconds of an all-reduce of one activation ``[B, L, H]``, alone.
-    """
-
-    entries: dict[str, Entry]
-    reduction: Spread
+    entries: dict[str, Entry]  # by contestant, with `COMPUTE`
+    reduction: Spread  # seconds of an all-reduce of one activation `[B, L, H]`, alone
 
 
 def measure(options: Options, names: Sequence[str], shaped: bool) -> Found:
-    """One rank's part on one network.
-
-    Args:
-        options: of the run.
-        names: of contestants.
-        shaped: whether bytes can be counted.
-    """
+    """One rank's part on one network."""
     init_world()
     sizes = options.sizes()
     contestants = [build(name, sizes) for name in (COMPUTE, *names)]
@@ -116,7 +92,7 @@ def _turn(contestant: Contestant, wire: list[float] | None) -> float:
     barrier()
     if wire is not None:
         wire.append(wire_bytes()[0] - sent)
-    return _slowest(seconds)
+    return slowest_rank(seconds)
 
 
 def _communication(sizes: Sizes) -> Callable[[], float]:
@@ -128,15 +104,9 @@ def _communication(sizes: Sizes) -> Callable[[], float]:
         started = time.perf_counter()
         for _ in range(REDUCTIONS):
             all_reduce(activation)
-        return _slowest((time.perf_counter() - started) / REDUCTIONS)
+        return slowest_rank((time.perf_counter() - started) / REDUCTIONS)
 
     return turn
-
-
-def _slowest(seconds: float) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    all_reduce(slowest, "max")
-    return float(slowest)
 
 
 def _entry(contestant: Contestant, step: Spread, wire: list[float]) -> Entry:

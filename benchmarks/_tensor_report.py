@@ -34,55 +34,26 @@ from benchmarks._tensor_models import (
     TENSOR,
     Sizes,
 )
-from benchmarks._tensor_ranks import Found
+from benchmarks._tensor_ranks import Entry, Found
 
 LOOPBACK = "loopback"
-REACHED = 0.95
-"""Share of a shaped rate that gloo reaches."""
-SLOW = 0.75
-"""Communication over compute from which a link counts as one that has to be hidden."""
+REACHED = 0.95  # Share of a shaped rate that gloo reaches
+SLOW = 0.75  # Communication over compute from which a link counts as one that has to be hidden
 FASTER, NOT_SLOWER = 1.2, 0.97
-NUMBER = 4
-"""Bytes of a float32."""
+NUMBER = 4  # Bytes of a float32
 MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Result:
-    """A contestant over all ranks.
-
-    Attributes:
-        step: seconds, of the slowest rank.
-        wire: bytes that a rank sent in a step, of the one that sent most.
-        saved: bytes of activations kept for backward, of the fullest rank.
-        losses: mean over the ranks, by step.
-    """
-
-    step: Spread
-    wire: float | None = None
-    saved: int = 0
-    losses: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Network:
-    """What was measured with so many ranks on one network.
+    """What was measured with so many ranks on one network."""
 
-    Attributes:
-        name: ``loopback``, or its rate.
-        ranks: how many.
-        results: by contestant, with compute.
-        reduction: seconds of an all-reduce of one activation, alone.
-        sizes: of the model and the batch.
-        foreign: cores that other processes used meanwhile.
-    """
-
-    name: str
-    ranks: int
-    results: dict[str, Result]
-    reduction: Spread
-    sizes: Sizes
-    foreign: float = 0.0
+    name: str  # `loopback`, or its rate
+    ranks: int  # how many
+    results: dict[str, Entry]  # by contestant, with compute; over all ranks
+    reduction: Spread  # seconds of an all-reduce of one activation, alone
+    sizes: Sizes  # of the model and the batch
+    foreign: float = 0.0  # cores that other processes used meanwhile
 
     @property
     def shaped(self) -> bool:
@@ -141,7 +112,7 @@ def joined(name: str, found: Sequence[Found], sizes: Sizes, foreign: float) -> N
     for contestant, entry in found[0].entries.items():
         entries = [f.entries[contestant] for f in found]
         sent = [e.wire for e in entries if e.wire is not None]
-        results[contestant] = Result(
+        results[contestant] = Entry(
             entry.step,
             max(sent, default=None),
             max(e.saved for e in entries),
@@ -256,16 +227,15 @@ def described(sizes: Sizes) -> str:
     return f"a Llama {shape}, ranks of one thread"
 
 
-def _row(network: Network, name: str, result: Result, difference: float | None) -> list[str]:
+def _row(network: Network, name: str, result: Entry, difference: float | None) -> list[str]:
     step = result.step
     alone = name == COMPUTE
-    low, middle, high = (f"{1e3 * s:.0f}" for s in (step.low, step.median, step.high))
     same = {TENSOR: DTENSOR, SPLIT_GATHER: DTENSOR_SEQUENCE, RING: DTENSOR_SEQUENCE}.get(name)
     base = network.results.get(same or "")
     formula = formula_bytes(name, network.ranks, network.sizes) / 1e6 if name in OURS else None
     return [
         name,
-        f"{middle} ({low} to {high})",
+        step.shown(".0f", 1e-3),
         "" if alone else f"{1e3 * (step.median - network.compute_s):.0f}",
         "" if alone else f"{step.median / network.compute_s:.2f}",
         f"{step.median / base.step.median:.2f}" if base else "",
@@ -276,7 +246,7 @@ def _row(network: Network, name: str, result: Result, difference: float | None) 
     ]
 
 
-def _figures(result: Result) -> dict[str, Any]:
+def _figures(result: Entry) -> dict[str, Any]:
     return {
         "step_s": result.step.median,
         "quartiles_s": [result.step.low, result.step.high],

@@ -15,8 +15,7 @@ from benchmarks._harness import markdown_table
 
 SIZES = {"0.1 B": 1.24e8, "1 B": 1e9, "3 B": 3e9, "7 B": 7e9, "13 B": 1.3e10, "70 B": 7e10}
 DEVICES = (1, 2, 4, 8, 16, 64)
-MEMORIES = (24, 80)
-"""GB of a device."""
+MEMORIES = (24, 80)  # GB of a device
 SHARE = 0.6
 """Of a device's memory that the state may take; the rest is for activations and libraries."""
 MARKS = re.compile(r"(<!-- which -->\n).*?(<!-- /which -->)", re.DOTALL)
@@ -24,11 +23,6 @@ MARKS = re.compile(r"(<!-- which -->\n).*?(<!-- /which -->)", re.DOTALL)
 
 def state_bytes(stage: int | None, ranks: int, half: bool = False) -> float:
     """Bytes on each rank for each trained parameter, with AdamW.
-
-    Args:
-        stage: of ZeRO; None for DDP.
-        ranks: that shard.
-        half: parameters and gradients have 16 bits, with float32 copies in the shards.
 
     Returns:
         Parameters, gradients, float32 copies and two moments.
@@ -42,12 +36,7 @@ def state_bytes(stage: int | None, ranks: int, half: bool = False) -> float:
     return parameters + gradients + (copy + 8) / ranks
 
 
-CHOICES = {
-    "DDP": (None, False),
-    "stage 1": (1, True),
-    "stage 2": (2, True),
-    "stage 3": (3, True),
-}
+CHOICES = {"DDP": (None, False), "stage 1": (1, True), "stage 2": (2, True), "stage 3": (3, True)}
 """What is tried, in this order: with each the ranks send more, or compute in fewer bits."""
 
 
@@ -68,7 +57,6 @@ def table(memory: int) -> str:
 
 
 def main(path: Path) -> None:
-    """Writes the tables between the marks."""
     text = "\n\n".join(table(memory) for memory in MEMORIES) + "\n"
     content = path.read_text(encoding="utf-8")
     path.write_text(MARKS.sub(lambda m: m[1] + text + m[2], content), encoding="utf-8")

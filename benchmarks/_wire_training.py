@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import date
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks._fp8_training import final, gpt_losses, stdit_losses
-from benchmarks._harness import RESULTS, Report, at_least, at_most
+from benchmarks._harness import Report, at_least, at_most
 from benchmarks.netlab import run
 from gulliver.booster import LowLevelZeroPlugin
 from gulliver.comm import init_world
 from gulliver.errors import GulliverError
 
 RANKS = 4
-NEAR = 0.01
-"""Distance of a final loss from float32's."""
+NEAR = 0.01  # Distance of a final loss from float32's
 TRAININGS = {"GPT on Python sources": gpt_losses, "STDiT on moving digits": stdit_losses}
 ARMS: dict[str, tuple[int, Any]] = {
     "fp32": (2, None),
@@ -27,7 +22,6 @@ ARMS: dict[str, tuple[int, Any]] = {
     "fp8, stage 3": (3, "fp8"),
 }
 HARMFUL = "int4:1024"
-Curves = dict[str, dict[str, list[float]]]
 
 
 def plugin_of(stage: int, wire: Any, feedback: bool = False) -> LowLevelZeroPlugin:
@@ -56,11 +50,9 @@ def stopped(training: str, steps: int) -> str:
     return ""
 
 
-def report_convergence(report: Report, seeds: int, steps: int) -> Curves:
-    """Final losses in every format, and their curves, means over the seeds."""
-    curves: Curves = {}
+def report_convergence(report: Report, seeds: int, steps: int) -> None:
+    """Final losses in every format, means over the seeds."""
     for name in TRAININGS:
-        curves[name] = {}
         plain = 0.0
         for arm in ARMS:
             runs = run(losses_of, None, name, arm, seeds, steps, ranks=RANKS)[0]
@@ -72,28 +64,7 @@ def report_convergence(report: Report, seeds: int, steps: int) -> Curves:
             report.figures[f"{name}, {arm}"] = [final(one) for one in runs]
             if arm != "fp32":
                 report.bars.append(at_most(f"{name}, {arm}: final loss apart", abs(apart), NEAR))
-            curves[name][arm] = torch.tensor(runs).mean(0).tolist()
         told = run(stopped, None, name, steps, ranks=RANKS)[0]
         report.notes.append(f"{name}, gradients in {HARMFUL} without feedback: {told or 'trained'}")
         caught = float(bool(told))
         report.bars.append(at_least(f"{name}, {HARMFUL}: caught by the gate", caught, 1.0))
-    return curves
-
-
-def picture(curves: Curves) -> Path:
-    """Draws loss over steps, a panel for each training, beside the kept results."""
-    from matplotlib.figure import Figure
-
-    path = RESULTS / f"wire-convergence_{date.today()}.png"
-    figure = Figure(figsize=(5 * len(curves), 3.5))
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, (name, arms) in zip(panels, curves.items(), strict=True):
-        for number, (arm, losses) in enumerate(arms.items()):
-            window = max(1, len(losses) // 30)
-            smooth = torch.tensor(losses).unfold(0, window, 1).mean(1).tolist()
-            style = ("-", "--", ":", "-.")[number % 4]
-            axes.plot(range(window - 1, len(losses)), smooth, style, label=arm, linewidth=1)
-        axes.set(xlabel="step", ylabel="loss", yscale="log", title=name)
-        axes.legend()
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    return path

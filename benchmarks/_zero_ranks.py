@@ -17,18 +17,16 @@ from typing import Literal
 
 import torch
 
-from benchmarks._harness import Spread, alternate
+from benchmarks._harness import Spread, alternate, slowest_rank
 from benchmarks._models import Task, gpt, stdit
 from benchmarks._peers import IN_BACKWARD, Contestant, build
-from benchmarks._slept import slept
 from benchmarks.netlab import wire_bytes
-from gulliver.comm import World, all_gather, all_reduce, barrier, init_world, reduce_scatter
+from gulliver.comm import World, all_gather, barrier, init_world, reduce_scatter
 from gulliver.comm import shutdown as leave
 
 COMMUNICATION = "communication"
 COMPUTE = "compute"
-PIECE = 1 << 20
-"""Elements that communication alone sends at once."""
+PIECE = 1 << 20  # Elements that communication alone sends at once
 MOST_SETTLING = 200
 PEERS = ("DDP", "DDP 5", "FSDP2", "FSDP2 keep", "DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3")
 """DDP with smaller buckets too: our chunks are tuned, so it shall not stay at its default."""
@@ -39,36 +37,23 @@ OURS = (*(f"ZeRO {stage}" for stage in range(4)), *(f"ZeRO {s} {IN_BACKWARD}" fo
 class Options:
     """Sizes of the run."""
 
-    model: Literal["gpt", "stdit"] = "gpt"
-    """A GPT, or the demonstration's video transformer."""
+    model: Literal["gpt", "stdit"] = "gpt"  # A GPT, or the demonstration's video transformer
     ranks: int = 2
     networks: tuple[str, ...] = ("loopback", "1")
     """Rates such as 1gbit, or communication as a multiple of compute; they need root."""
-    regimes: tuple[Literal["computed", "slept"], ...] = ("computed", "slept")
-    """Layers compute on the core that also communicates, or sleep as long, as if beside it."""
-    slept_s: float = 0.0
-    """Seconds of a step that sleeps; 0: as long as the step takes that computes."""
     contestants: tuple[str, ...] = (*PEERS, *OURS)
     rounds: int = 3
-    steps: int = 1
-    """Timed steps of each turn."""
+    steps: int = 1  # Timed steps of each turn
     batch: int = 0
     """Sequences or clips on each rank; 0: 16 clips, 2 sequences, with more ranks as many as those.
 
     Sending costs time of the processors too: ranks that share them need more to compute.
     """
-    width: int = 384
-    """Of the GPT."""
-    depth: int = 8
-    """Blocks of the GPT."""
-    length: int = 128
-    """Tokens of a sequence."""
-    chunk_mb: str = "auto"
-    """Size of our chunks in MiB, or auto."""
-    weak: Literal["also", "only", "no"] = "also"
-    """Weak scaling over 1, 2 and 4 ranks whose layers sleep: there need not be a core for each."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    width: int = 384  # Of the GPT
+    depth: int = 8  # Blocks of the GPT
+    length: int = 128  # Tokens of a sequence
+    chunk_mb: str = "auto"  # Size of our chunks in MiB, or auto
+    keep: bool = False  # Write benchmarks/results
 
     def task(self) -> Task:
         """Model and batches that are trained."""
@@ -83,60 +68,35 @@ class Options:
 
 @dataclass(frozen=True)
 class Entry:
-    """Measurements of a contestant.
+    """Measurements of a contestant."""
 
-    Attributes:
-        step: seconds of a step, of the slowest rank.
-        wire: bytes that this rank sent in a step; None where they cannot be counted.
-        held: bytes of model state between steps.
-        peak: and at most.
-        planned: what had been predicted of that.
-        losses: of this rank's steps.
-        chunk_mb: of ours, as tuned.
-    """
-
-    step: Spread
+    step: Spread  # seconds of a step, of the slowest rank
+    # bytes that this rank sent in a step; None where they cannot be counted
     wire: float | None = None
-    held: int = 0
-    peak: int = 0
-    planned: int | None = None
-    losses: tuple[float, ...] = ()
-    chunk_mb: float | None = None
+    held: int = 0  # bytes of model state between steps
+    peak: int = 0  # and at most
+    planned: int | None = None  # what had been predicted of that
+    losses: tuple[float, ...] = ()  # of this rank's steps
+    chunk_mb: float | None = None  # of ours, as tuned
 
 
 @dataclass(frozen=True)
 class Found:
-    """Measurements of a rank on one network.
+    """Measurements of a rank on one network."""
 
-    Attributes:
-        entries: by contestant, with `COMPUTE`.
-        communication: seconds of a reduce-scatter and an all-gather of all parameters, alone.
-        parameter_bytes: of the whole model.
-        absent: contestants that are not installed.
-    """
-
-    entries: dict[str, Entry]
-    communication: Spread
-    parameter_bytes: int
-    absent: list[str] = field(default_factory=list)
+    entries: dict[str, Entry]  # by contestant, with `COMPUTE`
+    communication: Spread  # seconds of a reduce-scatter and an all-gather of all parameters, alone
+    parameter_bytes: int  # of the whole model
+    absent: list[str] = field(default_factory=list)  # contestants that are not installed
 
 
 def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) -> Found:
-    """One rank's part on one network.
-
-    Args:
-        options: of the run.
-        names: of contestants.
-        shaped: whether bytes can be counted.
-        cache: folder for what our tuner finds: another network is to be tuned for anew.
-    """
+    """One rank's part on one network."""
     os.environ["GULLIVER_CACHE"] = cache
     cores = sorted(os.sched_getaffinity(0))
     # Before there are threads: they stay on the core of their rank.
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     world, task = init_world(), options.task()
-    if options.slept_s:
-        task = slept(task, options.slept_s)
     built = {name: build(name, task, options.chunk()) for name in (COMPUTE, *names)}
     contestants = [c for c in built.values() if c is not None]
     peaks = {c.name: _settle(c, world) for c in contestants}
@@ -176,7 +136,7 @@ def _turn(contestant: Contestant, steps: int, world: World, wire: list[float] | 
     barrier()
     if wire is not None:
         wire.append((wire_bytes()[0] - sent) / (steps + 1))
-    return _slowest(seconds)
+    return slowest_rank(seconds)
 
 
 def _communication(count: int, world: World) -> Callable[[], float]:
@@ -201,15 +161,9 @@ def _communication(count: int, world: World) -> Callable[[], float]:
         once()  # connections that have been idle start slowly
         started = time.perf_counter()
         once()
-        return _slowest(time.perf_counter() - started)
+        return slowest_rank(time.perf_counter() - started)
 
     return turn
-
-
-def _slowest(seconds: float) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    all_reduce(slowest, "max")
-    return float(slowest)
 
 
 def _entry(contestant: Contestant, step: Spread, wire: list[float], peak: int) -> Entry:

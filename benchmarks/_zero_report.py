@@ -5,73 +5,29 @@ All of it is arithmetic on what ranks found; it starts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks._harness import Bar, Report, Spread, at_least, at_most
 from benchmarks._peers import IN_BACKWARD
-from benchmarks._zero_ranks import COMPUTE, Found
+from benchmarks._zero_ranks import COMPUTE, Entry, Found
 
-REACHED = 0.95
-"""Share of a shaped rate that gloo reaches."""
-EQUAL = (0.75, 1.33)
-"""Communication over compute where the two count as about equal."""
-HIDEABLE = (0.25, 3.5)
-"""And where the bars for shaped links are held."""
-SHARDED_PEERS = ("FSDP2", "DeepSpeed 3")
-"""Peers of stage 3's class of memory."""
+REACHED = 0.95  # Share of a shaped rate that gloo reaches
 MIB = 2**20
-COMPUTED, SLEPT = "computed", "slept"
-
-
-@dataclass(frozen=True)
-class Result:
-    """A contestant over all ranks.
-
-    Attributes:
-        step: seconds, of the slowest rank.
-        wire: bytes that a rank sent in a step, of the one that is farthest from theory.
-        held: bytes of model state between steps, of the fullest rank.
-        peak: and at most.
-        planned: what was predicted of that, for the same rank.
-        losses: mean over the ranks, by step.
-        chunk_mb: of ours.
-    """
-
-    step: Spread
-    wire: float | None = None
-    held: int = 0
-    peak: int = 0
-    planned: int | None = None
-    losses: tuple[float, ...] = ()
-    chunk_mb: float | None = None
 
 
 @dataclass(frozen=True)
 class Network:
-    """Measurements on one network.
+    """Measurements on one network."""
 
-    Attributes:
-        name: ``loopback``, or its rate.
-        ranks: how many.
-        results: by contestant, with compute.
-        communication: seconds of a reduce-scatter and an all-gather, alone.
-        parameter_bytes: of the model.
-        absent: contestants that are not installed.
-        foreign: cores that other processes used meanwhile.
-        regime: whether layers slept, or computed on the core that also communicates.
-    """
-
-    name: str
-    ranks: int
-    results: dict[str, Result]
-    communication: Spread
-    parameter_bytes: int
-    absent: list[str] = field(default_factory=list)
-    foreign: float = 0.0
-    regime: str = SLEPT
+    name: str  # `loopback`, or its rate
+    ranks: int  # how many
+    results: dict[str, Entry]  # by contestant, with compute; over all ranks
+    communication: Spread  # seconds of a reduce-scatter and an all-gather, alone
+    parameter_bytes: int  # of the model
+    absent: list[str] = field(default_factory=list)  # contestants that are not installed
+    foreign: float = 0.0  # cores that other processes used meanwhile
 
     @property
     def shaped(self) -> bool:
@@ -92,10 +48,9 @@ class Network:
         """Seconds of a contestant's step."""
         return self.results[name].step.median
 
-    def peers(self, among: Sequence[str] | None = None) -> list[str]:
+    def peers(self) -> list[str]:
         """Contestants of others."""
-        names = [n for n in self.results if n != COMPUTE and not is_ours(n)]
-        return [n for n in names if among is None or n in among]
+        return [n for n in self.results if n != COMPUTE and not is_ours(n)]
 
     def ours(self, stages: Sequence[int] = (0, 1, 2, 3)) -> list[str]:
         """Our contestants of some stages."""
@@ -104,11 +59,6 @@ class Network:
     def fastest(self, names: Sequence[str]) -> str:
         """The one with the shortest step."""
         return min(names, key=self.step_s)
-
-    def bound_s(self, name: str) -> float:
-        """The shortest step that there can be: compute, or communication, the other hidden."""
-        moves = (3 / 2) if stage_of(name) == 3 else 1.0
-        return max(self.compute_s, moves * self.communication.median)
 
 
 def is_ours(name: str) -> bool:
@@ -145,7 +95,7 @@ def joined(name: str, found: Sequence[Found], foreign: float) -> Network:
         fullest = max(entries, key=lambda e: e.peak)
         theory = theory_bytes(stage_of(contestant) or 0, len(found), first.parameter_bytes)
         sent = [e.wire for e in entries if e.wire is not None]
-        results[contestant] = Result(
+        results[contestant] = Entry(
             entry.step,
             max(sent, key=lambda b, t=theory: abs(b - t)) if sent else None,
             max(e.held for e in entries),
@@ -198,38 +148,19 @@ def _loss_bars(network: Network) -> list[Bar]:
 
 def _time_bars(network: Network) -> list[Bar]:
     ours, peers = network.ours((0, 1, 2)), network.peers()
-    found = []
-    if network.regime == COMPUTED:
-        # Nothing can hide on a core that is busy: what communicates takes the time of compute.
-        for name in ours if peers else []:
-            peer = network.fastest(peers)
-            gain = network.step_s(peer) / network.step_s(name)
-            found.append(at_least(f"{name}: times faster than {peer}", gain, 1.0))
-        return found
-    if network.shaped and HIDEABLE[0] <= network.ratio <= HIDEABLE[1]:
-        for name in network.ours((1, 2, 3)):
-            over = network.step_s(name) / network.bound_s(name)
-            found.append(at_most(f"{name}: step / max(compute, communication)", over, 1.10))
-    if ours and peers:
-        best, peer = network.fastest(ours), network.fastest(peers)
-        equal = network.shaped and EQUAL[0] <= network.ratio <= EQUAL[1]
-        gain = network.step_s(peer) / network.step_s(best)
-        found.append(at_least(f"{best}: times faster than {peer}", gain, 1.2 if equal else 1.0))
-        early = [name for name in ours if name.endswith(IN_BACKWARD)]
-        if early and equal:
-            best = network.fastest(early)
-            gain = network.step_s(peer) / network.step_s(best)
-            found.append(at_least(f"{best}: times faster than {peer}", gain, 1.25))
-    sharded, alike = network.ours((3,)), network.peers(SHARDED_PEERS)
-    if network.shaped and sharded and alike:
-        peer = network.fastest(alike)
-        gain = network.step_s(peer) / network.step_s(sharded[0])
-        found.append(at_least(f"{sharded[0]}: times faster than {peer}", gain, 1.5))
-    return found
+    if not peers:
+        return []
+    # Nothing can hide on a core that is busy: what communicates takes the time of compute.
+    peer = network.fastest(peers)
+    base = network.step_s(peer)
+    return [
+        at_least(f"{name}: times faster than {peer}", base / network.step_s(name), 1.0)
+        for name in ours
+    ]
 
 
 COLUMNS = (
-    *("", "step ms (quartiles)", "exposed", "/ bound", "/ best peer", "MB sent"),
+    *("", "step ms (quartiles)", "exposed", "/ best peer", "MB sent"),
     *("state MiB: held, peak, plan", "chunk MiB", "loss off"),
 )
 
@@ -241,8 +172,7 @@ def report(network: Network, claim: str, task: str, notes: Sequence[str]) -> Rep
     differences = loss_differences(network)
     made = Report(
         claim,
-        f"A training step of {task}, {network.ranks} ranks of one thread, {network.name}, "
-        f"{network.regime}",
+        f"A training step of {task}, {network.ranks} ranks of one thread, {network.name}",
         COLUMNS,
         bars=bars(network),
         notes=[*_notes(network), *notes],
@@ -256,17 +186,15 @@ def report(network: Network, claim: str, task: str, notes: Sequence[str]) -> Rep
 
 
 def _row(
-    network: Network, name: str, result: Result, base: float, difference: float | None
+    network: Network, name: str, result: Entry, base: float, difference: float | None
 ) -> list[str]:
     step = result.step
     alone = name == COMPUTE
-    low, middle, high = (f"{1e3 * s:.0f}" for s in (step.low, step.median, step.high))
     planned = f"{result.planned / MIB:.0f}" if result.planned else "-"
     return [
         name,
-        f"{middle} ({low} to {high})",
+        step.shown(".0f", 1e-3),
         "" if alone else f"{1e3 * (step.median - network.compute_s):.0f}",
-        "" if alone else f"{step.median / network.bound_s(name):.2f}",
         "" if alone else f"{step.median / base:.2f}",
         "" if result.wire is None else f"{result.wire / 1e6:.1f}",
         f"{result.held / MIB:.0f}, {result.peak / MIB:.0f}, {planned}",
@@ -275,7 +203,7 @@ def _row(
     ]
 
 
-def _figures(result: Result) -> dict[str, Any]:
+def _figures(result: Entry) -> dict[str, Any]:
     return {
         "step_s": result.step.median,
         "quartiles_s": [result.step.low, result.step.high],
@@ -296,164 +224,10 @@ def _notes(network: Network) -> list[str]:
         f"{network.ratio:.2f} of it; stage 3 gathers twice.",
         f"Theory: {moves[2] / 1e6:.1f} MB sent by a rank in a step, {moves[3] / 1e6:.1f} with "
         "stage 3; bytes are payload, read from the interfaces' counters.",
-        "Exposed: ms of a step beyond compute. The bound is the longer of compute and "
-        "communication. State: parameters, gradients and the optimizer's, between steps and at "
-        "most, looked at around every layer and the update.",
+        "Exposed: ms of a step beyond compute. State: parameters, gradients and the optimizer's, "
+        "between steps and at most, looked at around every layer and the update.",
         f"Other processes used {network.foreign:.1f} cores meanwhile.",
     ]
     if network.absent:
         lines.append(f"Not installed, so without: {', '.join(network.absent)}.")
     return lines
-
-
-SIDES = (
-    *("network", "contestant", "computed ms", "/ compute", "/ best peer"),
-    *("slept ms", "/ bound", "/ best peer"),
-)
-
-
-def side_by_side(networks: Sequence[Network], claim: str, task: str) -> Report:
-    """Every contestant where layers compute on its core, and where they sleep; with all bars."""
-    made = Report(claim, f"Both regimes, {task}, {networks[0].ranks} ranks, a core each", SIDES)
-    for label in dict.fromkeys(n.name for n in networks):
-        sides = {n.regime: n for n in networks if n.name == label}
-        for name in next(iter(sides.values())).results:
-            row = [label, name]
-            for regime in (COMPUTED, SLEPT):
-                row += _side(sides[regime], name) if regime in sides else ["", "", ""]
-            made.rows.append(row)
-    for network in networks:
-        sign = f"{network.name}, {network.regime}"
-        made.bars += [replace(bar, name=f"{sign}: {bar.name}") for bar in bars(network)]
-        made.figures[sign] = {n: _figures(r) for n, r in network.results.items()}
-        made.notes.append(
-            f"{sign}: compute {1e3 * network.compute_s:.0f} ms, communication alone "
-            f"{1e3 * network.communication.median:.0f} ms; others used {network.foreign:.1f} cores."
-        )
-    made.notes.append(
-        "Computed: layers run on the core that also communicates. Slept: each layer's time is "
-        "slept instead, with the same tensors and collectives, as beside an accelerator; the bound "
-        "is the longer of compute and communication. In both the optimizer computes."
-    )
-    return made
-
-
-def _side(network: Network, name: str) -> list[str]:
-    step, peers = network.step_s(name), network.peers()
-    if name == COMPUTE:
-        return [f"{1e3 * step:.0f}", "", ""]
-    base = network.compute_s if network.regime == COMPUTED else network.bound_s(name)
-    best = f"{step / network.step_s(network.fastest(peers)):.2f}" if peers else ""
-    return [f"{1e3 * step:.0f}", f"{step / base:.2f}", best]
-
-
-def picture(network: Network, path: Path, title: str) -> None:
-    """Steps as bars, split into compute and what of communication shows; writes a PNG."""
-    pyplot = _pyplot()
-    names = [n for n in network.results if n != COMPUTE]
-    names.sort(key=network.step_s, reverse=True)
-    compute, communication = 1e3 * network.compute_s, 1e3 * network.communication.median
-    steps = [1e3 * network.step_s(n) for n in names]
-    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.36 * len(names)))
-    colours = ["tab:blue" if is_ours(n) else "tab:gray" for n in names]
-    axes.barh(names, [min(s, compute) for s in steps], color=colours)
-    shown = [max(0.0, s - compute) for s in steps]
-    axes.barh(names, shown, left=compute, color=colours, alpha=0.5, hatch="//", edgecolor="white")
-    for row, step in enumerate(steps):
-        axes.text(step, row, f" {step:.0f}", va="center", fontsize=8)
-    axes.axvline(compute, color="black", lw=1, label="compute")
-    axes.axvline(communication, color="black", lw=1, ls=":", label="communication, two moves")
-    axes.set(xlabel="ms of a step; hatched: exposed communication", title=title)
-    axes.margins(x=0.08)
-    axes.legend(loc="upper right", fontsize=8)  # the shortest bars are on top
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Weak scaling on links of one rate.
-
-    Attributes:
-        name: of the regime.
-        rate: of each rank's link.
-        networks: by number of ranks.
-    """
-
-    name: str
-    rate: str
-    networks: dict[int, Network]
-
-    def efficiency(self, contestant: str, ranks: int) -> float:
-        """A step of as many processes that do not talk, over one of the contestant."""
-        network = self.networks[ranks]
-        return network.compute_s / network.step_s(contestant)
-
-
-def weak_report(found: Sequence[Scaling], claim: str, task: str, hidden: str) -> Report:
-    """The table of efficiencies, and a bar for ours where the link could hide everything."""
-    made = Report(
-        claim,
-        f"Weak scaling of {task} per rank: step of as many lone processes / step",
-        ("", "ranks", "compute ms", "communication ms", "step ms", "efficiency"),
-    )
-    for regime in found:
-        for ranks, network in regime.networks.items():
-            for name in (n for n in network.results if n != COMPUTE):
-                share = regime.efficiency(name, ranks)
-                made.rows.append(
-                    [
-                        f"{regime.name}, {name}",
-                        str(ranks),
-                        f"{1e3 * network.compute_s:.0f}",
-                        f"{1e3 * network.communication.median:.0f}",
-                        f"{1e3 * network.step_s(name):.0f}",
-                        f"{share:.1%}",
-                    ]
-                )
-                made.figures[f"{regime.name}, {name}, {ranks}"] = share
-                most = max(regime.networks)
-                if regime.name == hidden and is_ours(name) and ranks == most:
-                    title = f"{name}, {most} ranks, {hidden}: efficiency"
-                    made.bars.append(at_least(title, share, 0.95))
-    made.notes = [
-        "The same batch on each rank. "
-        + " ".join(f"{r.name}: {r.rate} for each rank." for r in found),
-        "Other processes used "
-        + ", ".join(f"{n.foreign:.1f}" for r in found for n in r.networks.values())
-        + " cores meanwhile, run by run.",
-    ]
-    return made
-
-
-def weak_picture(found: Sequence[Scaling], path: Path, title: str) -> None:
-    """Efficiency over ranks; writes a PNG."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for style, regime in zip(("-", ":", "--", "-."), found, strict=False):
-        names = _trained(regime.networks)
-        for number, name in enumerate(names):
-            ranks = list(regime.networks)
-            values = [100 * regime.efficiency(name, n) for n in ranks]
-            label = f"{name}, {regime.name}"
-            axes.plot(ranks, values, f"o{style}", color=f"C{number}", label=label)
-    axes.axhline(95, color="black", lw=0.8)
-    axes.set(xlabel="ranks", ylabel="% of lone processes", title=title, ylim=(0, 105))
-    axes.set_xticks(list(found[0].networks))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-
-
-def _trained(networks: Mapping[int, Network]) -> list[str]:
-    return [n for n in next(iter(networks.values())).results if n != COMPUTE]
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

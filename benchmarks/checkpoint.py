@@ -2,8 +2,7 @@
 
 `python -m benchmarks.checkpoint` trains a GPT with AdamW and an average of its weights, and saves
 all of that in the middle of training. Contestants take turns, each in a process of its own, which
-is watched from outside for its memory. `--gb 4` is refused where memory does not allow it. `--gpu`
-puts 8 GB or more on a CUDA device, and measures ours beside a copy to page-locked memory.
+is watched from outside for its memory. `--gb 4` is refused where memory does not allow it.
 
 What each process does, and how it is timed, is in `_checkpoint_saver`.
 """
@@ -18,13 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 import tyro
 
 from benchmarks._checkpoint_saver import (
@@ -39,12 +36,11 @@ from benchmarks._checkpoint_saver import (
     Job,
     Run,
 )
-from benchmarks._harness import RESULTS, Bar, Report, Spread, at_least, at_most, finish
+from benchmarks._harness import Bar, Report, Spread, at_least, at_most, finish, free_memory, turns
 from benchmarks.netlab import LoadMeter
 from gulliver.errors import GulliverError, nearest
 
 TORCH_ASYNC = (THREAD, PROCESS)
-GPU_GB = 8.0
 SAMPLE_S = 0.02
 TOLERANCE = 0.05
 """Of a bar on memory, as a share of the state: for what else comes and goes in the process."""
@@ -57,41 +53,25 @@ COPIES = {TORCH_SAVE: 0.1, SAFETENSORS: 0.1, DCP: 1.0, THREAD: 2.0, PROCESS: 3.5
 class Options:
     """Sizes of the run."""
 
-    gb: float = 1.0
-    """State in 1e9 bytes: weights, their average, and AdamW's moments."""
-    rounds: int = 3
-    """Processes of each contestant."""
-    saves: int = 4
-    """In each of them while training goes on; the first is reported apart."""
-    calm: int = 2
-    """Undisturbed steps before and after each."""
-    threads: int = 2
-    """Of the training; what saves has threads of its own."""
-    length: int = 128
-    """Tokens of a batch: how long forward and backward are."""
+    gb: float = 1.0  # State in 1e9 bytes: weights, their average, and AdamW's moments
+    rounds: int = 3  # Processes of each contestant
+    saves: int = 4  # In each of them while training goes on; the first is reported apart
+    calm: int = 2  # Undisturbed steps before and after each
+    threads: int = 2  # Of the training; what saves has threads of its own
+    length: int = 128  # Tokens of a batch: how long forward and backward are
     ring_mb: int = 64
     contestants: tuple[str, ...] = tuple(ENTRANTS)
-    folder: Path | None = None
-    """On the disk to be measured; None for the temporary folder."""
-    gpu: bool = False
-    """The state on a CUDA device; then it has at least 8 GB."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    folder: Path | None = None  # On the disk to be measured; None for the temporary folder
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass
 class Watched:
-    """A process' run, and what memory it took.
+    """A process' run, and what memory it took."""
 
-    Attributes:
-        run: what it said.
-        first_extra: most bytes over undisturbed training, in its first save.
-        later_extra: the same, in the later ones; over the level before the first.
-    """
-
-    run: Run
-    first_extra: int = 0
-    later_extra: int = 0
+    run: Run  # what it said
+    first_extra: int = 0  # most bytes over undisturbed training, in its first save
+    later_extra: int = 0  # the same, in the later ones; over the level before the first
 
 
 @dataclass
@@ -148,7 +128,6 @@ def run_one(options: Options, name: str, folder: Path) -> Watched:
         options.saves,
         options.calm,
         options.ring_mb,
-        "cuda" if options.gpu else "cpu",
     )
     command = [sys.executable, "-m", "benchmarks._checkpoint_saver", json.dumps(asdict(job))]
     try:
@@ -185,11 +164,9 @@ def watched(run: Run, samples: Samples) -> Watched:
 def compete(options: Options, folder: Path) -> dict[str, list[Watched]]:
     """Lets contestants take turns; every second round runs backwards."""
     found: dict[str, list[Watched]] = {name: [] for name in options.contestants}
-    for number in range(options.rounds):
-        names = list(options.contestants)
-        for name in names if number % 2 == 0 else reversed(names):
-            print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
-            found[name].append(run_one(options, name, folder))
+    for number, name in turns(options.contestants, options.rounds):
+        print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
+        found[name].append(run_one(options, name, folder))
     return found
 
 
@@ -198,38 +175,28 @@ class Figures:
     """A contestant over all rounds; later saves unless said otherwise.
 
     Attributes:
-        nbytes: of the state.
         call, held, beyond, total: seconds, see `During`.
         first_held, first_total: of first saves.
-        slowdown: of the steps wholly under way while it was saved; None for none.
         alone, raw: seconds of a save, and of writing as much, undisturbed.
-        rate: bytes per second of a save alone, over those of writing right beside it.
         extra, first_extra: bytes.
-        load: seconds.
-        equal: every time.
-        forward_backward: seconds.
-        copied: seconds until the state might change; ours only.
-        copy_rate: bytes per second of that, over that of a copy to page-locked memory; GPU only.
     """
 
-    nbytes: int
+    nbytes: int  # of the state
     call: Spread
     held: Spread
     beyond: Spread
     total: Spread
     first_held: Spread
     first_total: Spread
-    slowdown: Spread | None
+    slowdown: Spread | None  # of the steps wholly under way while it was saved; None for none
     alone: Spread
     raw: Spread
-    rate: Spread
+    rate: Spread  # bytes per second of a save alone, over those of writing right beside it
     extra: int
     first_extra: int
-    load: Spread
-    equal: bool
-    forward_backward: Spread
-    copied: Spread | None
-    copy_rate: Spread | None
+    load: Spread  # seconds
+    equal: bool  # every time
+    forward_backward: Spread  # seconds
 
 
 def figures(found: Sequence[Watched]) -> Figures:
@@ -238,42 +205,25 @@ def figures(found: Sequence[Watched]) -> Figures:
     later = [entry for run in runs for entry in run.during[1:]]
     first = [run.during[0] for run in runs]
 
-    def spread(get: Callable[[Any], float | None], of: Sequence[Any]) -> Spread | None:
-        values = tuple(value for each in of if (value := get(each)) is not None)
-        return Spread(values) if values else None
+    slower = tuple(e.step_s / e.calm_s - 1 for e in later if e.step_s is not None)
 
-    def sure(get: Callable[[Any], float | None], of: Sequence[Any]) -> Spread:
-        made = spread(get, of)
-        assert made is not None
-        return made
+    def spread(name: str, of: Sequence[Any]) -> Spread:
+        return Spread(tuple(getattr(each, name) for each in of))
 
-    nbytes = runs[0].nbytes
     pairs = [pair for run in runs for pair in zip(run.alone_s, run.raw_s, strict=True)]
-    copy_rates = [
-        nbytes / entry.copied_s / run.pinned_rate
-        for run in runs
-        for entry in run.during[1:]
-        if entry.copied_s and run.pinned_rate
-    ]
     return Figures(
-        nbytes,
-        sure(lambda e: e.call_s, later),
-        sure(lambda e: e.held_s, later),
-        sure(lambda e: e.beyond_s, later),
-        sure(lambda e: e.total_s, later),
-        sure(lambda e: e.held_s, first),
-        sure(lambda e: e.total_s, first),
-        spread(lambda e: None if e.step_s is None else e.step_s / e.calm_s - 1, later),
+        runs[0].nbytes,
+        *(spread(name, later) for name in ("call_s", "held_s", "beyond_s", "total_s")),
+        *(spread(name, first) for name in ("held_s", "total_s")),
+        Spread(slower) if slower else None,
         Spread(tuple(alone for alone, _ in pairs)),
         Spread(tuple(raw for _, raw in pairs)),
         Spread(tuple(raw / alone for alone, raw in pairs)),
         round(statistics.median(each.later_extra for each in found)),
         round(statistics.median(each.first_extra for each in found)),
-        sure(lambda r: r.load_s, runs),
+        spread("load_s", runs),
         all(run.equal for run in runs),
-        sure(lambda r: r.forward_backward_s, runs),
-        spread(lambda e: e.copied_s, later),
-        Spread(tuple(copy_rates)) if copy_rates else None,
+        spread("forward_backward_s", runs),
     )
 
 
@@ -296,10 +246,10 @@ def row(name: str, of: Figures) -> list[str]:
     """A line of the table."""
     return [
         name,
-        _said(of.held),
-        _said(of.beyond),
+        of.held.shown(".3f"),
+        of.beyond.shown(".3f"),
         f"{of.call.median:.3f}",
-        _said(of.total),
+        of.total.shown(".3f"),
         f"{of.alone.median:.2f}",
         f"{of.extra / 1e6:.0f}",
         f"{of.load.median:.2f}",
@@ -307,10 +257,6 @@ def row(name: str, of: Figures) -> list[str]:
         f"{of.first_held.median:.3f}",
         f"{of.first_total.median:.2f}",
     ]
-
-
-def _said(spread: Spread) -> str:
-    return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
 
 
 def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
@@ -340,20 +286,14 @@ def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
     for name, of in all_of.items():
         if name in (SHADOW, RING):
             made.append(at_least(f"{name}: bit for bit, 1 is always", float(of.equal), 1.0))
-    if options.gpu and ours is not None:
-        if ours.copy_rate is not None:
-            made.append(at_least("copy over a pinned copy's rate", ours.copy_rate.median, 0.8))
-        if ours.slowdown is not None:
-            made.append(at_most("overlapped steps slower by", ours.slowdown.median, 0.02))
     return made
 
 
 def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Report:
     """The table, the bars and the notes."""
-    where = "gpu-" if options.gpu else ""
     some = next(iter(all_of.values()))
     raw = Spread(tuple(value for of in all_of.values() for value in of.raw.values))
-    claim = f"checkpoint-{where}{options.gb:g}gb"
+    claim = f"checkpoint-{options.gb:g}gb"
     title = f"Saving {some.nbytes / 1e9:.2f} GB (model, average, AdamW) while training goes on"
     made = Report(claim, title, COLUMNS, [row(name, of) for name, of in all_of.items()])
     made.bars = bars(all_of, options)
@@ -377,8 +317,8 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
         f"Forward and backward take {step.median:.2f} s ({options.threads} threads). Steps wholly "
         f"under way while something was saved were slower by: {slower or 'there were none'}.",
         "",
-        f"Raw disk, 4 MiB blocks past the page cache, then fsync: {raw.median:.2f} s "
-        f"({raw.low:.2f} to {raw.high:.2f}), {some.nbytes / raw.median / 1e9:.2f} GB/s. "
+        f"Raw disk, 4 MiB blocks past the page cache, then fsync: {raw.shown()} s, "
+        f"{some.nbytes / raw.median / 1e9:.2f} GB/s. "
         f"Others kept {foreign:.1f} cores of the machine busy meanwhile.",
         "",
         "Extra memory: most of what the process and its children had over undisturbed training; "
@@ -387,60 +327,18 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
     return made
 
 
-def picture(all_of: dict[str, Figures], path: Path, title: str) -> None:
-    """How long each holds up training, and when all is on the disk."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(all_of)
-    figure, axes = pyplot.subplots(figsize=(8, 0.55 * len(names) + 1.4))
-    places = range(len(names))
-    for label, shift, color, of in (
-        ("on the disk", -0.27, "#bbbbbb", [all_of[n].total for n in names]),
-        ("beyond calm steps", 0.0, "#dd8452", [all_of[n].beyond for n in names]),
-        ("training held up", 0.27, "#4c72b0", [all_of[n].held for n in names]),
-    ):
-        values = [max(each.median, 1e-3) for each in of]
-        axes.barh([p - shift for p in places], values, 0.25, label=label, color=color)
-        for place, value in zip(places, values, strict=True):
-            axes.text(value * 1.04, place - shift, f"{value:.3g}", va="center", fontsize=7)
-    axes.set_xscale("log")
-    axes.set_yticks(list(places), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds (medians; logarithmic)")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def checked(options: Options, folder: Path) -> Options:
-    """The options; without contestants that memory has no room for.
-
-    Raises:
-        GulliverError: something unknown, or no room at all.
-    """
+    """The options; without contestants that memory has no room for."""
     for name in options.contestants:
         if name not in ENTRANTS:
             raise GulliverError(f"unknown contestant {name!r}: {nearest(name, list(ENTRANTS))}")
     if options.rounds < 1 or options.saves < 2 or options.calm < 1 or options.gb < 0.1:
         raise GulliverError("at least 1 round, 2 saves, 1 calm step and 0.1 GB")
-    if options.gpu:
-        if not torch.cuda.is_available():
-            raise GulliverError("--gpu needs a CUDA device: there is none here")
-        options = replace(options, gb=max(options.gb, GPU_GB))
-        if options.contestants == tuple(ENTRANTS):
-            options = replace(options, contestants=(TORCH_SAVE, *TORCH_ASYNC, SHADOW, RING))
     free_disk = shutil.disk_usage(folder).free
     if free_disk < 7e9 * options.gb:
         raise GulliverError(f"{folder} has {free_disk / 1e9:.0f} GB free, not {7 * options.gb:.0f}")
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    held = 0.0 if options.gpu else 1.35  # state, gradients, activations
+    free = free_memory()
+    held = 1.35  # state, gradients, activations
     fitting = tuple(
         n
         for n in options.contestants
@@ -457,7 +355,6 @@ def checked(options: Options, folder: Path) -> Options:
 
 
 def main() -> None:
-    """Measures what the options say."""
     options = tyro.cli(Options, description=__doc__)
     folder = Path(tempfile.mkdtemp(prefix="gulliver-checkpoint-", dir=options.folder))
     try:
@@ -469,10 +366,6 @@ def main() -> None:
         sys.exit(f"benchmarks.checkpoint: {error}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if options.keep:
-        path = RESULTS / f"{made.claim}_{date.today()}.png"
-        picture(all_of, path, made.title)
-        made.notes += ["", f"![seconds]({path.name})"]
     finish(made, options.keep)
 
 

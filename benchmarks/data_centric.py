@@ -3,11 +3,8 @@
 `replay` reads the table of costs of a video transformer and three distributions of shapes, on 8, 16
 and 32 devices: bucketing, DCP-intra, DCP-inter, DCP-inter + PAC as published, and ours, every one
 on the same table. Ours runs with as many samples a step as DCP-inter takes, and again with as few
-as bucketing. `text` packs documents of long-tailed lengths, against packing sorted ones. Nothing is
-run on devices there: all seconds are the tables'. `measured` (asked for with ``--parts measured``)
-trains small models on processors of this machine and shaped links; `convergence` trains the moving
-digits on mixed sizes in planned steps and in batches of one shape; `offload` predicts what moving
-activations to the host gains.
+as bucketing. Nothing is run on devices there: all seconds are the table's. `measured` (asked for
+with ``--parts measured``) trains small models on processors of this machine and shaped links.
 """
 
 from __future__ import annotations
@@ -17,13 +14,10 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import numpy as np
 import tyro
 
-from benchmarks._data_centric_costs import Documents, text_costs, video_costs
-from benchmarks._data_centric_offload import offload
+from benchmarks._data_centric_costs import video_costs
 from benchmarks._data_centric_ranks import LONGEST, run_workloads, workload
 from benchmarks._data_published import (
     METHODS,
@@ -32,13 +26,10 @@ from benchmarks._data_published import (
     Replayed,
     replay_ours,
     replay_published,
-    sums,
 )
 from benchmarks._harness import Report, at_least, at_most, finish
-from gulliver.data import DataCentricPlanner, Tokens
+from gulliver.data import Tokens
 from gulliver.data_centric.costs import DISTRIBUTIONS, draw_shapes, least_time
-from gulliver.hardware import SampleCosts, SampleShape
-from gulliver.solve.packing import pack
 
 DEVICES = (8, 16, 32)
 MOST_IMBALANCE = {8: 0.01, 16: 0.015, 32: 0.015}
@@ -60,41 +51,20 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of the run.
+    """Sizes of the run."""
 
-    Attributes:
-        parts: parts to run.
-        samples: samples of an epoch.
-        documents: documents of the text part.
-        seed: seed of all draws.
-        ranks: numbers of ranks of the measured part.
-        models: models of the measured part.
-        dominated: what dominates the samples there: short ones, or long ones.
-        rounds: epochs of each planner there.
-        seeds: seeds of the convergence part.
-        steps: optimizer steps of each of its runs.
-        rate: peak learning rate of each of its runs.
-        folder: folder of its runs, where a call goes on that was stopped.
-        keep: write the result file.
-    """
-
-    parts: tuple[str, ...] = ("replay", "text")
-    samples: int = 100_000
-    documents: int = 20_000
-    seed: int = 0
-    ranks: tuple[int, ...] = (2, 4)
-    models: tuple[str, ...] = ("llama", "stdit")
+    parts: tuple[str, ...] = ("replay",)  # parts to run
+    samples: int = 100_000  # samples of an epoch
+    seed: int = 0  # seed of all draws
+    ranks: tuple[int, ...] = (2, 4)  # numbers of ranks of the measured part
+    models: tuple[str, ...] = ("llama", "stdit")  # models of the measured part
+    # what dominates the samples there: short ones, or long ones
     dominated: tuple[str, ...] = ("short", "long")
-    rounds: int = 2
-    seeds: int = 3
-    steps: int = 600
-    rate: float = 3e-3
-    folder: Path = Path("runs/data-centric-convergence")
-    keep: bool = False
+    rounds: int = 2  # epochs of each planner there
+    keep: bool = False  # write the result file
 
 
 def main(options: Options) -> None:
-    """Runs the parts and prints each table."""
     for part in options.parts:
         report = PARTS[part](options)
         finish(report, options.keep)
@@ -219,71 +189,6 @@ def _figures(one: Replayed, base: Replayed) -> dict[str, float | None]:
     }
 
 
-def text(options: Options) -> Report:
-    """Long-tailed documents, against rows of sorted documents on groups of one degree."""
-    columns = ("devices", "planner", "tokens/s", "x sorted", "imbalance", "tokens/step", "gap")
-    report = Report("data-centric-text", "Documents of long-tailed lengths", columns)
-    documents = Documents(options.documents, seed=options.seed)
-    least = 1e9
-    most = dict.fromkeys(DEVICES, 0.0)
-    for devices in DEVICES:
-        costs = text_costs(devices)
-        steps, seconds, imbalance = sorted_packing(costs, documents, devices)
-        tokens = int(documents.lengths.sum())
-        base = tokens / seconds
-        row = (str(devices), "sorted packing", f"{base:,.0f}", "1.00")
-        report.rows.append((*row, f"{100 * imbalance:.2f} %", f"{tokens / steps:,.0f}", ""))
-        for name, times in (("ours", 1), ("ours, 4 x a step", 4)):
-            budget = Tokens(
-                times * max(round(tokens / steps), max(s.tokens for s in documents.shapes))
-            )
-            planner = DataCentricPlanner(costs, documents.shapes, devices, budget)
-            plans = list(planner)
-            total, busy, bound = sums(plans)
-            waits = 1 - busy / (devices * total)
-            row = (str(devices), name, f"{tokens / total:,.0f}", f"{tokens / total / base:.2f}")
-            told = (
-                f"{100 * waits:.2f} %",
-                f"{tokens / len(plans):,.0f}",
-                f"{100 * (total / bound - 1):.1f} %",
-            )
-            report.rows.append((*row, *told))
-            report.figures[f"{name} {devices}"] = {"x": tokens / total / base, "imbalance": waits}
-            least = min(least, tokens / total / base)
-            most[devices] = max(most[devices], waits)
-    report.bars = [
-        at_least("ours over sorted packing, least of the rows", least, 1.0),
-        *(at_most(f"imbalance on {n} devices", most[n], MOST_IMBALANCE[n]) for n in DEVICES),
-    ]
-    report.notes = [
-        "Sorted packing: documents sorted by length, packed best fit into rows as long as the "
-        "longest, one row a group and step, the degree that the longest needs. Ours counts a "
-        "document as long as its class (an eighth of an octave): what that pads is in its seconds."
-    ]
-    return report
-
-
-def sorted_packing(
-    costs: SampleCosts, documents: Documents, devices: int
-) -> tuple[int, float, float]:
-    """Steps, seconds and imbalance of rows of sorted documents at one degree."""
-    capacity = int(documents.lengths.max())
-    order = np.argsort(-documents.lengths, kind="stable")
-    rows = pack(documents.lengths[order].tolist(), capacity).bins
-    shapes = [
-        SampleShape.documents([int(documents.lengths[order[n]]) for n in row]) for row in rows
-    ]
-    longest = max(shapes, key=lambda shape: shape.tokens)
-    degree = next(d for d in costs.degrees(devices) if len(costs.batches(longest, d)))
-    times = np.array([costs.batches(shape, degree, most=1).seconds[0] for shape in shapes])
-    groups = devices // degree
-    steps = -(-len(times) // groups)
-    padded = np.zeros(steps * groups)
-    padded[: len(times)] = times
-    longest_s = padded.reshape(steps, groups).max(axis=1).sum()
-    return steps, float(longest_s), float(1 - padded.sum() / groups / longest_s)
-
-
 def measured(options: Options) -> Report:
     """Small models trained on shaped links, under each planner in turn."""
     from benchmarks.netlab import LoadMeter, Net, run
@@ -297,7 +202,7 @@ def measured(options: Options) -> Report:
         "imbalance",
         "samples/step",
     )
-    report = Report(_measured_claim(options), "Uneven samples on shaped links", columns)
+    report = Report("data-centric-measured", "Uneven samples on shaped links", columns)
     errors, slowest, short = [], [], []
     meter = LoadMeter()
     for ranks, model in itertools.product(options.ranks, options.models):
@@ -359,75 +264,9 @@ def measured(options: Options) -> Report:
     return report
 
 
-def _measured_claim(options: Options) -> str:
-    """Name of the result: parts that were run alone have their own."""
-    whole = Options()
-    parts = [
-        "-".join(map(str, given))
-        for given, every in (
-            (options.ranks, whole.ranks),
-            (options.models, whole.models),
-            (options.dominated, whole.dominated),
-        )
-        if given != every
-    ]
-    return "-".join(["data-centric-measured", *parts])
-
-
-def convergence(options: Options) -> Report:
-    """The moving digits on mixed sizes, in planned steps and in batches of one shape."""
-    from benchmarks._data_centric_convergence import SHAPES, WAYS, runs, spread
-
-    columns = (
-        "steps",
-        "seed",
-        "loss, last tenth",
-        "held-out loss",
-        "right digits",
-        "seconds",
-        "of processors",
-    )
-    usual = options.rate == Options().rate
-    claim = "data-centric-convergence" + ("" if usual else f"-{options.rate:g}")
-    report = Report(claim, "Digits on mixed sizes, 48 samples a step", columns)
-    found = runs(options.folder, options.seeds, options.steps, options.rate)
-    means: dict[str, dict[str, list[float]]] = {}
-    for one in found:
-        told = (f"{one.losses[-1]:.4f}", f"{one.held_out:.4f}", f"{one.digits:.1%}")
-        times = (f"{one.seconds:.0f}", f"{one.processor:.0f}")
-        report.rows.append((one.way, str(one.seed), *told, *times))
-        figures = means.setdefault(one.way, {"training": [], "held-out": [], "digits": []})
-        values = (one.losses[-1], one.held_out, one.digits)
-        for name, value in zip(figures, values, strict=True):
-            figures[name].append(value)
-    plain, planned = (means[way] for way in WAYS)
-    report.figures = {way: {n: statistics.mean(v) for n, v in means[way].items()} for way in WAYS}
-    for name in ("training", "held-out"):
-        apart = statistics.mean(planned[name]) - statistics.mean(plain[name])
-        noise = (spread(plain[name]) ** 2 + spread(planned[name]) ** 2) ** 0.5
-        told = f"{name} loss: data-centric less plain, in standard errors"
-        report.bars.append(at_most(told, apart / noise, 2.0))
-    points = 100 * (statistics.mean(plain["digits"]) - statistics.mean(planned["digits"]))
-    report.bars.append(at_most("points of right digits below plain", points, 2.0))
-    report.notes = [
-        f"Shapes {', '.join(SHAPES)} (frames x height x width : weight), {options.steps} steps of "
-        f"48 samples, peak learning rate {options.rate:g}, every sample once, one process: steps "
-        "are the same on any ranks, which tests hold to 1e-9. Plain batches are of one shape. "
-        "Seconds are of a machine that others used as well, those of processors are not. The "
-        "training loss of a plain step is of its shape alone, and so jumps more.",
-    ]
-    return report
-
-
 RATES = {2: "600mbit", 4: "300mbit"}
 """By ranks: two cores are shared, so that four ranks compute half as fast each."""
-PARTS = {
-    "replay": replay,
-    "text": text,
-    "measured": measured,
-    "convergence": convergence,
-    "offload": offload,
-}
+PARTS = {"replay": replay, "measured": measured}
 
 if __name__ == "__main__":
     main(tyro.cli(Options))

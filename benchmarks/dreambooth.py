@@ -1,10 +1,10 @@
-"""Teaching a subject: a new glyph, Stable Diffusion 2's UNet, beside diffusers' script, and loaded.
+"""Teaching a subject: Stable Diffusion 2's UNet, next to diffusers' script, and loaded by it.
 
-`python -m benchmarks.dreambooth` runs the parts that are named, all of them by default. *digits*
-teaches the model of the demonstration a new glyph. *unet* prints the plan of Stable Diffusion 2 at
-batch 16 and 512 x 512, and trains one of a quarter of its width under a memory limit, in a control
-group that the kernel ends (it needs root). *peer* runs the loop of diffusers' own script beside
-ours, in turns, with the same samples and noise. *load* lets diffusers load what was saved.
+`python -m benchmarks.dreambooth` runs the parts that are named, all of them by default. *unet*
+prints the plan of Stable Diffusion 2 at batch 16 and 512 x 512, and trains one of a quarter of its
+width under a memory limit, in a control group that the kernel ends (it needs root). *peer* runs the
+loop of diffusers' own script and ours in turns, with the same samples and noise. *load* lets
+diffusers load what was saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module, util
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +23,12 @@ import tyro
 
 from benchmarks._dreambooth_base import PARAMETERS, write_base, write_outline
 from benchmarks._dreambooth_worker import config_of
-from benchmarks._harness import Report, Spread, at_least, at_most, finish
+from benchmarks._harness import Report, Spread, at_least, at_most, finish, turns
 from benchmarks.limits import Group, LimitsError
 
-Part = Literal["digits", "unet", "peer", "load"]
-ALL: tuple[Part, ...] = ("digits", "unet", "peer", "load")
+Part = Literal["unet", "peer", "load"]
+ALL: tuple[Part, ...] = ("unet", "peer", "load")
 MIB = 1 << 20
-DIGITS = "benchmarks._dreambooth_digits"
 SPEED_BAR, PEAK_BAR, LOSS_BAR, LEVELS = 1.1, 1.1, 1e-4, 1
 LIMIT, CONSTANT = 384 * MIB, 700 * MIB
 """Memory that the quarter-width UNet is given, and what the interpreter, torch, diffusers,
@@ -41,22 +39,16 @@ transformers and the autoencoder need besides."""
 class Options:
     """Teaching a subject."""
 
-    part: tuple[Part, ...] = ALL
-    """Parts to run."""
-    rounds: int = 3
-    """Turns of each contestant beside diffusers' script."""
-    steps: int = 6
-    """Steps of a run; the first is not counted."""
-    keep: bool = False
-    """Keep the result in benchmarks/results."""
+    part: tuple[Part, ...] = ALL  # Parts to run
+    rounds: int = 3  # Turns of each contestant beside diffusers' script
+    steps: int = 6  # Steps of a run; the first is not counted
+    keep: bool = False  # Keep the result in benchmarks/results
 
 
 def main() -> None:
-    """Runs the parts that are asked for."""
     options = tyro.cli(Options)
     report = Report("dreambooth", "Teaching a subject", ("what", "figure", "beside"))
     parts: dict[Part, Callable[[Report, Path, Options], None]] = {
-        "digits": _digits,
         "unet": _unet,
         "peer": _peer,
         "load": _load,
@@ -65,13 +57,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="gulliver-dreambooth-") as folder:
             parts[name](report, Path(folder), options)
     finish(report, options.keep)
-
-
-def _digits(report: Report, folder: Path, options: Options) -> None:
-    if util.find_spec(DIGITS) is None:
-        report.notes.append("digits: not run, there is no part of that name")
-        return
-    import_module(DIGITS).digits_part(report, folder)
 
 
 def _worker(who: str, folder: Path, name: str, group: Group | None = None, **told: Any) -> Any:
@@ -143,19 +128,18 @@ def _apart(one: list[float], other: list[float]) -> float:
 def _peer(report: Report, folder: Path, options: Options) -> None:
     base = write_base(folder / "base", divisor=8, side=32)
     found: dict[str, list[Any]] = {"ours": [], "peer": []}
-    for number in range(options.rounds):
-        # The first makes the prior pictures, which both learn; then each goes first in turn.
-        for who in ("ours", "peer") if number % 2 == 0 else ("peer", "ours"):
-            ran = _worker(who, base, f"{who}-{number}", steps=options.steps)
-            assert ran is not None, f"{who} ran"
-            found[who].append(ran)
+    # The first makes the prior pictures, which both learn.
+    for number, who in turns(("ours", "peer"), options.rounds):
+        ran = _worker(who, base, f"{who}-{number}", steps=options.steps)
+        assert ran is not None, f"{who} ran"
+        found[who].append(ran)
     timed = {who: [s for ran in runs for s in ran["seconds"][1:]] for who, runs in found.items()}
     seconds = {who: Spread(tuple(each)) for who, each in timed.items()}
     peaks = {w: Spread(tuple(r["peak"] for r in runs)).median for w, runs in found.items()}
     apart = _apart(found["ours"][0]["losses"], found["peer"][0]["losses"])
     speed, memory = seconds["ours"].median / seconds["peer"].median, peaks["ours"] / peaks["peer"]
     for who, spread in seconds.items():
-        times = f"{spread.median:.3f} s a step ({spread.low:.3f} to {spread.high:.3f})"
+        times = f"{spread.shown('.3f')} s a step"
         report.rows.append((f"{who}: whole UNet, prior", times, f"{peaks[who] / MIB:,.0f} MiB"))
     report.figures["peer"] = {"speed": speed, "memory": memory, "loss": apart}
     report.bars += [

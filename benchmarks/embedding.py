@@ -1,4 +1,4 @@
-"""Cached tables: hit rates beside other policies, bytes, step time behind a link, exactness.
+"""Cached tables: hit rates compared with other policies, step time behind a link, exactness.
 
 `python -m benchmarks.embedding` runs all parts in a few minutes on two cores. On a GPU
 `python -m benchmarks.embedding --parts tiers --device cuda --rows 4000000 --dim 128
@@ -10,54 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 import tyro
 
-from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace, power_law
+from benchmarks._embedding_rates import Trace, TraceConfig, hit_rate, make_trace
 from benchmarks._embedding_tiers import TierConfig, make_jobs, weight_of
 from benchmarks._harness import Report, alternate, at_least, at_most, finish
-from gulliver.embedding import TablesJob, plan_tables
-from gulliver.embedding.planning import DATA_SETS
-from gulliver.embedding.records import WEIGHT, Column, RecordStore, RowStorage
-from gulliver.hardware.probe import named_cluster
-from gulliver.options import size_text
-from gulliver.solve.rows import RowReplacement
 
-Part = Literal["rates", "bytes", "tiers"]
-PARTS: tuple[Part, ...] = ("rates", "bytes", "tiers")
+Part = Literal["rates", "tiers"]
+PARTS: tuple[Part, ...] = ("rates", "tiers")
 SHARES = (0.005, 0.01, 0.015, 0.05)
 LAWS = ("the law stays or shifts slowly", "it shifts fast")
-BATCH = 16384
-"""Samples of Criteo's batches."""
-PUBLIC_INDEX = 16
-"""Bytes of index a row that the public cache keeps on the device: two arrays of int64."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the benchmark."""
+class Options(TierConfig):
+    """Options of the benchmark, those of `tiers` among them."""
 
-    parts: tuple[Part, ...] = PARTS
-    """Parts to run."""
-    rounds: int = 16
-    """Measured steps of each contestant of `tiers`."""
-    rows: int = 400_000
-    """Rows of the table of `tiers`."""
-    dim: int = 64
-    """Width of its rows."""
-    samples: int = 512
-    """Samples of a batch."""
-    ids: int = 8
-    """Ids of a sample."""
-    cache: float = 0.02
-    """Share of the rows in the cache."""
-    rate: float = 25e6
-    """Rate of the link in bytes/s; 0 for the real one."""
-    device: str = "cpu"
-    """Device of cache and compute: cpu or cuda."""
-    keep: bool = False
-    """Write the result files."""
+    parts: tuple[Part, ...] = PARTS  # Parts to run
+    rounds: int = 16  # Measured steps of each contestant of `tiers`
+    keep: bool = False  # Write the result files
 
 
 def rates(options: Options) -> None:
@@ -96,7 +68,7 @@ def rates(options: Options) -> None:
         "floor: Belady's rule with the whole trace announced. earlier ranks: counted on a trace of "
         "the same law, before it shifts. hindsight ranks: counted on the trace itself, which "
         f"nobody has beforehand. Ours with 8 batches is {max(gaps):.1%} below the floor at most, "
-        f"{sum(gaps) / len(gaps):.1%} in the mean.",
+        f"{sum(gaps) / len(gaps):.1%} in the mean."
     ]
     finish(report, options.keep)
 
@@ -114,74 +86,9 @@ def _rates_of(trace: Trace, history: Trace, rows: int, slots: int, batches: int)
     ]
 
 
-def count_bytes(options: Options) -> None:
-    """Device bytes of Criteo 1TB at 1 %: slots that are really made, rows that are not."""
-    rows, dim = sum(DATA_SETS["criteo-1tb"]), 128
-    slots = int(0.01 * rows)
-    # The rows of 91 GB are zeros that have no memory: what is counted is not on the host.
-    column = Column(RowStorage(), torch.zeros(()).expand(rows, dim))
-    replacement = RowReplacement(slots, rows)
-    store = RecordStore(
-        {WEIGHT: column}, replacement, rows, dim, torch.float32, torch.device("cpu"), False
-    )
-    staged, draw, tables = 0, np.random.default_rng(0), DATA_SETS["criteo-1tb"]
-    firsts = np.cumsum([0, *tables[:-1]])
-    for _ in range(3):
-        drawn = (power_law(draw, count, BATCH, 1.05) for count in tables)
-        ids = torch.from_numpy(np.concatenate([i + f for i, f in zip(drawn, firsts, strict=True)]))
-        before = replacement.counts.misses
-        store.begin(ids)
-        store.drain()
-        staged = max(staged, (replacement.counts.misses - before) * dim * 4)
-    store.close()
-    planned = plan_tables(TablesJob({"all": rows}, dim), named_cluster("h100x1"))
-    index = replacement.index.nbytes
-    total = store.device_bytes + 2 * staged
-    public = slots * 512 + PUBLIC_INDEX * rows
-    report = Report(
-        "embedding_bytes",
-        "bytes of Criteo 1TB, 177.9 M rows of 128 (91.1 GB), 1 % in the cache, 16384 x 26 ids",
-        ("", "where", "bytes"),
-        [
-            ("slots and the row of each", "device", size_text(store.device_bytes)),
-            ("staged, one batch coming and one going", "device", size_text(2 * staged)),
-            ("all on the device", "device", size_text(total)),
-            ("index", "host", size_text(index)),
-            ("decisions: keys, counts, sketch", "host", size_text(replacement.nbytes)),
-            ("public cache: slots and index", "device", size_text(public)),
-        ],
-        {"device": total, "slots": store.device_bytes, "index": index, "public": public},
-        [
-            at_most("device bytes, GB", total / 1e9, 1.3),
-            at_most("index, of the public one", index / (PUBLIC_INDEX * rows), 1 / 3),
-            at_most(
-                "planned, off counted", abs(planned.device_bytes[0] / store.device_bytes - 1), 0.001
-            ),
-        ],
-        [
-            f"The rows of a batch follow power laws of 1.05 over 26 tables; the first finds "
-            f"an empty cache. Were all {BATCH * 26:,} ids of two batches different and new, coming "
-            f"and going would take {size_text(2 * BATCH * 26 * dim * 4)}, and all "
-            f"{(store.device_bytes + 2 * BATCH * 26 * dim * 4) / 1e9:.2f} GB.",
-            "The public cache's bytes are counted from its description: two arrays of int64 over "
-            "all rows beside the slots; it was not run here.",
-        ],
-    )
-    finish(report, options.keep)
-
-
 def tiers(options: Options) -> None:
     """Step time and the share of fetching that is hidden, behind a link."""
-    config = TierConfig(
-        rows=options.rows,
-        dim=options.dim,
-        samples=options.samples,
-        ids=options.ids,
-        cache=options.cache,
-        rate=options.rate,
-        device=options.device,
-    )
-    warm = 8
+    config, warm = options, 8
     jobs = make_jobs(config, options.rounds + warm + config.ahead)
     times = alternate({name: job.step for name, job in jobs.items()}, options.rounds, warm)
     weights = {name: weight_of(job) for name, job in jobs.items()}
@@ -225,9 +132,8 @@ def tiers(options: Options) -> None:
 
 
 def main(options: Options) -> None:
-    """Runs the parts."""
     torch.set_num_threads(1)
-    run = {"rates": rates, "bytes": count_bytes, "tiers": tiers}
+    run = {"rates": rates, "tiers": tiers}
     for part in options.parts:
         run[part](options)
 

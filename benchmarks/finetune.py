@@ -1,12 +1,11 @@
-"""Fine-tuning beside transformers' Trainer and a plain loop, in 4 GiB, and of real text.
+"""Fine-tuning compared with transformers' Trainer and a plain loop, and in 4 GiB.
 
 `python -m benchmarks.finetune` runs each contestant in a process and a control group of its own, so
 it needs root, and a disk. *beside*: a small Llama on conversations, ours, the Trainer and a plain
-loop on the same batches, and ours under a limit of half the Trainer's peak. *text*: a small model
-reads Python's sources, then learns the arguments of functions, with and without a limit. *1b* and
-*3b*, which `--full` adds: all weights of a 1-B-shaped Llama, adapters of a 3-B-shaped one, each in
-a group of 4 GiB that the kernel ends at its limit, with the seconds that `--dry-run` predicts. With
-`--ledger FILE` a run that was ended goes on where it was.
+loop on the same batches, and ours under a limit of half the Trainer's peak. *1b* and *3b*, which
+`--full` adds: all weights of a 1-B-shaped Llama, adapters of a 3-B-shaped one, each in a group of
+4 GiB that the kernel ends at its limit, with the seconds that `--dry-run` predicts. With `--ledger
+FILE` a run that was ended goes on where it was.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from typing import Any, Literal
 
 import tyro
 
-from benchmarks import _finetune_texts as texts
-from benchmarks._harness import Bar, Report, Spread, at_least, at_most, finish
+from benchmarks._harness import Report, Spread, at_least, at_most, finish
 from benchmarks._memory_jobs import GB, GIB, MIB, TEXTS, Job, Ledger, Outcome, run
 from benchmarks.limits import LimitsError, check_limits
 
 ROOT = Path(__file__).parent.parent
-Part = Literal["beside", "text", "1b", "3b"]
-USUAL: tuple[Part, ...] = ("beside", "text")
+Part = Literal["beside", "1b", "3b"]
+USUAL: tuple[Part, ...] = ("beside",)
 LARGE: tuple[Part, ...] = ("1b", "3b")
 CONSTANT = 512 * MIB
 """What the interpreter, torch and transformers need beside tensors, of a group's limit."""
@@ -38,7 +36,6 @@ SPARE = 128 * MIB
 """What a run needs beside its limit and what the process held before: 91 to 122 MiB were seen."""
 SPEED_BAR, PEAK_BAR, LOSS_BAR, PREDICTED_BAR = 0.97, 0.5, 1e-6, 0.25
 """Of speeds 3 % are noise: two turns of one contestant are as far apart."""
-LEARNT_BAR = 0.5
 OURS, PLAIN, TRAINER, LIMITED = "ours", "plain loop", "Trainer", "ours, limited"
 PACKED = {"length": 256, "packing": "yes"}
 Shape = dict[str, Any]
@@ -49,15 +46,6 @@ SMALL: Shape = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 8192,
-}
-READER: Shape = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 500,
-    "tie_word_embeddings": True,
 }
 ONE_B: Shape = {
     "hidden_size": 2048,
@@ -81,43 +69,25 @@ THREE_B: Shape = {
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = ()
-    """By default beside and text, with --full all."""
-    full: bool = False
-    """The 1-B and 3-B shapes in 4 GiB, too; needs 50 GB of disk."""
-    turns: int = 2
-    """Turns of each contestant beside the others."""
-    steps: int = 5
-    """Timed steps of the small model in a turn."""
-    large_steps: int = 3
-    """Timed steps of the large ones."""
-    read_steps: int = 100
-    """Steps in which the model reads sources."""
-    task_steps: int = 250
-    """Steps in which it learns the task."""
-    folder: Path = Path("out")
-    """Folder on the disk that is used; what is written there is removed."""
+    parts: tuple[Part, ...] = ()  # By default beside, with --full all
+    full: bool = False  # The 1-B and 3-B shapes in 4 GiB, too; needs 50 GB of disk
+    turns: int = 2  # Turns of each contestant beside the others
+    steps: int = 5  # Timed steps of the small model in a turn
+    large_steps: int = 3  # Timed steps of the large ones
+    folder: Path = Path("out")  # Folder on the disk that is used; what is written there is removed
     minutes: float = 0.0
     """Minutes after which what runs is ended and what is left is left out; 0 for no end."""
-    ledger: Path | None = None
-    """File of outcomes: jobs that are in it are not run again."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    ledger: Path | None = None  # File of outcomes: jobs that are in it are not run again
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Runner of jobs, with the outcomes of those that have run.
+    """Runner of jobs, with the outcomes of those that have run."""
 
-    Attributes:
-        options: options of the command.
-        folder: folder of this run.
-        ledger: outcomes so far.
-    """
-
-    options: Options
-    folder: Path
-    ledger: Ledger
+    options: Options  # options of the command
+    folder: Path  # folder of this run
+    ledger: Ledger  # outcomes so far
 
     def make(self, name: str, shape: Shape, dtype: str = "float32") -> None:
         """Writes a model of random weights and conversations, unless they are there.
@@ -208,7 +178,7 @@ def beside_report(found: dict[str, list[Outcome]], options: Options) -> Report:
     peaks = {name: max(one.anonymous for one in runs) for name, runs in found.items()}
     for name, runs in found.items():
         spread = Spread(tuple(step.seconds for one in runs for step in one.steps) or (0.0,))
-        shown = [f"{rates[name]:,.0f}", f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"]
+        shown = [f"{rates[name]:,.0f}", spread.shown()]
         moved = f"{runs[0].read / GB:.2f}, {runs[0].written / GB:.2f}"
         ended = ", ".join(dict.fromkeys(one.told or one.end for one in runs))
         made.rows.append([name, ended, *shown, f"{peaks[name] / MIB:,.0f}", moved])
@@ -228,7 +198,7 @@ def beside_report(found: dict[str, list[Outcome]], options: Options) -> Report:
         "Peaks are of anonymous memory of the whole process, the interpreter included, looked at "
         "every 50 ms. Ours saves a checkpoint of the last step, which the others do not: without a "
         "limit that is a copy of weights and moments. The limit is what is left of half the "
-        "Trainer's peak beside the interpreter.",
+        "Trainer's peak beside the interpreter."
     ]
     return made
 
@@ -280,7 +250,7 @@ def large(bench: Bench, part: Part) -> Report:
         "the group for the interpreter and libraries; peak is what the kernel charged, page cache "
         "included. Predicted by --dry-run from what gulliver probe measured just before. Seconds "
         "and bytes are of steps after the first, which makes the optimizer's state; the group also "
-        "holds the run's start, its checkpoint and its result.",
+        "holds the run's start, its checkpoint and its result."
     ]
     return made
 
@@ -292,102 +262,7 @@ def probe(folder: Path) -> None:
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def reading_job(bench: Bench) -> Job:
-    """The job in which a model reads sources."""
-    config = {
-        "learning_rate": 2e-3,
-        "warmup": 20,
-        "schedule": "cosine",
-        "batch_tokens": 4096,
-        "micro_tokens": 2048,
-        "length": 256,
-        "packing": "yes",
-        "held_out": 0.02,
-    }
-    steps, options = bench.options.read_steps - 1, {"runs": OURS, "out": "reader/read"}
-    where = "reader/model", f"reader/{texts.SOURCES}"
-    return job_of(bench, "reading", *where, steps=steps, options={**options, "config": config})
-
-
-def task_jobs(bench: Bench, reading: Job) -> dict[str, Job]:
-    """The jobs in which it learns the task, with and without a limit."""
-    config = {**reading.options["config"], "learning_rate": 3e-3, "held_out": 0.05, "length": 128}
-    config |= {"batch_tokens": 3072, "micro_tokens": 1536}
-    found = dict[str, Job]()
-    for name, disk, more in ((OURS, 0, {}), (LIMITED, GIB, {"memory": "least"})):
-        options = {"runs": OURS, "out": f"reader/{name}", "measure": True}
-        found[name] = job_of(
-            bench,
-            name,
-            "reader/read/model",
-            f"reader/{texts.TASK}",
-            steps=bench.options.task_steps - 1,
-            disk=disk,
-            options={**options, "config": {**config, **more}},
-        )
-    return found
-
-
-def text(bench: Bench) -> Report:
-    """A model that reads sources first, then learns a task, with and without a limit."""
-    reading = reading_job(bench)
-    task, read = task_jobs(bench, reading), bench.ledger.get(reading)
-    if read is None or any(bench.ledger.get(job) is None for job in task.values()):
-        # What is known of the reading has left no model: it is done again.
-        bench.make("reader", READER)
-        texts.texts_of(bench.folder / "reader", 2.0, rows=6000, words=READER["vocab_size"])
-        read = replace(bench, ledger=Ledger(None, bench.ledger.left_s)).run(reading)
-        bench.ledger.add(reading, read)
-    jobs = task.items() if read.end == "done" else ()
-    return text_report(read, {name: bench.run(job) for name, job in jobs})
-
-
-def text_report(read: Outcome, found: dict[str, Outcome]) -> Report:
-    """Table and bars of *text*."""
-    made = Report("finetune-text", "Arguments of functions, by a model that has read sources", ())
-    if not found or any(one.end != "done" for one in found.values()):
-        made.columns = ("", "ended")
-        made.rows = [
-            [n, f"{one.end}: {one.told}"] for n, one in (("reading", read), *found.items())
-        ]
-        made.bars = [at_least("all runs ended well", 0.0, 1.0)]
-        return made
-    made.columns = ("step", *(f"held-out loss, {name}" for name in found))
-    curves = {n: {int(k): v for k, v in one.facts["held out"].items()} for n, one in found.items()}
-    for step in sorted({step for curve in curves.values() for step in curve}):
-        made.rows.append([str(step), *(f"{curve[step]:.7f}" for curve in curves.values())])
-    for when in ("before", "after"):
-        shares = [f"{100 * one.facts[f'exact {when}']:.1f} %" for one in found.values()]
-        made.rows.append([f"exact {when}", *shares])
-    made.figures = {name: {**one.facts, "losses": one.losses} for name, one in found.items()}
-    made.figures["reading"] = read.facts["held out"]
-    made.bars = text_bars(curves, found)
-    limited = found[LIMITED]
-    made.notes = [
-        "The task is to name the arguments behind the head of a function. Exact: all names and the "
-        "end, of functions that are held out. The limit is the least that the plan states, "
-        f"{limited.facts['least'] / MIB:.1f} MiB above the interpreter; a step reads "
-        f"{limited.facts['moved'][0] / MIB:.1f} and writes {limited.facts['moved'][1] / MIB:.1f} "
-        "MiB of state.",
-    ]
-    return made
-
-
-def text_bars(curves: dict[str, dict[int, float]], found: dict[str, Outcome]) -> list[Bar]:
-    """Returns the bars of *text*."""
-    before, after = (found[OURS].facts[f"exact {when}"] for when in ("before", "after"))
-    losses = [one.losses for one in found.values()]
-    return [
-        at_most("held-out losses with a limit, off", apart(*curves.values()), LOSS_BAR),
-        at_most("losses of steps with a limit, off", apart(*losses), LOSS_BAR),
-        at_least("bytes that leave in a step", float(found[LIMITED].facts["moved"][1]), 1.0),
-        at_most("exact before", before, 0.01),
-        at_least("exact after", after, LEARNT_BAR),
-    ]
-
-
 def main() -> None:
-    """Runs what the options say."""
     options = tyro.cli(Options, description=__doc__)
     parts = options.parts or (*USUAL, *(LARGE if options.full else ()))
     try:
@@ -399,10 +274,8 @@ def main() -> None:
             bench = Bench(options, Path(name), ledger)
             os.environ["GULLIVER_CACHE"] = str(bench.folder / "cache")
             for part in parts:
-                if part in LARGE:
-                    finish(large(bench, part), options.keep)
-                else:
-                    finish({"beside": beside, "text": text}[part](bench), options.keep)
+                report = large(bench, part) if part in LARGE else beside(bench)
+                finish(report, options.keep)
     except LimitsError as error:
         sys.exit(f"benchmarks.finetune: {error}")
 

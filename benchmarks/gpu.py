@@ -68,20 +68,15 @@ PARTS = {
 class Options:
     """Where and how parts run."""
 
-    parts: tuple[str, ...] = ()
-    """Parts to run, in this order; none: all."""
+    parts: tuple[str, ...] = ()  # Parts to run, in this order; none: all
     out: str = field(default_factory=lambda: os.environ.get("OUT") or str(RESULTS))
     """Folder of the result files."""
-    dry_run: bool = False
-    """Tiny sizes on the CPU."""
-    budget_s: float = BUDGET_S
-    """Seconds of all parts together."""
-    inside: bool = False
-    """Runs the one part in this process (what the command itself starts)."""
+    dry_run: bool = False  # Tiny sizes on the CPU
+    budget_s: float = BUDGET_S  # Seconds of all parts together
+    inside: bool = False  # Runs the one part in this process (what the command itself starts)
 
 
 def main(options: Options) -> int:
-    """Runs parts; returns the exit code: 0 if none failed."""
     for name in options.parts:
         if name not in PARTS:
             raise GulliverError(f"part {name!r} is unknown: {nearest(name, PARTS)}")
@@ -103,7 +98,6 @@ def main(options: Options) -> int:
 
 
 def result_file(out: Path, name: str) -> Path:
-    """Returns the file of a part's result."""
     return out / f"gpu-{name}.json"
 
 

@@ -1,10 +1,9 @@
 """int8 inference: kernels, generation, perplexity, and what large models take on each card.
 
-    python -m benchmarks.int8 --parts kernels generation perplexity bloom ranks unet
+    python -m benchmarks.int8 --parts kernels generation perplexity bloom unet
 
 Kernels and generation are timed in turns with what they are held against: float32, torch's dynamic
-quantisation, and torchao where it is installed. The parts on meta count bytes; `ranks` streams a
-checkpoint on four ranks, each in a control group of its own, and compares tokens with one rank's.
+quantisation, and torchao where it is installed. The parts on meta count bytes.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,21 +23,19 @@ import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most, finish
 from benchmarks._int8_bytes import bloom_bytes, unet_bytes
 from benchmarks._int8_text import divergence, trained
-from benchmarks._int8_worker import run_ranks
+from benchmarks._models import llama
 from gulliver.precision import int8
 from gulliver.quantize import replace_calibrated
 from gulliver.quantize.job import generation_seconds, perplexity
 
-PARTS = ("kernels", "generation", "perplexity", "bloom", "ranks", "unet")
+PARTS = ("kernels", "generation", "perplexity", "bloom", "unet")
 SHAPES = ((1024, 1024), (2816, 1024), (1024, 2816), (4096, 4096))
 """Outputs and inputs of layers; the last is a 7-B model's."""
 ROWS = (1, 8, 64)
-OUT_OF_CACHE = 64 << 20
-"""Bytes of float32 weights that are gone through before one is met again."""
+OUT_OF_CACHE = 64 << 20  # Bytes of float32 weights that are gone through before one is met again
 
 
 def main() -> None:
-    """Measures the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
@@ -56,15 +51,13 @@ def main() -> None:
         f"{torch.get_num_threads()} threads; native products: "
         + (native[0] if native else f"none, {int8.kernels_problem()}")
     )
-    absent = [name for name in ("torchao", "llama_cpp") if not importlib.util.find_spec(name)]
-    if absent:
-        report.notes.append(f"not installed, so not beside it: {', '.join(absent)}")
+    if not importlib.util.find_spec("torchao"):
+        report.notes.append("torchao is not installed, so not compared")
     made: dict[str, Callable[[], None]] = {
         "kernels": lambda: kernels(report, options.rounds),
         "generation": lambda: generation(report, options.rounds),
         "perplexity": lambda: perplexities(report, options.steps),
         "bloom": lambda: bloom_bytes(report),
-        "ranks": lambda: run_ranks(report),
         "unet": lambda: unet_bytes(report),
     }
     for part in options.parts:
@@ -128,23 +121,10 @@ def _beside(found: dict[str, Spread], key: str, name: str) -> str:
     return f"{name} {found['float32'].median / found[key].median:.2f}"
 
 
-def _language_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def generation(report: Report, rounds: int) -> None:
     """A Llama of half a billion parameters continues prompts, at batch 1 and 8."""
-    whole = _language_model()
+    torch.manual_seed(0)
+    whole = llama(32000, 2048, 5632, 8, 16).eval()
     count = sum(p.numel() for p in whole.parameters())
     ours = gulliver.replace_module(copy.deepcopy(whole))
     layers = int8.report_of(ours).replaced
@@ -153,37 +133,20 @@ def generation(report: Report, rounds: int) -> None:
     models = {"float32": whole, "int8": ours, "dynamic": _whole_dynamic(whole)}
     if importlib.util.find_spec("torchao"):
         models["torchao"] = _torchao(copy.deepcopy(whole))
-    peer = _llama_cpp(whole, report)
     for batch in (1, 8):
         contestants: dict[str, Callable[[], float]] = {
             name: lambda model=model, batch=batch: generation_seconds(model, batch, turns=1)
             for name, model in models.items()
             if model is not None
         }
-        if peer is not None:
-            contestants["llama.cpp"] = lambda batch=batch: peer.seconds(batch)
         found = alternate(contestants, max(3, rounds // 2), warm_up=0)
         ratio = found["float32"].median / found["int8"].median
         rates = [f"{16 * batch / found[name].median:.1f} tok/s" for name in ("float32", "int8")]
-        peers = [_beside(found, n, n) for n in ("dynamic", "torchao", "llama.cpp")]
+        peers = [_beside(found, n, n) for n in ("dynamic", "torchao")]
         what = f"generation, {count / 1e6:.0f} M, batch {batch}"
         report.rows.append((what, *rates, f"{ratio:.2f}", ", ".join(filter(None, peers))))
         report.figures[f"generation at batch {batch}"] = ratio
         report.bars.append(at_least(f"generation at batch {batch}, over float32", ratio, 2.5))
-
-
-def _llama_cpp(whole: Any, report: Report) -> Any:
-    """llama.cpp with the same model in 8 bits; None where it is not installed."""
-    if any(importlib.util.find_spec(name) is None for name in ("llama_cpp", "gguf")):
-        return None
-    from benchmarks._int8_llama import LlamaCpp, apart, write_gguf
-
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "model.gguf")
-        write_gguf(whole, path)
-        off = apart(whole, path, torch.get_num_threads())
-        report.notes.append(f"llama.cpp's logits in Q8_0 are {off:.1%} from float32's")
-        return LlamaCpp(path, torch.get_num_threads())
 
 
 def _whole_dynamic(model: nn.Module) -> Any:
@@ -194,10 +157,7 @@ def _whole_dynamic(model: nn.Module) -> Any:
 
 
 def _torchao(model: nn.Module) -> Any:
-    from torchao.quantization import (  # pyright: ignore[reportMissingImports]
-        Int8DynamicActivationInt8WeightConfig,
-        quantize_,
-    )
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_  # pyright: ignore[reportMissingImports]
 
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
     return model

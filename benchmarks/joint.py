@@ -22,7 +22,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,8 +46,7 @@ from gulliver.solve import least_memory, solve_in_stages, solve_joint
 from gulliver.solve.joint_search import JointPlan
 
 RANKS, WIDTH, HEADS, INNER, WORDS = 4, 256, 8, 512, 512
-APART = 0.01
-"""Relative difference of predicted seconds from which on plans are told apart."""
+APART = 0.01  # Relative difference of predicted seconds from which on plans are told apart
 MIB = 2**20
 
 
@@ -59,16 +57,11 @@ class Options:
     blocks: int = 4
     samples: int = 8
     length: int = 128
-    steps: int = 4
-    """Measured steps of each plan."""
-    rate: float = 2e9
-    """FLOP/s of the device that is slept."""
+    steps: int = 4  # Measured steps of each plan
+    rate: float = 2e9  # FLOP/s of the device that is slept
     budgets: tuple[float, ...] = (0.02, 0.06, 0.1, 0.15, 0.2, 0.35)
     """So much of the way from the least memory to that of the fastest picks."""
-    plans: str = ""
-    """File of the plans: read where it is there, else written; it parts the search from the run."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass(frozen=True)
@@ -84,17 +77,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan takes.
+    """What a plan takes."""
 
-    Attributes:
-        steps: seconds of the slowest rank, of each step.
-        executed: seconds of products and of messages, of the rank that has most of both.
-        peak: most bytes of a rank.
-    """
-
-    steps: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()  # seconds of the slowest rank, of each step
+    # seconds of products and of messages, of the rank that has most of both
     executed: tuple[float, float] = (0.0, 0.0)
-    peak: int = 0
+    peak: int = 0  # most bytes of a rank
 
     @property
     def seconds(self) -> float:
@@ -103,13 +91,11 @@ class Measured:
 
 
 def model_of(options: Options) -> Llama:
-    """The model, of float32."""
     torch.manual_seed(0)
     return Llama(options.blocks, WIDTH, HEADS, HEADS, INNER, WORDS).float()
 
 
 def batch(options: Options) -> dict[str, torch.Tensor]:
-    """The batch of all ranks."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(0, WORDS, (options.samples, options.length + 1), generator=draw)
     return {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
@@ -172,19 +158,13 @@ def measure(options: Options, points: list[Point]) -> list[Measured]:
 
 
 class Executed(Slowed):
-    """Lets products take as long as on a device, and adds up what products and messages take there.
-
-    Args:
-        rate: FLOP/s of the device.
-        cluster: machines, whose link prices the messages.
-    """
+    """Lets products take as long as on a device; adds up seconds of products and messages."""
 
     def __init__(self, rate: float, cluster: Cluster) -> None:
         super().__init__(rate)
         self.cluster, self.products_s, self.messages_s = cluster, 0.0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and counts it."""
         if func is torch.ops.c10d.send.default:
             count = sum(t.nbytes for t in tree_leaves(args[0]) if isinstance(t, torch.Tensor))
             self.messages_s += point_to_point_seconds(self.cluster.axes[-1].link, count)
@@ -286,7 +266,6 @@ def _compare(report: Report, pairs: list[Any]) -> None:
 
 
 def main() -> None:
-    """Searches in a process of its own, runs the plans, and reports."""
     if sys.argv[1:2] == ["--search"]:
         options = Options(**json.loads(sys.argv[2]))
         print(json.dumps([asdict(point) for point in search(options)]))
@@ -304,16 +283,10 @@ def main() -> None:
 
 
 def _points(options: Options) -> list[Point]:
-    """Plans of a process of its own, or of the file that one has left."""
-    file = Path(options.plans) if options.plans else None
-    if file and file.is_file():
-        return [Point(**values) for values in json.loads(file.read_text())]
+    """Plans, searched for in a process of its own: ranks are forked from this one."""
     command = [sys.executable, "-m", "benchmarks.joint", "--search", json.dumps(asdict(options))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    text = done.stdout.splitlines()[-1]
-    if file:
-        file.write_text(text)
-    return [Point(**values) for values in json.loads(text)]
+    return [Point(**values) for values in json.loads(done.stdout.splitlines()[-1])]
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ A mixed stream (five resolutions x four lengths, text and mask beside) runs thro
 beside it, on the same requests and releases, through two others: first fit in a list of buffers,
 the policy of the public pinned cache (simulated here: whole buffers, in the order of the list, a
 new one where none fits; its releases are granted to it), and an allocation per tensor, as torch's
-DataLoader has it. Then time per batch beside torch's DataLoader, in turns. With CUDA also the stall
-of the main stream and the page-locked allocations beside torch's ``pin_memory=True``.
+DataLoader has it. Then time per batch compared with torch's DataLoader, in turns. `benchmarks.gpu`
+measures it on a GPU.
 """
 
 from __future__ import annotations
@@ -28,23 +28,17 @@ from gulliver.data import DataLoader, PinnedArena
 RESOLUTIONS = ((144, 256), (240, 426), (360, 640), (480, 854), (720, 1280))
 LENGTHS = (1, 17, 33, 51)
 IN_FLIGHT = 4
-DROPPED = 10_000
 
 
 @dataclass(frozen=True)
 class Options:
     """What to measure."""
 
-    batches: int = 2000
-    """Of the mixed stream."""
-    rounds: int = 5
-    """Turns of each contestant."""
-    scale: int = 8
-    """Sides of the stream's frames are divided by this."""
-    threads: int = 1
-    """Torch's compute threads; 0: as it finds them."""
-    keep: bool = False
-    """Write the result file."""
+    batches: int = 2000  # Of the mixed stream
+    rounds: int = 5  # Turns of each contestant
+    scale: int = 8  # Sides of the stream's frames are divided by this
+    threads: int = 1  # Torch's compute threads; 0: as it finds them
+    keep: bool = False  # Write the result file
 
 
 def table(scale: int) -> list[list[Tensor]]:
@@ -136,15 +130,6 @@ def run_first_fit(
     return found
 
 
-def leak() -> int:
-    """Bytes in use after many batches were dropped without a word."""
-    arena, example = PinnedArena(2**20), [torch.ones(1000), torch.ones(8)]
-    arena.warm_up([example], 2)
-    for _ in range(DROPPED):
-        arena.copy_all(example)
-    return arena.statistics().in_use
-
-
 class Ready(torch_data.Dataset):
     """The same tensor at every index: all time is the loader's."""
 
@@ -195,93 +180,7 @@ def overhead(rounds: int) -> dict[str, tuple[Spread, Spread, Spread]]:
     return found
 
 
-class Stream(torch_data.Dataset):
-    """Batches of the mixed stream."""
-
-    def __init__(self, shapes: list[list[Tensor]], length: int) -> None:
-        self.order = list(stream(shapes, length))
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> list[Tensor]:
-        return [torch.ones(like.shape, dtype=like.dtype) for like in self.order[index]]
-
-
-def step_on_gpu(make: Callable[[], Any], sends: bool, weight: Tensor) -> tuple[float, float, float]:
-    """One epoch under a fixed load: seconds per step, stalled seconds, page-locked allocations."""
-    warm, stalled, count = 8, 0.0, 0
-    started, allocated = 0.0, 0
-    for number, batch in enumerate(make()):
-        if number == warm:
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            allocated = torch.cuda.host_memory_stats()["num_host_alloc"]
-        ready = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        ready[0].record()
-        if sends:
-            batch = [tensor.cuda(non_blocking=True) for tensor in batch]
-        # The stream's first use of the batch: behind it everything has arrived.
-        batch[0].flatten()[:1].add(1)
-        ready[1].record()
-        for _ in range(20):
-            torch.mm(weight, weight)
-        torch.cuda.synchronize()
-        if number >= warm:
-            count += 1
-            stalled += ready[0].elapsed_time(ready[1]) / 1e3
-        del batch
-    seconds = (time.perf_counter() - started) / count
-    allocations = torch.cuda.host_memory_stats()["num_host_alloc"] - allocated
-    return seconds, stalled / count, allocations / count
-
-
-def on_gpu(report: Report, shapes: list[list[Tensor]], rounds: int) -> None:
-    """Adds the comparison with ``pin_memory=True``."""
-    data, weight = Stream(shapes, 200), torch.randn(4096, 4096, device="cuda")
-    theirs = {"num_workers": 4, "batch_size": None, "pin_memory": True}
-    makes: dict[str, Callable[[], tuple[float, float, float]]] = {
-        "torch": lambda: step_on_gpu(lambda: torch_data.DataLoader(data, **theirs), True, weight),
-        "ours": lambda: step_on_gpu(
-            lambda: DataLoader(data, None, num_workers=4, device="cuda", warm_up=shapes),
-            False,
-            weight,
-        ),
-    }
-    details: dict[str, list[tuple[float, float, float]]] = {name: [] for name in makes}
-
-    def measured(name: str) -> float:
-        details[name].append(makes[name]())
-        return details[name][-1][0]
-
-    alternate({name: lambda name=name: measured(name) for name in makes}, rounds)
-    medians = {
-        name: [Spread(tuple(values)).median for values in zip(*found[1:], strict=True)]
-        for name, found in details.items()
-    }
-    for name, (seconds, stalled, allocations) in medians.items():
-        report.figures[f"gpu_{name}"] = {
-            "step_s": seconds,
-            "stall_s": stalled,
-            "pinned_allocations_per_step": allocations,
-        }
-        report.rows.append(
-            (
-                f"GPU, mixed stream, {name}",
-                f"step {1e3 * seconds:.2f} ms",
-                f"stall {1e3 * stalled:.3f} ms",
-                f"{allocations:.2f} page-locked allocations a step",
-                "",
-            )
-        )
-    report.bars.append(
-        at_most("stall beside pin_memory", medians["ours"][1] / medians["torch"][1], 1)
-    )
-    report.bars.append(at_most("page-locked allocations per step", medians["ours"][2], 0))
-
-
 def main() -> None:
-    """Counts, then measures."""
     options = tyro.cli(Options, description=__doc__)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -332,36 +231,28 @@ def main() -> None:
         "first_fit_bytes": first_fit.bytes,
         "least_filled": filled,
     }
-    leaked = leak()
     report.bars = [
         at_least("hit rate after warm-up", min(arena.hit_rate, turned_arena.hit_rate), 1),
         at_most("allocations after warm-up", arena.allocations + turned_arena.allocations, 0),
-        at_most(f"bytes leaked by {DROPPED} dropped batches", leaked, 0),
     ]
     for name, (theirs, ours, into_arena) in overhead(options.rounds).items():
         for kind, own in (("", ours), (", into the arena", into_arena)):
             report.rows.append(
                 (
                     f"us per batch of {name}{kind}",
-                    f"{1e6 * own.median:.0f} ({1e6 * own.low:.0f} to {1e6 * own.high:.0f})",
+                    own.shown(".0f", 1e-6),
                     "",
-                    f"{1e6 * theirs.median:.0f} ({1e6 * theirs.low:.0f} to "
-                    f"{1e6 * theirs.high:.0f})",
+                    theirs.shown(".0f", 1e-6),
                     f"{own.median / theirs.median:.2f}",
                 )
             )
             report.figures[f"{name}{kind}"] = {"s": own.median, "torch_s": theirs.median}
-    if torch.cuda.is_available():
-        on_gpu(report, shapes, options.rounds)
     report.notes = [
         f"{options.batches} batches of 3 tensors, sides / {options.scale}, {IN_FLIGHT} batches in "
         f"flight; both policies begin with room for {IN_FLIGHT} of the largest.",
         f"At the worst moment {filled:.1%} of the arena's blocks in use were filled.",
         f"Times: medians (quartiles) of {options.rounds} turns; {torch.get_num_threads()} compute "
         "threads; the data set costs nothing. Ours seeds every batch, torch's does not.",
-        ""
-        if torch.cuda.is_available()
-        else "No GPU here: the comparison with pin_memory=True did not run.",
     ]
     finish(report, options.keep)
 

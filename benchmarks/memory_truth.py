@@ -9,9 +9,6 @@ each with what the memory manager holds in the sixth step, beside `Offloader.sco
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
-import os
-import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +23,8 @@ from torch import nn
 
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._live_bytes import LiveBytes
+from benchmarks._models import llama
+from benchmarks.netlab import run
 from gulliver.booster import Booster
 from gulliver.booster import limited as _limited
 from gulliver.booster.auto import AutoEngine, plugin_of
@@ -38,34 +37,24 @@ from gulliver.planner.search.offload import Offloader
 from gulliver.planner.search.score import Scored, Scorer
 from gulliver.planner.tiers import OffloadTiers
 
-CHUNK = 1 << 17
-"""Bytes of a chunk of ZeRO: of such small models a usual one would hold all."""
+CHUNK = 1 << 17  # Bytes of a chunk of ZeRO: of such small models a usual one would hold all
 SAMPLES, LENGTH = 8, 64
 STEPS, BLOCKS = 3, 8
-SETTLED = 6
-"""Steps under a limit: what moves is alike from the fourth or fifth on."""
+SETTLED = 6  # Steps under a limit: what moves is alike from the fourth or fifth on
 BEHIND = OffloadTiers(disk="a disk", disk_bytes=1 << 30)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run.
+    """A run."""
 
-    Attributes:
-        grid: way to lay the model over the ranks.
-        precision: ``fp32`` or ``bf16``.
-        blocks: number of blocks.
-        room: limit of a grid that off-loads, in the least that would do.
-    """
-
-    grid: Grid
-    precision: str = "fp32"
-    blocks: int = BLOCKS
-    room: float = 0.0
+    grid: Grid  # way to lay the model over the ranks
+    precision: str = "fp32"  # `fp32` or `bf16`
+    blocks: int = BLOCKS  # number of blocks
+    room: float = 0.0  # limit of a grid that off-loads, in the least that would do
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.grid.axes.size
 
     def __str__(self) -> str:
@@ -73,25 +62,11 @@ class Case:
         return f"{self.precision}, {self.grid}{limit}"
 
 
-def llama(blocks: int) -> nn.Module:
-    """A small Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+def small_llama(blocks: int) -> nn.Module:
+    return llama(512, 128, 384, blocks, 4, 4, LENGTH, use_cache=False).train()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all runs."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
@@ -158,7 +133,7 @@ def offloaded(case: Case) -> tuple[Scored, int]:
 
 def _scorer(case: Case) -> Scorer:
     with torch.device("meta"):
-        model = llama(case.blocks)
+        model = small_llama(case.blocks)
         ids = torch.zeros(1, LENGTH, dtype=torch.long)
     cluster = replace(named_cluster(f"cpux{case.ranks}"), disk=Disk(2e8, 3e8))
     batch = {"input_ids": ids, "labels": ids}
@@ -196,7 +171,6 @@ class Managed(LiveBytes):
         self.manager: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and counts what it made."""
         made = super().__torch_dispatch__(func, types, args, kwargs)
         if self.manager is not None:
             held = sum(self.manager.counter.live.values())
@@ -214,7 +188,7 @@ class Managed(LiveBytes):
 def _counted_behind(case: Case, folder: str) -> int:
     """Most bytes of this rank in the last step of a run under a limit."""
     _, limit = offloaded(case)
-    counter, model = Managed(), llama(case.blocks)
+    counter, model = Managed(), small_llama(case.blocks)
     inner = adam(model)
     scorer = _scorer(case)
     behind = replace(BEHIND, disk=folder)
@@ -237,7 +211,7 @@ def _counted_behind(case: Case, folder: str) -> int:
 
 def _running(case: Case) -> Any:
     """Boosts a model, and returns a step of it."""
-    grid, model = case.grid, llama(case.blocks)
+    grid, model = case.grid, small_llama(case.blocks)
     inner = adam(model)
     plan = plugin_of(grid, case.precision).make_plan(model, inner)
     assert plan.zero is not None
@@ -268,31 +242,9 @@ def peaks(cases: Sequence[Case]) -> list[int]:
     return [counted(case) for case in cases]
 
 
-def _rank(rank: int, ranks: int, port: int, cases: Sequence[Case], answers: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
+def _on_rank(cases: Sequence[Case]) -> list[int]:
     init_world()
-    answers.put((rank, peaks(cases)))
-
-
-def on_ranks(ranks: int, cases: Sequence[Case]) -> list[int]:
-    """Runs cases on fresh processes; most bytes of the fullest rank of each."""
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    members = [
-        context.Process(target=_rank, args=(rank, ranks, port, cases, answers))
-        for rank in range(ranks)
-    ]
-    for member in members:
-        member.start()
-    found = [answers.get(timeout=600)[1] for _ in members]
-    for member in members:
-        member.join()
-    return [max(bytes_of) for bytes_of in zip(*found, strict=True)]
+    return peaks(cases)
 
 
 @dataclass(frozen=True)
@@ -300,12 +252,10 @@ class Options:
     """Sizes of the run."""
 
     ranks: tuple[int, ...] = (1, 2, 4)
-    keep: bool = False
-    """Write benchmarks/results."""
+    keep: bool = False  # Write benchmarks/results
 
 
 def main() -> None:
-    """Runs all grids, and reports."""
     options = tyro.cli(Options, description=__doc__)
     report = Report(
         "memory_truth",
@@ -314,15 +264,17 @@ def main() -> None:
     )
     chosen = sorted((c for c in CASES if c.ranks in options.ranks), key=lambda case: case.ranks)
     errors = []
+    measured = list[int]()
     for ranks, cases in groupby(chosen, key=lambda case: case.ranks):
-        members = list(cases)
-        for case, real in zip(members, on_ranks(ranks, members), strict=True):
-            told = predicted(case)
-            error = sum(told.values()) / real - 1
-            errors.append(abs(error))
-            sizes = (f"{n / 2**20:.2f} MiB" for n in (sum(told.values()), real))
-            report.rows.append((str(case), *sizes, f"{error:+.1%}"))
-            report.figures[str(case)] = {**asdict(case), "predicted": told, "counted": real}
+        found = run(_on_rank, None, list(cases), ranks=ranks)
+        measured += map(max, zip(*found, strict=True))
+    for case, real in zip(chosen, measured, strict=True):
+        told = predicted(case)
+        error = sum(told.values()) / real - 1
+        errors.append(abs(error))
+        sizes = (f"{n / 2**20:.2f} MiB" for n in (sum(told.values()), real))
+        report.rows.append((str(case), *sizes, f"{error:+.1%}"))
+        report.figures[str(case)] = {**asdict(case), "predicted": told, "counted": real}
     report.bars = [
         at_least("configurations", len(errors), 30),
         at_most("largest error of the peak", max(errors), 0.05),

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from math import inf
 
 import tyro
 
@@ -29,6 +30,7 @@ from benchmarks._pipeline_ranks import (
     stage_seconds,
 )
 from benchmarks.netlab import Net, NetlabError, run
+from benchmarks.netlab._net import bits_per_second
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.pipeline.schedules import predict
 from gulliver.solve.timeline import Prediction
@@ -37,7 +39,6 @@ LOOPBACK, PEER = "loopback", "torch 1f1b"
 TIMEOUT_S = 1200.0
 NOT_SLOWER, FASTER = 0.97, 1.2
 DISAGREE = 1e-4
-BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def on_network(options: Options, rate: str, model: str) -> list[Found]:
@@ -45,12 +46,6 @@ def on_network(options: Options, rate: str, model: str) -> list[Found]:
     place = Net(options.ranks, rate) if rate != LOOPBACK else contextlib.nullcontext()
     with place as net:
         return run(measure, net, options, model, ranks=options.ranks, timeout_s=TIMEOUT_S)
-
-
-def bits(rate: str) -> float:
-    """Bits a second of a rate such as 1gbit; without end on loopback."""
-    unit = next((u for u in BITS if rate.endswith(u)), None)
-    return float("inf") if unit is None else float(rate.removesuffix(unit)) * BITS[unit]
 
 
 def prediction(name: str, found: Sequence[Found], options: Options, rate: str) -> Prediction:
@@ -61,7 +56,7 @@ def prediction(name: str, found: Sequence[Found], options: Options, rate: str) -
     forward = [sum(f.forward[b] for f in found) / len(found) for b in blocks]
     backward = [sum(f.backward[b] for f in found) / len(found) for b in blocks]
     rows = options.samples // options.micro_batches * options.length
-    link = 32 * rows * options.hidden / bits(rate)
+    link = 32 * rows * options.hidden / (inf if rate == LOOPBACK else bits_per_second(rate))
     times = stage_seconds(forward, sizes), stage_seconds(backward, sizes)
     return predict(style, options.ranks, options.micro_batches, *times, link=link)
 
@@ -96,7 +91,7 @@ def report(results: dict[tuple[str, str], list[Found]], options: Options) -> Rep
                     rate,
                     name,
                     "+".join(map(str, found[0].cuts[name])),
-                    f"{1e3 * step.median:.1f} ({1e3 * step.low:.1f} to {1e3 * step.high:.1f})",
+                    step.shown(".1f", 1e-3),
                     f"{speed:.2f} x",
                     f"{1e3 * foretold.seconds:.1f}",
                     f"{foretold.bubble:.0%}",
@@ -122,11 +117,7 @@ def report(results: dict[tuple[str, str], list[Found]], options: Options) -> Rep
 
 
 def check(options: Options) -> None:
-    """Refuses what cannot be measured.
-
-    Raises:
-        NetlabError: it says what to change.
-    """
+    """Refuses what cannot be measured."""
     for known, names in ((CONTESTANTS, options.contestants), (MODELS, options.models)):
         for name in names:
             if name not in known:
@@ -141,7 +132,6 @@ def check(options: Options) -> None:
 
 
 def main() -> None:
-    """Measures what the options say."""
     try:
         options = tyro.cli(Options, description=__doc__)
         check(options)

@@ -1,12 +1,11 @@
 """Plans of the search over grids, held against what runs.
 
-`python -m benchmarks.planner` has three parts. `truth` runs grids of four ranks on shaped links
+`python -m benchmarks.planner` has two parts. `truth` runs grids of four ranks on shaped links
 (fast inside of pairs and slow between them; swapped; all equal; it needs root), for two Llamas of
 different shapes, beside what the search and the plan predict for them, and beside FSDP2 and
 DTensor's tensor parallelism put together by hand. Products of matrices sleep as long as they would
 take on a slow device (`_planner_ranks.py`). `speed` searches for an 8-B Llama on 64 H100 and for
-the 405-B one on 1024, each in a fresh process. `memory` holds the search's bytes of model state
-against those of the plans that the same grids run by, which are those that run.
+the 405-B one on 1024, each in a fresh process.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ import torch
 import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._models import llama
 from benchmarks._planner_ranks import Row, Truth, measure
 from benchmarks._tensor_models import Sizes
 from benchmarks.netlab import Net, run
-from gulliver.booster.auto import plugin_of
 from gulliver.hardware.probe import named_cluster
-from gulliver.planner.search.facts import Axes, Grid, facts_of
 from gulliver.planner.search.grids import search_grids
-from gulliver.planner.search.score import Scorer
 
 RATE, UPLINK, DELAY_US = "2gbit", "300mbit", 300
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -41,25 +38,14 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "swapped": {"nodes": 2, "uplink": UPLINK, "delay_us": DELAY_US, "order": "round-robin"},
     "equal": {"rate": "500mbit"},
 }
-MODELS = {
-    "long": Sizes(256, 1024, 4, 256, 8, 64),
-    "wide": Sizes(512, 512, 4, 256, 16, 16),
-}
+MODELS = {"long": Sizes(256, 1024, 4, 256, 8, 64), "wide": Sizes(512, 512, 4, 256, 16, 16)}
 LARGE = {
     "8 B": (4096, 14336, 32, 32, "h100x64", 512, 5.0),
     "405 B": (16384, 53248, 126, 128, "h100x1024", 1024, 30.0),
 }
 """Width, width of the MLP, blocks, heads, cluster, samples of a step, and seconds allowed."""
-PARTS = ("speed", "memory")
+PARTS = ("speed",)
 """Parts of a run; ``truth`` is asked for: it needs root, and three minutes for each network."""
-STATED = (
-    *(Grid(Axes(data=8), stage) for stage in range(4)),
-    *(Grid(Axes(4, tensor=2), stage) for stage in range(4)),
-    Grid(Axes(tensor=8)),
-    Grid(Axes(4, pipeline=2), 1, 4, "1f1b"),
-    Grid(Axes(tensor=2, pipeline=4), 0, 4, "1f1b"),
-    Grid(Axes(2, tensor=2, pipeline=2), 2, 4, "1f1b"),
-)
 
 
 @dataclass(frozen=True)
@@ -70,12 +56,9 @@ class Options:
     networks: tuple[str, ...] = tuple(NETWORKS)[:2]
     """Networks of the truth, four and a half minutes each; "equal" is run where it is named."""
     models: tuple[str, ...] = tuple(MODELS)
-    steps: int = 2
-    """Measured steps of each grid."""
-    rate: float = 6e9
-    """FLOP/s of the device that is slept."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    steps: int = 2  # Measured steps of each grid
+    rate: float = 6e9  # FLOP/s of the device that is slept
+    keep: bool = False  # Write benchmarks/results
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
@@ -85,17 +68,6 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
         for (a, b), (c, d) in itertools.combinations(zip(first, second, strict=True), 2)
     ]
     return 2 * sum(signs) / max(1, len(signs)) - 1
-
-
-def told_apart(rows: Sequence[Row]) -> tuple[float, int, int]:
-    """Kendall's tau of the pairs whose steps differ by more than both spreads; those and all."""
-    signs = list[bool]()
-    pairs = list(itertools.combinations(rows, 2))
-    for one, other in pairs:
-        first, second = one.measured or 0.0, other.measured or 0.0
-        if abs(first - second) > max(one.spread, other.spread):
-            signs.append((one.searched > other.searched) == (first > second))
-    return 2 * sum(signs) / max(1, len(signs)) - 1, len(signs), len(pairs)
 
 
 def add_truth(report: Report, options: Options) -> None:
@@ -136,12 +108,6 @@ def _add_model(report: Report, name: str, truth: Truth) -> None:
         at_least(f"{name}: Kendall tau", kendall([r.searched for r in ran], measured), 0.8),
         at_most(f"{name}: median error of seconds", statistics.median(errors), 0.15),
     ]
-    tau, apart, pairs = told_apart(ran)
-    report.figures[f"{name}: Kendall tau of what differs"] = [tau, apart, pairs]
-    report.notes.append(
-        f"{name}: {apart} of {pairs} pairs of grids differ by more than their steps spread; "
-        f"Kendall tau of those {tau:.2f}"
-    )
     report.notes.append(
         f"{name}: launching an operator takes {1e6 * truth.fitted[0]:.0f} us, memory moves "
         f"{truth.fitted[1] / 1e9:.2f} GB/s (passes of one process, four at once), an update "
@@ -181,7 +147,8 @@ def add_speed(report: Report) -> None:
 def search(name: str) -> None:
     """Searches for a large Llama, and prints CPU seconds, GiB and the number of grids."""
     width, wide, blocks, heads, cluster, samples, _ = LARGE[name]
-    model = llama(width, wide, blocks, heads, 128256)
+    with torch.device("meta"):
+        model = llama(128256, width, wide, blocks, heads, 8, 8192, use_cache=False)
     optimizer = torch.optim.AdamW(model.parameters())
     begun = time.process_time()
     found = search_grids(model, optimizer, tokens(8192), named_cluster(cluster), samples)
@@ -190,50 +157,13 @@ def search(name: str) -> None:
     print(json.dumps([took, most, found.looked]))
 
 
-def llama(width: int, wide: int, blocks: int, heads: int, vocabulary: int) -> Any:
-    """A Llama on meta."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=wide,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
-
-
 def tokens(length: int) -> dict[str, torch.Tensor]:
     """One sample on meta."""
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     return {"input_ids": ids, "labels": ids}
 
 
-def add_memory(report: Report) -> None:
-    """Lays bytes of model state of the search beside those of the plans."""
-    model, cluster = llama(2048, 5632, 16, 16, 32000), named_cluster("h100x8")
-    optimizer = torch.optim.AdamW(model.parameters())
-    facts = facts_of(model, optimizer, tokens(1024), cluster.device, "bf16")
-    scorer, errors = Scorer(facts, cluster, 32, "cuda", 1.0), []
-    for grid in STATED:
-        grid = scorer.settled(grid)
-        scored = scorer.state_of(grid).total
-        planned = plugin_of(grid, "bf16").make_plan(model, optimizer, cluster).memory
-        told = planned.total
-        errors.append(abs(scored / told - 1))
-        sizes = (f"{scored / 2**30:.2f} GiB", f"{told / 2**30:.2f} GiB")
-        report.rows.append((f"state: {grid}", *sizes, "", f"{scored / told - 1:+.1%}", ""))
-    report.figures["state errors"] = errors
-    report.bars.append(at_most("largest error of bytes of state, 8 ranks", max(errors), 0.05))
-
-
 def main() -> None:
-    """Runs the parts and reports."""
     if sys.argv[1:2] == ["--search"]:
         search(sys.argv[2])
         return
@@ -251,8 +181,6 @@ def main() -> None:
         add_truth(report, options)
     if "speed" in options.parts:
         add_speed(report)
-    if "memory" in options.parts:
-        add_memory(report)
     finish(report, options.keep)
 
 

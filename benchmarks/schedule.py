@@ -1,53 +1,41 @@
-"""Policies of sharing a cluster, simulated on drawn traces: completion times beside a lower bound.
+"""Policies of sharing a cluster, simulated on drawn traces: completion times and a lower bound.
 
-`python -m benchmarks.schedule` runs all parts in half an hour on two cores. Part `kinds` compares
-all policies on four kinds of traces; `attainable` searches with all arrivals and lengths known, to
-say how much any policy could gain; `artifact` looks at ONES on traces in the manner of the one it
-was published with: the order of the policies, what its evolution, its mutation and its predictor
-add, and what not knowing lengths costs ours; `placement` cuts the cluster into nodes. All of it is
-simulated, nothing is timed, and the same seeds give the same figures; but part `real` lays real
-jobs beside the simulator, and kills some.
+Part `kinds` compares all policies on four kinds of traces; `artifact` looks at ONES on traces in
+the manner of the one it was published with: the order of the policies, what its evolution, its
+mutation and its predictor add, and what not knowing lengths costs ours. All of it is simulated,
+nothing is timed, and the same seeds give the same figures.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
 import statistics
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
 import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
-from benchmarks._schedule_baselines import PolluxInRounds, clairvoyant
-from benchmarks._schedule_real import real
+from benchmarks._schedule_baselines import PolluxInRounds
 from gulliver.schedule import (
     Estimator,
-    JobCluster,
     Ones,
     Policy,
-    Result,
     Rollout,
     Summary,
-    bound_of,
     generate,
     simulate,
 )
 from gulliver.schedule.policies import make_policy
 
-Part = Literal["kinds", "attainable", "artifact", "placement", "real"]
+Part = Literal["kinds", "artifact"]
 OURS = "rollout"
 PUBLISHED = "pollux, as published"
 KINDS = ("steady", "heavy-tail", "bursts", "fixed-batch")
-PERIOD = 60.0
-"""Seconds between ONES' searches, besides those at every event; published 1."""
-GAIN = 0.8
-"""What ours should be at most of the best other one."""
+PERIOD = 60.0  # Seconds between ONES' searches, besides those at every event; published 1
+GAIN = 0.8  # What ours should be at most of the best other one
 
 
 def _ours(way: str) -> Callable[[], Policy]:
@@ -84,19 +72,10 @@ COLUMNS = (
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = ("kinds", "attainable", "artifact", "placement", "real")
-    """Parts to run."""
-    seeds: int = 10
-    """Traces of each kind."""
-    processes: int = 2
-    """Processes that simulate."""
-    address: str = "local"
-    """Where real jobs run: local starts Ray here, here does without Ray."""
-    keep: bool = False
-    """Write the result files."""
-    traces: Path | None = None
-    """Folder that simulated traces are kept in: a run that was cut off goes on from there, with
-    whatever code made them."""
+    parts: tuple[Part, ...] = ("kinds", "artifact")  # Parts to run
+    seeds: int = 10  # Traces of each kind
+    processes: int = 2  # Processes that simulate
+    keep: bool = False  # Write the result files
 
 
 Found = dict[str, list[Summary]]
@@ -110,63 +89,21 @@ def one(table: str, trace: str, seed: int, policy: str) -> tuple[Summary, float]
 
 
 def policies_of(table: str) -> dict[str, Callable[[], Policy]]:
-    """Names the policies of a table."""
     return KIND_POLICIES if table == "kinds" else ARTIFACT_POLICIES
-
-
-def remembered(folder: Path | None, simulate_one: Callable[..., Any], *given: Any) -> Any:
-    """Simulates a trace, or reads what it came to when it was simulated before."""
-    if folder is None:
-        return simulate_one(*given)
-    path = folder / f"{simulate_one.__name__}-{'-'.join(map(str, given))}.pickle"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(f".{os.getpid()}").write_bytes(pickle.dumps(simulate_one(*given)))
-        path.with_suffix(f".{os.getpid()}").replace(path)
-    return pickle.loads(path.read_bytes())
-
-
-class Simulations:
-    """Simulations in several processes, each asked for once.
-
-    Args:
-        options: options of the benchmark.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._pool = ProcessPoolExecutor(options.processes)
-        self._traces, self._asked = options.traces, dict[tuple[Any, ...], Future[Any]]()
-
-    def ask(self, simulate_one: Callable[..., Any], *given: Any) -> Future[Any]:
-        """Simulates, or looks for what was simulated before."""
-        key = (simulate_one.__name__, *given)
-        if key not in self._asked:
-            self._asked[key] = self._pool.submit(remembered, self._traces, simulate_one, *given)
-        return self._asked[key]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
 
 def gather(part: Part, traces: tuple[str, ...], options: Options) -> dict[str, tuple[Found, float]]:
     """Simulates traces of all seeds; with them the mean gap of ours."""
     names, seeds = policies_of(part), range(options.seeds)
-    with Simulations(options) as simulations:
-        waiting = {
-            (trace, name, seed): simulations.ask(one, part, trace, seed, name)
-            for trace in traces
-            for seed in seeds
-            for name in names
-        }
-        done = {key: task.result() for key, task in waiting.items()}
+    keys = [(trace, seed, name) for trace in traces for seed in seeds for name in names]
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = pool.map(partial(one, part), *zip(*keys, strict=True))
+        done = dict(zip(keys, found, strict=True))
     last = [name for name in names if name.startswith(OURS)][-1]
     return {
         trace: (
-            {name: [done[trace, name, seed][0] for seed in seeds] for name in names},
-            statistics.fmean(done[trace, last, seed][1] for seed in seeds),
+            {name: [done[trace, seed, name][0] for seed in seeds] for name in names},
+            statistics.fmean(done[trace, seed, last][1] for seed in seeds),
         )
         for trace in traces
     }
@@ -238,141 +175,6 @@ def kinds(options: Options) -> None:
     finish(report, options.keep)
 
 
-ROUNDS, INTERVALS = 80, 60
-"""Rounds of the clairvoyant search, and intervals of the linear programme."""
-
-
-def attainable_of(trace: str, seed: int) -> tuple[float, float]:
-    """Mean seconds of a clairvoyant schedule, and a tighter bound."""
-    jobs, cluster = generate(trace, seed)
-    return clairvoyant(jobs, cluster, ROUNDS), bound_of(jobs, cluster, INTERVALS)
-
-
-def attainable_by_trace(options: Options) -> dict[str, list[dict[str, float]]]:
-    """Mean seconds of Pollux, of ours, of the best that was found, and the bound, by trace."""
-    found: dict[str, list[dict[str, float]]] = {}
-    with Simulations(options) as ask_of:
-        ask = ask_of.ask
-        waiting = [
-            (trace, *(ask(one, "kinds", trace, seed, name) for name in ("pollux", OURS)),
-             ask(attainable_of, trace, seed))
-            for trace in KINDS
-            for seed in range(options.seeds)
-        ]  # fmt: skip
-        for trace, pollux, ours, searched in waiting:
-            means = {"pollux": pollux.result()[0].mean, OURS: ours.result()[0].mean}
-            best, bound = searched.result()
-            means |= {"clairvoyant": min(*means.values(), best), "bound": bound}
-            found.setdefault(trace, []).append(means)
-    return found
-
-
-def attainable(options: Options) -> None:
-    """How far below Pollux any policy could be."""
-    report = Report(
-        "schedule_attainable",
-        f"60 jobs on 16 slots, means of {options.seeds} traces of each kind: what is attainable",
-        ("trace", "pollux s", "ours s", "found, knowing all, s", "bound s", "ours of pollux",
-         "found of pollux", "bound of pollux"),
-    )  # fmt: skip
-    done = attainable_by_trace(options)
-    for trace, every in done.items():
-        means = {name: statistics.fmean(found[name] for found in every) for name in every[0]}
-        of = {name: mean / means["pollux"] for name, mean in means.items()}
-        report.rows.append(
-            (
-                trace,
-                *(f"{means[name]:.0f}" for name in ("pollux", OURS, "clairvoyant", "bound")),
-                *(f"{of[name]:.3f}" for name in (OURS, "clairvoyant", "bound")),
-            )
-        )
-        report.figures[trace] = means
-        report.bars.append(
-            at_most(f"{trace}: found with all known, of pollux", of["clairvoyant"], GAIN)
-        )
-    report.notes.append(
-        "Found, knowing all: the best of pollux, ours, and a search over the weights of jobs in a "
-        f"rule of sharing, with every arrival and length known ({ROUNDS} rounds of 32 tries). It "
-        "is a schedule that can be run; no policy can count on it. The bound lets slots be cut and "
-        f"resizes be free, by a linear programme over {INTERVALS} intervals."
-    )
-    finish(report, options.keep)
-
-
-NODES = (16, 8, 4)
-"""Slots of a node."""
-ACROSS = 9.0
-"""Times that a byte takes longer between nodes: NVLink 450 GB/s beside InfiniBand 50 GB/s."""
-
-
-PLACED_TRACES = ("steady", "fixed-batch")
-PLACED = ("fifo", "srpt", "pollux", OURS)
-
-
-def placed(trace: str, seed: int, name: str, size: int) -> tuple[float, float]:
-    """Mean seconds on nodes of some size, and the share of slot-seconds that span nodes."""
-    jobs, _ = generate(trace, seed)
-    result = simulate(jobs, JobCluster(16, node_slots=size, across=ACROSS), make_policy(name))
-    return result.summary().mean, spanning(result)
-
-
-def spanning(result: Result) -> float:
-    """Share of slot-seconds of jobs that lie on more nodes than they would need."""
-    size = result.cluster.node_slots or result.cluster.slots
-    whole = more = 0.0
-    for segment in result.segments:
-        seconds = (segment.end - segment.begin) * len(segment.slots)
-        whole += seconds
-        nodes = sum(part > 0 for part in result.cluster.parts(segment.slots))
-        more += seconds * (nodes > -(-len(segment.slots) // size))
-    return more / whole
-
-
-def placement(options: Options) -> None:
-    """Compares what nodes cost, and how seldom jobs lie on more of them than they need."""
-    report = Report(
-        "schedule_placement",
-        f"60 jobs on 16 slots of 1, 2 and 4 nodes, means of {options.seeds} traces, simulated",
-        ("trace", "policy", *(f"mean s, nodes of {size}" for size in NODES),
-         *(f"scattered, nodes of {size}" for size in NODES[1:])),
-    )  # fmt: skip
-    seeds = range(options.seeds)
-    with Simulations(options) as simulations:
-        waiting = {
-            (trace, name, size, seed): simulations.ask(placed, trace, seed, name, size)
-            for trace in PLACED_TRACES
-            for seed in seeds
-            for name in PLACED
-            for size in NODES
-        }
-        done = {key: task.result() for key, task in waiting.items()}
-    for trace in PLACED_TRACES:
-        means: dict[str, list[float]] = {}
-        for name in PLACED:
-            found = [
-                [statistics.fmean(done[trace, name, size, seed][part] for seed in seeds)
-                 for size in NODES]
-                for part in (0, 1)
-            ]  # fmt: skip
-            means[name], shares = found[0], found[1][1:]
-            seconds = (f"{mean:.0f}" for mean in means[name])
-            report.rows.append((trace, name, *seconds, *(f"{share:.1%}" for share in shares)))
-        report.figures[trace] = means
-        for place, size in enumerate(NODES):
-            report.bars.append(
-                at_most(
-                    f"{trace}, nodes of {size}: ours, of pollux",
-                    means[OURS][place] / means["pollux"][place],
-                    1.0,
-                )
-            )
-    report.notes.append(
-        f"A byte takes {ACROSS:.0f} times as long between nodes as within. Scattered: share of "
-        "slot-seconds of jobs that lie on more nodes than so many slots need."
-    )
-    finish(report, options.keep)
-
-
 UNTOLD = ("fifo", "tiresias", "optimus", "pollux", PUBLISHED, "ones")
 
 
@@ -430,14 +232,7 @@ def artifact(options: Options) -> None:
 
 
 def main(options: Options) -> None:
-    """Runs the parts."""
-    run = {
-        "kinds": kinds,
-        "attainable": attainable,
-        "artifact": artifact,
-        "placement": placement,
-        "real": lambda given: real(given.address, given.keep),
-    }
+    run = {"kinds": kinds, "artifact": artifact}
     for part in options.parts:
         run[part](options)
 

@@ -1,18 +1,13 @@
-"""Sequence parallelism on a shaped network: what is sent, what overlaps, and what is held.
+"""Sequence parallelism on a shaped network: bytes sent and overlap.
 
-`python -m benchmarks.sequence` needs root, but for `--parts gpu`. Eight tables in one:
+`python -m benchmarks.sequence` needs root. Four tables in one:
 
 - *bytes*: what each rank's link carried in a forward and in a backward, over the formulas;
 - *overlap*: a ring's time over the larger of computing alone and sending alone, on three links;
 - *levels*: a ring of one level and of two, over two nodes of four ranks with a slow link between;
-- *balance*: how long the slowest rank of each step computes over the mean, under a causal mask;
-- *peers*: an all-gather, the rings of the 2021 paper and torch's own ring on the same link;
-- *memory*: the peak of a rank while the sequence grows with the ranks;
-- *longest*: the longest sequence at equal memory, beside tensor parallelism;
-- *gpu*: operations per second of blocks by their length, over one full call; none without CUDA.
+- *peers*: an all-gather, the rings of the 2021 paper and torch's own ring on the same link.
 
-Read `_sequence_wire.py`, `_sequence_overlap.py`, `_sequence_peers.py`, `_sequence_memory.py`,
-`_sequence_gpu.py`.
+Read `_sequence_wire.py`, `_sequence_overlap.py`, `_sequence_peers.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +20,7 @@ from collections.abc import Callable
 import tyro
 
 from benchmarks._harness import Report, finish
-from benchmarks._sequence_gpu import report_gpu
-from benchmarks._sequence_memory import report_longest, report_memory
-from benchmarks._sequence_overlap import report_balance, report_overlap
+from benchmarks._sequence_overlap import report_overlap
 from benchmarks._sequence_peers import report_peers
 from benchmarks._sequence_shared import PARTS, Options
 from benchmarks._sequence_wire import report_bytes, report_levels
@@ -38,20 +31,12 @@ REPORTS: dict[str, Callable[[Options, Report], None]] = {
     "bytes": report_bytes,
     "overlap": report_overlap,
     "levels": report_levels,
-    "balance": report_balance,
     "peers": report_peers,
-    "memory": report_memory,
-    "longest": report_longest,
-    "gpu": report_gpu,
 }
 
 
 def measure(options: Options) -> Report:
-    """Runs the parts.
-
-    Raises:
-        NetlabError: a part that is not known, or no shaped networks here.
-    """
+    """Runs the parts."""
     for part in options.parts:
         if part not in PARTS:
             raise NetlabError(f"unknown part {part!r}: {nearest(part, PARTS)}")
@@ -74,7 +59,6 @@ def measure(options: Options) -> Report:
 
 
 def main() -> None:
-    """Builds the networks and measures in each."""
     options = tyro.cli(Options, description=__doc__).sized()
     with contextlib.suppress(PermissionError):
         # Others' work must not take the place of the ranks'; real time would starve gloo.

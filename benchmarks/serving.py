@@ -7,9 +7,8 @@ One Llama-shaped model of 110 M random weights answers the same requests, of mix
 way: in batches of transformers' `generate`, which pad prompts and wait for the longest answer; by
 transformers' own continuous batching; by llama.cpp where it is installed (`_serving_llamacpp.py`);
 by `gulliver.serve` with float32 and with int8 weights. Engines have been started, and have answered
-a request, before the clock runs. Answers are compared token by token. `--parts faults` puts the
-server under clients that behave badly (`_serving_soak.py`). `--parts pipeline` times stages over
-shaped links (`_serving_pipeline.py`).
+a request, before the clock runs. Answers are compared token by token. `--parts pipeline` times
+stages over shaped links (`_serving_pipeline.py`).
 """
 
 from __future__ import annotations
@@ -28,44 +27,32 @@ import torch
 
 import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
+from benchmarks._models import llama
 from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
-from benchmarks._serving_soak import Kills, soak
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
 from gulliver.serve.kernels import kernel_problem, rows_problem
 
-PARTS = ("throughput", "faults", "pipeline")
-CACHE = 16 * 1024
-"""Tokens of the cache: all requests at a time."""
+PARTS = ("throughput", "pipeline")
+CACHE = 16 * 1024  # Tokens of the cache: all requests at a time
 LONGEST = 2048
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request.
+    """A request."""
 
-    Attributes:
-        prompt: its tokens.
-        count: tokens of the answer.
-    """
-
-    prompt: list[int]
-    count: int
+    prompt: list[int]  # its tokens
+    count: int  # tokens of the answer
 
 
-FIRST = Asked([5, 6, 7], 2)
-"""What an engine has answered before the clock runs."""
+FIRST = Asked([5, 6, 7], 2)  # What an engine has answered before the clock runs
 
 
 def main() -> None:
-    """Measures the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--soak-seconds", type=float, default=75)
-    parser.add_argument("--kills", type=int, default=40, help="of stages; 0 for none")
-    parser.add_argument("--controller-kills", type=int, default=10)
-    parser.add_argument("--kill-seconds", type=float, default=900, help="no kill comes later")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="no round begins that would end later"
     )
@@ -78,9 +65,6 @@ def main() -> None:
         from benchmarks._serving_pipeline import pipeline
 
         finish(pipeline(options.rounds), options.keep)
-    if "faults" in options.parts:
-        kills = Kills(options.kills, options.controller_kills, options.kill_seconds)
-        soak(options.soak_seconds, kills, options.keep)
     if "throughput" in options.parts:
         columns = ("way", "seconds", "tokens/s", "times the best static batch", "same answers")
         report = Report("serving", "Serving: mixed requests", columns)
@@ -94,19 +78,9 @@ def make_model() -> Any:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-        # Logits far apart: rounding, which differs from way to way, changes no token.
-        initializer_range=0.05,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    # Logits far apart: rounding, which differs from way to way, changes no token.
+    apart = {"tie_word_embeddings": True, "initializer_range": 0.05}
+    return llama(32_000, 768, 2048, 12, 12, 12, LONGEST, **apart).eval().requires_grad_(False)
 
 
 def make_requests(count: int) -> list[Asked]:
@@ -252,7 +226,6 @@ def throughput(report: Report, rounds: int, count: int, seconds: float = math.in
         at_least("answers equal to transformers'", same["gulliver, float32"] / count, 1.0),
     ]
     _notes(report, requests)
-    _quality(report, model, quantised, requests[:8], right)
     if others:
         mates = (found[f"llama.cpp, {kind}"].median for kind in FORMATS)
         mine_too = (mine, found["gulliver, int8"].median)
@@ -303,34 +276,14 @@ def _share_before(made: list[list[int]], right: list[list[int]]) -> float:
     return same / sum(map(len, right))
 
 
-@torch.no_grad()
-def _quality(
-    report: Report, model: Any, quantised: Any, requests: Sequence[Asked], right: list[list[int]]
-) -> None:
-    """Measures what int8 weights change, given the same tokens before."""
-    alike, places, distance = 0, 0, 0.0
-    for one, answer in zip(requests, right, strict=False):
-        ids = torch.tensor([[*one.prompt, *answer[:-1]]])
-        first = len(one.prompt) - 1
-        whole, coarse = (m(ids).logits[0, first:].log_softmax(-1) for m in (model, quantised))
-        alike += int((whole.argmax(-1) == coarse.argmax(-1)).sum())
-        distance += float((whole.exp() * (whole - coarse)).sum())
-        places += len(answer)
-    report.figures["int8 given the same tokens"] = {
-        "likeliest alike": alike / places,
-        "divergence": distance / places,
-    }
-    report.notes.append(
-        f"int8 given transformers' tokens: the likeliest next one is the same at "
-        f"{alike / places:.1%} of {places} places, Kullback-Leibler divergence "
-        f"{distance / places:.4f} nats; one other token makes the rest of an answer another, and "
-        "random weights have no text that would bring it back"
-    )
-
-
 def _row(name: str, spread: Spread, tokens: int, best: float, same: str) -> Sequence[str]:
-    said = f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
-    return name, said, f"{tokens / spread.median:.0f}", f"{best / spread.median:.2f}", same
+    return (
+        name,
+        spread.shown(),
+        f"{tokens / spread.median:.0f}",
+        f"{best / spread.median:.2f}",
+        same,
+    )
 
 
 def _notes(report: Report, requests: Sequence[Asked]) -> None:

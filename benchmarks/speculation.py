@@ -7,8 +7,7 @@ Acceptance: continuations of texts that nobody learnt, greedy and drawn, in chai
 intervals are bootstrapped over texts. Expansion: accepted guesses of a round at an equal number of
 verified ones. Speed: measured beside what the measured costs predict, for the trained target and
 for one of 110 M random weights. The guard: as many guesses as pay beside none, in turns of a
-step, at 1 to 64 sequences, in seconds of the clock and of processors. The table of needed
-acceptance is modelled from the costs of verification that were measured. ``--models`` keeps the
+step, at 1 to 64 sequences, in seconds of the clock and of processors. ``--models`` keeps the
 trained models, takes those that are there and goes on with drafts that are not whole.
 """
 
@@ -45,12 +44,10 @@ from gulliver.serve.speculative.glide import GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import LookUp
 
 LOADS = (1, 4, 16, 64)
-GUARDED = 128
-"""Tokens of each answer where the guard is measured."""
+GUARDED = 128  # Tokens of each answer where the guard is measured
 
 
 def main() -> None:
-    """Trains what is lacking, measures, and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=Path)
     parser.add_argument("--target-steps", type=int, default=1428)
@@ -93,12 +90,7 @@ def main() -> None:
 
 
 def speed(
-    report: Report,
-    model: Any,
-    tokenizer: Any,
-    folder: Path,
-    texts: list[list[int]],
-    rounds: int,
+    report: Report, model: Any, tokenizer: Any, folder: Path, texts: list[list[int]], rounds: int
 ) -> None:
     """Measured beside predicted, one text at a time."""
     for name in (str(draft_folder(folder, "glide", 0)), "ngram"):
@@ -177,7 +169,7 @@ def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], roun
 
 
 def larger(report: Report) -> None:
-    """A target of 110 M: measured beside predicted, and the acceptance that speeds would need.
+    """A target of 110 M: measured beside predicted, and what verifying guesses costs.
 
     Its weights are random, so that no draft can learn it: guesses are of a chosen quality.
     """
@@ -193,7 +185,7 @@ def larger(report: Report) -> None:
         what = f"{right:.0%} right and free, target of 110 M"
         _measured(report, what, model, None, lambda p=right: Foretold(known, p), texts, 2)
     runner = LocalRunner(model, cache_tokens=4096)
-    costs = {"memory alone, modelled": dict.fromkeys((1, 2, 3, 5, 7), 1.0)}
+    costs = {}
     for count in (1, 8):
         plain = _median(lambda c=count: step(runner, c, 1))
         costs[f"110 M, {count} sequences"] = {
@@ -205,38 +197,11 @@ def larger(report: Report) -> None:
         shown = " ".join(f"{n}: {ratio:.2f}" for n, ratio in ratios.items())
         report.rows.append((f"verifying n guesses over a plain step: {name}", shown, "", "", ""))
         report.figures[f"verifying, {name}"] = ratios
-        for share in (0.0, 0.05, 0.1, 0.2):
-            need = [
-                min((_needed(aim, n, share, ratio), n) for n, ratio in ratios.items())
-                for aim in (1.5, 2.17, 2.61)
-            ]
-            shown = tuple("never" if least > 1 else f"{least:.2f} ({n})" for least, n in need)
-            what = f"acceptance for 1.5x, 2.17x, 2.61x: {name}"
-            report.rows.append((what, *shown, f"a guess takes {share:.0%} of a step; modelled"))
-            report.figures[f"needed, {name}, {share}"] = need
 
 
 def _median(run: Callable[[], float], times: int = 7) -> float:
     run()
     return statistics.median(run() for _ in range(times))
-
-
-def _needed(aim: float, guesses: int, share: float, verify: float) -> float:
-    """Least acceptance with which chains of n guesses are `aim` times as fast; 2 where none is.
-
-    Each guess takes `share` of a plain step: (1 + a + ... + a^n) / (n share + verify) = aim.
-    """
-    wanted = aim * (guesses * share + verify)
-    low, high = 0.0, 1.0
-    if wanted > guesses + 1:
-        return 2.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        if sum(middle**power for power in range(guesses + 1)) < wanted:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 if __name__ == "__main__":

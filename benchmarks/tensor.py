@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from benchmarks._harness import finish
+from benchmarks._harness import finish, is_ratio
 from benchmarks._tensor_models import OURS, PEERS
 from benchmarks._tensor_ranks import Options, measure
 from benchmarks._tensor_report import LOOPBACK, Network, joined, rate_for, report
@@ -40,7 +40,6 @@ def on_network(options: Options, ranks: int, rate: str, names: Sequence[str]) ->
 
 
 def compare(options: Options, ranks: int) -> list[Network]:
-    """All contestants on each network."""
     found: list[Network] = []
     reference: Network | None = None
     # Loopback first: its compute says which rates are fast and slow.
@@ -55,17 +54,8 @@ def compare(options: Options, ranks: int) -> list[Network]:
     return found
 
 
-def is_ratio(network: str) -> bool:
-    """Whether a network is named by communication over compute."""
-    return network.replace(".", "", 1).isdigit()
-
-
 def check(options: Options) -> None:
-    """Refuses what cannot be measured.
-
-    Raises:
-        NetlabError: it says what to change.
-    """
+    """Refuses what cannot be measured."""
     known = (*PEERS, *OURS)
     for name in options.contestants:
         if name not in known:
@@ -86,7 +76,6 @@ def check(options: Options) -> None:
 
 
 def main() -> None:
-    """Measures what the options say."""
     try:
         options = tyro.cli(Options, description=__doc__)
         check(options)

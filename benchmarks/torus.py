@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor
 
-from benchmarks._harness import RESULTS, Report, Spread, alternate, at_least, at_most, finish
+from benchmarks._harness import Report, Spread, alternate, at_least, at_most, finish
 from benchmarks.netlab import Net, foreign_load, run
 from gulliver.comm import Torus, all_reduce, barrier, gather_objects, init_world, make_axes
 from gulliver.comm.torus import Axes
@@ -32,11 +31,9 @@ from gulliver.comm.torus import Axes
 NODES, LOCAL = 2, 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 RATE, UPLINK, DELAY_US = "1gbit", "100mbit", 1000
 KIB, MIB = 1 << 10, 1 << 20
-SMALL = 16 * KIB
-"""What counts as a small message."""
+SMALL = 16 * KIB  # What counts as a small message
 TINY = 2 * KIB
-DIRECT = 32 * KIB
-"""Where the ways of sending change, as in `gulliver.comm`."""
+DIRECT = 32 * KIB  # Where the ways of sending change, as in `gulliver.comm`
 NAMES = ("gloo flat", "flat", "torus")
 
 
@@ -50,21 +47,15 @@ class Options:
     orders: tuple[str, ...] = ("node", "round-robin")
     realtime: bool = True
     """Run before all else on the machine, as `chrt -r 1` does: turns of 4 ms would hide delays."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass(frozen=True)
 class Link:
-    """An axis while all its lines are in use.
+    """An axis while all its lines are in use."""
 
-    Attributes:
-        alpha_s: seconds of an exchange without payload.
-        bandwidth: bytes per second that each rank sends.
-    """
-
-    alpha_s: float
-    bandwidth: float
+    alpha_s: float  # seconds of an exchange without payload
+    bandwidth: float  # bytes per second that each rank sends
 
 
 @dataclass(frozen=True)
@@ -83,17 +74,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank, or all of them, found.
+    """What one rank, or all of them, found."""
 
-    Attributes:
-        links: by axis.
-        seconds: of each call, by size and contestant.
-        choices: by size.
-    """
-
-    links: dict[str, Link]
-    seconds: dict[int, dict[str, tuple[float, ...]]]
-    choices: dict[int, Choice]
+    links: dict[str, Link]  # by axis
+    seconds: dict[int, dict[str, tuple[float, ...]]]  # of each call, by size and contestant
+    choices: dict[int, Choice]  # by size
 
 
 def predict_flat(links: Mapping[str, Link], nbytes: int) -> float:
@@ -192,7 +177,6 @@ def check(tensor: Tensor, torus: Torus) -> None:
 
 
 def slowest(ranks: list[Measured]) -> dict[int, dict[str, Spread]]:
-    """The slowest rank of each turn."""
     return {
         nbytes: {
             name: Spread(
@@ -219,7 +203,7 @@ def row(order: str, nbytes: int, times: Mapping[str, Spread], choice: Choice) ->
     torus = times["torus"].median
     return [
         f"{order}, {label(nbytes)}",
-        *(_spread(times[name]) for name in NAMES),
+        *(times[name].shown(".3g", 1e-3) for name in NAMES),
         f"{times['gloo flat'].median / torus:.2f}",
         f"{times['flat'].median / torus:.2f}",
         f"{choice.predicted_flat_s * 1e3:.1f}",
@@ -271,39 +255,7 @@ def report(found: Mapping[str, list[Measured]], load: float) -> Report:
     return result
 
 
-def picture(found: Mapping[str, list[Measured]]) -> None:
-    """Time over size, measured and predicted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, _ = plt.subplots(
-        1, len(found), figsize=(5 * len(found), 4.5), sharey=True, layout="constrained"
-    )
-    for panel, (order, ranks) in zip(figure.axes, found.items(), strict=True):
-        times, choices = slowest(ranks), ranks[0].choices
-        for name in NAMES:
-            panel.loglog(
-                list(times), [t[name].median * 1e3 for t in times.values()], "o-", label=name
-            )
-        for name in ("flat", "torus"):
-            values = [getattr(c, f"predicted_{name}_s") * 1e3 for c in choices.values()]
-            colour = f"C{NAMES.index(name)}"
-            panel.loglog(list(choices), values, ":", color=colour, label=f"{name}, predicted")
-        panel.set(title=f"ranks in {order} order", xlabel="bytes", ylabel="ms")
-        panel.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(RESULTS / f"torus_{date.today()}.png", dpi=110)
-
-
-def _spread(spread: Spread) -> str:
-    low, middle, high = (f"{v * 1e3:.3g}" for v in (spread.low, spread.median, spread.high))
-    return f"{middle} ({low} to {high})"
-
-
 def main() -> None:
-    """Builds the networks and measures in each."""
     options = tyro.cli(Options, description=__doc__)
     load = foreign_load()
     if options.realtime:
@@ -315,8 +267,6 @@ def main() -> None:
         with Net(NODES * LOCAL, RATE, order=order, **shape) as net:
             found[order] = run(measure, net, options, order)
     finish(report(found, load), options.keep)
-    if options.keep:
-        picture(found)
 
 
 if __name__ == "__main__":

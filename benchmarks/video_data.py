@@ -1,13 +1,10 @@
 """Data preparation on a mess of clips, with the truth known: what it finds, loses, and costs.
 
 `tests/video/messy_clips.py` makes the mess: real and generated scenes joined, copied, broken,
-turned, of
-variable rate, in odd codecs. *cuts*: where scenes begin, against where they were joined, and if
-each frame of each file ends in a clip or in the list of what is left out. *dedup*: copies, against
-what was copied. *filter*: a table of 100,000 rows through the command, beside pandas and a loop
-over PyArrow's rows. *speed*: clips per minute of each step, beside decoding every file once, one
-after another. *encode*: latents kept on disk, through kills, and what they save in training
-(`_video_encode.py`). Thresholds are defaults; with this seed nothing was chosen.
+turned, of variable rate, in odd codecs. *cuts*: where scenes begin, against where they were joined,
+and whether each frame of each file ends in a clip or in the list of what is left out. *dedup*:
+copies, against what was copied. *filter*: a table of 100,000 rows through the command, compared
+with pandas and a loop over PyArrow's rows. Thresholds are defaults.
 """
 
 from __future__ import annotations
@@ -25,17 +22,16 @@ import numpy as np
 import tyro
 from tests.video.messy_clips import Mess, make_mess
 
-from benchmarks._harness import Bar, Report, alternate, at_least, at_most, finish
+from benchmarks._harness import Report, alternate, at_least, at_most, finish
 from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video.config import CutSettings
-from gulliver.video.preparation import Table, cut, deduplicate, scan, score
+from gulliver.video.preparation import Table, cut, deduplicate, scan
 from gulliver.video.preparation.cutting import CutReport
 
-Part = Literal["cuts", "dedup", "filter", "speed", "encode"]
-PARTS: tuple[Part, ...] = ("cuts", "dedup", "filter", "speed", "encode")
-NEAR = 2
-"""Frames that a cut may be found too early or too late."""
+Part = Literal["cuts", "dedup", "filter"]
+PARTS: tuple[Part, ...] = ("cuts", "dedup", "filter")
+NEAR = 2  # Frames that a cut may be found too early or too late
 RIGHT = 0.95
 FILTER_S = 2.0
 CONDITION = "fps >= 12 and motion > 2 and text like '%7%'"
@@ -45,22 +41,14 @@ CONDITION = "fps >= 12 and motion > 2 and text like '%7%'"
 class Options:
     """Options of the benchmark."""
 
-    parts: tuple[Part, ...] = PARTS
-    """Parts to run."""
-    clips: int = 200
-    """Files of the mess."""
-    seed: int = 1000
-    """Seed of the mess."""
-    rows: int = 100_000
-    """Rows of the table that is filtered."""
-    rounds: int = 3
-    """Turns of each contestant."""
-    workers: int = 0
-    """Processes or threads; 0: one for each core."""
-    folder: Path = Path("out")
-    """Folder on the disk that is used; what is written there is removed."""
-    keep: bool = False
-    """Write benchmarks/results."""
+    parts: tuple[Part, ...] = PARTS  # Parts to run
+    clips: int = 200  # Files of the mess
+    seed: int = 1000  # Seed of the mess
+    rows: int = 100_000  # Rows of the table that is filtered
+    rounds: int = 3  # Turns of each contestant
+    workers: int = 0  # Processes or threads; 0: one for each core
+    folder: Path = Path("out")  # Folder on the disk that is used; what is written there is removed
+    keep: bool = False  # Write benchmarks/results
 
 
 @dataclass(frozen=True)
@@ -153,7 +141,6 @@ def wrong_files(report: CutReport) -> int:
 
 
 def cuts(bench: Bench) -> Report:
-    """Runs *cuts*."""
     made = Report("video_data-cuts", "Scenes of a mess of clips", ())
     made.columns = ("detector", "true cuts", "found", "recall", "precision", "on the frame")
     mess = bench.mess()
@@ -182,7 +169,7 @@ def cuts(bench: Bench) -> Report:
     made.notes = [
         f"{len(mess.clips)} files of seed {bench.options.seed}, "
         f"{sum(bool(clip.broken) for clip in mess.clips)} of them broken. Thresholds are those of "
-        "PySceneDetect: on seeds 0 to 4 the best of twenty settings was 0.5 % better.",
+        "PySceneDetect: on seeds 0 to 4 the best of twenty settings was 0.5 % better."
     ]
     return made
 
@@ -191,7 +178,6 @@ def cuts(bench: Bench) -> Report:
 
 
 def dedup(bench: Bench) -> Report:
-    """Runs *dedup*."""
     mess, workers = bench.mess(), bench.options.workers
     table = scan(mess.folder, bench.folder / "dedup.parquet", workers=workers).table
     found = deduplicate(table, bench.folder / "unique.parquet", workers=workers)
@@ -225,7 +211,6 @@ def _unknown(mess: Mess, known: set[str]) -> int:
 
 
 def filter_rows(bench: Bench) -> Report:
-    """Runs *filter*."""
     path, rows = bench.folder / "large.parquet", bench.options.rows
     write_large(path, rows)
     command = [sys.executable, "-m", "gulliver.cli", "data", "filter", str(path), CONDITION]
@@ -304,81 +289,10 @@ def write_large(path: Path, rows: int) -> None:
     Table.of_rows(records, path, list(cells)).write()
 
 
-# --- speed ---------------------------------------------------------------------------------------
-
-
-def speed(bench: Bench) -> Report:
-    """Runs *speed*."""
-    mess, workers = bench.mess(), bench.options.workers
-    fresh = iter(range(10**6))
-
-    def folder() -> Path:
-        return bench.folder / f"turn-{next(fresh)}"
-
-    def decoded() -> None:
-        for clip in mess.clips:
-            try:
-                for frame in upright_frames(mess.folder / clip.path):
-                    frame.decoded.to_ndarray(format="rgb24")
-            except GulliverError:
-                continue
-
-    table = scan(mess.folder, bench.folder / "speed.parquet", workers=workers).table
-    steps: dict[str, Callable[[], object]] = {
-        "decoding, one after another": decoded,
-        "scan": lambda: scan(mess.folder, folder() / "t.parquet", workers=workers),
-        "score": lambda: score(table, out=folder() / "t.parquet", workers=workers),
-        "cut": lambda: cut(table, folder() / "t.parquet", workers=workers),
-    }
-    contestants = {name: _per_minute(step, len(mess.clips)) for name, step in steps.items()}
-    rates = alternate(contestants, bench.options.rounds, warm_up=0)
-    made = Report("video_data-speed", "Clips per minute", ("step", "median", "quartiles"))
-    for name, spread in rates.items():
-        quartiles = f"{spread.low:,.0f} to {spread.high:,.0f}"
-        made.rows.append((name, f"{spread.median:,.0f}", quartiles))
-    made.figures = {name: spread.values for name, spread in rates.items()}
-    made.bars = [at_least("clips per minute of scan", rates["scan"].median, 1000)]
-    whole = sum(clip.frames for clip in mess.clips) / len(mess.whole)
-    made.notes = [
-        f"{len(mess.clips)} files of {whole:.0f} frames on average, at most 144 pixels wide; all "
-        "steps write to the disk, and each clip that is cut is forced to it."
-    ]
-    return made
-
-
-def _per_minute(step: Callable[[], object], clips: int) -> Callable[[], float]:
-    def run() -> float:
-        begun = time.perf_counter()
-        step()
-        return 60 * clips / (time.perf_counter() - begun)
-
-    return run
-
-
-def encode(bench: Bench) -> Report:
-    """Runs *encode*."""
-    from benchmarks._video_encode import encode_part
-
-    rows: list[tuple[str, ...]] = []
-    bars: list[Bar] = encode_part(bench.folder / "encode", rows)
-    columns = ("what", "on clips", "on latents", "ratio")
-    made = Report("video_data-encode", "Latents kept on disk", columns)
-    made.rows, made.bars = list(rows), bars
-    made.figures = {bar.name: bar.value for bar in bars}
-    return made
-
-
-RUN: dict[Part, Callable[[Bench], Report]] = {
-    "cuts": cuts,
-    "dedup": dedup,
-    "filter": filter_rows,
-    "speed": speed,
-    "encode": encode,
-}
+RUN: dict[Part, Callable[[Bench], Report]] = {"cuts": cuts, "dedup": dedup, "filter": filter_rows}
 
 
 def main() -> None:
-    """Runs what the options say."""
     options = tyro.cli(Options, description=__doc__)
     options.folder.mkdir(parents=True, exist_ok=True)
     prefix, place = "gulliver-video-data-", options.folder.absolute()

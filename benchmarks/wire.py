@@ -1,13 +1,11 @@
-"""Wire formats: their errors, the bytes that they send, and steps over links that are too slow.
+"""Wire formats: the bytes that they send, and steps over links that are too slow.
 
-`python -m benchmarks.wire` first takes collectives in every format and checks the error of every
-element against its bound (part ``numerics``). Then (part ``steps``) it builds a network whose links
-carry what a step sends as it is in three times its compute, and lets fp32 and formats take turns:
-ZeRO at stages 0, 2 and 3, tensor parallelism, Ulysses and a ring. Layers sleep as long as they
-would compute, as on an accelerator beside the processor, which packs and sends. It needs root,
-``ip`` and ``tc``.
-``--parts convergence`` trains a GPT and the STDiT on four ranks in all formats, in a report of its
-own; it takes a quarter of an hour on two cores.
+`python -m benchmarks.wire` builds a network whose links carry what a step sends as it is in three
+times its compute, and lets fp32 and formats take turns: ZeRO at stages 0, 2 and 3, tensor
+parallelism, Ulysses and a ring. Layers sleep as long as they would compute, as on an accelerator
+next to the processor, which packs and sends. It needs root, ``ip`` and ``tc``. ``--parts
+convergence`` trains a GPT and the STDiT on four ranks in all formats, in a report of its own; it
+takes a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -24,26 +22,23 @@ import tyro
 from torch import Tensor
 from torch.autograd import Function
 
-from benchmarks._harness import Progress, Report, alternate, at_least, at_most, finish
+from benchmarks._harness import Report, alternate, at_least, at_most, finish, slowest_rank
 from benchmarks._models import gpt
 from benchmarks._slept import slept
-from benchmarks._wire_training import picture, report_convergence
+from benchmarks._wire_training import report_convergence
 from benchmarks.netlab import Net, foreign_load, run, wire_bytes
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.comm import all_gather, all_reduce, barrier, init_world, reduce_scatter
+from gulliver.comm import barrier, init_world
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import sent_bytes
 from gulliver.parallel.sequence import SequencePlan, make_groups, swap_sharded_dim
 from gulliver.parallel.sequence.ring import RingCall, _Pack, round_trip, turn
 from gulliver.parallel.tensor import collectives as tensor_parallel
-from gulliver.precision.wire import error_bound, wire_format
-from gulliver.precision.wire.formats import NAMES
+from gulliver.precision.wire import wire_format
 
 SLEPT_S = 0.15
-RATIO = 3.0
-"""Seconds of communication in those of compute."""
-LARGE = ", chunks of 4 MB"
-"""Ends the name of a contestant of ZeRO with fewer messages."""
+RATIO = 3.0  # Seconds of communication in those of compute
+LARGE = ", chunks of 4 MB"  # Ends the name of a contestant of ZeRO with fewer messages
 PEERS = (
     "DeepSpeed's ZeRO++ was not run: the ranks are CPU processes, and its quantiser is a CUDA "
     "kernel alone (read in 0.19.8: on CPUs QuantizerBuilder is 'not implemented')."
@@ -54,67 +49,15 @@ PEERS = (
 class Options:
     """Sizes of the run."""
 
-    parts: tuple[str, ...] = ("numerics", "steps")
+    parts: tuple[str, ...] = ("steps",)
     formats: tuple[str, ...] = ("identity", "bf16", "fp8", "int8")
     workloads: tuple[str, ...] = ("ZeRO 0", "ZeRO 2", "ZeRO 3", "tensor", "Ulysses", "ring")
     ranks: int = 4
     rounds: int = 7
     """Turns of each format, of two steps; with three, medians of few steps differed by a fifth."""
-    steps: int = 80
-    """Steps of each training."""
-    seeds: int = 3
-    """Seeds of each training."""
-    progress: str = ""
-    """File of what is done already, which a run that was cut reads."""
-    keep: bool = False
-    """Write benchmarks/results."""
-
-
-# Numerics.
-
-
-def numerics(sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Largest share of its bound that an error takes, and relative Frobenius error, by format."""
-    world, found = init_world(), {}
-    for name in names:
-        wire, worst, squares = wire_format(name), 0.0, torch.zeros(2, dtype=torch.float64)
-        bound = error_bound(wire)
-
-        def limits(inputs: list[Tensor], wire: Any = wire, bound: Any = bound) -> list[Tensor]:
-            return [bound.limit(t, wire.block) for t in inputs]  # a part begins a block
-
-        for size in sizes:
-            terms = [_term(rank, size) for rank in range(world.size)]
-            whole = torch.empty(world.size * size)
-            all_gather(whole, terms[world.rank], wire=wire)
-            total = terms[world.rank].clone()
-            all_reduce(total, wire=wire)
-            rows = torch.stack([_term(r, world.size * size) for r in range(world.size)])
-            part = torch.empty(size)
-            reduce_scatter(part, rows[world.rank].clone(), wire=wire)
-            own = rows.view(world.size, world.size, size)[:, world.rank]
-            cases = [
-                (whole, torch.cat(terms).double(), torch.cat(limits(terms)), False),
-                (total, torch.stack(terms).double().sum(0), sum(limits(terms)), True),
-                (part, own.double().sum(0), sum(limits(list(own))), False),
-            ]
-            for value, exact, limit, again in cases:
-                limit = limit + 1e-6
-                if again:
-                    limit += bound.relative * (exact.abs() + limit)
-                    limit += bound.of_largest * (exact.abs() + limit).max()
-                error = (value.double() - exact).abs()
-                worst = max(worst, float((error / limit).max()))
-                squares += torch.stack([error.square().sum(), exact.square().sum()])
-            bits = torch.stack([total, -total])
-            all_reduce(bits, "max")
-            assert torch.equal(bits[0], -bits[1]), "ranks have other bits"
-        found[name] = {"worst": worst, "error": float((squares[0] / squares[1]).sqrt())}
-    return found
-
-
-def _term(rank: int, size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(97 * rank + size))
+    steps: int = 80  # Steps of each training
+    seeds: int = 3  # Seeds of each training
+    keep: bool = False  # Write benchmarks/results
 
 
 # Steps.
@@ -257,9 +200,7 @@ def steps(name: str, formats: tuple[str, ...], ranks: int, rounds: int) -> dict[
             barrier()
             after = sent_bytes(), wire_bytes()[0]
             sent[wire].append(((after[0] - before[0]) // 2, (after[1] - before[1]) // 2))
-            slowest = torch.tensor([took])
-            all_reduce(slowest, "max")
-            return float(slowest)
+            return slowest_rank(took)
 
         return once
 
@@ -289,14 +230,11 @@ def _contestants(name: str, options: Options) -> tuple[str, ...]:
     return options.formats + large
 
 
-def report_steps(options: Options, report: Report, progress: Progress) -> None:
+def report_steps(options: Options, report: Report) -> None:
     """Rows and bars of each workload."""
     for name in options.workloads:
         formats = _contestants(name, options)
-        key = f"{name}: {options.ranks} ranks, {options.rounds} rounds, {formats}"
-        if key not in progress.done:
-            progress.save(key, _measured(name, options))
-        kilobits, found = progress.done[key]
+        kilobits, found = _measured(name, options)
         slowest = {w: max(rank[w]["step"] for rank in found) for w in formats}
         plain = min(s for w, s in slowest.items() if w.startswith("identity"))
         for wire in formats:
@@ -320,26 +258,11 @@ def report_steps(options: Options, report: Report, progress: Progress) -> None:
         report.bars.append(at_least(f"{name}: fp8 over fp32", gain, 1.6))
 
 
-def report_numerics(options: Options, report: Report) -> None:
-    """A row for each format."""
-    sizes = (1, 3, 257, 4096, 20_011)
-    names = tuple(n for n in NAMES if n != "identity")
-    with Net(3, None) as net:
-        found = run(numerics, net, sizes, names)
-    for name in names:
-        worst = max(rank[name]["worst"] for rank in found)
-        error = max(rank[name]["error"] for rank in found)
-        report.rows.append(("collectives", name, f"{100 * error:.2f} %", f"{worst:.2f}", "", ""))
-        report.bars.append(at_most(f"{name}: largest error in its bound", worst, 1.0))
-
-
 def finish_convergence(options: Options) -> None:
     """Trainings in all formats, in a report of their own."""
     columns = ("training", "format", "final loss", "apart", "seeds")
     report = Report("wire-convergence", "Wire formats: final losses of four ranks", columns)
-    curves = report_convergence(report, options.seeds, options.steps)
-    if options.keep:
-        report.notes.append(f"![Loss over steps]({picture(curves).name})")
+    report_convergence(report, options.seeds, options.steps)
     report.notes.append(
         f"{options.steps} steps of ZeRO 2, where nothing else is said; gradients and parameters "
         "travel packed. No time is measured."
@@ -348,23 +271,19 @@ def finish_convergence(options: Options) -> None:
 
 
 def main() -> None:
-    """Measures and reports."""
     options = tyro.cli(Options, description=__doc__)
     options = replace(options, formats=tuple(dict.fromkeys(("identity", *options.formats))))
     report = Report(
         "wire",
         "Wire formats: step and bytes where sending as it is takes 3 x compute",
-        ("workload", "format", "step / error", "gain / share of bound", "sent", "bytes (stated)"),
+        ("workload", "format", "step", "gain", "sent", "bytes (stated)"),
     )
     load = foreign_load()
     if "convergence" in options.parts:
         finish_convergence(options)
-    if not set(options.parts) - {"convergence"}:
+    if "steps" not in options.parts:
         return
-    if "numerics" in options.parts:
-        report_numerics(options, report)
-    if "steps" in options.parts:
-        report_steps(options, report, Progress(options.progress))
+    report_steps(options, report)
     report.notes.append(
         f"{options.ranks} ranks, layers sleep {1e3 * SLEPT_S:.0f} ms of a step; foreign load "
         f"{load:.1f} cores. Formats are forced, the gate of gradients is off; gains are over the "

@@ -10,14 +10,7 @@ runs within a limit is shown here, not estimated. It needs root, and cgroups of 
         print(group.peak, group.kills)
 """
 
-from benchmarks.limits._group import (
-    Group,
-    LimitsError,
-    Place,
-    check_limits,
-    disk_bytes,
-    places,
-)
+from benchmarks.limits._group import Group, LimitsError, Place, check_limits, disk_bytes, places
 from benchmarks.limits._swap import Swap
 
 __all__ = ["Group", "LimitsError", "Place", "Swap", "check_limits", "disk_bytes", "places"]

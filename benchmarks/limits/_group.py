@@ -30,8 +30,7 @@ FILES = {
     "anonymous": {1: "total_rss", 2: "anon"},
     "swapped": {1: "total_swap", 2: "memory.swap.current"},
 }
-ENDLESS = 1 << 50
-"""Bytes per second that no disk does."""
+ENDLESS = 1 << 50  # Bytes per second that no disk does
 _numbers = itertools.count()
 
 
@@ -41,25 +40,15 @@ class LimitsError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """The folders that groups are made in.
+    """The folders that groups are made in."""
 
-    Attributes:
-        version: 1 or 2, of the control groups.
-        memory: folder of the groups that limit memory.
-        disk: folder of those that shape disks, the same one with version 2.
-    """
-
-    version: int
-    memory: Path
-    disk: Path
+    version: int  # 1 or 2, of the control groups
+    memory: Path  # folder of the groups that limit memory
+    disk: Path  # folder of those that shape disks, the same one with version 2
 
 
 def places(root: Path = ROOT) -> Place:
-    """Finds where groups can be made.
-
-    Raises:
-        LimitsError: neither version has a controller of memory here.
-    """
+    """Finds where groups can be made."""
     if (root / "memory" / "memory.limit_in_bytes").exists():
         return Place(1, root / "memory", root / "blkio")
     controllers = root / "cgroup.controllers"
@@ -69,29 +58,14 @@ def places(root: Path = ROOT) -> Place:
 
 
 def check_limits() -> Place:
-    """Refuses to go on where limits cannot be set.
-
-    Raises:
-        LimitsError: not root, or no control groups.
-    """
+    """Refuses to go on where limits cannot be set."""
     if os.geteuid() != 0:
         raise LimitsError("limits of memory need root: run as root, or in a privileged container")
     return places()
 
 
 class Group:
-    """A control group; leaving it ends what still runs inside, and removes it.
-
-    Args:
-        memory: limit in bytes; None for none.
-        read_bps: bytes per second that the disk reads at most; None for what it can.
-        write_bps: bytes per second that the disk writes at most.
-        disk: any path on the disk that is shaped, and whose bytes are counted.
-        place: where groups are made; None looks for it.
-
-    Raises:
-        LimitsError: limits cannot be set here.
-    """
+    """A control group; leaving it ends what still runs inside, and removes it."""
 
     def __init__(
         self,
@@ -136,12 +110,7 @@ class Group:
         self.close()
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command that is in the group before its first instruction.
-
-        Args:
-            command: program and arguments.
-            options: further arguments of `subprocess.Popen`.
-        """
+        """Starts a command that is in the group before its first instruction."""
         # A shell enters and becomes the command: nothing of ours runs between fork and exec.
         enter = "".join(f"echo $$ > '{folder}/cgroup.procs' && " for folder in self.folders)
         shell = ["sh", "-c", enter + 'exec "$@"', "sh", *command]
@@ -151,11 +120,7 @@ class Group:
         return process
 
     def set_limit(self, nbytes: int | None) -> None:
-        """Changes the limit of memory; None for none.
-
-        Raises:
-            LimitsError: more is in use, and cannot be reclaimed.
-        """
+        """Changes the limit of memory; None for none."""
         text = NO_LIMIT[self.place.version] if nbytes is None else str(nbytes)
         try:
             (self._memory / FILES["limit"][self.place.version]).write_text(text)
@@ -258,11 +223,7 @@ def disk_bytes(folder: Path, device: str, version: int) -> tuple[int, int]:
 
 
 def device_of(path: Path) -> str:
-    """Numbers of the disk that a path is on; rates are of whole disks, not of partitions.
-
-    Raises:
-        LimitsError: it is on no disk, but in memory or on a network.
-    """
+    """Numbers of the disk that a path is on; rates are of whole disks, not of partitions."""
     number = path.stat().st_dev
     name = f"{os.major(number)}:{os.minor(number)}"
     block = Path("/sys/dev/block") / name

@@ -13,12 +13,7 @@ from benchmarks.limits._group import LimitsError
 
 
 class Swap:
-    """A swap file that the whole machine may use; leaving it brings back what lies there.
-
-    Args:
-        folder: folder, on a disk, that the file is made in.
-        nbytes: size of the file.
-    """
+    """A swap file that the whole machine may use; leaving it brings back what lies there."""
 
     def __init__(self, folder: Path | str, nbytes: int) -> None:
         self.folder, self.nbytes = Path(folder), nbytes

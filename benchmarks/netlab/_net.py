@@ -32,20 +32,7 @@ class NetlabError(RuntimeError):
 
 
 class Net:
-    """A shaped network with a namespace for every rank.
-
-    Args:
-        ranks: namespaces.
-        rate: of each rank's link, as ``tc`` writes it (``100mbit``); None leaves it unshaped.
-        nodes: groups of ranks; None puts all on one bridge.
-        uplink: rate between a node and the others.
-        delay_us: one way, for each node's uplink; a message between nodes crosses two.
-        order: ``node`` numbers ranks node by node, ``round-robin`` deals them over the nodes.
-
-    Raises:
-        NetlabError: no root, no ``ip`` or ``tc``, or no compiler where latency is asked for; a rate
-            or order that is not known; ranks that do not divide over the nodes.
-    """
+    """A shaped network with a namespace for every rank."""
 
     def __init__(
         self,
@@ -89,7 +76,6 @@ class Net:
         self.close()
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank belongs to."""
         return rank % self.nodes if self.order == "round-robin" else rank * self.nodes // self.ranks
 
     def close(self) -> None:
@@ -154,10 +140,7 @@ class Net:
             self._relay.stdout.readline()
         lines = []
         for node in range(self.nodes):
-            lines += [
-                f"link set up{node} master br{node} up",
-                f"link set dn{node} master core up",
-            ]
+            lines += [f"link set up{node} master br{node} up", f"link set dn{node} master core up"]
         _batch(self._core, lines)
         for node in range(self.nodes):
             _shape(self._core, f"up{node}", self.uplink)
@@ -186,11 +169,7 @@ def remove_left_behind() -> None:
 
 
 def bits_per_second(rate: str) -> float:
-    """A rate as ``tc`` writes it.
-
-    Raises:
-        NetlabError: it is not written so.
-    """
+    """A rate as ``tc`` writes it."""
     for suffix, factor in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)):
         number = rate.removesuffix(suffix)
         if number != rate and number.replace(".", "", 1).isdigit():
@@ -226,11 +205,7 @@ def foreign_load(seconds: float = 0.5) -> float:
 
 
 def check_tools() -> None:
-    """Refuses to begin what would fail at the first shaped link.
-
-    Raises:
-        NetlabError: says what is missing.
-    """
+    """Refuses to begin what would fail at the first shaped link."""
     if os.geteuid():
         raise NetlabError("shaped networks need root: run as root, or measure on loopback")
     for tool in ("ip", "tc"):

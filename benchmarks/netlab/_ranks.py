@@ -21,11 +21,9 @@ import torch
 from benchmarks.netlab._net import Net, NetlabError, enter
 from gulliver.comm.world import adopt_world
 
-PORT = 29417
-"""Of the store, in a namespace that nobody else is in."""
+PORT = 29417  # Of the store, in a namespace that nobody else is in
 GRACE_S = 5.0
-HEADERS = 66
-"""Bytes of a packet that are Ethernet's, IP's and TCP's, with TCP's time stamps."""
+HEADERS = 66  # Bytes of a packet that are Ethernet's, IP's and TCP's, with TCP's time stamps
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,19 +39,8 @@ def run(
 
     The ranks are forked, so this process must not have computed anything with torch before.
 
-    Args:
-        function: of the module's top level.
-        net: where the ranks live; None for loopback.
-        args: for the function.
-        ranks: how many on loopback.
-        threads: that torch computes with in each rank.
-        timeout_s: then all are killed.
-
     Returns:
         What the ranks returned, in their order.
-
-    Raises:
-        NetlabError: a rank failed or the time is up; says which, with its traceback.
     """
     size = net.ranks if net else (ranks or 1)
     context = multiprocessing.get_context("fork")
@@ -83,13 +70,6 @@ def wire_bytes(headers: bool = False) -> tuple[int, int]:
     """Bytes that this rank's link has sent and received.
 
     What is sent again after a loss counts again.
-
-    Args:
-        headers: count those of Ethernet, IP and TCP too; how many there are depends on how the
-            kernel cuts its packets, which on virtual links may be far longer than on real ones.
-
-    Raises:
-        NetlabError: the rank has no link of its own.
     """
     # /sys shows the namespace that it was mounted in: the thread's own table is the right one.
     if _namespaced:

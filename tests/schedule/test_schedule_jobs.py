@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.elastic_job import plain_losses
 
 from gulliver.errors import GulliverError
 from gulliver.schedule.live import elastic
@@ -27,9 +26,10 @@ from gulliver.schedule.live.tracking import Phase, Spool
 from gulliver.schedule.live.training import read_curve
 from gulliver.schedule.policies import make_policy
 from tests.patience import patient
+from tests.schedule.elastic_job import plain_losses
 from tests.schedule.test_schedule_live import Wanted
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "elastic_job.py"
+SCRIPT = Path(__file__).with_name("elastic_job.py")
 BATCH = 16
 
 

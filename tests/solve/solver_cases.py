@@ -1,7 +1,7 @@
 """Small random cases of every solver, each held against brute force by an independent definition.
 
 A case takes a seed, asserts, and says whether it was small enough, or possible, to be compared. The
-tests run some of them, `--full` and `python -m benchmarks.solvers` thousands.
+tests run some of them, `--full` thousands.
 """
 
 from __future__ import annotations

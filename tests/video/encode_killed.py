@@ -1,7 +1,6 @@
 """Encodes, and ends itself by SIGKILL again and again, at reads, writes and renames of any moment.
 
-Started by `tests/video/test_kept_latents.py` and `benchmarks/_video_encode.py`: the options as
-JSON, the
+Started by `tests/video/test_kept_latents.py`: the options as JSON, the
 number of kills, a seed, and the number of ranks. It has imported everything; what it forks is there
 in no time. After the last kill the call runs to its end. Prints the number of kills.
 """

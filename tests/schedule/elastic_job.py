@@ -1,4 +1,4 @@
-"""A job of the benchmark of the scheduler, and of its tests: a small network, exact in float64.
+"""A job for tests of the scheduler: a small network, exact in float64.
 
 Its steps last as long as `--sample-seconds` and `--step-seconds` say: they sleep, as a host does
 while a device computes, so that slots need not be cores. It writes which samples each rank drew.
