@@ -145,8 +145,8 @@ MUTANTS = (
     Mutant(
         "tensor: ranks keep each other's piece",
         "parallel/tensor/collectives.py",
-        "start, stop = pieces_of(lengths)[rank_group.rank]",
-        "start, stop = pieces_of(lengths)[rank_group.rank - 1]",
+        "start, stop = intervals(lengths)[rank_group.rank]",
+        "start, stop = intervals(lengths)[rank_group.rank - 1]",
         ("tensor",),
     ),
     Mutant(
@@ -255,8 +255,9 @@ def mutated(mutant: Mutant) -> str:
 def run(mutant: Mutant, likely_only: bool) -> Result:
     """Runs the tests under a mutant until one fails."""
     begun, caught_by = time.monotonic(), None
-    likely = [f"tests/test_{name}.py" for name in mutant.likely]
-    others = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_*.py"))]
+    files = {p.stem: str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py"))}
+    likely = [files[f"test_{name}"] for name in mutant.likely]
+    others = list(files.values())
     # Texts of mutants are compared with the source itself, there.
     others = [p for p in others if p not in (*likely, "tests/test_infrastructure.py")]
     with tempfile.TemporaryDirectory(prefix="gulliver-mutant-") as folder:

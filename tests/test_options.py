@@ -24,6 +24,7 @@ from gulliver.schedule.live.options import Submission
 
 NOT_SET = object()
 REQUIRED = {"url": "http://127.0.0.1:8000", "prompt_words": (1, 2), "max_tokens": (1, 2)}
+REQUIRED |= {"env": ["A=1"], "window": (450.0, 930.0)}
 """Values of fields that a class checks further."""
 
 
@@ -137,6 +138,8 @@ def _typed(values: list[Any]) -> list[tuple[type, Any]]:
 def _refused(value: Any, hint: Any) -> bool:
     """Whether all types that a value may have exclude it."""
     for arm, allowed in _arms(hint):
+        if isinstance(value, typing.get_origin(arm) or ()):  # a Mapping or a Sequence
+            return False
         right, wrong = _values(arm, allowed)
         known = any(type(value) is type(one) and repr(value) == repr(one) for one in wrong)
         kinds = {type(one) for one in right}

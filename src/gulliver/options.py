@@ -339,6 +339,12 @@ def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
             misspelt = isinstance(value, str) and typing.get_origin(hint) is Literal
             problem = error if misspelt else problem or error
     assert problem is not None, "a union has types besides None"
+    choices = [
+        repr(c) for h in hints if typing.get_origin(h) is Literal for c in typing.get_args(h)
+    ]
+    missing = [choice for choice in choices if choice not in str(problem)]
+    if missing:
+        raise GulliverError(f"{problem}, or one of {', '.join(missing)}")
     raise problem
 
 

@@ -19,10 +19,18 @@ pytest.importorskip("scenedetect")
 from gulliver.cli.dispatch import main
 from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
-from gulliver.video import preparation
 from gulliver.video.config import CutSettings
 from gulliver.video.kept_latents import FORMAT, ClipWindow, KeptLatents, Settings
-from gulliver.video.preparation import Table, cut, deduplicate, filter_table, scan, score
+from gulliver.video.preparation import (
+    Table,
+    cut,
+    cutting,
+    deduplicate,
+    filter_table,
+    scan,
+    score,
+    work,
+)
 from gulliver.video.preparation.captions import caption
 from gulliver.video.preparation.filtering import filter_file
 from gulliver.video.preparation.scanning import read_facts
@@ -36,7 +44,7 @@ H264_TS = Coding(".ts", "libx264", "yuv420p", {"bf": "0", "preset": "ultrafast"}
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `cut` work in this process: others take seconds to start."""
-    monkeypatch.setattr(preparation._cut, "in_processes", preparation._work._in_threads)
+    monkeypatch.setattr(cutting, "in_processes", work._in_threads)
 
 
 def moving(frames: int, height: int = 48, width: int = 64) -> np.ndarray:

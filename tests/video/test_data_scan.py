@@ -23,8 +23,7 @@ from gulliver.data import Bucket
 from gulliver.data.clips import Clip
 from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
-from gulliver.video import preparation
-from gulliver.video.preparation import Table, scan
+from gulliver.video.preparation import Table, scan, scanning
 from gulliver.video.preparation.scanning import Scanned, read_facts
 from gulliver.video.preparation.table import read_broken
 from tests.video.messy_clips import CODINGS, H264, LOSSLESS, Mess, messy_clips, write_film
@@ -151,8 +150,7 @@ def test_a_second_scan_keeps_what_is_known_and_looks_at_what_has_changed(tmp_pat
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from gulliver.io import _atomic
-from gulliver.video.preparation import _scan
+from gulliver.video.preparation import scanning as _scan
 
 folder, out = map(Path, sys.argv[1:3])
 facts, replace = _scan.read_facts, os.replace
@@ -195,7 +193,7 @@ def test_a_scan_that_is_killed_again_and_again_ends_with_the_same_table(
         looked.append(path)
         return read_facts(path, decode)
 
-    monkeypatch.setattr(preparation._scan, "read_facts", counted)
+    monkeypatch.setattr(scanning, "read_facts", counted)
     found = scan(mess.folder, out)
     assert len(looked) == 1, "all but the torn line is taken from the journal"
     ours = [{**row, "path": Path(row["path"]).name} for row in found.table.data.to_pylist()]

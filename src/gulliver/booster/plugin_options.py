@@ -142,8 +142,8 @@ class StepOptions(Options):
             complete: gradients take less memory, and at stages 1 and 2 gathers begin earlier. With
             `max_norm` and with ``fp16`` all gradients are waited for. Clipping in the loop comes
             too late and is refused, and `zero_grad` has to follow each step.
-        activations: under a memory limit, ``keep`` what forward saves for backward, ``recompute``
-            blocks, ``offload`` it to the host or the disk, or ``auto``: the fastest for each block.
+        activations: treatment of activations under a memory limit: ``keep``, ``recompute`` by
+            blocks, ``offload`` to the host or the disk, or ``auto``, the fastest for each block.
         broadcast_buffers: give all ranks rank 0's buffers, such as running statistics, at every
             step, as torch's DDP does.
     """

@@ -144,7 +144,7 @@ class Torus:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their ranks in the world."""
+        """Ranks of the group in the world."""
         return self.flat.ranks
 
     def __repr__(self) -> str:

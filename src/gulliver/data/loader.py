@@ -37,7 +37,7 @@ from gulliver.data.fetch import (
 from gulliver.data.sampler import check_content, check_position, order_of
 from gulliver.data.transfer import MovedBatch, Mover, copy_stream, device_of
 from gulliver.errors import GulliverError, nearest
-from gulliver.options import whole_number
+from gulliver.options import Options, whole_number
 
 AT_EXIT_S = 5.0
 """Seconds that an ending interpreter waits for a thread to end its workers."""
@@ -211,7 +211,7 @@ USED_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
-class StagingOptions:
+class StagingOptions(Options):
     """Memory that a `DataLoader` passes batches through; its fields are given to it by name.
 
     Attributes:

@@ -55,7 +55,7 @@ from gulliver.data_centric.windows import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware.samples import Refinement
-from gulliver.options import from_keywords, positive_number, size_text, whole_number
+from gulliver.options import Options, from_keywords, positive_number, size_text, whole_number
 from gulliver.solve.steps import StepSolver
 
 MOST_LOT = 0.25
@@ -66,7 +66,7 @@ Position = tuple[int, int, Queue]
 
 
 @dataclass(frozen=True)
-class DataCentricOptions:
+class DataCentricOptions(Options):
     """Options of `DataCentricPlanner`, which are given to it by name.
 
     Attributes:

@@ -26,7 +26,7 @@ from gulliver.embedding.optimizers import Attached, RowState
 from gulliver.embedding.records import WEIGHT, Column, RecordStore, RowStorage
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory.parts import set_state_shape
-from gulliver.options import from_keywords, size_text, whole_number
+from gulliver.options import Options, from_keywords, size_text, whole_number
 from gulliver.solve.rows import RowCounts, RowPolicy, RowReplacement, TooSmall
 
 Mode = Literal["sum", "mean", "max"]
@@ -34,7 +34,7 @@ MODES = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
-class EmbeddingCacheOptions:
+class EmbeddingCacheOptions(Options):
     """Options of `CachedEmbeddingBag` that few tables need; they are given to it by name.
 
     Attributes:

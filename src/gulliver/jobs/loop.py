@@ -26,7 +26,7 @@ from gulliver.jobs.display import Display, Scalars, console, memory_in_use, tens
 from gulliver.jobs.log import derive
 from gulliver.jobs.run_folder import RunFolder
 from gulliver.jobs.stop import StopRequest
-from gulliver.options import size_text
+from gulliver.options import Options, size_text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class LoopOptions:
+class LoopOptions(Options):
     """Options of a training loop.
 
     Attributes:

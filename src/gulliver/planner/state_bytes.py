@@ -100,7 +100,7 @@ class StateBytes:
         return self.parts > 1 or self.chunks[number].copied
 
     def together(self) -> list[tuple[int, int]]:
-        """For each chunk, first and last chunk in use at the same time.
+        """First and last chunk that are in use at the same time as each chunk.
 
         What a block has computed again looks at its parameters until its gradients are there.
         """

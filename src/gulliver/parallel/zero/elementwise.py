@@ -1,4 +1,4 @@
-"""Which optimizers may step shards, slices of tensors, or whole parameters only.
+"""Classifies optimizers: those that may step shards, slices of tensors, or whole parameters only.
 
 Torch's element-wise optimizers step anything. Muon and Adafactor look at one whole parameter at a
 time: they are sharded by whole parameters. Others are right where they get what they would get in

@@ -33,7 +33,7 @@ from gulliver.parallel.zero.memory import predicted
 from gulliver.parallel.zero.reduce import GradientReducer
 from gulliver.parallel.zero.state import (
     ShardedState,
-    ZeroOptions,
+    ShardingOptions,
     give_back,
     train_unfrozen,
     watch_calls,
@@ -161,7 +161,7 @@ class ZeroOptimizer(BoostedOptimizer):
         group: process group to shard over; None for all ranks.
         frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
         manager: memory manager that keeps state in tiers (stage 3); None keeps all of it here.
-        options: fields of `ZeroOptions`, by name.
+        options: fields of `ShardingOptions`, by name.
 
     Raises:
         GulliverError: the optimizer cannot be sharded, or the dtype of a parameter not trained.
@@ -182,7 +182,7 @@ class ZeroOptimizer(BoostedOptimizer):
         manager: Manager | None = None,
         **options: Any,
     ) -> None:
-        self.options = chosen = ZeroOptions(**options)
+        self.options = chosen = ShardingOptions(**options)
         super().__init__(inner, names)
         check_optimizer(inner, stage, chosen.assume_elementwise, chosen.assume_per_parameter)
         check_by_chunk(inner, stage, manager is not None, chosen.step_in_backward)

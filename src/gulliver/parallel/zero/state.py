@@ -42,6 +42,7 @@ from gulliver.memory.managed_chunk import ManagedBufferPool, ManagedChunk
 from gulliver.memory.manager import Manager
 from gulliver.memory.pending import PendingParameter, any_read_lock, hide_from_compilers
 from gulliver.memory.prefetch import AccessRecord
+from gulliver.options import Options
 from gulliver.parallel.zero.chunks import ShardedChunk, TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero.elementwise import check_trainable
 from gulliver.parallel.zero.gather import Gatherer, refer
@@ -57,7 +58,7 @@ from gulliver.precision.wire.formats import IDENTITY
 
 
 @dataclass(frozen=True)
-class ZeroOptions:
+class ShardingOptions(Options):
     """How chunks are cut, moved and stepped.
 
     Attributes:
@@ -98,7 +99,7 @@ class ShardedState:
         frozen: Mapping[nn.Parameter, str],
         stage: int,
         group: Group,
-        options: ZeroOptions,
+        options: ShardingOptions,
         manager: Manager | None = None,
         whole: bool = False,
     ) -> None:
