@@ -291,7 +291,6 @@ def test_costs_and_clips_that_do_not_fit_are_refused(
         train(replace(config, planner=PlannerConfig(costs=tmp_path / "none.json")))
     costs = alone / "costs.json"
     saved = read_samples(costs)
-    assert saved.keeps, "gulliver plan data can plan with it"
     assert {str(shape) for shape in saved.shapes} == {"9x32x32", "5x24x40", "1x32x32"}
     with pytest.raises(GulliverError, match=r"--planner.offload 1: .*memory is the host's"):
         train(replace(config, planner=PlannerConfig(costs=costs, offload=1.0)))

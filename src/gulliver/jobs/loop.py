@@ -288,11 +288,11 @@ class TrainingLoop(ABC):
         # Times are in the log and not in the checkpoint, so that equal runs save equal bytes. Other
         # ranks may not see the folder's log yet.
         # Wall time of them, over all resumptions.
-        self.seconds = broadcast_object(self._past_seconds())
+        self.seconds = broadcast_object(self._time_before())
         if self.world.is_main:
             console().print(f"resumed at step {self.step_number} from {folder}")
 
-    def _past_seconds(self) -> float:
+    def _time_before(self) -> float:
         timed = [line for line in self.run.log.read() if "seconds" in line]
         past = [line["seconds"] for line in timed if line["step"] <= self.step_number]
         return past[-1] if past else 0.0

@@ -20,6 +20,7 @@ from gulliver.operators.rules import placements
 from gulliver.operators.run import OperatorMode, changed, local_of, spread, whole_of
 from gulliver.parallel.optimizer import (
     BoostedOptimizer,
+    OptimizerCheckpoint,
     has_stepped,
     named_groups,
     named_trainables,
@@ -145,6 +146,23 @@ def _described(form: dict[str, str]) -> str:
     return ", ".join(f"{name} {text}" for name, text in form.items())
 
 
+class OperatorCheckpoint(OptimizerCheckpoint):
+    """Refuses to save: parameters are DTensors, which model files cannot hold."""
+
+    @property
+    def has_whole_model(self) -> bool:
+        """False, so that no rank writes what it has as the model."""
+        return False
+
+    def model_leaves(self, model: nn.Module) -> Any:
+        """Refused."""
+        raise _unsaved()
+
+    def state_leaves(self) -> Any:
+        """Refused."""
+        raise _unsaved()
+
+
 class OperatorOptimizer(BoostedOptimizer):
     """The user's optimizer on parameters that are DTensors."""
 
@@ -152,12 +170,8 @@ class OperatorOptimizer(BoostedOptimizer):
 
     def __init__(self, inner: torch.optim.Optimizer, names: Any, engine: _Engine) -> None:
         super().__init__(inner, names)
+        self.checkpoint = OperatorCheckpoint(self)
         self.engine = engine
-
-    @property
-    def has_whole_model(self) -> bool:
-        """False: parameters are DTensors, which model files cannot hold."""
-        return False
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now."""
@@ -195,15 +209,7 @@ class OperatorOptimizer(BoostedOptimizer):
         return norm
 
     def export_state(self, keep: bool = True) -> Any:
-        """Refused: see `model_leaves`."""
-        raise _unsaved()
-
-    def model_leaves(self, model: nn.Module) -> Any:
-        """Refused."""
-        raise _unsaved()
-
-    def state_leaves(self) -> Any:
-        """Refused."""
+        """Refused: see `OperatorCheckpoint`."""
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:
