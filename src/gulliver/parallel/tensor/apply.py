@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import gulliver.parallel.tensor.quantized  # noqa: F401 - registers int8 twins of cut layers
 from gulliver._compat import share_forward_hooks
 from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError, nearest
