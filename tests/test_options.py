@@ -9,7 +9,7 @@ import math
 import pkgutil
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -138,7 +138,7 @@ def _typed(values: list[Any]) -> list[tuple[type, Any]]:
 def _refused(value: Any, hint: Any) -> bool:
     """Whether all types that a value may have exclude it."""
     for arm, allowed in _arms(hint):
-        if isinstance(value, typing.get_origin(arm) or ()):  # a Mapping or a Sequence
+        if typing.get_origin(arm) in (Mapping, Sequence) and isinstance(value, dict | list):
             return False
         right, wrong = _values(arm, allowed)
         known = any(type(value) is type(one) and repr(value) == repr(one) for one in wrong)

@@ -70,7 +70,7 @@ def _trained(world: World, plugin: Any, options: dict[str, Any], steps: int = ST
 
 def _sent(optimizer: Any) -> int:
     """Bytes sent so far, when gathers that are under way have been posted."""
-    for sharded in getattr(optimizer, "everything", ()):
+    for sharded in getattr(optimizer, "all_chunks", ()):
         optimizer.gatherer.finish(sharded)
     return sent_bytes()
 

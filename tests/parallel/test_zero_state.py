@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.checkpoint import load, verify
-from gulliver.checkpoint.files import read_tensors, write_json, write_tensors
-from gulliver.checkpoint.tree import split_state
+from gulliver.checkpoint.files import read_tensors, write_tensors
 from gulliver.comm import World
 from gulliver.comm.world import adopt_world
 from gulliver.errors import GulliverError
@@ -195,62 +194,6 @@ def test_a_wrong_checkpoint_is_one_clear_line_and_changes_nothing(
     assert "\n" not in str(caught.value)
     for name, entries in optimizer.export_state().items():
         assert all(torch.equal(before[name][key], value) for key, value in entries.items())
-
-
-def write_old_files(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As `save_optimizer` wrote them before it wrote steps."""
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    content = {
-        "state": {name: dict(optimizer.state[p]) for p, name in names.items()},
-        "groups": [
-            {
-                "names": [names[p] for p in group["params"] if p in names],
-                "options": {k: v for k, v in group.items() if k != "params"},
-            }
-            for group in optimizer.param_groups
-        ],
-        "others": {},
-        "parameters": {name: [list(p.shape), p.dtype] for p, name in names.items()},
-    }
-    tensors, skeleton = split_state(content)
-    shutil.rmtree(folder)
-    write_tensors(folder / "state.safetensors", tensors, {"mark": "one"})  # type: ignore[arg-type]
-    write_json(folder / "state.json", {"optimizer": "AdamW", "mark": "one", "state": skeleton})
-
-
-def _load_spoiled(world: World, folder: Path) -> str:
-    """What is said of old files of other parameters, which leave everything as it was."""
-    job = Job(world, 1)
-    with pytest.raises(GulliverError) as caught:
-        job.booster.load_optimizer(job.optimizer, folder / "optimizer")
-    assert not job.optimizer.export_state()
-    return str(caught.value)
-
-
-def test_files_of_earlier_versions_are_read_at_any_world_size_and_stage(
-    pool: Pool, tmp_path: Path
-) -> None:
-    expected = pool.run(run_and_save, 2, tmp_path, 2, "AdamW")[0]
-    model, optimizer = build()
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for step in range(4):
-        model(batch(step, World(0, 1, 0, torch.device("cpu")))).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    write_old_files(tmp_path / "optimizer", model, optimizer)
-    for size, stage in ((1, 1), (2, 0), (2, 2), (3, 1)):
-        for found in pool.run(load_and_run, size, tmp_path, stage, 0.0002, "AdamW"):
-            for name in expected:
-                torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-14)
-    skeleton = tmp_path / "optimizer" / "state.json"
-    skeleton.write_text(skeleton.read_text().replace('"2.bias"', '"7.bias"'))
-    for said in pool.run(_load_spoiled, 2, tmp_path):
-        assert "1 missing from it (2.bias)" in said
-        assert "1 left over (7.bias)" in said
-    skeleton.write_text(skeleton.read_text().replace('"mark": "one"', '"mark": "two"'))
-    for said in pool.run(_load_spoiled, 2, tmp_path):
-        assert "not of one save" in said
 
 
 def test_an_optimizer_takes_no_folder_with_other_files(tmp_path: Path) -> None:

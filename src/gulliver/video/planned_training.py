@@ -115,10 +115,12 @@ class PlannedTrainer(Trainer):
         self.ratios: list[float] = []
 
     def batches(self) -> Iterator[tuple[TrainingStep, Any]]:
-        """Yields planned steps, without end."""
+        """Yields planned steps, until too many clips are lost."""
         while True:
             for step in self.loader:
                 yield step, self.position
+                if self.skipped.problem is not None:
+                    self._refuse_lost_data(self.skipped.problem)
 
     def _begin(self, plan: StepPlan) -> None:
         """Reads the clips of a step; counts, on all ranks, those that cannot be read."""
