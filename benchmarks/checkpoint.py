@@ -213,8 +213,12 @@ def figures(found: Sequence[Watched]) -> Figures:
     pairs = [pair for run in runs for pair in zip(run.alone_s, run.raw_s, strict=True)]
     return Figures(
         runs[0].nbytes,
-        *(spread(name, later) for name in ("call_s", "held_s", "beyond_s", "total_s")),
-        *(spread(name, first) for name in ("held_s", "total_s")),
+        spread("call_s", later),
+        spread("held_s", later),
+        spread("beyond_s", later),
+        spread("total_s", later),
+        spread("held_s", first),
+        spread("total_s", first),
         Spread(slower) if slower else None,
         Spread(tuple(alone for alone, _ in pairs)),
         Spread(tuple(raw for _, raw in pairs)),

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -55,7 +55,13 @@ from gulliver.data_centric.windows import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware.samples import Refinement
-from gulliver.options import Options, from_keywords, positive_number, size_text, whole_number
+from gulliver.options import (
+    AT_LEAST_1,
+    Options,
+    from_keywords,
+    positive_number,
+    size_text,
+)
 from gulliver.solve.steps import StepSolver
 
 MOST_LOT = 0.25
@@ -109,20 +115,18 @@ class DataCentricOptions(Options):
     unfit: Literal["refuse", "skip"] = "refuse"
     shuffle: bool = True
     seed: int = 0
-    stages: int = 1
+    stages: Annotated[int, AT_LEAST_1] = 1
 
-    def __post_init__(self) -> None:
-        if self.unfit not in ("refuse", "skip"):
-            raise GulliverError(f"unfit={self.unfit!r}: give 'refuse' or 'skip'")
+    def check_combinations(self) -> None:
+        """Refuses options that exclude each other."""
         if self.memory is not None:
             positive_number("memory", self.memory)
         if self.arrange is not None and not (self.intra and self.inter):
             raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
-        count = whole_number("stages", self.stages)
-        if count < 1 or (count > 1 and not self.inter):
-            needs = "a pipeline needs several micro-batches: inter"
-            remedy = "give at least 1" if count < 1 else needs
-            raise GulliverError(f"stages={count}: {remedy}")
+        if self.stages > 1 and not self.inter:
+            raise GulliverError(
+                f"stages={self.stages}: a pipeline needs several micro-batches: inter=True"
+            )
 
 
 # [Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in

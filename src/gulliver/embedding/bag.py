@@ -66,7 +66,8 @@ class EmbeddingCacheOptions(Options):
     sparse: bool = True
     scale_grad_by_freq: bool = False
 
-    def __post_init__(self) -> None:
+    def check_combinations(self) -> None:
+        """Refuses options that exclude each other."""
         if not self.sparse:
             raise GulliverError(
                 "sparse=False needs a gradient as large as the table: leave it True"
