@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import math
 import re
@@ -236,8 +237,8 @@ def test_folders_that_cannot_be_served_end_in_one_line(
     monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: size * 5 // 4)
     assert "--quantize int8_dynamic would fit" in refused(folder)
     monkeypatch.undo()
-    free = iter([1 << 30])  # weights fit, keys and values do not
-    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: next(free, 100_000))
+    free = itertools.cycle([1 << 30, 100_000])  # weights fit, keys and values do not
+    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: next(free))
     assert "give a --context of at most 96" in refused(folder)
     assert "give --cache-tokens of at most" in refused(folder, "--cache", "1GiB")
     monkeypatch.undo()
