@@ -41,7 +41,7 @@ COPIES = 4  # Of every parameter in the state: itself, its average, and two mome
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """Work of one process."""
 
     entrant: str  # its name
     folder: str  # where it saves; emptied by it
@@ -75,7 +75,7 @@ class During:
 
 @dataclass
 class Run:
-    """What a process found."""
+    """Results of one process."""
 
     nbytes: int  # of the state
     forward_backward_s: float  # median, undisturbed

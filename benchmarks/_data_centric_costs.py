@@ -21,7 +21,7 @@ the attention matrix), and 6 for cross attention."""
 
 @dataclass(frozen=True)
 class Parts:
-    """What the table's seconds consist of, by its own formula."""
+    """Parts of the table's seconds, by its own formula."""
 
     resolutions: dict[str, list[int]]
 

@@ -151,7 +151,7 @@ def offload(run: GpuRun) -> None:
 
 
 def stall(run: GpuRun) -> None:
-    """What a save adds to the steps around it, next to `torch.save`."""
+    """Seconds that a save adds to the steps around it, compared with `torch.save`."""
     from gulliver.checkpoint import AsyncCheckpointer
 
     model = blocks(run.sized(24, 3), run.sized(2048, 64), run.device)

@@ -102,7 +102,7 @@ def alternate(
 
 @dataclass
 class Report:
-    """What a benchmark has to say."""
+    """Report of a benchmark."""
 
     claim: str  # in a word or two, the name of its result files
     title: str  # of the table

@@ -242,7 +242,7 @@ def _last_line(text: str) -> str:
 
 
 def alone(job: Job, **changes: Any) -> Job:
-    """The same job without a limit and a disk: the resident run beside it."""
+    """Runs the same job without a limit or a disk, for comparison."""
     plain = {"contestant": PLAIN, "limit": 0, "rate": 0, "disk": 0, "options": {}, "warm_up": 1}
     return replace(job, **{**plain, **changes})
 

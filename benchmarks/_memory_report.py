@@ -35,7 +35,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Beside:
-    """An outcome beside the resident one at the same work."""
+    """An outcome and the resident one of the same work."""
 
     outcome: Outcome  # under a limit
     resident: Outcome  # without one
@@ -157,7 +157,7 @@ def swap_bar(found: Mapping[str, Beside]) -> list[Bar]:
 
 
 def scale_of(limit: int, parameters: int) -> str:
-    """A model's states beside a limit, in words."""
+    """Describes the size of a model's states compared with a limit."""
     states = 16 * parameters
     return (
         f"{parameters / 1e6:,.0f} M parameters: {states / GIB:.1f} GiB of float32 parameters, "

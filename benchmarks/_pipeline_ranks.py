@@ -68,7 +68,7 @@ class Residual(nn.Module):
 
 
 def widths(model: str, options: Options) -> list[int]:
-    """Of the blocks' MLPs; the non-uniform model's grow fourfold, with the same work in all."""
+    """Widths of the MLPs; those of the non-uniform model grow fourfold, with equal work in all."""
     mean = 4 * options.hidden
     if model == "uniform":
         return [mean] * options.blocks
@@ -89,7 +89,7 @@ def loss_of(outputs: Tensor, given: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found on one network, for one model."""
+    """Results of a rank on one network, for one model."""
 
     steps: dict[str, Spread]  # seconds of the slowest rank, by contestant
     forward: list[float]  # seconds of each of this rank's blocks for a micro-batch, measured alone
@@ -202,7 +202,7 @@ def block_seconds(
 
 
 def stage_seconds(seconds: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """Of stages of so many blocks each."""
+    """Seconds of stages, by their numbers of blocks."""
     at, found = 0, []
     for size in sizes:
         found.append(sum(seconds[at : at + size]))

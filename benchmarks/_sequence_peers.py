@@ -149,7 +149,7 @@ def time_peers(options: Options) -> dict[str, tuple[float, ...]]:
 
 
 def report_peers(options: Options, report: Report) -> None:
-    """Rows, and the bar of the ring beside the fastest other."""
+    """Reports rows, and the ratio of the ring to the fastest other."""
     shape = shape_of(options, RANKS, options.local)
     sent = volume(PLANS[OURS[0]], shape)
     # As long as computing takes a core of 70 GFLOP/s: about where overlap is hardest.

@@ -215,7 +215,7 @@ def report_levels(options: Options, report: Report) -> None:
 def _rows_of_levels(
     options: Options, report: Report, busiest: Mapping[str, float], of_nodes: Mapping[str, float]
 ) -> None:
-    """Found beside the formulas: of a rank, and of a node."""
+    """Rows of measured and predicted bytes, per rank and per node."""
     shape = of_levels(options)
     flat, nested = (volume(plan, shape) for plan in LEVELS.values())
     # One rank of a node sends to the other along the flat ring, each of them along the nested one.

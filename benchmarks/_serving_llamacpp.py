@@ -165,6 +165,6 @@ class LlamaCpp:
             return answers, time.perf_counter() - begun
 
     def close(self) -> None:
-        """Lets the server go, and its file."""
+        """Stops the server and removes its file."""
         del self._server
         self._folder.cleanup()

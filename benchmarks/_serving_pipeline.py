@@ -194,7 +194,7 @@ def formulas(
 
 
 def makespans(report: Report, rounds: int) -> None:
-    """Times the ways on shaped links; formulas beside."""
+    """Times the schedules on shaped links, next to the formulas."""
     worst = 0.0
     for name, seconds in STAGES.items():
         with tempfile.TemporaryDirectory() as folder, Net(len(seconds) + 1, rate=RATE) as net:

@@ -75,7 +75,6 @@ def native_table() -> tuple[str, Any] | None:
 MODES = ("int8", "int8_dynamic", "int4")
 PIECE = 16 << 20
 """Elements of a weight that are dequantised at once."""
-NO_OUTLIERS = math.inf
 TINY = 1e-36
 TURNS = 5
 """Least turns of a measurement, and those without news after which it ends."""
