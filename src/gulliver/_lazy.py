@@ -5,13 +5,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from gulliver.errors import missing_extra
+
 
 def lazy_exports(
-    package: str, modules: Mapping[str, Sequence[str]]
+    package: str, modules: Mapping[str, Sequence[str]], extra: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package that exports names of these modules.
 
-    A name may be exported as another: ``"AttentionShape as Shape"``.
+    A name may be exported as another: ``"AttentionShape as Shape"``. Where packages of an extra of
+    the installation are missing, the error names that `extra`.
     """
     places: dict[str, tuple[str, str]] = {}
     for module, names in modules.items():
@@ -22,7 +25,12 @@ def lazy_exports(
     def load(name: str) -> Any:
         if name in places:
             module, defined = places[name]
-            return getattr(import_module(module), defined)
+            try:
+                return getattr(import_module(module), defined)
+            except ModuleNotFoundError as error:
+                if extra is None or (error.name or "").startswith("gulliver"):
+                    raise
+                raise missing_extra(f"{package}.{name} needs {error.name}", extra) from error
         if not name.startswith("__") and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

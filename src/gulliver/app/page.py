@@ -69,14 +69,6 @@ def look(folder: Path) -> RunView:
     return RunView(_summary(run, config, lines, newest), losses, _samples(folder))
 
 
-def shapes_of(folder: Path) -> list[str]:
-    """Lists the shapes that a run was trained with, as frames x height x width."""
-    data = Run(folder).read_config().data
-    if data.buckets is not None:
-        return []
-    return [shape.split(":")[0].strip() for shape in data.shapes]
-
-
 def _summary(
     run: Run, config: TrainConfig, lines: list[dict[str, Any]], newest: Path | None
 ) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 from gulliver.app.gallery import Gallery
 from gulliver.app.messages import Settings, Source
-from gulliver.app.page import shapes_of
 from gulliver.app.service import Service
 from gulliver.errors import GulliverError, missing_extra
 from gulliver.jobs.display import console
@@ -48,7 +47,7 @@ def find_run(named: Path | None) -> Path:
 def first_settings(source: Source) -> tuple[Settings, list[str]]:
     """Returns settings to begin with, and the shapes to choose from."""
     if source.run is not None:
-        shapes = shapes_of(source.run)
+        shapes = _shapes_of(source.run)
         frames, height, width = (int(n) for n in (shapes or ["13x32x32"])[0].split("x"))
         own = SamplingConfig()
         prompt = (
@@ -87,6 +86,14 @@ class Page:
         self.service.close()
         self._blocks.close(verbose=False)
         shutil.rmtree(self._copies, ignore_errors=True)
+
+
+def _shapes_of(folder: Path) -> list[str]:
+    """Lists the shapes that a run was trained with, as frames x height x width."""
+    data = Run(folder).read_config().data
+    if data.buckets is not None:
+        return []
+    return [shape.split(":")[0].strip() for shape in data.shapes]
 
 
 def open_page(source: Source, out: Path, host: str = "127.0.0.1", port: int = 0) -> Page:

@@ -79,7 +79,7 @@ def serve_command(config: ServeConfig, arguments: list[str]) -> int:
 
 
 def _start(config: Start) -> int:
-    from gulliver.serve.http.server import Server
+    from gulliver.serve.http import Server
     from gulliver.serve.llm import LLM
 
     options = part_of(config, ServerOptions)
@@ -179,7 +179,7 @@ def _placed(given: ModelOptions, model: LLM) -> list[str]:
 
 
 def _bench(config: Bench) -> int:
-    from gulliver.serve.http.load import generate_load
+    from gulliver.serve.http import generate_load
 
     load = part_of(config, Load)
     if config.prompt_file is not None:

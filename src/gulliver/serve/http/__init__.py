@@ -25,4 +25,5 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.serve.http.options": ["Load", "ServerOptions"],
         "gulliver.serve.http.server": ["Server"],
     },
+    extra="serve",
 )
