@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -42,12 +43,14 @@ from gulliver.operators.plans import batch_of, form_of, plan_from, problem_of
 from gulliver.operators.problem import Problem
 from gulliver.plan import Plan
 from gulliver.plan.tree import Mesh
-from gulliver.solve import least_memory, solve_in_stages, solve_joint
+from gulliver.solve import Block, Operator, least_memory, solve_joint
+from gulliver.solve.joint import EdgeSeconds, Pick, joint_cost
 from gulliver.solve.joint_search import JointPlan
 
 RANKS, WIDTH, HEADS, INNER, WORDS = 4, 256, 8, 512, 512
 APART = 0.01  # Relative difference of predicted seconds from which on plans are told apart
 MIB = 2**20
+ROOMS = (1.0, 1.2, 1.5, 2.0, 3.0)  # Memory of the first of two stages, in budgets
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,44 @@ def search(options: Options) -> list[Point]:
                 continue
             points.append(_point(name, budget, problem, found, form_of(given)))
     return points
+
+
+def solve_in_stages(blocks: Sequence[Block], budget: int) -> JointPlan:
+    """Shardings with everything kept, for several rooms; then recomputation for each of them."""
+    lean = least_memory(blocks, None, ("keep",)).peak
+    rooms = {max(lean, int(room * budget)) for room in ROOMS} | {lean, 1 << 60}
+    found = list[JointPlan]()
+    for room in sorted(rooms):
+        first = solve_joint(blocks, room, None, ("keep",)).picks
+        before = [None, *(row[-1].strategy for row in first)]
+        alone = [_fixed(*parts) for parts in zip(blocks, first, before, strict=False)]
+        if least_memory(alone).peak > budget:
+            continue
+        rows = zip(first, solve_joint(alone, budget).picks, strict=True)
+        picks = tuple(
+            tuple(Pick(a.strategy, b.choice) for a, b in zip(*row, strict=True)) for row in rows
+        )
+        found.append(JointPlan(picks, joint_cost(blocks, picks), 0.0, False, 0.0))
+    if not found:
+        raise GulliverError(f"no shardings of a first stage fit {budget} bytes")
+    return min(found, key=lambda plan: plan.cost.seconds)
+
+
+def _fixed(block: Block, picks: Sequence[Pick], entry: int | None) -> Block:
+    """A block whose operators have one strategy each."""
+    operators = list[Operator]()
+    for operator, pick in zip(block.operators, picks, strict=True):
+        edges = list[EdgeSeconds | None]()
+        for source, edge in zip(operator.inputs, operator.conversions, strict=False):
+            row = entry if source < 0 else picks[source].strategy
+            if edge is None or row is None:
+                edges.append(None)
+                continue
+            costs = (edge.forward_s, edge.backward_s, edge.saved)
+            edges.append(EdgeSeconds(*(c and ((c[row][pick.strategy],),) for c in costs)))  # type: ignore[arg-type]
+        only = (operator.strategies[pick.strategy],)
+        operators.append(replace(operator, strategies=only, conversions=tuple(edges)))
+    return Block(tuple(operators))
 
 
 def _point(

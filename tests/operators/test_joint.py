@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.solve import Block, Operator, Strategy, least_memory, solve_in_stages, solve_joint
+from gulliver.solve import Block, Operator, Strategy, least_memory, solve_joint
 from gulliver.solve.activations import boxed
 from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, joint_cost
-from gulliver.solve.joint_search import JointPlan
 from tests.operators.joint_milp import joint_by_milp
-from tests.solve.solver_cases import joint_case, small_network, staged_case
+from tests.solve.solver_cases import joint_case, small_network
 
 
 @settings(max_examples=40, deadline=None)
@@ -24,39 +23,23 @@ def test_no_picks_are_better(seed: int) -> None:
     joint_case(seed, 2, 600)
 
 
-def _staged(blocks: list[Block], budget: int, link: OffloadLink | None) -> JointPlan | None:
-    try:
-        return solve_in_stages(blocks, budget, link)
-    except GulliverError:  # no shardings of a first stage fit
-        return None
-
-
 FULL = pytest.param(range(6, 60), marks=[pytest.mark.full, pytest.mark.deadline(600)])
 
 
 @pytest.mark.parametrize("seeds", [range(6), FULL])
-def test_two_stages_are_never_better_and_no_bound_is_above_what_is_possible(seeds: range) -> None:
+def test_no_bound_is_above_what_is_possible(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         blocks = small_network(draw, draw.randint(2, 4), 4, 3)
         link = OffloadLink(draw.choice([0.2, 1.0]), 1.0) if draw.random() < 0.3 else None
         budget = least_memory(blocks, link).peak + draw.randint(0, 20)
         exact = solve_joint(blocks, budget, link, tolerance=0, states=2000)
-        staged = _staged(blocks, budget, link)
         assert exact.exact
-        assert staged is None or staged.cost == joint_cost(blocks, staged.picks, link)
         for states in (1, 8):
             rough = solve_joint(blocks, budget, link, states=states, tolerance=0.3)
             assert rough.lower <= exact.cost.seconds * (1 + 1e-9)
             assert exact.cost.seconds <= rough.cost.seconds * (1 + 1e-9)
             assert rough.cost.peak <= budget
-            assert staged is None or rough.cost.seconds <= staged.cost.seconds * (1 + 1e-9)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1 << 30))
-def test_the_second_stage_is_the_best_for_the_shardings_of_the_first(seed: int) -> None:
-    staged_case(seed, 600)
 
 
 def test_what_is_low_at_the_peak_stays_beside_what_is_best_in_every_sum() -> None:

@@ -20,7 +20,6 @@ from gulliver.solve import (
     Operator,
     Strategy,
     least_memory,
-    solve_in_stages,
     solve_joint,
 )
 from gulliver.solve.conversion import ConversionStep, Sharding, convert_least, moves_from
@@ -177,33 +176,6 @@ def joint_case(seed: int, operators: int = 3, largest: int = 6000) -> bool:
     rough = solve_joint(blocks, budget, link, allowed, states=2, tolerance=0.1)
     assert rough.lower <= best * (1 + 1e-9) <= rough.cost.seconds * (1 + 2e-9)
     assert rough.cost.peak <= budget
-    return True
-
-
-def staged_case(seed: int, largest: int = 6000) -> bool:
-    """Compares the second stage with all choices of brute force for the same shardings."""
-    draw = random.Random(seed)
-    blocks = small_network(draw, draw.randint(1, 3), 3, 2)
-    budget = least_memory(blocks).peak + draw.randint(0, 8)
-    try:
-        found = solve_in_stages(blocks, budget)
-    except GulliverError:
-        return False
-    same = [
-        [
-            row
-            for row in rows
-            if all(a.strategy == b.strategy for a, b in zip(row, own, strict=True))
-        ]
-        for rows, own in zip(_picks(blocks, ALL[:2]), found.picks, strict=True)
-    ]
-    if math.prod(len(rows) for rows in same) > largest:
-        return False
-    costs = (_by_hand(blocks, picks, OffloadLink()) for picks in itertools.product(*same))
-    best = min(cost[0] for cost in costs if cost is not None and cost[1] <= budget)
-    # Each stage ends within a thousandth of its bound.
-    assert best <= found.cost.seconds * (1 + 1e-9) <= best * (1 + 1.1e-3)
-    assert solve_joint(blocks, budget).cost.seconds <= found.cost.seconds * (1 + 1e-9)
     return True
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gulliver.solve.activations import Choice, choose_activations
     from gulliver.solve.cycle import Event
     from gulliver.solve.joint import Block, Operator, Strategy
-    from gulliver.solve.joint_search import least_memory, solve_in_stages, solve_joint
+    from gulliver.solve.joint_search import least_memory, solve_joint
     from gulliver.solve.partition import partition_chain
     from gulliver.solve.replacement import Moved, Policy, simulate
     from gulliver.solve.rows import HashIndex
@@ -31,7 +31,6 @@ __all__ = [
     "least_memory",
     "partition_chain",
     "simulate",
-    "solve_in_stages",
     "solve_joint",
     "split_batches",
     "step_seconds",
@@ -43,7 +42,7 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.solve.activations": ["Choice", "choose_activations"],
         "gulliver.solve.cycle": ["Event"],
         "gulliver.solve.joint": ["Block", "Operator", "Strategy"],
-        "gulliver.solve.joint_search": ["least_memory", "solve_in_stages", "solve_joint"],
+        "gulliver.solve.joint_search": ["least_memory", "solve_joint"],
         "gulliver.solve.partition": ["partition_chain"],
         "gulliver.solve.replacement": ["Moved", "Policy", "simulate"],
         "gulliver.solve.rows": ["HashIndex"],

@@ -154,8 +154,6 @@ class JointCost:
     state: int
     # Bytes that operators below have left, among them.
     below: int
-    # Seconds without any overlap of transfers.
-    serial_s: float
 
 
 class _Pass(NamedTuple):
@@ -171,21 +169,20 @@ def joint_cost(
     needs, given = list[tuple[int, int, tuple[int, int]]](), link
     link = link or OffloadLink()
     below = state = moved = waiting = 0
-    seconds = serial = 0.0
+    seconds = 0.0
     entry: int | None = None
     for number, (block, chosen) in enumerate(zip(blocks, picks, strict=True)):
         walk = _Walk(block, chosen, entry, below + waiting)
         needs += [(need, under, (number, place)) for place, (need, under) in enumerate(walk.needs)]
         out, back = waiting * link.write_s, waiting * link.read_s
         seconds += max(walk.forward, out) + max(walk.backward, back)
-        serial += walk.forward + walk.backward + out + back
         below, state, waiting = below + walk.left, state + walk.state, walk.moved
         moved, entry = moved + walk.moved, chosen[-1].strategy
     rest = waiting * (link.write_s + link.read_s)
     need, under, at = max(needs, key=lambda n: n[0])
     if moved and given is None:
         raise GulliverError("what is offloaded needs a link: give its seconds per byte")
-    return JointCost(seconds + rest, state + need, at, state, under, serial + rest)
+    return JointCost(seconds + rest, state + need, at, state, under)
 
 
 class _Walk:
