@@ -450,8 +450,6 @@ class Search(Options):
     """Price of a device for an hour: also prints the cost of a trillion tokens."""
     watts: Annotated[float | None, POSITIVE] = None
     """Power of a device with its share of the machine: also prints a trillion tokens' energy."""
-    html: Path | None = None
-    """File to write a report with pictures to."""
     json: bool = False
     """Print JSON, in seconds and bytes."""
 

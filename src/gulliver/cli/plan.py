@@ -19,12 +19,11 @@ from gulliver.booster.plugins import GeminiPlugin, Plugin
 from gulliver.cli.options import Memory, PlanConfig, PlanData, Search, Show
 from gulliver.cli.plan_data import plan_data
 from gulliver.cli.plan_models import OPTIMIZERS, Subject, model_of, subject_of, trained_part
-from gulliver.cli.plan_text import Answer, lines_of, not_counted, show_answer, why_module
+from gulliver.cli.plan_text import Answer, not_counted, show_answer, why_module
 from gulliver.errors import GulliverError
 from gulliver.hardware.cluster import Cluster, changed_cluster
 from gulliver.hardware.offload import seconds_text
 from gulliver.hardware.probe import current_cluster, named_cluster
-from gulliver.io.files import write_text
 from gulliver.options import byte_size, size_at_least, size_text
 from gulliver.plan.plan import Plan
 from gulliver.plan.results import MemoryPlan
@@ -37,7 +36,6 @@ from gulliver.planner.search.grids import (
     search_grids,
     searched_again,
 )
-from gulliver.planner.search.report import report
 from gulliver.planner.search.score import Scored
 from gulliver.planner.tiers import OffloadTiers
 
@@ -48,16 +46,10 @@ RANK = 16
 def search_command(options: Search) -> int:
     """Searches, and prints what was found; the exit code is 1 where nothing fits."""
     answer = answer_of(options)
-    if options.html is not None:
-        title = f"{answer.subject.name} on {options.cluster}"
-        page = report(title, lines_of(answer, options), answer.found, answer.prices)
-        write_text(options.html, page)
     if options.json:
         print(json.dumps(plain(answer), indent=1))
     else:
         show_answer(answer, options)
-        if options.html is not None:
-            print(f"report: {options.html}")
     if not answer.found.best and not options.json:
         raise GulliverError(answer.found.why_none())
     return 0 if answer.found.best else 1
@@ -166,7 +158,7 @@ def _plain(scored: Scored) -> dict[str, Any]:
         "text": str(scored.grid),
         "grid": asdict(scored.grid),
         "seconds": asdict(scored.seconds),
-        "bytes": {**vars(scored.memory), "working": scored.working, "all": scored.bytes},
+        "bytes": {**scored.bytes_by_kind, "all": scored.bytes},
         "moved": scored.moved and asdict(scored.moved),
         "samples_per_second": scored.samples / scored.seconds.step,
     }

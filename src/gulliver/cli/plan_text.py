@@ -24,7 +24,6 @@ from gulliver.planner.search.grids import (
     least_bytes,
     saved_by_a_gib,
 )
-from gulliver.planner.search.report import kinds_of_bytes, kinds_of_time
 from gulliver.planner.search.score import Scored, Scorer
 
 SIZES = (1, 2, 4, 8, 16)
@@ -353,7 +352,7 @@ def _kinds(best: Scored) -> str:
     """Bytes of a rank by kind, in words."""
     return ", ".join(
         f"{kind.replace('_', ' ')} {size_text(count)}"
-        for kind, count in kinds_of_bytes(best).items()
+        for kind, count in best.bytes_by_kind.items()
         if count
     )
 
@@ -361,7 +360,7 @@ def _kinds(best: Scored) -> str:
 def timeline(best: Scored) -> list[str]:
     """A step of the best grid, a bar for each kind of seconds, one after the other."""
     lines, begun, step = [], 0.0, best.seconds.step or 1.0
-    for kind, seconds in kinds_of_time(best).items():
+    for kind, seconds in best.seconds_by_kind.items():
         start, end = round(WIDTH * begun / step), round(WIDTH * (begun + seconds) / step)
         begun += seconds
         bar = (" " * start + "\u2588" * (end - start)).ljust(WIDTH)

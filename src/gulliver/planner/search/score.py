@@ -41,6 +41,9 @@ from gulliver.planner.search.rank_bytes import (
     under_way,
 )
 
+ADDING_UP = ("compute", "recompute", "exposed", "bubble", "update")
+"""Kinds of seconds that add up to a step."""
+
 
 # [Note: recomputation] More recomputed blocks never make a step faster or larger. So the least
 # number that fits is the best, and is found by bisection.
@@ -66,6 +69,16 @@ class Scored:
         held = self.memory
         state = held.parameters + held.gradients + held.optimizer_state
         return state + held.activations + self.working
+
+    @property
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Seconds of a step by kind, summing to the step."""
+        return {kind: getattr(self.seconds, kind) for kind in ADDING_UP}
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of the fullest rank by kind."""
+        return {**vars(self.memory), "working": self.working}
 
 
 class Scorer:
