@@ -6,12 +6,10 @@ import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.schedule import read_trace
-from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
 from gulliver.solve.conversion import Sharding, convert_least
 from gulliver.solve.partition import balanced_parts, geometric_sizes
 from gulliver.solve.tables import place_tables
@@ -37,20 +35,6 @@ def test_chains_and_deals_of_nothing() -> None:
     for tables in ([], [[]]):
         with pytest.raises(GulliverError):
             place_tables(tables, 100)
-
-
-def test_jobs_without_work_end_when_they_are_released() -> None:
-    draw = np.random.default_rng(0)
-    for _ in range(20):
-        jobs, slots = int(draw.integers(1, 5)), 4
-        rates = np.sort(draw.uniform(1, 5, (jobs, slots + 1)))
-        rates[:, 0] = 0
-        work, releases = draw.uniform(1, 9, jobs), draw.uniform(0, 3, jobs)
-        alone = fluid_bound_by_lp(work, rates, releases, slots)
-        more = np.concatenate([work, [0.0]]), np.concatenate([rates, rates[:1]])
-        found = fluid_bound_by_lp(*more, [*releases, 2.5], slots)
-        assert found == pytest.approx(max(alone + 2.5, fluid_bound(*more, [*releases, 2.5], slots)))
-    assert fluid_bound_by_lp([0.0, 0.0], rates[[0, 0]], [1.0, 4.0], slots) == 5.0
 
 
 def test_a_conversion_uses_each_axis_once() -> None:

@@ -11,7 +11,7 @@ where the seconds on another number of slots include the resize.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.jobs import JobCluster
 from gulliver.schedule.ones import Ones
 from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
-from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
+from gulliver.solve.allocation import fluid_bound
 
 HORIZON = 40
 """Most jobs that are shared among in a phase: those with the least work."""
@@ -378,7 +378,6 @@ def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generato
 
 MOVES = 64
 """Most first steps that are tried in a round of moves."""
-Bound = Literal["closed form", "lp", "none"]
 
 
 class Rollout(Policy):
@@ -392,7 +391,6 @@ class Rollout(Policy):
         period: seconds between looks while jobs are there whose samples are estimated.
         futures: futures that are drawn.
         coming: jobs that come in each of them; 0 expects nobody.
-        bound: bound that predictions are laid beside; ``lp`` needs scipy and takes longer.
         seed: seed of the futures.
     """
 
@@ -406,12 +404,11 @@ class Rollout(Policy):
         period: float = 60.0,
         futures: int = 8,
         coming: int = 12,
-        bound: Bound = "closed form",
         seed: int = 0,
     ) -> None:
         self.estimator = estimator or Estimator()
         self.futures, self.coming, self.seed = futures, coming, seed
-        self.margin, self.moves, self.period, self.bound = margin, moves, period, bound
+        self.margin, self.moves, self.period = margin, moves, period
         self.pollux = Pollux()
 
     def begin(self, cluster: JobCluster) -> None:
@@ -446,7 +443,7 @@ class Rollout(Policy):
             None if known else view.now + self.period,
             _reasons(view, best, stays),
             predicted,
-            self._bound(jobs, view.cluster.slots),
+            fluid_bound(list(jobs.left), jobs.goodputs, [0.0] * len(jobs.left), view.cluster.slots),
         )
 
     def _rules(self, jobs: Jobs) -> tuple[SharingRule, ...]:
@@ -556,12 +553,6 @@ class Rollout(Policy):
                 if self._allowed(step, view):
                     found[step.tobytes()] = step
         return list(found.values())[:MOVES]
-
-    def _bound(self, jobs: Jobs, slots: int) -> float | None:
-        if self.bound == "none":
-            return None
-        by = fluid_bound_by_lp if self.bound == "lp" else fluid_bound
-        return by(list(jobs.left), jobs.goodputs, [0.0] * len(jobs.left), slots)
 
 
 def _count(given: Allotment | None) -> int:

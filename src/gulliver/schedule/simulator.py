@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from gulliver.errors import GulliverError
 from gulliver.schedule.jobs import Job, JobCluster, Parts, check_trace, place
 from gulliver.schedule.state import Decision, JobState, Policy, View, limits_of, placed
-from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
+from gulliver.solve.allocation import fluid_bound
 
 
 class Start(NamedTuple):
@@ -289,27 +288,17 @@ class Result:
 _bounds: dict[tuple[object, ...], float] = {}
 
 
-def bound_of(jobs: tuple[Job, ...], cluster: JobCluster, intervals: int = 40) -> float:
+def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
     """Returns a mean completion time in seconds that no schedule is below.
 
-    It is that of `gulliver.solve.allocation.fluid_bound_by_lp` where there is scipy, and else of
-    `fluid_bound`: slots may be cut, resizing is free, all arrivals are known, quotas are not there.
-
-    Args:
-        jobs: jobs.
-        cluster: slots, and nodes.
-        intervals: intervals that the linear programme cuts time into; more are tighter and slower.
+    Slots may be cut, resizing is free, all arrivals are known, quotas are not there.
     """
-    key = (jobs, cluster.slots, cluster.node_slots, cluster.across, intervals)
+    key = (jobs, cluster.slots, cluster.node_slots, cluster.across)
     if key not in _bounds:
         rates = np.stack([job.modes(cluster).goodputs for job in jobs])
         arrivals = [job.arrival for job in jobs]
-        found = find_spec("scipy") is not None
         work = [job.samples for job in jobs]
-        if found and len(jobs) <= 400:
-            total = fluid_bound_by_lp(work, rates, arrivals, cluster.slots, intervals)
-        else:
-            total = fluid_bound(work, rates, arrivals, cluster.slots)
+        total = fluid_bound(work, rates, arrivals, cluster.slots)
         _bounds[key] = (total - math.fsum(arrivals)) / len(jobs)
     return _bounds[key]
 
