@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.parallel.two_ring import two_ring_attention
+from tests.parallel.two_ring import two_ring_attention, two_ring_bytes
 from torch import Tensor
 
 from benchmarks._harness import Report, alternate, at_least, at_most
@@ -30,7 +30,6 @@ from benchmarks._sequence_shared import (
 from benchmarks.netlab import Net, run
 from benchmarks.netlab._ranks import HEADERS, wire_bytes
 from gulliver.comm import init_world
-from gulliver.hardware import two_ring_bytes
 from gulliver.hardware.attention import AttentionShape as Shape
 from gulliver.parallel.sequence import SequencePlan, attention, make_groups
 from gulliver.parallel.sequence.choice import volume

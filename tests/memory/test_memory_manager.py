@@ -28,8 +28,9 @@ from gulliver.memory.manager import Manager
 from gulliver.memory.pending import add_read_lock, drop_read_lock, storage_of
 from gulliver.memory.stores import RESIDENT, DiskStore, ManagedTensor, Pages, Residency
 from gulliver.memory.traffic import end_workers
-from gulliver.solve import Event, simulate
+from gulliver.solve import Event
 from tests.memory.test_memory_stores import LateCopier
+from tests.solve.moves import simulate
 
 PAGE = 4096
 SIZES = (1, 1000, 1024, 1025, 3000, 5000)

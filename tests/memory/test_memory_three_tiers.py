@@ -22,10 +22,11 @@ from gulliver.memory.host import HostDiskStore
 from gulliver.memory.manager import Manager
 from gulliver.memory.stores import RESIDENT, DiskStore, Residency
 from gulliver.solve import Event, Moved
-from gulliver.solve.replacement import Action, Replacement, count_moves
+from gulliver.solve.replacement import Action, Replacement
 from gulliver.solve.transit import MiddleReplacement
 from tests.memory.test_memory_manager import OPERATIONS, PAGE, SIZES, Twin, filled
 from tests.memory.test_memory_stores import LateCopier
+from tests.solve.moves import count_moves
 
 
 def three_tiers(

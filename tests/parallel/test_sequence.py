@@ -18,7 +18,7 @@ from torch import Tensor
 from gulliver.comm import World
 from gulliver.comm import messages as wire
 from gulliver.errors import GulliverError
-from gulliver.hardware import Cluster, two_ring_bytes
+from gulliver.hardware import Cluster
 from gulliver.hardware.attention import AttentionShape as Shape
 from gulliver.hardware.cluster import Axis, Device, Link
 from gulliver.parallel.sequence import (
@@ -65,7 +65,7 @@ from tests.parallel.sequence_cells import (
     small_pieces,
     tensors,
 )
-from tests.parallel.two_ring import imbalance, two_ring_attention
+from tests.parallel.two_ring import imbalance, two_ring_attention, two_ring_bytes
 from tests.pool import Pool
 
 WHOLE = slice(None), slice(None)

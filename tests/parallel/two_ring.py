@@ -3,7 +3,7 @@
 Li et al., Sequence Parallelism: Long Sequence Training from System Perspective (arXiv 2105.13120).
 A ring of K fills the ``L/N x L`` matrix of logits, a softmax over whole rows follows, and a ring of
 V gives the output. The backward sends K and V round again and adds up full-length gradients of both
-over all ranks. Read it to see what is computed; it sends `two_ring_volume` and needs memory for the
+over all ranks. Read it to see what is computed; it sends `two_ring_bytes` and needs memory for the
 square of the length. (The paper's code divides some gradients by the number of ranks and scales by
 the hidden size; this does neither.)
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gulliver.comm import all_reduce
 from gulliver.errors import GulliverError, once_differentiable
+from gulliver.hardware.attention import AttentionBytes, AttentionShape
 from gulliver.parallel.sequence.layout import Layout, SequenceGroups
 from gulliver.parallel.sequence.mask import Mask, Rules, Tile, tiles
 from gulliver.parallel.sequence.ring import turn
@@ -152,3 +153,11 @@ def imbalance(layout: Layout, rules: Rules | None = None) -> float:
     pairs, ring = pairs_per_place(layout, rules), layout.ring
     slowest = sum(max(pairs[p][(p - step) % ring] for p in range(ring)) for step in range(ring))
     return slowest * ring / max(1, sum(map(sum, pairs))) - 1
+
+
+def two_ring_bytes(ranks: int, shape: AttentionShape) -> AttentionBytes:
+    """Bytes of ring self-attention: rings of K and of V, again in the backward, and all-reduces."""
+    # 8 (N - 1) units of B H (L / N) D elements (section 3.2).
+    unit = shape.batch * shape.heads * shape.length / ranks * shape.head_dim * shape.item
+    hops = (ranks - 1) * unit
+    return AttentionBytes(inner_forward=2 * hops, inner_backward=6 * hops)

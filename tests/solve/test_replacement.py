@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import pytest
 
 from gulliver.errors import GulliverError
-from gulliver.solve import Event, Moved, simulate
+from gulliver.solve import Event
 from gulliver.solve.cycle import Cycle
-from gulliver.solve.replacement import Move, NoRoom, Replacement, replay
+from gulliver.solve.replacement import Move, NoRoom, Replacement
 from gulliver.solve.residency import STATES, Gap, plan_residency
+from tests.solve.moves import Moved, replay, simulate
 
 PAGE = 4096
 

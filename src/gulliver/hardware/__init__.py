@@ -6,11 +6,7 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.hardware.attention import AttentionShape as Shape
-    from gulliver.hardware.attention import (
-        attention_seconds,
-        split_attention_seconds,
-        two_ring_bytes,
-    )
+    from gulliver.hardware.attention import attention_seconds, split_attention_seconds
     from gulliver.hardware.batch_costs import HostRoom, place_blocks
     from gulliver.hardware.cluster import Cluster, described, described_names
     from gulliver.hardware.costs import (
@@ -68,7 +64,6 @@ __all__ = [
     "save_samples",
     "split_attention_seconds",
     "torus_seconds",
-    "two_ring_bytes",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -78,7 +73,6 @@ __getattr__, __dir__ = lazy_exports(
             "AttentionShape as Shape",
             "attention_seconds",
             "split_attention_seconds",
-            "two_ring_bytes",
         ],
         "gulliver.hardware.batch_costs": ["HostRoom", "place_blocks"],
         "gulliver.hardware.cluster": ["Cluster", "described", "described_names"],

@@ -16,9 +16,9 @@ its queries are
 | backward, queries go round | o (i - 1) (q + dO + O + lse + dQ) | (o - 1) of the same |
 
 In units of B H (L / N) D elements a flat ring of N therefore sends 2 (N - 1) forward and 4 (N - 1)
-backward in float32, where the two rings of RSA send 2 (N - 1) and 6 (N - 1) (see
-`two_ring_bytes`). Ulysses sends (u - 1) / u of a rank's q, k, v and output, forward and backward
-alike; KV heads that several ranks need are sent to each.
+backward in float32, where the two rings of RSA send 2 (N - 1) and 6 (N - 1). Ulysses sends
+(u - 1) / u of a rank's q, k, v and output, forward and backward alike; KV heads that several ranks
+need are sent to each.
 
 Along the outer ring each rank of a node sends what a flat ring's one rank at the node's end would
 send i times, and a bit: (o - 1) blocks instead of (n - 1).
@@ -203,15 +203,6 @@ def exchange_launches(ranks: int) -> float:
 def hop_launches(ranks: int) -> float:
     """Operations of one hop of a ring and its attention, beside those of a whole attention."""
     return (RING_LAUNCHES + RING_RANK_LAUNCHES * ranks) / (2 * (ranks - 1))
-
-
-def two_ring_bytes(ranks: int, shape: AttentionShape) -> AttentionBytes:
-    """Bytes of ring self-attention: rings of K and of V, again in the backward, and all-reduces."""
-    # 8 (N - 1) units of B H (L / N) D elements (Li et al., Sequence Parallelism, 2021, section
-    # 3.2).
-    unit = shape.batch * shape.heads * shape.length / ranks * shape.head_dim * shape.item
-    hops = (ranks - 1) * unit
-    return AttentionBytes(inner_forward=2 * hops, inner_backward=6 * hops)
 
 
 def attention_seconds(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gulliver.solve.joint import Block, Operator, Strategy
     from gulliver.solve.joint_search import least_memory, solve_joint
     from gulliver.solve.partition import partition_chain
-    from gulliver.solve.replacement import Moved, Policy, simulate
+    from gulliver.solve.replacement import Policy
     from gulliver.solve.rows import HashIndex
     from gulliver.solve.steps import split_batches
     from gulliver.solve.timeline import step_seconds
@@ -23,14 +23,12 @@ __all__ = [
     "Choice",
     "Event",
     "HashIndex",
-    "Moved",
     "Operator",
     "Policy",
     "Strategy",
     "choose_activations",
     "least_memory",
     "partition_chain",
-    "simulate",
     "solve_joint",
     "split_batches",
     "step_seconds",
@@ -44,7 +42,7 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.solve.joint": ["Block", "Operator", "Strategy"],
         "gulliver.solve.joint_search": ["least_memory", "solve_joint"],
         "gulliver.solve.partition": ["partition_chain"],
-        "gulliver.solve.replacement": ["Moved", "Policy", "simulate"],
+        "gulliver.solve.replacement": ["Policy"],
         "gulliver.solve.rows": ["HashIndex"],
         "gulliver.solve.steps": ["split_batches"],
         "gulliver.solve.timeline": ["step_seconds"],

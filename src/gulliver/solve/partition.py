@@ -30,7 +30,7 @@ def geometric_sizes(smallest: int, largest: int, factor: float = 2.0) -> list[in
 #     best[k][j] = min over i of max(best[k - 1][i], time of part k from i to j)
 #
 # in O(parts x costs^2). Source: the linear partition problem, e.g. Skiena, The Algorithm Design
-# Manual, 10.7; times of parts and limits on them are as in PipeDream (Harlap et al., 2018), 2.2.
+# Manual, 10.7.
 
 
 _SLACK = 1e-12
@@ -67,9 +67,6 @@ def partition_chain(
     parts: int,
     *,
     speeds: Sequence[float] | None = None,
-    crossing: Sequence[float] | None = None,
-    memory: Sequence[float] | None = None,
-    limits: Sequence[float] | None = None,
 ) -> ChainPartition:
     """Cuts `costs` into `parts` consecutive, non-empty parts; the largest time is least.
 
@@ -78,44 +75,30 @@ def partition_chain(
         parts: number of parts.
         speeds: speed of each part's machine; the time of a part is the sum of its costs over its
             speed. None: all 1.
-        crossing: time that a cut before each cost adds to both its sides; the first entry is not
-            used.
-        memory: memory that each cost takes, in any unit.
-        limits: largest sum of memory of each part, in the same unit.
 
     Returns:
         The best cut: the least maximum, and of those the most even.
 
     Raises:
-        GulliverError: there are fewer costs than parts, lists have other lengths than asked for,
-            numbers are out of range, or no cut meets the limits.
+        GulliverError: there are fewer costs than parts, other numbers of speeds, or numbers are out
+            of range.
     """
-    _check(costs, parts, speeds, crossing, memory, limits)
+    _check(costs, parts, speeds)
     speeds = list(speeds or [1.0] * parts)
-    time = _times(costs, speeds, crossing)
-    fits = _fits(costs, memory, limits)
-    value, _ = _best(len(costs), parts, time, fits, max, math.inf)
-    if value == math.inf:
-        raise GulliverError(
-            f"no cut into {parts} parts keeps within memory limits of {_listed(limits)}: the "
-            f"chain needs {sum(memory or ()):g} in all, its largest part alone "
-            f"{max(memory or (0,)):g}; use more parts or larger limits"
-        )
+    time = _times(costs, speeds)
+    value, _ = _best(len(costs), parts, time, max, math.inf)
     limit = value * (1 + _SLACK)
-    _, bounds = _best(len(costs), parts, time, fits, lambda a, t: a + t * t, limit)
+    _, bounds = _best(len(costs), parts, time, lambda a, t: a + t * t, limit)
     times = tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))
     return ChainPartition(tuple(bounds), times, max(times), _lower(costs, speeds))
 
 
 def chain_times(
-    costs: Sequence[float],
-    bounds: Sequence[int],
-    speeds: Sequence[float] | None = None,
-    crossing: Sequence[float] | None = None,
+    costs: Sequence[float], bounds: Sequence[int], speeds: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """Returns the times of the parts of a given cut."""
     parts = len(bounds) - 1
-    time = _times(costs, list(speeds or [1.0] * parts), crossing)
+    time = _times(costs, list(speeds or [1.0] * parts))
     return tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))
 
 
@@ -123,42 +106,21 @@ def _lower(costs: Sequence[float], speeds: Sequence[float]) -> float:
     return max(sum(costs) / sum(speeds), max(costs) / max(speeds))
 
 
-def _times(
-    costs: Sequence[float], speeds: Sequence[float], crossing: Sequence[float] | None
-) -> Callable[[int, int, int], float]:
+def _times(costs: Sequence[float], speeds: Sequence[float]) -> Callable[[int, int, int], float]:
     sums = [0.0, *accumulate(costs)]
-
-    def time(part: int, start: int, stop: int) -> float:
-        ends = 0.0
-        if crossing is not None:
-            ends += crossing[start] if start > 0 else 0.0
-            ends += crossing[stop] if stop < len(costs) else 0.0
-        return (sums[stop] - sums[start]) / speeds[part] + ends
-
-    return time
-
-
-def _fits(
-    costs: Sequence[float], memory: Sequence[float] | None, limits: Sequence[float] | None
-) -> Callable[[int, int, int], bool]:
-    if memory is None or limits is None:
-        return lambda part, start, stop: True
-    sums = [0.0, *accumulate(memory)]
-    return lambda part, start, stop: sums[stop] - sums[start] <= limits[part] * (1 + _SLACK)
+    return lambda part, start, stop: (sums[stop] - sums[start]) / speeds[part]
 
 
 def _best(
     count: int,
     parts: int,
     time: Callable[[int, int, int], float],
-    fits: Callable[[int, int, int], bool],
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
     """Returns the least value of ``join(value of the parts before, time)``, and a cut that has it.
 
-    Only parts that fit, of times up to `limit`, are considered. The value is infinite where no cut
-    is made of such parts.
+    Only parts of times up to `limit` are considered.
     """
     # best[j]: value of the first j costs in the parts so far; choices lead back to the cut.
     best = [0.0] + [math.inf] * count
@@ -168,7 +130,7 @@ def _best(
         # Every part before and after this one holds at least one cost.
         for stop in range(part + 1, count - (parts - part - 1) + 1):
             for start in range(part, stop):
-                if best[start] == math.inf or not fits(part, start, stop):
+                if best[start] == math.inf:
                     continue
                 spent = time(part, start, stop)
                 value = join(best[start], spent)
@@ -182,14 +144,7 @@ def _best(
     return best[count], bounds[::-1]
 
 
-def _check(
-    costs: Sequence[float],
-    parts: int,
-    speeds: Sequence[float] | None,
-    crossing: Sequence[float] | None,
-    memory: Sequence[float] | None,
-    limits: Sequence[float] | None,
-) -> None:
+def _check(costs: Sequence[float], parts: int, speeds: Sequence[float] | None) -> None:
     if parts < 1:
         raise GulliverError(f"a chain is cut into at least 1 part, not {parts}")
     if len(costs) < parts:
@@ -197,25 +152,12 @@ def _check(
             f"a chain of {len(costs)} cannot be cut into {parts} parts that hold something: at "
             f"most {len(costs)} parts"
         )
-    if (memory is None) != (limits is None):
-        raise GulliverError("memory and limits are given together, or neither")
-    wanted = (
-        ("speeds", speeds, parts, "parts"),
-        ("crossing", crossing, len(costs), "costs"),
-        ("memory", memory, len(costs), "costs"),
-        ("limits", limits, parts, "parts"),
-    )
-    for name, given, count, of in wanted:
-        if given is not None and len(given) != count:
-            raise GulliverError(f"{name} has {len(given)} entries for {count} {of}")
+    if speeds is not None and len(speeds) != parts:
+        raise GulliverError(f"speeds has {len(speeds)} entries for {parts} parts")
     if any(not (cost >= 0 and math.isfinite(cost)) for cost in costs):
         raise GulliverError("costs of a chain are finite and not negative")
     if any(not speed > 0 for speed in speeds or ()):
         raise GulliverError("speeds of parts are positive")
-
-
-def _listed(limits: Sequence[float] | None) -> str:
-    return ", ".join(f"{limit:g}" for limit in limits or ())
 
 
 # Dealing costs out to parts in any order, so that the largest sum is small.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.solve.cycle import NEVER, Cycle, Event, Span, plan_cycle
@@ -48,96 +48,11 @@ class Action:
     zero: bool = False
 
 
-# Counts the moves of a run without running it: the decisions of a run, fed with its events.
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Moves of one step."""
-
-    # Number of objects read.
-    loads: int = 0
-    # Number of objects written.
-    writes: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-
-
-def replay(core: Replacement, events: Iterable[Event]) -> list[Action]:
-    """Tells a `Replacement` the events of a step, which then ends, and returns its moves."""
-    actions: list[Action] = []
-    for what, key, write, fresh in events:
-        match what:
-            case "use":
-                actions += core.use(key, write, fresh)
-            case "done":
-                actions += core.done(key)
-            case "discard":
-                actions += core.discard(key)
-            case "lend":
-                actions += core.lend(_bytes(key), "a buffer")
-            case "give":
-                actions += core.give(_bytes(key))
-            case "budget":
-                actions += core.set_budget(_bytes(key))
-    core.end_step()
-    return actions
-
-
-def simulate(
-    steps: Iterable[Sequence[Event]],
-    sizes: Mapping[Any, int],
-    budget: int,
-    *,
-    filled: bool = True,
-    ahead: int | None = None,
-    policy: Policy = "planned",
-) -> list[Moved]:
-    """Counts the moves of every step of a run, without running it.
-
-    Args:
-        steps: events of each step.
-        sizes: sizes of the objects, in bytes.
-        budget: size of the fast tier, in bytes.
-        filled: whether the objects have content before the first step.
-        ahead: bytes loaded ahead of use at most; None for as many as fit.
-        policy: policy of replacement.
-
-    Returns:
-        The moves of each step; those of adding the objects count for the first.
-    """
-    core = Replacement(budget, ahead=ahead, policy=policy)
-    first: list[Action] = []
-    for key, nbytes in sizes.items():
-        first += core.add(key, str(key), nbytes, filled)
-    counts = []
-    for events in steps:
-        counts.append(count_moves([*first, *replay(core, events)], sizes))
-        first = []
-    return counts
-
-
-def count_moves(actions: Iterable[Action], sizes: Mapping[Any, int]) -> Moved:
-    """Counts moves and their bytes."""
-    moved = {Move.LOAD: [0, 0], Move.WRITE: [0, 0]}
-    for action in actions:
-        if action.move in moved:
-            moved[action.move][0] += 1
-            moved[action.move][1] += sizes[action.key]
-    (loads, bytes_in), (writes, bytes_out) = moved[Move.LOAD], moved[Move.WRITE]
-    return Moved(loads, writes, bytes_in, bytes_out)
-
-
-def _bytes(key: Hashable) -> int:
-    assert isinstance(key, int)
-    return key
-
-
 # What a fast tier of memory holds, and what goes to make room: decisions only.
 #
 # `Replacement` is told of every event (`Event`) and answers with the moves that it takes. It
 # counts bytes and knows neither tensors nor time: a write under way has ended for it. So what it
-# decides depends on the events alone, and `simulate` counts the moves of a run without running it.
+# decides depends on the events alone, and a plan counts the moves of a run without running it.
 #
 # The events of a step are the schedule of the next (`Cycle`), and a hint: whatever is used is
 # served. As long as it holds, an object stays or leaves as it was planned, and what comes next is

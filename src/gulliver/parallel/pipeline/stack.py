@@ -333,9 +333,6 @@ def cut(
     at: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
     speeds: Sequence[float] | None = None,
-    crossing: Sequence[float] | None = None,
-    memory: Sequence[float] | None = None,
-    limits: Sequence[float] | None = None,
 ) -> Cut:
     """Assigns the blocks of a model to stages so that the slowest stage is as fast as possible.
 
@@ -347,9 +344,6 @@ def cut(
             first block of each stage but the first.
         costs: cost of each block, in any unit; None predicts them.
         speeds: relative speed of each stage's device; None: all equal.
-        crossing: what a cut before each block costs, in the unit of `costs`.
-        memory: bytes that each block takes.
-        limits: bytes that each stage may take.
 
     Returns:
         The cut.
@@ -367,11 +361,10 @@ def cut(
     if len(known) != count:
         raise GulliverError(f"costs has {len(known)} entries for {count} blocks")
     if at is None:
-        limited = {"memory": memory, "limits": limits}
-        found = partition_chain(known, stages, speeds=speeds, crossing=crossing, **limited)
+        found = partition_chain(known, stages, speeds=speeds)
         return Cut(found.bounds, tuple(known), found.times, found.lower)
     bounds = _bounds(list(at), stages, count)
-    times = chain_times(known, bounds, speeds, crossing)
+    times = chain_times(known, bounds, speeds)
     return Cut(bounds, tuple(known), times, partition_chain(known, stages, speeds=speeds).lower)
 
 

@@ -70,7 +70,6 @@ class Operator:
         view: whether what it gives is memory that it was given.
         live: bytes that are there after it, of all that the step has made but gradients.
         count: number of times that it runs in the step, as itself or in calls that it stands for.
-        seconds: seconds that were measured, of a module that could not be followed.
     """
 
     name: str
@@ -89,16 +88,13 @@ class Operator:
     view: bool = False
     live: int = 0
     count: int = 1
-    seconds: float | None = None
 
     def seconds_on(self, device: Device) -> float:
-        """Seconds of one call on a device; measured ones if there are any.
+        """Seconds of one call on a device.
 
         Raises:
             GulliverError: the device has no rate for the dtype of a product.
         """
-        if self.seconds is not None:
-            return self.seconds
         if self.view:
             return 0.0
         dtype = next((v.dtype for v in self.inputs if v.dtype.startswith(("float", "bf"))), "")
@@ -190,14 +186,12 @@ class Opaque:
     where: str
     # What torch said.
     reason: str
-    # Whether its figures were measured on real data.
-    measured: bool = False
 
     def __str__(self) -> str:
         name = f"{self.path} ({self.kind})" if self.path else self.kind
-        costs = "was measured" if self.measured else "is costed by its parameters and its input"
         return (
-            f"{name} cannot be followed ({self.where}: {self.reason}): it stays whole and {costs}"
+            f"{name} cannot be followed ({self.where}: {self.reason}): it stays whole and is "
+            "costed by its parameters and its input"
         )
 
 

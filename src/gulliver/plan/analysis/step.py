@@ -7,7 +7,6 @@ It does not know how a model will be sharded, nor what kernels allocate and free
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -39,7 +38,6 @@ def analyse(
     kernels: str = "cpu",
     prepare: Callable[[nn.Module], None] = lambda _: None,
     repeats: bool = True,
-    measure: bool = False,
 ) -> Analysis:
     """Finds the FLOPs, bytes and memory of a training step, operator by operator.
 
@@ -56,10 +54,9 @@ def analyse(
         prepare: called with the model before it runs, such as to have blocks computed again; what
             it changes of modules is put back.
         repeats: whether equal calls of equal modules are followed once.
-        measure: whether a model that cannot be followed is run once, on the real batch.
 
     Raises:
-        GulliverError: the model does not run on this batch, or cannot be measured.
+        GulliverError: the model does not run on this batch.
     """
     step = _Step(model, batch, criterion, autocast, kernels, prepare)
     opaque = dict[str, Opaque]()
@@ -76,8 +73,6 @@ def analyse(
             raise GulliverError(f"{name}: {error}") from error
         except Exception as error:
             opaque = widened(model, opaque, error, recorder.path)
-        if measure:
-            return step.measured(opaque)
         if "" in opaque:
             return step.whole(opaque[""])
 
@@ -157,24 +152,6 @@ class _Step:
             f"{', '.join(layers)}: followed token by token; what cuDNN reserves in place of that "
             "is known on a GPU alone",
         )
-
-    def measured(self, opaque: Mapping[str, Opaque]) -> Analysis:
-        """Runs the step once on real data and records it."""
-        tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
-        if any(t.is_meta for t in (*self.model.parameters(), *tensors)):
-            first = next(iter(opaque.values()))
-            raise GulliverError(
-                f"{first}; it cannot be measured on meta: give a model with weights"
-            )
-        with without_traces(self.model, hooks=True):
-            model = copy.deepcopy(self.model)
-        with without_traces(model, hooks=False):
-            self.prepare(model)
-            recorder = self._recorder(model, *self.batch)
-            self._run(recorder, model, *self.batch)
-            found = summed(model, recorder, None)
-        assert found is not None
-        return replace(found, opaque=tuple(replace(o, measured=True) for o in opaque.values()))
 
     def whole(self, opaque: Opaque) -> Analysis:
         """Costs of a model of which only parameters and batch are known."""
