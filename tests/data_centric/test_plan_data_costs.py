@@ -186,11 +186,11 @@ def test_more_memory_of_either_kind_never_makes_micro_batches_slower() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"flop_s": None}, r"has no rate flop_s: measure it again"),
-        ({"call_s": math.nan}, r"its rate call_s is nan, and rates are finite numbers of at least"),
-        ({"call_s": -1.0}, r"its rate call_s is -1.0"),
-        ({"call_s": "fast"}, r"its rate call_s is fast"),
-        ({"speed": 1.0}, r"has a rate speed, which nothing here knows"),
+        ({"flop_s": None}, "flop_s"),
+        ({"call_s": math.nan}, "finite"),
+        ({"call_s": -1.0}, "finite"),
+        ({"call_s": "fast"}, "fast"),
+        ({"speed": 1.0}, "speed"),
     ],
 )
 def test_rates_that_are_missing_or_no_numbers_are_named(

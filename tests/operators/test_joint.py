@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from gulliver.errors import GulliverError
 from gulliver.solve import Block, Operator, Strategy, least_memory, solve_joint
 from gulliver.solve.activations import boxed
-from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, joint_cost
-from tests.operators.joint_milp import joint_by_milp
+from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink
 from tests.solve.solver_cases import joint_case, small_network
 
 
@@ -55,25 +54,6 @@ def test_what_is_low_at_the_peak_stays_beside_what_is_best_in_every_sum() -> Non
 @pytest.mark.deadline(600)
 def test_no_picks_are_better_in_larger_cases() -> None:
     assert sum(joint_case(seed) for seed in range(3000)) > 1500
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_programme_of_highs_finds_the_same_where_brute_force_ends(seed: int) -> None:
-    pytest.importorskip("scipy.optimize")
-    draw = random.Random(seed)
-    blocks = small_network(draw, 3, 3, 2)
-    link = OffloadLink(0.2, 1.0) if seed % 2 else None
-    least, free = least_memory(blocks, link), solve_joint(blocks, 10**6, link)
-    budget = (2 * least.peak + free.cost.peak) // 3
-    found = solve_joint(blocks, budget, link, tolerance=0)
-    other = joint_by_milp(blocks, budget, link)
-    assert other.picks is not None
-    cost = joint_cost(blocks, other.picks, link)
-    assert found.exact
-    assert cost.peak <= budget
-    assert found.cost.seconds == pytest.approx(cost.seconds) == pytest.approx(other.lower)
-    with pytest.raises(GulliverError, match="below what any picks need"):
-        joint_by_milp(blocks, least.peak - 1, link)
 
 
 def _layer(name: str, wide: float) -> Operator:
@@ -128,16 +108,3 @@ def test_too_little_is_refused_with_what_binds() -> None:
     with pytest.raises(GulliverError, match=rf"{least.peak} would do. Operator '(up|down|add)'"):
         solve_joint(blocks, least.peak - 1)
     assert solve_joint(blocks, least.peak).cost.peak == least.peak
-
-
-def test_what_contradicts_itself_is_refused() -> None:
-    one = Operator("one", (Strategy(),))
-    with pytest.raises(GulliverError, match="has no strategy"):
-        solve_joint([Block((Operator("none", ()),))], 1)
-    with pytest.raises(GulliverError, match="do not come before"):
-        solve_joint([Block((one, Operator("two", (Strategy(),), (1,))))], 1)
-    wrong = Operator("two", (Strategy(),), (0,), (EdgeSeconds(((1.0, 2.0),), ((1.0, 2.0),)),))
-    with pytest.raises(GulliverError, match=r"has conversions \(1, 2\), and needs \(1, 1\)"):
-        solve_joint([Block((one, wrong))], 1)
-    with pytest.raises(GulliverError, match="allow 'keep'"):
-        solve_joint([Block((one,))], 1, allowed=("recompute",))

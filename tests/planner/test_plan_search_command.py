@@ -241,13 +241,6 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         odd.write_text(json.dumps(wrong))
         assert "odd.json" in says(odd, *ASKED)
     assert "leave one out" in says(file, *ASKED, "--lora", "2", "--inference")
-    for sizes, said in (
-        ({"num_hidden_layers": 0}, "at least one"),
-        ({"num_key_value_heads": 3}, "is no multiple of num_key_value_heads 3"),
-        ({"num_attention_heads": 6}, "does not divide"),
-    ):
-        odd.write_text(json.dumps({**VALUES, **sizes}))
-        assert said in says(odd, *ASKED)
     nodes = yaml.safe_load(named_cluster("h100x16").to_yaml())
     for change, said in (
         (lambda c: c["axes"][0]["link"].update(bandwidth=400), "axes[0].link.bandwidth is 400 byt"),

@@ -24,7 +24,6 @@ from gulliver.solve import (
 )
 from gulliver.solve.conversion import ConversionStep, Sharding, convert_least, moves_from
 from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, Pick, joint_cost
-from tests.operators.joint_milp import joint_by_milp
 
 ALL: tuple[Choice, ...] = ("keep", "recompute", "offload")
 COUNTS = (1, 4, 16, math.inf)
@@ -176,23 +175,6 @@ def joint_case(seed: int, operators: int = 3, largest: int = 6000) -> bool:
     rough = solve_joint(blocks, budget, link, allowed, states=2, tolerance=0.1)
     assert rough.lower <= best * (1 + 1e-9) <= rough.cost.seconds * (1 + 2e-9)
     assert rough.cost.peak <= budget
-    return True
-
-
-def milp_case(seed: int) -> bool:
-    """Compares picks with those of HiGHS, in cases that are too large for brute force."""
-    draw = random.Random(seed)
-    blocks = small_network(draw, draw.randint(2, 3), 4, 3)
-    link = OffloadLink(draw.choice([0.2, 1.0]), 1.0) if draw.random() < 0.5 else None
-    least = least_memory(blocks, link).peak
-    budget = least + draw.randint(0, 12)
-    found = solve_joint(blocks, budget, link, tolerance=0, states=2000)
-    other = joint_by_milp(blocks, budget, link)
-    assert other.picks is not None
-    cost = joint_cost(blocks, other.picks, link)
-    assert cost.peak <= budget
-    assert found.exact
-    assert found.cost.seconds == pytest.approx(cost.seconds)
     return True
 
 

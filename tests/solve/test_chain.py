@@ -61,16 +61,6 @@ def test_of_equal_cuts_the_most_even_is_taken() -> None:
     assert partition_chain([1.0] * 9, 2, speeds=[2.0, 1.0]).sizes == (6, 3)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"costs": [1.0, 2.0], "parts": 3}, "a chain of 2 cannot be cut into 3 parts"),
-        ({"costs": [1.0], "parts": 0}, "at least 1 part"),
-        ({"costs": [1.0, 1.0], "parts": 2, "speeds": [1.0]}, "speeds has 1 entries for 2 parts"),
-        ({"costs": [1.0, -1.0], "parts": 1}, "not negative"),
-        ({"costs": [1.0], "parts": 1, "speeds": [0.0]}, "positive"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(GulliverError, match=said):
-        partition_chain(**wrong)
+def test_fewer_costs_than_parts_are_refused() -> None:
+    with pytest.raises(GulliverError, match="cannot be cut into 3 parts"):
+        partition_chain([1.0, 2.0], 3)

@@ -36,15 +36,6 @@ OPTIMIZERS = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
 }
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-"""Fields of a configuration of transformers that count something."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PUBLIC: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("plan_models.json").read_text(encoding="utf-8")
@@ -139,7 +130,6 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
     """A model of a configuration of transformers or diffusers, and a sample of it."""
     if "_class_name" in values:
         return _unet(values, name, options)
-    _check_sizes(values, name)
     model = built(values)
     if model is None and find_spec("transformers") is None:
         raise missing_extra(f"{name} is a model of transformers", "transformers")
@@ -219,28 +209,6 @@ def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
     shape = (1, config.num_channels, rows, columns)
     pixels = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
     return pixels, f"a picture of {rows} x {columns}"
-
-
-def _check_sizes(values: Mapping[str, Any], name: str) -> None:
-    """Refuses sizes that no model has, which transformers would take or only quote."""
-    sizes = {key: values[key] for key in SIZES if isinstance(values.get(key), int)}
-    for key, value in sizes.items():
-        if value < 1:
-            raise GulliverError(f"{name}: {key} is {value}: a model has at least one")
-    heads, grouped = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
-    if heads is None:
-        return
-    if grouped is not None and heads % grouped:
-        raise GulliverError(
-            f"{name}: num_attention_heads {heads} is no multiple of num_key_value_heads {grouped}: "
-            "every key and value head serves as many query heads"
-        )
-    hidden = sizes.get("hidden_size")
-    if hidden is not None and hidden % heads and not values.get("head_dim"):
-        raise GulliverError(
-            f"{name}: hidden_size {hidden} does not divide by num_attention_heads {heads}: "
-            "give sizes that do, or head_dim"
-        )
 
 
 def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:

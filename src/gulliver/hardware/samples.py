@@ -25,7 +25,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -513,21 +513,14 @@ def _read(path: Path | str) -> dict[str, Any]:
 
 
 def _fit(path: Path | str, rates: Mapping[str, Any]) -> SampleFit:
-    """The rates of a file, each of which is looked at."""
-    known = {field.name: field.default is MISSING for field in fields(SampleFit)}
-    for name, needed in known.items():
-        if needed and name not in rates:
-            raise GulliverError(f"{path} has no rate {name}: measure it again")
-    for name, rate in rates.items():
-        if name not in known:
-            raise GulliverError(f"{path} has a rate {name}, which nothing here knows")
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not number or not math.isfinite(rate) or rate < 0:
-            raise GulliverError(
-                f"{path}: its rate {name} is {rate}, and rates are finite numbers of at least 0: "
-                "measure it again"
-            )
-    return SampleFit(**{name: float(rate) for name, rate in rates.items()})
+    """The rates of a file."""
+    try:
+        fit = SampleFit(**{name: float(rate) for name, rate in rates.items()})
+    except (TypeError, ValueError) as error:
+        raise GulliverError(f"{path} holds no costs of samples ({error})") from None
+    if any(not (math.isfinite(rate) and rate >= 0) for rate in vars(fit).values()):
+        raise GulliverError(f"{path} has rates that are no finite numbers of at least 0")
+    return fit
 
 
 def _told(value: Any) -> str:

@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from gulliver.comm.world import World
 from gulliver.errors import GulliverError
-from gulliver.hardware.cluster import Cluster
 from gulliver.memory.activations import wrap_call
 from gulliver.operators.plans import Program, axes_of, form_of, program_of
 from gulliver.operators.recompute import Again, SavedTensorStore
@@ -88,7 +87,7 @@ def _distribute(
             if parameter not in known:
                 layout = program.parameters.get(names[parameter])
                 wanted = whole if layout is None else placements(layout)
-                there = changed(spread(parameter.detach(), mesh, whole), wanted, None)
+                there = changed(spread(parameter.detach(), mesh, whole), wanted)
                 own = spread(local_of(there).clone(), mesh, wanted, parameter.shape)
                 known[parameter] = nn.Parameter(own, parameter.requires_grad)
             module._parameters[key] = known[parameter]
@@ -97,8 +96,6 @@ def _distribute(
 
 class _Engine:
     """Runner of the calls of a model."""
-
-    cluster: Cluster | None = None
 
     def __init__(
         self, plan: Plan, program: Program, mesh: DeviceMesh, device: torch.device
@@ -122,7 +119,7 @@ class _Engine:
             put = self.store.put if self.store is not None else _nowhere
             again = Again(program.runs, program.stays, program.away, put)
         trace = program.graph.trace
-        mode = OperatorMode(program.calls, trace, self.mesh, self.cluster, again)
+        mode = OperatorMode(program.calls, trace, self.mesh, again)
         if again is not None:
             again.runner = mode
         with mode:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from gulliver.errors import GulliverError
+
+if TYPE_CHECKING:
+    from gulliver.operators.run import OperatorMode
 
 
 # [Note: runs] A run consists of the calls of recomputed operators, from the first one on for as
@@ -37,22 +40,6 @@ class Origin(NamedTuple):
     kind: str
     # Number among those.
     place: int
-
-
-class CallRunner(Protocol):
-    """Recomputes a call."""
-
-    def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor without its graph."""
-        ...
-
-    def replayed(self, planned: Any, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Parts of what a call takes, and a function that runs it."""
-        ...
-
-    def spread_given(self, planned: Any, out: Any) -> list[DTensor]:
-        """Outputs of the call, as DTensors."""
-        ...
 
 
 @dataclass
@@ -97,7 +84,7 @@ class Again:
         self._numbers, self._stays, self._away = runs, stays, away
         self._store, self._runs = store, dict[int, _RecomputedRun]()
         self._moved: dict[Origin, Callable[[], Tensor]] = {}
-        self.runner: CallRunner | None = None
+        self.runner: OperatorMode | None = None
 
     def begin(self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]) -> Made:
         """Begins a call; see `Made`."""

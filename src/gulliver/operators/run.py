@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gulliver.errors import GulliverError
-from gulliver.hardware.cluster import Cluster
 from gulliver.layout.conversion import convert
 from gulliver.operators.recompute import Again
 from gulliver.operators.rules import (
@@ -70,12 +69,11 @@ class OperatorMode(TorchFunctionMode):
         calls: Sequence[PlannedCall],
         trace: Trace,
         mesh: DeviceMesh,
-        cluster: Cluster | None,
         again: Again | None,
     ) -> None:
         super().__init__()
         self._calls, self._trace, self._mesh = calls, trace, mesh
-        self._cluster, self._again, self._at = cluster, again, 0
+        self._again, self._at = again, 0
         self._sizes, self._here = tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,9 +190,9 @@ class OperatorMode(TorchFunctionMode):
         self, tensor: DTensor, wanted: Placements, grads: Placements, home: Placements
     ) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
-            entered: Any = _Enter.apply(tensor, wanted, grads, home, self._cluster)
+            entered: Any = _Enter.apply(tensor, wanted, grads, home)
             return entered
-        return local_of(changed(tensor, wanted, self._cluster))
+        return local_of(changed(tensor, wanted))
 
     def _whole(self, local: Tensor, number: int, layout: Layout, values: Any) -> DTensor:
         shape = values[number].shape
@@ -244,12 +242,12 @@ def local_of(tensor: DTensor) -> Tensor:
         return tensor.to_local()
 
 
-def changed(tensor: DTensor, wanted: Placements, cluster: Cluster | None) -> DTensor:
+def changed(tensor: DTensor, wanted: Placements) -> DTensor:
     """A tensor in another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():
-        return convert(tensor, wanted, cluster)
+        return convert(tensor, wanted)
 
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
@@ -264,7 +262,7 @@ def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
     """The whole of a DTensor; all ranks call it."""
     assert isinstance(tensor, DTensor), "parameters of a plan of operators are DTensors"
     wanted = (Replicate(),) * mesh.ndim
-    return local_of(changed(plain(tensor, mesh), wanted, None))
+    return local_of(changed(plain(tensor, mesh), wanted))
 
 
 class _Enter(torch.autograd.Function):
@@ -277,20 +275,19 @@ class _Enter(torch.autograd.Function):
         wanted: Placements,
         grads: Placements,
         home: Placements,
-        cluster: Cluster | None,
     ) -> Tensor:
-        ctx.back = tensor.device_mesh, tensor.shape, grads, home, cluster
+        ctx.back = tensor.device_mesh, tensor.shape, grads, home
         ctx.set_materialize_grads(False)
-        local = local_of(changed(tensor, wanted, cluster))
+        local = local_of(changed(tensor, wanted))
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        mesh, shape, placed, home, cluster = ctx.back
+        mesh, shape, placed, home = ctx.back
         if grads[0] is None:
-            return (None,) * 5
-        found = changed(spread(grads[0], mesh, placed, shape), home, cluster)
-        return found, None, None, None, None
+            return (None,) * 4
+        found = changed(spread(grads[0], mesh, placed, shape), home)
+        return found, None, None, None
 
 
 class _Leave(torch.autograd.Function):

@@ -8,7 +8,8 @@ values, and the trace says when each value dies.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -183,9 +184,19 @@ class Tracer(TorchFunctionMode):
             number = self.number(parameter)
             self.trace.values[number] = replace(self.trace.values[number], parameter=name)
 
-    def following(self) -> Any:
+    @contextmanager
+    def following(self) -> Iterator[None]:
         """Context that records calls."""
-        return _Following(self)
+        handles = [
+            register_module_forward_pre_hook(self.enter),
+            register_module_forward_hook(self.leave),
+        ]
+        try:
+            with saved_tensors_hooks(self.pack, _unpack), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def number(self, tensor: Tensor, maker: int = -1) -> int:
         """The number of a value; a new one if it was not seen."""
@@ -272,26 +283,6 @@ class Tracer(TorchFunctionMode):
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
         """Ends it."""
         self.path = self._stack.pop()
-
-
-class _Following:
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer, self._handles = tracer, list[Any]()
-        self._hooks = saved_tensors_hooks(tracer.pack, _unpack)
-
-    def __enter__(self) -> None:
-        self._handles = [
-            register_module_forward_pre_hook(self._tracer.enter),
-            register_module_forward_hook(self._tracer.leave),
-        ]
-        self._hooks.__enter__()
-        self._tracer.__enter__()
-
-    def __exit__(self, *what: Any) -> None:
-        self._tracer.__exit__(*what)
-        self._hooks.__exit__(*what)
-        for handle in self._handles:
-            handle.remove()
 
 
 def _unpack(_: Any) -> Any:

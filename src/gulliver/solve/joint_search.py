@@ -102,7 +102,6 @@ def solve_joint(
             the operator that needs it.
     """
     chosen = possible(allowed, link)
-    check(blocks, chosen)
     lean, _ = _BlockChain(blocks, Rules(chosen, max(states, STATES), timed=False), link).best(
         math.inf
     )
@@ -153,7 +152,6 @@ def least_memory(
         allowed: choices for what is saved.
     """
     chosen = possible(allowed, link)
-    check(blocks, chosen)
     picks, _ = _BlockChain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
     return joint_cost(blocks, picks, link)
 
@@ -162,28 +160,6 @@ def possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choic
     """Allowed choices that are possible with the link."""
     some: list[Choice] = [c for c in CHOICES if c in allowed]
     return tuple(some) if link is not None else tuple(c for c in some if c != "offload")
-
-
-def check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
-    """Refuses inconsistent networks."""
-    if "keep" not in chosen:
-        raise GulliverError("what is saved can always be kept: allow 'keep'")
-    if not blocks or not all(block.operators for block in blocks):
-        raise GulliverError("a network has at least one block, and a block one operator")
-    for number, block in enumerate(blocks):
-        before = len(blocks[number - 1].operators[-1].strategies) if number else 0
-        for place, operator in enumerate(block.operators):
-            where = f"operator {operator.name!r} of block {number}"
-            if not operator.strategies:
-                raise GulliverError(f"{where} has no strategy")
-            if any(not -1 <= source < place for source in operator.inputs):
-                raise GulliverError(f"{where} reads operators that do not come before it")
-            for source, costs in zip(operator.inputs, operator.conversions, strict=False):
-                rows = before if source < 0 else len(block.operators[source].strategies)
-                wanted = (rows, len(operator.strategies))
-                if costs and rows and np.shape(costs.forward_s) != wanted:
-                    found = np.shape(costs.forward_s)
-                    raise GulliverError(f"{where} has conversions {found}, and needs {wanted}")
 
 
 def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from gulliver.errors import GulliverError, nearest
 
@@ -216,49 +216,6 @@ PACKERS = ("native", "python")
 """Values of ``$GULLIVER_PACKER``; the first that is there is taken where it is not set."""
 
 
-class StepAnswer(Protocol):
-    """What a search has found."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the longest group."""
-        ...
-
-    def packed(self) -> Packed:
-        """Groups, and what is left."""
-        ...
-
-
-class StepPacking(Protocol):
-    """Samples of a step, and ways to deal them to groups."""
-
-    def pack(
-        self, limit: float, degrees: list[int], lost: float = ..., partly: bool = ...
-    ) -> Packed | None:
-        """Fills groups up to a time."""
-        ...
-
-    def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
-        """Fills groups that are busy up to some seconds."""
-        ...
-
-    def search(self, bound: float) -> StepAnswer | None:
-        """Packs all samples in as little time as is found."""
-        ...
-
-
-class StepTables(Protocol):
-    """Ends and rates of all shapes, by number."""
-
-    def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
-        """Takes the ends of a shape by degree, and its least rank seconds of a sample."""
-        ...
-
-    def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> StepPacking:
-        """The packing of so many samples of shapes."""
-        ...
-
-
 class NativePacking:
     """A packing of the extension."""
 
@@ -281,8 +238,8 @@ class NativePacking:
         """Fills groups that are busy up to some seconds."""
         return self._core.follow(groups, until)
 
-    def search(self, bound: float) -> StepAnswer | None:
-        """Packs all samples in as little time as is found."""
+    def search(self, bound: float) -> Any:
+        """Packs all samples in as little time as is found; None where they do not fit."""
         return self._core.search(bound, self._tries)
 
 
@@ -303,6 +260,10 @@ class NativeTables:
         return NativePacking(self._core.packing(numbers, list(map(int, counts))), self._tries)
 
 
+StepPacking = NativePacking | FallbackPacking
+"""Samples of a step, and ways to deal them to groups."""
+
+
 def packer_problem() -> str | None:
     """Says why steps are not packed by the extension; None where they are."""
     wanted = os.environ.get("GULLIVER_PACKER", "")
@@ -316,7 +277,7 @@ def packer_problem() -> str | None:
     return problem
 
 
-def step_tables(ranks: int, repeat: bool) -> StepTables:
+def step_tables(ranks: int, repeat: bool) -> NativeTables | FallbackTables:
     """Returns empty tables of the packer that is there."""
     if packer_problem() is None:
         return NativeTables(ranks, repeat)

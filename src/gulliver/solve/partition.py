@@ -80,10 +80,10 @@ def partition_chain(
         The best cut: the least maximum, and of those the most even.
 
     Raises:
-        GulliverError: there are fewer costs than parts, other numbers of speeds, or numbers are out
-            of range.
+        GulliverError: there are fewer costs than parts.
     """
-    _check(costs, parts, speeds)
+    if len(costs) < parts:
+        raise GulliverError(f"a chain of {len(costs)} cannot be cut into {parts} parts")
     speeds = list(speeds or [1.0] * parts)
     time = _times(costs, speeds)
     value, _ = _best(len(costs), parts, time, max, math.inf)
@@ -142,22 +142,6 @@ def _best(
     for chosen in reversed(choices):
         bounds.append(chosen[bounds[-1]])
     return best[count], bounds[::-1]
-
-
-def _check(costs: Sequence[float], parts: int, speeds: Sequence[float] | None) -> None:
-    if parts < 1:
-        raise GulliverError(f"a chain is cut into at least 1 part, not {parts}")
-    if len(costs) < parts:
-        raise GulliverError(
-            f"a chain of {len(costs)} cannot be cut into {parts} parts that hold something: at "
-            f"most {len(costs)} parts"
-        )
-    if speeds is not None and len(speeds) != parts:
-        raise GulliverError(f"speeds has {len(speeds)} entries for {parts} parts")
-    if any(not (cost >= 0 and math.isfinite(cost)) for cost in costs):
-        raise GulliverError("costs of a chain are finite and not negative")
-    if any(not speed > 0 for speed in speeds or ()):
-        raise GulliverError("speeds of parts are positive")
 
 
 # Dealing costs out to parts in any order, so that the largest sum is small.

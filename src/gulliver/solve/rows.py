@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,31 +20,6 @@ Keys = NDArray[np.int64]
 Values = NDArray[np.int64]
 EMPTY, REMOVED, _CLAIMED = -1, -2, -3
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-class RowIndex(Protocol):
-    """A map from rows to numbers of 0 and more."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        ...
-
-    def lookup(self, keys: Keys) -> Values:
-        """Returns the value of each key, -1 where there is none."""
-        ...
-
-    def insert(self, keys: Keys, values: Values) -> None:
-        """Adds distinct keys that are not there."""
-        ...
-
-    def remove(self, keys: Keys) -> None:
-        """Removes distinct keys that are there."""
-        ...
-
-    def grow(self, rows: int) -> None:
-        """Takes keys below `rows` from now on."""
-        ...
 
 
 class DenseIndex:
@@ -168,6 +143,10 @@ class HashIndex:
             left = ~same & (values != EMPTY)
             open_, places = open_[left], (places[left] + 1) & (self._capacity - 1)
         return found
+
+
+RowIndex = DenseIndex | HashIndex
+"""A map from rows to numbers of 0 and more."""
 
 
 def _capacity(entries: int) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.solve.packing import StepAnswer, StepPacking, step_tables
+from gulliver.solve.packing import FallbackAnswer, StepPacking, step_tables
 
 
 def accumulated(seconds: np.ndarray, most: int) -> np.ndarray:
@@ -151,7 +151,7 @@ class _Found:
     # of steps that never come again would be looked through by the garbage collector.
 
     shapes: list[Hashable]
-    answer: StepAnswer
+    answer: FallbackAnswer
     bound: float
     asked: bool = False
     step: BalancedStep | None = None
