@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.booster.plugins import GeminiPlugin, Plugin
@@ -26,7 +25,6 @@ from gulliver.hardware.offload import seconds_text
 from gulliver.hardware.probe import current_cluster, named_cluster
 from gulliver.options import byte_size, size_at_least, size_text
 from gulliver.plan.plan import Plan
-from gulliver.plan.results import MemoryPlan
 from gulliver.planner.measure import estimate_work
 from gulliver.planner.search.facts import facts_of
 from gulliver.planner.search.grids import (
@@ -80,7 +78,7 @@ def answer_of(options: Search) -> Answer:
             use: found if asked == options else _searched(asked, cluster, 1)[1]
             for use, asked in uses.items()
         }
-    why = why_module(found, options.why, samples) if options.why else None
+    why = why_module(found, options.why) if options.why else None
     prices = prices_of_memory(found, samples)
     return Answer(subject, found, prices, enough(found, samples), changed, estimates, why)
 
@@ -171,9 +169,6 @@ def _plain(scored: Scored) -> dict[str, Any]:
 
 
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
-COLORS = ("cyan", "yellow", "green", "magenta")
-WIDTH = 60
-"""Characters of a bar."""
 
 
 def plan_command(config: PlanConfig, arguments: list[str]) -> int:
@@ -234,7 +229,7 @@ def plugin_of(options: Memory) -> Plugin:
 
 
 def show(plan: Plan, options: Memory) -> None:
-    """Prints what lies where, as a table and, on a terminal, as bars; then time and limit."""
+    """Prints what lies where, then time and limit."""
     console = Console(markup=False, emoji=False, highlight=False)
     moved, memory, zero = plan.predicted.moved, plan.memory, plan.zero
     assert moved is not None, "the plan has tiers"
@@ -260,11 +255,6 @@ def show(plan: Plan, options: Memory) -> None:
         sizes += [getattr(moved.on_disk, kind)] if three else []
         table.add_row(kind.replace("_", " "), *map(size_text, sizes))
     console.print(table)
-    if console.is_terminal:
-        console.print(_bar("memory", memory, zero.tiers.limit))
-        if zero.tiers.host or zero.tiers.disk:
-            whole = zero.tiers.disk_bytes + zero.tiers.host
-            console.print(_bar("behind", moved.leaves, whole))
     seconds = plan.predicted.seconds
     console.print(f"least limit: {size_at_least(moved.minimum)}, which {moved.decides} needs")
     console.print(
@@ -279,14 +269,3 @@ def show(plan: Plan, options: Memory) -> None:
     for line in (moved.price, *plan.reasons.values()):
         if line:
             console.print(line)
-
-
-def _bar(name: str, parts: MemoryPlan, whole: int) -> Text:
-    """A line of blocks, a colour for each kind, as long as its share of `whole`."""
-    text, used = Text(f"{name:<8}"), 0
-    for kind, color in zip(KINDS, COLORS, strict=True):
-        count = round(WIDTH * getattr(parts, kind) / max(1, whole))
-        text.append("\u2588" * count, color)
-        used += count
-    text.append("\u2591" * max(0, WIDTH - used))
-    return text.append(f" {size_text(whole)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -24,16 +24,15 @@ from gulliver.planner.search.grids import (
     least_bytes,
     saved_by_a_gib,
 )
-from gulliver.planner.search.score import Scored, Scorer
+from gulliver.planner.search.score import Scored
 
 SIZES = (1, 2, 4, 8, 16)
 ADDED_UP = ("row", "vocabulary")
 """Kinds of modules whose outputs tensor ranks add up."""
 
 
-NONE_FITS = "none fits"
-NOT_SHARED = "no such grid"
-"""Refusal where heads, samples or ranks do not divide into a grid of the best one's kind."""
+NOT_BEST = "not among the best"
+"""Where no grid with so many tensor ranks is among those that were found."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class TensorChoice:
     compute_s: float = 0.0
     # Seconds of the sum of its outputs over them, for one sample.
     message_s: float = 0.0
-    # Seconds of the step of the whole model with as many tensor ranks; 0 where none fits.
+    # Seconds of the fastest of the best grids with as many tensor ranks; 0 where there is none.
     step_s: float = 0.0
     refused: str = ""
 
@@ -73,13 +72,15 @@ class Why:
     source: str
 
 
-def why_module(found: Found, path: str, samples: int) -> Why:
+def why_module(found: Found, path: str) -> Why:
     """Explains what the fastest grid does with a module."""
     facts = found.facts
     costs = facts.analysis.module(path)
     module = facts.model.get_submodule(path)
     best = found.best[0].grid if found.best else None
     sizes = [size for size in SIZES if found.cluster.size % size == 0]
+    device = facts.device
+    rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.matmul.items())
     return Why(
         path,
         type(module).__name__,
@@ -88,25 +89,13 @@ def why_module(found: Found, path: str, samples: int) -> Why:
         costs.saved // facts.samples,
         best.axes.tensor if best else 0,
         (best.recomputed if best else 0, len(facts.blocks)),
-        tuple(_choice(found, path, size, samples) for size in sizes),
-        source_of(found),
+        tuple(_choice(found, path, size) for size in sizes),
+        f"{'measured' if found.cluster.measured else 'described, not measured'}: {device.name}, "
+        f"TFLOP/s {rates}, {device.memory_rate / 1e9:,.0f} GB/s of memory; {found.cluster.source}",
     )
 
 
-def source_of(found: Found) -> str:
-    """Names the sources of the constants of a search."""
-    how = "measured" if found.cluster.measured else "described, not measured"
-    rates = ", ".join(
-        f"{dtype} {rate / 1e12:g}" for dtype, rate in found.facts.device.matmul.items()
-    )
-    device = found.facts.device
-    return (
-        f"{how}: {device.name}, TFLOP/s {rates}, {device.memory_rate / 1e9:,.0f} GB/s of memory; "
-        f"{found.cluster.source}"
-    )
-
-
-def _choice(found: Found, path: str, size: int, samples: int) -> TensorChoice:
+def _choice(found: Found, path: str, size: int) -> TensorChoice:
     """Says what `size` tensor ranks do with a module, and what it takes."""
     facts = found.facts
     try:
@@ -123,55 +112,15 @@ def _choice(found: Found, path: str, size: int, samples: int) -> TensorChoice:
     if placed is not None and placed.how.kind in ADDED_UP:
         links = found.cluster.crossed(1, size)
         message = all_reduce_seconds(links, analysis.module(path).output // n)
-    step, reason = _step(found, size, samples)
+    steps = [s.seconds.step for s in found.best if s.grid.axes.tensor == size]
     return TensorChoice(
         size,
         how,
         seconds / size if cut else seconds,
         message,
-        step.seconds.step if step else 0.0,
-        reason,
+        steps[0] if steps else 0.0,
+        "" if steps else NOT_BEST,
     )
-
-
-def _step(found: Found, size: int, samples: int) -> tuple[Scored | None, str]:
-    """The fastest of the grids that were found, or of the best one turned to `size` ranks."""
-    same = [scored for scored in found.best if scored.grid.axes.tensor == size]
-    if same:
-        return same[0], ""
-    if not found.best:
-        return None, NONE_FITS
-    return _turned(found, found.best[0], size, samples)
-
-
-def _turned(found: Found, best: Scored, size: int, samples: int) -> tuple[Scored | None, str]:
-    """The best grid with other tensor ranks, of sequence or data ranks, or why there is none."""
-    on_cpu = found.cluster.device.to_device_rate is None
-    scorer = Scorer(
-        found.facts, found.cluster, samples, "cpu" if on_cpu else "cuda", 0.0 if on_cpu else 1.0
-    )
-    axes = best.grid.axes
-    tried, reason = list[Scored](), NOT_SHARED
-    for name in ("data", "sequence", "pipeline"):
-        whole = getattr(axes, name) * axes.tensor
-        if whole % size:
-            continue
-        changed = replace(axes, tensor=size, **{name: whole // size})
-        if changed.sequence == 1 and changed.mode != "split_gather":
-            changed = replace(changed, mode="")
-        if changed.sequence > 1 and not changed.mode:
-            continue
-        grid = replace(best.grid, axes=changed, recomputed=0)
-        if samples % changed.data or (samples // changed.data) % grid.micro_batches:
-            continue
-        if changed.pipeline != axes.pipeline or scorer.refuses(changed):
-            continue
-        reason = NONE_FITS
-        scored = scorer.least(grid, found.limit)
-        tried += [scored] if scored else []
-    if not tried:
-        return None, reason
-    return min(tried, key=lambda scored: scored.seconds.step), ""
 
 
 # Everything that ``gulliver plan MODEL`` answers, as values; `plan_text.py` says it in words.
