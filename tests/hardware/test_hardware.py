@@ -50,15 +50,10 @@ def test_every_description_loads_and_says_that_it_was_not_measured() -> None:
         ("bandwidth: 12500000.0", "bandwidth: -3", "must be a positive number"),
         ("bandwidth: 12500000.0", "bandwidth: fast", "must be a number"),
         ("device:", "devise:", "'device'"),
-        ("size: 2", "size: 0", "must be a positive number"),
         ("size: 2", "size: 2.5", "must be a whole number"),
-        ("bandwidth: 12500000.0", "bandwidth: .inf", "must be a positive number"),
-        ("bandwidth: 12500000.0", "bandwidth: true", "must be a positive number"),
         ("measured: false", "measured: perhaps", "must be true or false"),
         ("measured: false", "measured: false\nrank_order: [0, 0]", "each of the 2 ranks once"),
-        ("measured: false", "measured: false\nrank_order: 3", "must be a list"),
         ("ring: false", "messages: {sizes: [2, 1], seconds: [1, 2]}", "ascend"),
-        ("ring: false", "along: [{ranks: 2, collectives: 3}]", "a value to each name"),
     ],
 )
 def test_a_wrong_entry_is_one_clear_line(tmp_path: Path, old: str, new: str, message: str) -> None:

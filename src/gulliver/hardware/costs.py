@@ -11,8 +11,6 @@ Computing 20, 1994). Collectives go axis by axis.
 | all-gather | the same | outer to inner, its mirror image |
 | all-reduce | a reduce-scatter and an all-gather | in, along the outer axes, out |
 | all-to-all | h alpha + (n-1)/n bytes / B | all bytes along every axis |
-| broadcast | ceil(log2 n) (alpha + bytes / B) | outer to inner |
-| broadcast, ring | (n-1) alpha + bytes / B | outer to inner |
 
 h is the number of latencies: 1 where every rank sends to all others at once (Gulliver over gloo),
 n-1 where parts go round a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). What was measured goes
@@ -35,10 +33,10 @@ import torch
 import torch.distributed as dist
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.cluster import Cluster, Device, Disk, Link
+from gulliver.hardware.cluster import Cluster, Device, Link
 
 Axes = Sequence[tuple[int, Link]]
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
 """FLOPs of a backward in those of its forward: two products of matrices for one, five for two."""
@@ -100,11 +98,6 @@ def copy_seconds(device: Device, count: int, to_device: bool) -> float:
     if rate is None:
         raise GulliverError(f"{device.name} has no copy rate: it computes in host memory")
     return device.launch_s + count / rate
-
-
-def disk_seconds(disk: Disk, count: int, write: bool) -> float:
-    """Writing a file of `count` bytes until it is on the disk, or reading it from there."""
-    return disk.latency_s + count / (disk.write_rate if write else disk.read_rate)
 
 
 def point_to_point_seconds(link: Link, count: int) -> float:
@@ -178,17 +171,9 @@ def packing_seconds(
     return elements * (packed * pack_s + unpacked * unpack_s) + parts * call_s
 
 
-def broadcast_seconds(axes: Axes, count: int) -> float:
-    """Seconds for `count` bytes, first along the outermost axis."""
-    return sum(_one_axis("broadcast", size, link, count) for size, link in axes if size > 1)
-
-
 def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
     """Bytes that each rank sends along each axis, in the order of `axes`."""
-    # Of a broadcast, those of the busiest rank, which is the root.
     _check_collective(collective)
-    if collective == "broadcast":
-        return [count * (1.0 if link.ring else _tree_depth(n)) * (n > 1) for n, link in axes]
     sent, left = [], float(count)
     for size, _ in reversed(axes):
         sent.append(left * (size - 1) / size)
@@ -265,17 +250,8 @@ def _one_axis(collective: Collective, size: int, link: Link, count: float) -> fl
         if measured.ranks == size and collective in measured.collectives:
             return measured.collectives[collective].at(count)
     hops = size - 1 if link.ring else 1
-    if collective == "broadcast":
-        if link.ring:
-            return hops * link.alpha_s + count / link.bandwidth
-        return _tree_depth(size) * (link.alpha_s + count / link.bandwidth)
     times = 2 if collective == "all_reduce" else 1
     return times * (hops * link.alpha_s + (size - 1) / size * count / link.bandwidth)
-
-
-def _tree_depth(size: int) -> int:
-    """Rounds in which one rank's message reaches all, when those who have it pass it on."""
-    return (size - 1).bit_length()
 
 
 def _check_collective(collective: str) -> None:
@@ -290,7 +266,6 @@ _SECONDS = {
     "reduce_scatter": reduce_scatter_seconds,
     "all_gather": all_gather_seconds,
     "all_to_all": all_to_all_seconds,
-    "broadcast": broadcast_seconds,
 }
 
 
