@@ -220,7 +220,7 @@ EDITS = [
     (
         'data: "rows"',
         'data: "heads"',
-        ["data: heads (line", "mesh.axes.data: 2 (line", "cannot lie so"],
+        ["data: heads (line", "cannot lie so"],
     ),
     (
         '- "1"',

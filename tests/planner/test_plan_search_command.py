@@ -110,17 +110,18 @@ def test_text_has_all_that_was_asked(file: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_other_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    """A function's model, inference, and estimates for every use."""
+    """A function's model, training, adapters and inference."""
     options = ("--cluster", "h100", "--batch", "2", "--json")
     out = json.loads(printed(capsys, f"{__name__}:small", *options))
     assert out["parameters"] == 8 * 8 + 8
     assert out["enough"]["ranks"] == 1
-    out = json.loads(printed(capsys, file, "--seq", "32", *options, "--inference", "--estimates"))
-    use = out["estimates"]
-    held = {kind: use[kind]["bytes"]["all"] for kind in ("training", "inference")}
-    (lora,) = (use[kind]["bytes"]["all"] for kind in use if kind.startswith("LoRA"))
-    assert held["inference"] < lora < held["training"]
-    assert use["inference"]["bytes"]["gradients"] == 0 == out["trained"]
+    held = {}
+    for use in ((), ("--lora", "16"), ("--inference",)):
+        out = json.loads(printed(capsys, file, "--seq", "32", *options, *use))
+        held[use] = out["best"][0]["bytes"]
+    training, lora, inference = (bytes_["all"] for bytes_ in held.values())
+    assert inference < lora < training
+    assert held["--inference",]["gradients"] == 0 == out["trained"]
 
 
 @pytest.mark.full

@@ -439,8 +439,6 @@ class Search(Options):
     """Rank of LoRA adapters of all linear layers: they alone are trained."""
     inference: bool = False
     """Plan forwards alone: nothing is trained."""
-    estimates: bool = False
-    """Also print the memory of training, of LoRA and of inference: three searches."""
     why: str | None = None
     """Path of a module: what is done with it, what else could be and at what price."""
     what_if: tuple[str, ...] = ()

@@ -37,9 +37,6 @@ from gulliver.planner.search.grids import (
 from gulliver.planner.search.score import Scored
 from gulliver.planner.tiers import OffloadTiers
 
-RANK = 16
-"""Rank of the adapters of an estimate where none is asked for."""
-
 
 def search_command(options: Search) -> int:
     """Searches, and prints what was found; the exit code is 1 where nothing fits."""
@@ -65,22 +62,9 @@ def answer_of(options: Search) -> Answer:
     if other is not None:
         limit = byte_size("--memory", options.memory) if options.memory else None
         changed = searched_again(found, samples, other, memory=limit)
-    estimates = None
-    if options.estimates:
-        uses = {
-            "training": replace(options, lora=None, inference=False),
-            f"LoRA of rank {options.lora or RANK}": replace(
-                options, lora=options.lora or RANK, inference=False
-            ),
-            "inference": replace(options, lora=None, inference=True),
-        }
-        estimates = {
-            use: found if asked == options else _searched(asked, cluster, 1)[1]
-            for use, asked in uses.items()
-        }
     why = why_module(found, options.why) if options.why else None
     prices = prices_of_memory(found, samples)
-    return Answer(subject, found, prices, enough(found, samples), changed, estimates, why)
+    return Answer(subject, found, prices, enough(found, samples), changed, why)
 
 
 def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subject, Found]:
@@ -141,10 +125,6 @@ def plain(answer: Answer) -> dict[str, Any]:
             "offloaded": answer.enough.offloaded and asdict(answer.enough.offloaded),
         },
         "what_if": answer.changed and [_plain(scored) for scored in answer.changed.best],
-        "estimates": answer.estimates
-        and {
-            use: _plain(one.best[0]) if one.best else None for use, one in answer.estimates.items()
-        },
         "why": answer.why and asdict(answer.why),
         "not_counted": not_counted(found),
         "notes": [*answer.subject.notes, *analysis.notes, *map(str, analysis.opaque)],

@@ -21,7 +21,6 @@ from gulliver.planner.search.grids import (
     Found,
     MinimumResources,
     Price,
-    least_bytes,
     saved_by_a_gib,
 )
 from gulliver.planner.search.score import Scored
@@ -137,8 +136,6 @@ class Answer:
     enough: MinimumResources
     # What was found on the changed cluster; None where nothing was changed.
     changed: Found | None = None
-    # What was found for training, LoRA and inference, by name.
-    estimates: dict[str, Found] | None = None
     # What is done with a module; None where none was asked for.
     why: Why | None = None
 
@@ -360,22 +357,6 @@ def _after(answer: Answer, options: Search) -> list[str]:
         lines += _changes(found, answer.changed)
     if found.best:
         lines += _costs(found.best[0], found.cluster.size, answer.subject.tokens, options)
-    for use, one in (answer.estimates or {}).items():
-        if not one.best:
-            lines.append(f"{use}: {one.why_none()}")
-            continue
-        best = one.best[0]
-        if one is found:
-            least, grid = need.bytes, need.grid
-        else:  # a search looks at no mesh that a bound leaves out
-            least, grid = least_bytes(one.facts, one.cluster, options.batch)
-        lines.append(
-            f"{use}: {size_text(best.bytes)} of a rank ({_kinds(best)}), "
-            f"{seconds_text(best.seconds.step)} a step, {best.grid}; the least of a rank is "
-            f"{size_at_least(least)}, {grid}"
-        )
-        if one.facts.cached:
-            lines.append(_inference(one, answer.subject.sample))
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -245,15 +246,11 @@ class _Compiler:
             for index, label in enumerate(row.blocks):
                 place = f"{where}.blocks[{index}]"
                 if label in seen:
-                    raise GulliverError(
-                        f"{self._line(seen[label], label)} and {self._line(place, label)} name one "
-                        "block: a block runs in one way; remove one of them"
-                    )
+                    both = f"{self._line(seen[label], label)} and {self._line(place, label)}"
+                    raise GulliverError(f"{both} name one block: remove one of them")
                 if label not in known:
-                    raise GulliverError(
-                        f"{self._line(place, label)}: the model has no such block: "
-                        f"{nearest(label, known)}"
-                    )
+                    told = self._line(place, label)
+                    raise GulliverError(f"{told}: there is no such block: {nearest(label, known)}")
                 seen[label] = place
                 self._place_block(f"{where}.operators", row, known[label])
         missing = [label for label in known if label not in seen]
@@ -264,20 +261,10 @@ class _Compiler:
         wanted = [_relative(self.graph.nodes[n]) for n in numbers]
         given = [choice.operator for choice in row.operators]
         if given != wanted:
-            index = next(
-                (
-                    n
-                    for n, pair in enumerate(zip(given, wanted, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                min(len(given), len(wanted)),
-            )
-            here = given[index] if index < len(given) else "the end"
-            there = wanted[index] if index < len(wanted) else "the end"
-            raise GulliverError(
-                f"{self._line(f'{where}[{index}].operator', repr(here))} is not what the model "
-                f"computes there, {there!r}: the plan is of another model, or batch"
-            )
+            pairs = enumerate(zip_longest(given, wanted, fillvalue="the end"))
+            index, (here, there) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+            told = self._line(f"{where}[{index}].operator", repr(here))
+            raise GulliverError(f"{told}: the model computes {there!r} there: plan again")
         for index, (node, choice) in enumerate(zip(numbers, row.operators, strict=True)):
             self.chosen[node], self.places[node] = choice, f"{where}[{index}]"
 
@@ -318,31 +305,18 @@ class _Compiler:
     def _layouts(self, node: int) -> Mapping[int, Layout]:
         choice, where = self.chosen[node], self.places[node]
         if tuple(choice.along) != self.names:
-            place = f"{where}.along"
-            raise GulliverError(
-                f"{place}: {', '.join(choice.along)}{self.plan.line_text(place)} and "
-                f"{self.plan.describe_field('mesh.axes')}: an operator lies along "
-                f"{', '.join(self.names)}"
-            )
+            told = self._line(f"{where}.along", ", ".join(choice.along))
+            raise GulliverError(f"{told}: an operator lies along {', '.join(self.names)}")
         words = tuple(choice.along.values())
         ways = {way.words: way.layouts for way in self.graph.ways(node)}
         if words in ways:
             return ways[words]
-        for number, name in enumerate(self.names):
-            possible = {way[number] for way in ways}
-            if words[number] not in possible:
-                told = self._line(f"{where}.along.{name}", words[number])
-                raise GulliverError(
-                    f"{told} and {self.plan.describe_field(f'mesh.axes.{name}')}: "
-                    f"{choice.operator} cannot lie so over that many ranks: "
-                    f"{nearest(words[number], possible)}"
-                )
         lines = " and ".join(
             self._line(f"{where}.along.{name}", word)
             for name, word in zip(self.names, words, strict=True)
         )
         some = "; ".join(", ".join(way) for way in list(ways)[:6])
-        raise GulliverError(f"{lines} contradict each other: together go {some}")
+        raise GulliverError(f"{choice.operator} cannot lie so: {lines}; possible: {some}")
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
         """Recomputed runs of calls, kept values, and offloaded calls."""
@@ -370,10 +344,8 @@ class _Compiler:
     def _check_again(self, node: int) -> None:
         values = self.graph.trace.values
         if not self.graph.trains(node):
-            raise GulliverError(
-                f"{self._line(f'{self.places[node]}.saved', 'recompute')}: "
-                f"{self.chosen[node].operator} has no gradient, and saves nothing: keep it"
-            )
+            told = self._line(f"{self.places[node]}.saved", "recompute")
+            raise GulliverError(f"{told}: {self.chosen[node].operator} saves nothing: keep it")
         for value in self.graph.takes(node):
             if not values[value].flows or value in self.graph.saved:
                 continue
@@ -381,7 +353,6 @@ class _Compiler:
             if self.chosen[maker].saved != "recompute":
                 raise GulliverError(
                     f"{self._line(f'{self.places[node]}.saved', 'recompute')} and "
-                    f"{self._line(f'{self.places[maker]}.saved', self.chosen[maker].saved)}: what "
-                    f"{self.chosen[maker].operator} gives is in no backward, and not there to "
-                    f"compute {self.chosen[node].operator} again: recompute both, or keep this one"
+                    f"{self._line(f'{self.places[maker]}.saved', self.chosen[maker].saved)}: "
+                    "recompute both, or keep this one"
                 )

@@ -59,7 +59,8 @@ def _shown(plan: Plan, name: str) -> str:
         sizes = plan.mesh.axes if name == "mesh.axes" else plan.mesh.torus
         value = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     else:
-        return plan.describe_field(name)
+        told = plan.describe_field(name)
+        return told if len(told) <= LONGEST else f"{name}: ... {told[told.rfind('(line') :]}"
     return f"{name}: {value}{plan.line_text(name)}"
 
 
@@ -71,48 +72,35 @@ def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
     if list(mesh.axes) != [name for name in AXES if name in mesh.axes]:
         yield f"mesh.axes are out of order: name them outer to inner, as in {', '.join(AXES)}"
     if mesh.size != ranks:
-        yield (
-            f"{_shown(plan, 'mesh.axes')} make {mesh.size} ranks, and there are {ranks}: change "
-            "an axis, or the number of ranks"
-        )
+        yield f"{_shown(plan, 'mesh.axes')} make {mesh.size} ranks, and there are {ranks}"
     if mesh.torus and math.prod(mesh.torus.values()) != mesh.size:
-        yield (
-            f"{_shown(plan, 'mesh.torus')} and {_shown(plan, 'mesh.axes')} differ: a torus is "
-            "all ranks of the mesh"
-        )
-    order = _shown(plan, "mesh.rank_order")
+        yield _clash(plan, "mesh.torus", "mesh.axes", why="a torus is all ranks of the mesh")
     if mesh.rank_order and sorted(mesh.rank_order) != list(range(mesh.size)):
-        yield f"{order} must name each of the {mesh.size} ranks of mesh.axes once"
+        yield _clash(
+            plan, "mesh.rank_order", why=f"it must name each of the {mesh.size} ranks once"
+        )
     if mesh.rank_order and not mesh.torus:
-        yield f"{order} is of a torus, and mesh.torus is empty: name its axes"
+        yield _clash(plan, "mesh.rank_order", "mesh.torus", why="name the axes of the torus")
 
 
 def _operators(plan: Plan) -> Iterator[str]:
     """Yields choices that contradict operators which are shared one by one."""
     for name in ("zero", "ddp"):
         if getattr(plan, name) is not None:
-            why = f"operators are shared over all ranks; right would be {name}: null"
-            yield _clash(plan, "operators", name, why=why)
+            yield _clash(plan, "operators", name, why=f"take {name}: null")
     default = Plan()
     for name in ("tensor", "sequence", "pipeline", "recompute", "precision", "max_norm", "weights"):
         if getattr(plan, name) != getattr(default, name):
-            yield (
-                f"{_shown(plan, 'operators')} and {name}: given{plan.line_text(name)}: operators "
-                "say themselves how they are cut and what is computed again, and clipping is the "
-                f"loop's; leave {name} out"
-            )
+            given = f"{name}: given{plan.line_text(name)}"
+            yield f"{_shown(plan, 'operators')} and {given}: operators say it; leave it out"
     if plan.mesh.torus:
-        yield (
-            f"{_shown(plan, 'operators')} and {plan.describe_field('mesh.torus')}: axes of "
-            "operators are those of mesh.axes"
-        )
+        yield _clash(plan, "operators", "mesh.torus", why="operators lie along mesh.axes")
 
 
 def _shards(plan: Plan) -> Iterator[str]:
     zero = plan.zero
     if (zero is None) == (plan.ddp is None):
-        why = "one of them shares the work of the replicas, the other one is null"
-        yield _clash(plan, "zero", "ddp", why=why)
+        yield _clash(plan, "zero", "ddp", why="one of them shares the work of the replicas")
     given = {
         "ddp": plan.ddp is not None,
         "zero.tuning": zero is not None and zero.tuning != "off",
@@ -122,17 +110,13 @@ def _shards(plan: Plan) -> Iterator[str]:
     cutting = [f"mesh.axes.{name}" for name in MODEL_AXES if plan.mesh.of(name) > 1]
     for name, right in WHOLE_MODELS.items():
         if cutting and given[name]:
-            told = _shown(plan, name) if name in SECTIONS else plan.describe_field(name)
-            yield (
-                f"{_shown(plan, cutting[0])} and {told}: the second is for whole models only; "
-                f"right would be {right}"
-            )
+            why = f"the second is for whole models only; right would be {right}"
+            yield _clash(plan, cutting[0], name, why=why)
     if plan.ddp is not None and plan.precision.parameters != "none":
         why = "DDP has no float32 copies; take zero, or precision.autocast"
         yield _clash(plan, "ddp", "precision.parameters", why=why)
     if plan.ddp is not None and plan.max_norm:
-        why = "under DDP the loop clips; take zero, or max_norm: 0.0"
-        yield _clash(plan, "ddp", "max_norm", why=why)
+        yield _clash(plan, "ddp", "max_norm", why="under DDP the loop clips; take max_norm: 0.0")
 
 
 def _unused(plan: Plan) -> Iterator[str]:
@@ -145,41 +129,27 @@ def _unused(plan: Plan) -> Iterator[str]:
             if getattr(layout, one.name) != getattr(default, one.name)
         }
         if plan.mesh.of(axis) == 1 and changed:
-            given = ", ".join(_short(plan, name) for name in changed)
+            given = ", ".join(_shown(plan, name) for name in changed)
             right = ", ".join(f"{name}: {written(value)}" for name, value in changed.items())
-            yield (
-                f"{_shown(plan, f'mesh.axes.{axis}')} and {given}: with one rank of the {axis} "
-                f"axis this does nothing; right would be {right}"
-            )
+            size = _shown(plan, f"mesh.axes.{axis}")
+            yield f"{size} and {given}: with one rank this does nothing; right would be {right}"
     if plan.precision.kept and plan.precision.parameters == "none":
-        why = "nothing is turned to 16 bits, so there is nothing to keep; right would be kept: []"
+        why = "nothing is turned to 16 bits; right would be kept: []"
         yield _clash(plan, "precision.parameters", "precision.kept", why=why)
-
-
-def _short(plan: Plan, name: str) -> str:
-    """A value with its line, shortened if it is long."""
-    told = plan.describe_field(name)
-    return told if len(told) <= LONGEST else f"{name}: ... {told[told.rfind('(line') :]}"
 
 
 def _sequence(plan: Plan) -> Iterator[str]:
     sequence, size = plan.sequence, plan.mesh.of("sequence")
     own, both = ", ".join(SHARED_BY_SEQUENCE), ("mesh.axes.sequence", "sequence.mode")
     if sequence.degree != size:
-        yield (
-            f"{_shown(plan, 'mesh.axes.sequence')} and {_shown(plan, 'sequence.ulysses')}, "
-            f"{_shown(plan, 'sequence.outer')}, {_shown(plan, 'sequence.inner')}: their product "
-            f"must be {size}"
-        )
+        names = ("mesh.axes.sequence", "sequence.ulysses", "sequence.outer", "sequence.inner")
+        yield _clash(plan, *names, why=f"the product of the last three must be {size}")
     if sequence.mode is None and size > 1:
         yield _clash(plan, *both, why=f"name a mode, one of {own}")
     if sequence.mode in (*SHARED_BY_SEQUENCE, "auto") and size == 1:
         yield _clash(plan, *both, why="this mode needs at least 2 ranks of a sequence, or be null")
     if sequence.mode in SHARED_BY_TENSOR and plan.mesh.of("tensor") == 1:
-        why = (
-            "this mode needs at least 2 ranks of the tensor axis; with ranks of its own take one "
-            f"of {own}"
-        )
+        why = f"this mode needs at least 2 ranks of the tensor axis; or take one of {own}"
         yield _clash(plan, "mesh.axes.tensor", "sequence.mode", why=why)
     if sequence.mode in SHARED_BY_TENSOR and size > 1:
         yield _clash(plan, *both, why="this mode has no ranks of its own")
@@ -192,11 +162,8 @@ def _pipeline(plan: Plan) -> Iterator[str]:
     pipeline, size = plan.pipeline, plan.mesh.of("pipeline")
     stages = size * pipeline.chunks_per_rank
     if size > 1 and pipeline.cut and stages and len(pipeline.cut) not in (stages, stages - 1):
-        yield (
-            f"{_shown(plan, 'pipeline.cut')} deals {len(pipeline.cut)} stages, "
-            f"{_shown(plan, 'mesh.axes.pipeline')} and {_shown(plan, 'pipeline.chunks_per_rank')} "
-            f"make {stages}"
-        )
+        names = ("pipeline.cut", "mesh.axes.pipeline", "pipeline.chunks_per_rank")
+        yield _clash(plan, *names, why=f"{len(pipeline.cut)} stages, not {stages}")
 
 
 def _tiers(plan: Plan) -> Iterator[str]:
@@ -208,27 +175,21 @@ def _tiers(plan: Plan) -> Iterator[str]:
         why = "what is whole on every rank cannot leave its memory; take stage: 3, or tiers: null"
         yield _clash(plan, "zero.stage", limit, why=why)
     if zero.tuning != "off":
-        why = (
-            "the size of chunks is planned with the limit; right would be tuning: off, with "
-            "zero.chunk_bytes"
-        )
+        why = "chunks are planned with the limit; right would be tuning: off, with zero.chunk_bytes"
         yield _clash(plan, "zero.tuning", limit, why=why)
     if tiers.disk is None and tiers.disk_bytes:
         yield _clash(plan, *disk, why="name a folder, or give it 0 bytes")
     if tiers.disk is not None and not tiers.disk_bytes:
         yield _clash(plan, *disk, why="say how much may lie there, such as disk_bytes: 100GiB")
     if tiers.host and plan.mesh.device == "cpu":
-        why = f"memory of the host is what {_shown(plan, limit)} is of; right would be host: 0"
+        why = "the limit is of the host's memory itself; right would be host: 0"
         yield _clash(plan, "mesh.device", "zero.tiers.host", why=why)
     if tiers.offloaded and tiers.activations != "mixed":
         why = "it names blocks, as activations: mixed does"
         yield _clash(plan, "zero.tiers.activations", "zero.tiers.offloaded", why=why)
     for name in MODEL_AXES:
         if name in plan.mesh.axes and tiers.activations not in ("keep", "recompute"):
-            why = (
-                "activations of whole models can leave, and those of a cut one not yet; take "
-                f"activations: keep, or recompute, or leave the axis {name} out"
-            )
+            why = f"of a cut model take keep, or recompute, or leave the axis {name} out"
             yield _clash(plan, f"mesh.axes.{name}", "zero.tiers.activations", why=why)
     for name in ("offload_optim", "offload_param"):
         if tiers.policy == "auto" and getattr(tiers, name) != 1:
@@ -244,30 +205,23 @@ def _wire(plan: Plan) -> Iterator[str]:
         name = f"wire.{kind}"
         if sizes[kind] == 1:
             axis = "data" if kind in ("gather", "reduce") else kind
-            why = f"with one rank nothing travels; right would be wire.{kind}: identity"
+            why = f"with one rank nothing travels; right would be {name}: identity"
             yield _clash(plan, f"mesh.axes.{axis}", name, why=why)
         if kind == "gather" and (plan.zero is None or plan.zero.stage == 0):
-            why = (
-                "parameters are gathered from stage 1 of ZeRO on; right would be wire.gather: "
-                "identity"
-            )
+            why = "gathered from stage 1 of ZeRO on; right would be wire.gather: identity"
             yield _clash(plan, name, why=why)
         if kind == "gather" and wire_format(packed[kind]).rounding != "nearest":
             exact = packed[kind].replace(":stochastic", "")
             why = (
-                "parameters are rounded to the nearest, for all ranks have to find the same; "
-                f"right would be wire.gather: {exact}, of a plugin "
-                f"communication_dtype={packed | {kind: exact}}"
+                f"all ranks have to find the same parameters; right would be wire.gather: {exact}, "
+                f"of a plugin communication_dtype={packed | {kind: exact}}"
             )
             yield _clash(plan, name, why=why)
     if plan.wire.error_feedback and "reduce" not in packed:
         why = "gradients lose nothing that could be fed back; right would be error_feedback: false"
         yield _clash(plan, "wire.reduce", "wire.error_feedback", why=why)
     if plan.wire.error_feedback and plan.limited:
-        why = (
-            "what is fed back takes as much memory as all gradients; right would be "
-            "error_feedback: false"
-        )
+        why = "it takes as much memory as all gradients; right would be error_feedback: false"
         yield _clash(plan, "zero.tiers.limit", "wire.error_feedback", why=why)
 
 
@@ -279,10 +233,7 @@ def _step_in_backward(plan: Plan) -> Iterator[str]:
         yield _clash(plan, plain, limited, why="with tiers the second counts; say it there alone")
     for name in MODEL_AXES:
         if name in plan.mesh.axes:
-            why = (
-                "whole models can be stepped during backward, and a cut model not yet; leave the "
-                f"axis {name} out, or say false"
-            )
+            why = f"only whole models can be stepped in backward; leave the axis {name} out"
             yield _clash(plan, f"mesh.axes.{name}", limited if plan.limited else plain, why=why)
 
 
@@ -294,8 +245,6 @@ def _fp8(plan: Plan) -> Iterator[str]:
         why = "each rank would have a history of its own; take tensorwise or rowwise"
         yield _clash(plan, "mesh.axes", scaling, why=why)
     if plan.sequence.mode in SHARED_BY_TENSOR:
-        why = (
-            "FP8 layers take whole sequences on tensor ranks; take mode: null, or one of "
-            + ", ".join(SHARED_BY_SEQUENCE)
-        )
+        modes = ", ".join(SHARED_BY_SEQUENCE)
+        why = f"FP8 layers take whole sequences on tensor ranks; take mode: null, or one of {modes}"
         yield _clash(plan, "sequence.mode", scaling, why=why)

@@ -141,9 +141,9 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
         type(optimizer or no_optimizer()).__name__,
     )
     if plan.lines and plan.model.parameters not in (0, found.parameters):
+        told = plan.describe_field("model.parameters")
         raise GulliverError(
-            f"{plan.describe_field('model.parameters')}, and the model has {found.parameters}: the "
-            "plan is of another model; without its section model it is taken for any"
+            f"{told}, and the model has {found.parameters}: leave section model out"
         )
     return found
 
@@ -169,14 +169,11 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
         if rule is not None:
             raise GulliverError(
                 f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: "
-                "one module has one style; remove the rule or that line of modules"
+                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: one of them has to go"
             )
         if path not in paths:
-            raise GulliverError(
-                f"tensor.modules names {path!r}{lines[path]}, which the model does not "
-                f"have: {nearest(path, paths)}"
-            )
+            where = f"tensor.modules names {path!r}{lines[path]}"
+            raise GulliverError(f"{where}, which the model does not have: {nearest(path, paths)}")
     try:
         # All at once: column and row styles are right only together.
         found = plan_tensor(model, size, {**layout.rules, **edited}, *rest)
@@ -189,10 +186,8 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     styles = styles_of(found)
     for path, style in edited.items():
         if styles.get(path) != style:
-            raise GulliverError(
-                f"tensor.modules[{path!r}]: {style!r}{lines[path]} is not possible beside the "
-                f"others: it would be {styles.get(path)!r}"
-            )
+            where = f"tensor.modules[{path!r}]: {style!r}{lines[path]}"
+            raise GulliverError(f"{where} is not possible: it would be {styles.get(path)!r}")
     return found
 
 
@@ -229,10 +224,8 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
     _check_blocks(plan, model, stack)
     numbers, count = deal(line.schedule, size, chunks), len(stack.blocks)
     if plan.lines and len(line.cut) == size * chunks and sum(line.cut) != count:
-        raise GulliverError(
-            f"{plan.describe_field('pipeline.cut')} sums to {sum(line.cut)}, the model has {count} "
-            "blocks"
-        )
+        told = plan.describe_field("pipeline.cut")
+        raise GulliverError(f"{told} sums to {sum(line.cut)}, the model has {count} blocks")
     return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
 
 
@@ -241,20 +234,16 @@ def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):
-        raise GulliverError(
-            f"{plan.describe_field('pipeline.extra')}, and blocks of {type(model).__name__} return "
-            f"{'a plain tensor: null' if known is None else f'{known} more entries: {known}'}, or "
-            "-1, would be right"
-        )
+        told, kind = plan.describe_field("pipeline.extra"), type(model).__name__
+        right = "null" if known is None else known
+        raise GulliverError(f"{told}, and blocks of {kind} need {right}, or -1 to detect it")
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     for number, path in enumerate(line.after):
         inside = any(path == block or path.startswith(f"{block}.") for block in stack.blocks)
         if inside or model.get_submodule(path) is embedding:
             what = "is in the blocks" if inside else "embeds what the blocks run on"
             where = _lined(plan, f"pipeline.after[{number}]")
-            raise GulliverError(
-                f"{where} names {path!r}, which {what}: after is for what runs after all of them"
-            )
+            raise GulliverError(f"{where} names {path!r}, which {what}")
 
 
 def _with_stages(plan: Plan, stages: Stages) -> Plan:
@@ -279,10 +268,8 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
         for name in chunk.tensors:
             where = f"zero.chunks[{number}].tensors"
             if name not in known:
-                raise GulliverError(
-                    f"{_lined(plan, where)} names {name!r}, which is no parameter of the model: "
-                    f"{nearest(name, known)}"
-                )
+                told = f"{_lined(plan, where)} names {name!r}"
+                raise GulliverError(f"{told}, which is no parameter: {nearest(name, known)}")
             if order.count(name) > 1:
                 raise GulliverError(f"{_lined(plan, where)} names {name!r}, which is named twice")
     found = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
