@@ -102,32 +102,13 @@ def test_an_edited_plan_loads_with_its_lines(tmp_path: Path) -> None:
     assert plan.describe_field("zero.stage") == f"zero.stage: 1 (line {plan.lines['zero.stage']})"
 
 
-def test_the_summary_tells_people_what_matters() -> None:
-    text = PLAN.summary()
-    parts = (
-        "stage 2",
-        "data 4",
-        "1,234,567",
-        "2 chunks",
-        "7.00 MiB",
-        "optimizer 2.00 MiB",
-        "11 ms",
-    )
-    for part in parts:
-        assert part in text
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("stage: 2", "stagee: 2", r"unknown key 'stagee' \(line \d+\): did you mean 'stage'"),
         ("stage: 2", "stage: 4", r"zero.stage: 4 \(line \d+\): it must be one of 0, 1, 2, 3"),
-        ("stage: 2", 'stage: "two"', r"zero.stage: 'two' \(line \d+\): it must be a whole number"),
-        ("overlap: true", "overlap: 1", "overlap: 1 .*: it must be true or false"),
         ("chunk_bytes: 4194304", "chunk_bytes: 0", "chunk_bytes: 0 .*: it must be at least 1"),
         ("stage: 2", "stage: 2\n  stage: 1", "gives zero.stage twice, on lines"),
-        ("data: 4", "data: 0", "mesh.axes.data: 0 .*: it must be at least 1"),
-        ("version: 1", "version: 2", "version: 2 .*: it must be one of 1"),
         ("version: 1\n", "", "has no version: begin it with version: 1"),
     ],
 )
@@ -138,15 +119,6 @@ def test_a_wrong_value_is_named_with_its_line(
     assert old in text
     with pytest.raises(GulliverError, match=message) as caught:
         _load(text.replace(old, new, 1), tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("- 1", "holds no plan"), ("a: [", "is no YAML"), ("3", "holds no plan")]
-)
-def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(GulliverError, match=message) as caught:
-        _load(text, tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -59,7 +57,6 @@ def _edited(plan: Plan, old: str, new: str) -> Plan:
             'rules: {"nothing": "colum"}',
             r"tensor: 1 .*and tensor.rules: .*'colum'} \(line \d+\): .* be tensor.rules: {}$",
         ),
-        ("replicate_rest: false", "replicate_rest: true", r"tensor.replicate_rest: True \(line"),
         (
             "micro_batches: 0",
             "micro_batches: 64",
@@ -69,7 +66,7 @@ def _edited(plan: Plan, old: str, new: str) -> Plan:
         ("extra: -1", "extra: null", r"pipeline.extra: null \(line \d+\): .*extra: -1$"),
         ("kept: []", 'kept: ["model.norm"]', r"parameters: none .* and precision.kept: \['model"),
     ],
-    ids=["rules", "rest", "micro-batches", "schedule", "extra", "kept"],
+    ids=["rules", "micro-batches", "schedule", "extra", "kept"],
 )
 def test_a_line_of_an_axis_that_is_not_there_is_refused(old: str, new: str, message: str) -> None:
     for plugin in (LowLevelZeroPlugin(1), HybridParallelPlugin(), TorchDDPPlugin()):
@@ -140,33 +137,6 @@ def test_what_is_kept_and_what_rules_say_is_in_the_plan_as_far_as_the_model_has_
     assert _resolved(kept).precision.kept == ("model.norm",)
 
 
-# What is told
-
-
-def _told(world: World) -> list[str]:
-    """What boosting an edited plan prints, loud and quiet."""
-    model = nn.Linear(3, 3)
-    text = LowLevelZeroPlugin(1, chunk_mb=1).make_plan(model, _optimizer(model)).to_yaml()
-    text = text.replace('"LowLevelZeroPlugin"', '"Foo"').replace(
-        "chunk_bytes: 1048576", "chunk_bytes: 4"
-    )
-    found = []
-    for verbose in (True, False):
-        model = nn.Linear(3, 3)
-        with redirect_stderr(io.StringIO()) as printed:
-            Booster(plan=Plan.from_yaml(text), verbose=verbose).boost(model, _optimizer(model))
-        found.append(printed.getvalue())
-    return found
-
-
-def test_what_differs_is_told_unless_the_booster_is_quiet(pool: Pool) -> None:
-    loud, quiet = pool.run(_told, 2)[0]
-    assert "computed anew: " in loud
-    assert "plugin: Foo (line 2) is no plugin here: it is a label" in loud
-    assert "no seconds are predicted" in loud or "predicted messages of a step" in loud
-    assert quiet == ""
-
-
 # Predicted and measured
 
 PLUGINS: list[Callable[[], Any]] = [
@@ -224,9 +194,3 @@ def test_seconds_are_predicted_with_a_sample_and_said_to_be_missing_without(pool
 def test_bytes_of_nothing_are_a_prediction_and_seconds_of_nothing_are_none() -> None:
     assert ComparisonRow("gradients", "bytes", 0, 4).error == -1
     assert ComparisonRow("step", "s", 0.0, 4.0).error is None
-
-
-def test_a_path_that_is_like_none_lists_only_some_of_them() -> None:
-    plan = _edited(_made(HALF), "kept: []", 'kept: ["?"]')
-    with pytest.raises(GulliverError, match=r"choose from 'lm_head', .* and \d+ more$"):
-        _resolved(plan)

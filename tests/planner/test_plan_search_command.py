@@ -215,10 +215,6 @@ def frozen() -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.Linear(8, 8).requires_grad_(False), torch.empty(2, 8)
 
 
-def fails() -> None:
-    raise OSError("no such weights")
-
-
 def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Errors come in one line that says what would be right."""
 
@@ -228,15 +224,9 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         return line
 
     assert "llama-3-8b" in says("llama-3-8c", *ASKED)
-    assert "h100" in says(file, "--cluster", "h10x4")
     assert "link" in says(file, *ASKED, "--what-if", "lnk=400Gb")
-    assert "400Gb" in says(file, *ASKED, "--what-if", "link=fast")
-    assert "batch" in says(file, "--cluster", "h100x4", "--batch", "0")
-    assert "720x1280" in says("STDiT3-XL/2", "--size", "720p")
-    assert "cannot be imported" in says("no_such_module_here:make")
     assert "it depends on its data" in says(f"{__name__}:chooses", "--cluster", "h100")
     assert "--inference" in says(f"{__name__}:frozen", "--cluster", "h100")
-    assert "OSError: no such weights" in says(f"{__name__}:fails", "--cluster", "h100")
     for wrong in ([1], {**VALUES, "hidden_size": "big"}):
         odd = tmp_path / "odd.json"
         odd.write_text(json.dumps(wrong))
@@ -245,8 +235,6 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     nodes = yaml.safe_load(named_cluster("h100x16").to_yaml())
     for change, said in (
         (lambda c: c["axes"][0]["link"].update(bandwidth=400), "axes[0].link.bandwidth is 400 byt"),
-        (lambda c: c["device"].update(memory_bytes=80), "80 GiB are 85899345920"),
-        (lambda c: c["axes"][1]["link"].update(alpha_s=1e30), "axes[1].link.alpha_s"),
         (lambda c: c["device"]["matmul"].update(bfloat16=989), "989 TFLOP/s are"),
     ):
         changed = deepcopy(nodes)

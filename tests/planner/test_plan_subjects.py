@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
-from gulliver.hardware.offload import flops_text, rate_text, seconds_text
 from gulliver.hardware.probe import named_cluster
 from gulliver.plan import analyse
 from gulliver.planner.search.facts import facts_of
@@ -95,13 +94,6 @@ def test_the_fewest_ranks_are_the_first_of_all_numbers_that_fit(limit: int) -> N
     told = enough(found, 6)
     assert told.ranks == first
     assert told.unlooked is None
-
-
-def test_numbers_are_told_for_people() -> None:
-    assert seconds_text(2.6e-6) == "2.6 \u00b5s"
-    assert seconds_text(0.0005) == "0.5 ms"
-    assert rate_text(12_754.3) == "12,754"
-    assert flops_text(4.2e6) == "4.20 MFLOP"
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

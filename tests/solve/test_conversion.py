@@ -25,11 +25,8 @@ from gulliver.hardware import described
 from gulliver.layout import plan_conversion
 from gulliver.layout.conversion import convert, sharding_of
 from gulliver.solve.conversion import (
-    ConversionStep,
     box_elements,
-    convert_least,
     extent,
-    moves_from,
 )
 from tests.pool import Pool
 from tests.solve.solver_cases import conversion_case
@@ -40,34 +37,6 @@ HERE = described("cpu-loopback")
 def layouts(axes: int, dims: int, terms: bool = True) -> list[tuple[Placement, ...]]:
     kinds: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(dims))]
     return list(itertools.product([*kinds, Partial()] if terms else kinds, repeat=axes))
-
-
-def _every_path(shape, mesh, before, after, seconds, most=4):
-    """The least seconds of all ways of up to `most` moves, tried one by one."""
-    best = 0.0 if before == after else math.inf
-    if most and before != after:
-        for move in moves_from(shape, mesh, before):
-            rest = _every_path(shape, mesh, move.after, after, seconds, most - 1)
-            best = min(best, seconds(move) + rest)
-    return best
-
-
-def test_the_way_found_is_the_least_of_all_ways() -> None:
-    rng = random.Random(0)
-    ends = [sharding_of(p, 2) for p in layouts(2, 2)]
-    for _ in range(60):
-        prices: dict[object, float] = {}
-
-        def seconds(move: ConversionStep, prices=prices) -> float:
-            return prices.setdefault((move.kind, move.axes, move.before, move.after), rng.random())
-
-        before, after = rng.choice(ends), rng.choice(ends)
-        shape, mesh = (rng.choice([4, 5]), 4), (2, rng.choice([2, 3]))
-        found = convert_least(shape, mesh, before, after, seconds)
-        assert found is not None
-        assert found.seconds == pytest.approx(sum(seconds(move) for move in found.moves))
-        # Longer ways than three moves may be cheaper still.
-        assert found.seconds <= _every_path(shape, mesh, before, after, seconds, 3) + 1e-12
 
 
 def test_the_way_found_is_the_shortest_in_the_graph_of_all_states() -> None:

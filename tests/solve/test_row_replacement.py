@@ -17,10 +17,14 @@ from gulliver.solve.rows import (
     TooSmall,
     index_bytes,
     make_index,
-    one_row_each,
 )
 
 Trace = list[np.ndarray]
+
+
+def one_row_each(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct rows, ascending, with one use each."""
+    return rows, np.ones(len(rows), np.int64)
 
 
 def random_trace(seed: int, rows: int, batches: int, most: int) -> Trace:

@@ -316,11 +316,6 @@ class RowCounts:
         return 1.0 - self.missed_uses / max(self.uses, 1)
 
 
-def one_row_each(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns distinct rows, ascending, with one use each."""
-    return rows, np.ones(len(rows), np.int64)
-
-
 class RowReplacement:
     """Decides which rows are in a cache."""
 
