@@ -12,9 +12,8 @@ import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.solve import Event
-from gulliver.solve.cycle import Cycle
+from gulliver.solve.cycle import STATES, Cycle, Gap, plan_residency
 from gulliver.solve.replacement import Move, NoRoom, Replacement
-from gulliver.solve.residency import STATES, Gap, plan_residency
 from tests.solve.moves import Moved, replay, simulate
 
 PAGE = 4096

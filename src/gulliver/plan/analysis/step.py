@@ -7,24 +7,348 @@ It does not know how a model will be sharded, nor what kernels allocate and free
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gulliver._compat import fake_mode, replace_tensors
+from gulliver._compat import fake_mode, needs_data, replace_tensors
 from gulliver.errors import GulliverError
+from gulliver.hardware.costs import BACKWARD_OF_LINEAR, linear_flops
 from gulliver.memory.symbolic import FakeTensors, stand_in_loss, without_traces
 from gulliver.plan.analysis.known import Known, kernels_of
-from gulliver.plan.analysis.opaque import left_out, operators_of, widened
-from gulliver.plan.analysis.recorder import Recorder
-from gulliver.plan.analysis.records import Analysis, Opaque
-from gulliver.plan.analysis.repeats import Repeats
-from gulliver.plan.analysis.sums import summed
+from gulliver.plan.analysis.recorder import ModuleCall, Moment, Packed, Recorder
+from gulliver.plan.analysis.records import (
+    BACKWARD,
+    FORWARD,
+    OPAQUE,
+    RECOMPUTE,
+    Analysis,
+    Cost,
+    ModuleCosts,
+    Opaque,
+    Operator,
+    Saved,
+)
+from gulliver.plan.analysis.repeats import Given, Repeats, Template, calls_through, replay
+
+# Builds an `Analysis` from the record of a step.
+
+
+# [Note: peaks of replayed calls] A replayed call has the same bytes before and after as the call
+# that it repeats, so its peak is as far above the bytes at its start. For the backward this
+# requires that the repeated call's backward is contiguous, with no operator of another module in
+# between. If it is not, the step must be followed without replays.
+def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
+    """Sums up a step; None if what was replayed cannot be known."""
+    templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
+    operators, moments = recorder.operators, recorder.moments
+    for template in templates:
+        assert template.call is not None
+        _extend(template.call, moments, operators)
+        if not _in_one_piece(template, moments, operators):
+            return None
+        _count(template, moments, operators)
+    for index, nbytes in recorder.claims.items():
+        if index < len(operators):
+            operators[index].saved = nbytes
+    peaks = Peaks(moments)
+    alike = dict(repeats.alike) if repeats is not None else {}
+    refused = repeats.refused if repeats is not None else {}
+    total = peaks.most(0, len(moments))
+    return Analysis(
+        tuple(operators),
+        dict(_modules(model, recorder, operators, peaks, [t.path for t in templates])),
+        alike,
+        _saved(recorder.kept.values()),
+        recorder.inputs,
+        max(recorder.inputs, total[0]),
+        max(recorder.inputs, total[1]),
+        recorder.gradients,
+        sum(p.nbytes for p in model.parameters()),
+        {packed.serial: packed.nbytes for packed in recorder.kept.values() if not packed.name},
+        notes=tuple(f"each {kind} is followed: {why}" for kind, why in refused.items()),
+    )
+
+
+class Peaks:
+    """Peak bytes between moments; a replayed call adds the peak of the call that it repeats."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._moments = moments
+        self._known: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._above = [self._most_of(moment) for moment in moments]
+
+    def most(self, first: int, end: int) -> tuple[int, int]:
+        """Most bytes from one moment to before another, without and with gradients."""
+        part = self._above[first:end]
+        return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
+
+    def forward(self, call: ModuleCall) -> int:
+        """Most bytes of the forward of a call above what was there as it began."""
+        return max(0, self.most(call.begun, call.ended)[0] - call.before)
+
+    def backward(self, call: ModuleCall) -> int:
+        """Most bytes of the backward of a call above what was there as it began."""
+        if not call.span:
+            return 0
+        first, last = call.span
+        return self.most(first, last + 1)[0] - self._moments[first].before
+
+    def _most_of(self, moment: Moment) -> tuple[int, int]:
+        alone, both = moment.after, moment.after + moment.gradients
+        if moment.replayed is None or moment.replayed[0].call is None:
+            return alone, both
+        above = self._of_call(*moment.replayed)
+        start = moment.before
+        return max(alone, start + above[0]), max(both, start + moment.gradients + above[1])
+
+    def _of_call(self, template: Template, backward: bool) -> tuple[int, int]:
+        key = id(template), backward
+        if key not in self._known:
+            call = template.call
+            assert call is not None
+            first, end = (call.begun, call.ended)
+            if backward and call.span:
+                first, end = call.span[0], call.span[1] + 1
+            inside = [self._most_of(moment) for moment in self._moments[first:end]]
+            begun = self._moments[first] if inside else Moment(0, 0, 0)
+            start = begun.before if backward else call.before
+            self._known[key] = (
+                max((p[0] for p in inside), default=start) - start,
+                max((p[1] for p in inside), default=start) - start - begun.gradients,
+            )
+        return self._known[key]
+
+
+def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
+    """Extends a call's backward by the accumulations that follow it."""
+    while call.span and call.span[1] + 1 < len(moments):
+        after = moments[call.span[1] + 1]
+        if after.operator < 0 or not _added_up(operators[after.operator]):
+            return
+        call.span[1] += 1
+
+
+def _added_up(operator: Operator) -> bool:
+    """Whether an operator was run by the autograd engine itself."""
+    return operator.phase == BACKWARD and operator.forward < 0
+
+
+def _in_one_piece(
+    template: Template, moments: Sequence[Moment], operators: Sequence[Operator]
+) -> bool:
+    """Whether the backward of a call is contiguous."""
+    assert template.call is not None
+    if not template.call.span:
+        return not template.backwards
+    first, last = template.call.span
+    for moment in moments[first : last + 1]:
+        operator = operators[moment.operator]
+        path = moment.replayed[0].path if moment.replayed is not None else operator.path
+        own = f"{path}.".startswith(f"{template.path}.")
+        if not own and (moment.replayed is not None or not _added_up(operator)):
+            return False
+    return True
+
+
+def _count(template: Template, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
+    """Counts the operators of a call as often as it was replayed."""
+    call = template.call
+    assert call is not None
+    for operator in operators[slice(*template.operators)]:
+        operator.count += template.forwards
+    if call.span:
+        for moment in moments[call.span[0] : call.span[1] + 1]:
+            if moment.operator >= 0:
+                operators[moment.operator].count += template.backwards
+
+
+def _saved(kept: Iterator[Packed] | object) -> Saved:
+    sizes = {"": 0, "input": 0, "parameter": 0}
+    for one in kept:  # type: ignore[attr-defined]
+        sizes[one.name if one.name in sizes else "parameter"] += one.nbytes
+    return Saved(sizes[""], sizes["input"], sizes["parameter"])
+
+
+def _modules(
+    model: nn.Module,
+    recorder: Recorder,
+    operators: Sequence[Operator],
+    peaks: Peaks,
+    templates: Sequence[str],
+) -> Iterator[tuple[str, ModuleCosts]]:
+    """Yields the costs of the modules that were called, in the order of their first call."""
+    work = _work(operators, templates)
+    calls = dict[str, list[ModuleCall]]()
+    for call in recorder.calls:
+        if call.phase == FORWARD and call.ended >= 0:
+            calls.setdefault(call.path, []).append(call)
+    for path, own in calls.items():
+        yield (
+            path,
+            ModuleCosts(
+                path,
+                type(model.get_submodule(path)).__name__,
+                len(own),
+                *(work.get((path, phase), Cost()) for phase in (FORWARD, RECOMPUTE, BACKWARD)),
+                saved=sum(call.kept for call in own),
+                output=max(call.output for call in own),
+                handed=max(call.handed for call in own),
+                forward_peak=max(peaks.forward(call) for call in own),
+                backward_peak=max(peaks.backward(call) for call in own),
+            ),
+        )
+
+
+def _work(operators: Sequence[Operator], templates: Sequence[str]) -> dict[tuple[str, str], Cost]:
+    """Work by path and phase; inside a replayed call, that of one call."""
+    found = dict[tuple[str, str], Cost]()
+    for operator in operators:
+        path = operator.path
+        stands = next((t for t in templates if f"{path}.".startswith(f"{t}.")), None)
+        parts = path.split(".") if path else []
+        for end in range(len(parts) + 1):
+            around = ".".join(parts[:end])
+            alone = stands is not None and f"{around}.".startswith(f"{stands}.")
+            key = around, operator.phase
+            found[key] = found.get(key, Cost()).plus(operator, 1 if alone else operator.count)
+    return found
+
+
+# Modules that cannot be followed, and the placeholders that replace them.
+#
+# A module that looks at its data (``.item()``, numpy, a number of rows that depends on values)
+# fails with fake tensors. The innermost such module is replaced, with all others of its class: it
+# is costed by its parameters and inputs, and returns its input. If that does not fit what comes
+# next, the module around both is replaced.
+
+
+OURS = Path(__file__).parents[2]
+
+
+def widened(
+    model: nn.Module, known: Mapping[str, Opaque], error: Exception, running: str
+) -> dict[str, Opaque]:
+    """Adds the module that made a step fail to those that are not followed."""
+    where, line = _where(error), str(error).strip().split("\n")[0]
+    if needs_data(error):
+        path = running
+    elif known:
+        # The placeholder returned something that the next module cannot take.
+        path = _around(running, known)
+    else:
+        name = f"module {running!r}" if running else "the model"
+        raise GulliverError(
+            f"{name} cannot run on this batch ({where}: {type(error).__name__}: {line}): give a "
+            "batch and a loss that the model runs with"
+        ) from error
+    kind = type(model.get_submodule(path))
+    alike = [p for p, m in model.named_modules() if type(m) is kind] if path else [""]
+    found = {p: one for p, one in known.items() if not any(_inside(p, a) for a in alike)}
+    reason = f"{type(error).__name__}: {line}"
+    return found | {p: Opaque(p, kind.__name__, where, reason) for p in alike}
+
+
+def _around(running: str, known: Mapping[str, Opaque]) -> str:
+    """The innermost module that contains the running module and one that is not followed."""
+    parts = running.split(".") if running else []
+    for end in range(len(parts), 0, -1):
+        path = ".".join(parts[:end])
+        if path not in known and any(_inside(p, path) for p in known):
+            return path
+    return ""
+
+
+def _inside(path: str, around: str) -> bool:
+    return not around or path == around or path.startswith(f"{around}.")
+
+
+def _where(error: Exception) -> str:
+    """File and line of the model's code that raised."""
+    libraries = Path(torch.__file__).parent
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        f
+        for f in frames
+        if libraries not in Path(f.filename).parents
+        and OURS / "plan" not in Path(f.filename).parents
+        and OURS / "memory" not in Path(f.filename).parents
+    ]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+def left_out(
+    model: nn.Module, recorder: Recorder, opaque: Mapping[str, Opaque]
+) -> AbstractContextManager[None]:
+    """Context in which modules are replaced by placeholders."""
+    paths = {model.get_submodule(path): path for path in opaque}
+
+    def call(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        path = paths[module]
+        outer, recorder.path = recorder.path, path
+        try:
+            return _stand_in(recorder, module, path, (args, kwargs))
+        finally:
+            recorder.path = outer
+
+    return calls_through(call, list(paths))
+
+
+def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> Any:
+    """Placeholder for the call of a module."""
+    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    tensors = list({id(t): t for t in leaves}.values())
+    first = next((t for t in tensors if t.is_floating_point()), None)
+    if first is None:
+        # Then the module around it is replaced.
+        raise ValueError(f"what {path} gives is not known")
+    forward, backward = operators_of(module, path, tensors, first)
+    forward.inputs = recorder.values(tensors)
+    recorder.stand_in(forward)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    grads = torch.is_grad_enabled() and bool(trained or any(t.requires_grad for t in tensors))
+    like = replace(Given.of(first, len(recorder.operators) - 1), requires_grad=grads)
+    kept = [n for n, t in enumerate(tensors) if t.is_floating_point()] if grads else []
+    template = Template(
+        path,
+        pytree.tree_structure(0),
+        [like],
+        kept,
+        gradients=sum(p.nbytes for p in trained),
+        on_backward=lambda: recorder.stand_in(backward),
+    )
+    output = replay(recorder, template, tensors)
+    forward.outputs = recorder.values([output])
+    backward.forward = len(recorder.operators) - 1
+    return output
+
+
+def operators_of(
+    module: nn.Module, path: str, tensors: list[Tensor], first: Tensor
+) -> tuple[Operator, Operator]:
+    """Forward and backward operators of a module of which only parameters and input are known."""
+    parameters = list(module.parameters())
+    weights = sum(p.numel() for p in parameters if p.ndim > 1)
+    rows = first.numel() // max(1, first.shape[-1] if first.ndim else 1)
+    read = sum(t.nbytes for t in (*tensors, *parameters))
+    flops = int(linear_flops(weights, rows))
+    forward = Operator(OPAQUE, FORWARD, path, (), (), flops=flops, read=read, written=first.nbytes)
+    backward = Operator(
+        *(OPAQUE, BACKWARD, path, (), ()),
+        flops=int(BACKWARD_OF_LINEAR * flops),
+        read=read + first.nbytes,
+        written=sum(t.nbytes for t in (*tensors, *parameters)),
+    )
+    return forward, backward
+
 
 Criterion = Callable[[Any], Tensor]
 
