@@ -19,10 +19,8 @@ from gulliver.data import DataCentricPlanner, Samples
 from gulliver.data_centric.pictures import shares_of
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
-    HostRoom,
     SampleCosts,
     SampleShape,
-    TableCosts,
     fit_samples,
     host_copies,
     load_samples,
@@ -31,7 +29,7 @@ from gulliver.hardware import (
     save_samples,
 )
 from gulliver.hardware.batch_costs import BlockKind
-from gulliver.hardware.offload import TierRates, fit_moves
+from gulliver.hardware.offload import fit_moves
 from gulliver.hardware.probe import planned_memory
 from gulliver.hardware.samples import SampleFit, SampleModel, holds_samples, read_samples
 from gulliver.options import size_text
@@ -123,54 +121,6 @@ def test_tables_refuse_what_they_say_themselves(capsys: pytest.CaptureFixture[st
         told(capsys, TABLE, "--cluster", "h100x8")
     with pytest.raises(GulliverError, match="does not say what blocks hold that are kept"):
         told(capsys, TABLE, "--offload", "1")
-
-
-def table(**more: Any) -> dict[str, Any]:
-    model = {"resolutions": {"144p": [144, 256]}, "cap_tokens_per_gpu": 600}
-    seconds = {"144p/1": {"1": {"1": 4.0, "2": 8.0, "4": 16.0}}}
-    return {"cost_model": model, "cost_table": seconds, **more}
-
-
-def test_a_table_may_say_what_moves_and_where_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "table.json"
-    again = {"144p/1": {"1": {"1": 1.0, "2": 2.0, "4": 4.0}}}
-    kinds = [{"name": "layers", "count": 8, "kept_bytes": 60.0}]
-    host = {"bytes": 1e6, "write_rate": 1e5, "read_rate": 1e5}
-    path.write_text(json.dumps(table(recompute=again, token_bytes=100.0, kinds=kinds, host=host)))
-    costs = TableCosts.load(path)
-    assert costs.kinds == (BlockKind("layers", 8, 60.0),)
-    assert costs.host == HostRoom(1e6, TierRates("host", 1e5, 1e5))
-    assert costs.batches("144p/1", 1).offloaded.any()
-    out = told(capsys, path, "--count", "24", "--ranks", "2", "--distribution", "short")
-    assert "off-load some" in out
-    for more, message in (
-        ({"kinds": kinds}, "give token_bytes, too, and a table recompute"),
-        ({"kinds": [{"name": "layers"}]}, "kinds must be a list with name, count"),
-        ({"host": {"bytes": 1.0}}, "host a table with bytes, write_rate and read_rate"),
-        ({"host": {**host, "bytes": -1.0}}, "above 0, and finite"),
-    ):
-        path.write_text(json.dumps(table(**more)))
-        with pytest.raises(GulliverError, match=message):
-            TableCosts.load(path)
-
-
-def test_parts_that_a_table_does_not_tell_are_not_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, html = tmp_path / "table.json", tmp_path / "steps.html"
-    sent = {"144p/1": {"1": {"1": 0.5, "2": 1.0, "4": 2.0}}}
-    path.write_text(json.dumps(table(communication=sent)))
-    out = told(capsys, path, "--count", "12", "--ranks", "1", "--html", str(html))
-    assert "communicate 12.50 %, recompute not known" in out
-    assert "recompute 0.00 %" not in out
-    assert "<td>not known</td>" in html.read_text()
-    path.write_text(json.dumps(table(recompute=sent)))
-    out = told(capsys, path, "--count", "12", "--ranks", "1")
-    assert "communicate not known, recompute 12.50 %" in out
-    path.write_text(json.dumps(table()))
-    assert "do not tell them apart" in told(capsys, path, "--count", "12", "--ranks", "1")
 
 
 def test_more_memory_of_either_kind_never_makes_micro_batches_slower() -> None:

@@ -104,17 +104,13 @@ def _table(options: PlanData) -> LoadedCosts:
             f"--memory {options.memory:g} is for costs that a run has kept: the table "
             f"{options.costs} says itself how many tokens fit"
         )
-    costs = TableCosts.load(options.costs)
-    if options.cluster != "here" and (costs.host or not costs.kinds):
-        why = "how fast bytes move to the host" if costs.host else "what takes how long"
+    if options.cluster != "here":
         raise GulliverError(
             f"--cluster {options.cluster} is for costs that a run has kept: the table "
-            f"{options.costs} says itself {why}"
+            f"{options.costs} says itself what takes how long"
         )
-    rates = costs.host.rates if costs.host else None
-    if rates is None and costs.kinds and options.cluster != "here":
-        rates = host_rates(named_cluster(options.cluster, options.ranks).device)
-    return LoadedCosts(costs, [], tuple(costs.seconds), bool(costs.kinds), rates)
+    costs = TableCosts.load(options.costs)
+    return LoadedCosts(costs, [], tuple(costs.seconds), keeps=False)
 
 
 def _samples(options: PlanData) -> LoadedCosts:
