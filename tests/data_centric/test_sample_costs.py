@@ -192,7 +192,6 @@ def test_between_and_beyond_the_points_of_a_table_lie_straight_lines() -> None:
     costs = TableCosts({"a": {1: row}}, {"a": 10}, 1.0, 65.0)
     assert costs.batches("a", 1).seconds.tolist() == [1.0, 1.5, 2.5, 3.5, 4.5, 5.5]
     assert len(costs.batches("a", 2)) == 0
-    assert len(replace(costs, beyond=False).batches("a", 1)) == 4
     with pytest.raises(GulliverError, match="no shape 'b'"):
         costs.batches("b", 1)
 

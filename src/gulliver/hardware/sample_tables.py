@@ -44,7 +44,6 @@ class TableCosts:
         memory: bytes of a rank for activations.
         kinds: kinds of blocks whose activations can be kept; none: all are always recomputed.
         parts: what the seconds consist of; `kinds` need it.
-        beyond: whether batches larger than the table's last are allowed where memory is.
         model: name of the model, for files and states.
         host: host memory that activations may move to; None: they are kept or computed again.
     """
@@ -55,14 +54,13 @@ class TableCosts:
     memory: float = math.inf
     kinds: tuple[BlockKind, ...] = ()
     parts: Parts = field(default=no_parts, compare=False)
-    beyond: bool = True
     model: str = "table"
     host: HostRoom | None = None
 
     def __post_init__(self) -> None:
         _check(self.seconds, self.lengths)
-        if math.isinf(self.memory) and self.beyond:
-            raise GulliverError("a table without a memory has no largest batch: say beyond=False")
+        if math.isinf(self.memory):
+            raise GulliverError("a table without a memory has no largest batch: give memory=")
 
     @classmethod
     def load(cls, path: Path | str, **changes: Any) -> TableCosts:
@@ -181,8 +179,6 @@ class TableCosts:
         row = self.seconds[shape].get(degree)
         tokens = self.lengths[shape] / degree
         largest = int(min(most, self.memory / (tokens * self.token_bytes) + 1e-9, 2**31))
-        if row and not self.beyond:
-            largest = min(largest, max(row))
         if not row or largest < 1:
             return _nothing(len(self.kinds))
         batches = np.arange(1, largest + 1)
