@@ -128,7 +128,6 @@ class Replay:
         backed: bool,
         tiers: Tiers,
         policy: Policy = "planned",
-        in_flight: int = IN_FLIGHT,
     ) -> None:
         self.state, self.tiers = state, tiers
         self.counter, self.decides = ByteCounter(), 0
@@ -150,7 +149,7 @@ class Replay:
         self._together = state.together()
         engines = MicroBatches if state.passes else SeveralRanks
         engines = UnequalRanks if state.has_copies else engines
-        self._ranks = engines(self, in_flight) if state.parts > 1 else None
+        self._ranks = engines(self) if state.parts > 1 else None
         self._homes = {name: n for n, chunk in enumerate(state.chunks) for name in chunk.names}
         self._entered, self._collected = deque[int](), deque[int]()
         self._kept: list[int] = []
@@ -453,9 +452,9 @@ class Replay:
 class SeveralRanks(StepReplay):
     """Steps of one of several ranks, by the rules of ZeRO's gathers and reductions."""
 
-    def __init__(self, replay: Replay, in_flight: int) -> None:
+    def __init__(self, replay: Replay) -> None:
         state = replay.state
-        super().__init__(state.chunks, 3, state.ahead, in_flight, tight=True)
+        super().__init__(state.chunks, 3, state.ahead, IN_FLIGHT, tight=True)
         self._replay, self._early = replay, replay.tiers.step_in_backward
         self._phase, self._visited = FORWARD, set[int]()
         self._sent, self._unstepped = deque[ImaginedChunk](), list[ImaginedChunk]()
@@ -533,8 +532,8 @@ class SeveralRanks(StepReplay):
 class MicroBatches(SeveralRanks):
     """Steps of a pipeline: gradients add up in objects until the last micro-batch, see `Replay`."""
 
-    def __init__(self, replay: Replay, in_flight: int) -> None:
-        super().__init__(replay, in_flight)
+    def __init__(self, replay: Replay) -> None:
+        super().__init__(replay)
         self._homes = {n: c.number for c in self.chunks for n in c.size.names}
         self._begun, self._open = set[int](), set[int]()
 
@@ -607,8 +606,8 @@ class UnequalRanks(MicroBatches):
     a rank that is alone.
     """
 
-    def __init__(self, replay: Replay, in_flight: int) -> None:
-        super().__init__(replay, in_flight)
+    def __init__(self, replay: Replay) -> None:
+        super().__init__(replay)
         self.engine = Prefetcher(self.chunks, self, 0, every=False, tight=True)
 
     def step(self) -> None:
