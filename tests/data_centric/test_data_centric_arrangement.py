@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from gulliver.data import DataCentricPlanner, Samples, StepEnds, Tokens
 from gulliver.data_centric.steps import StepPlan
 from gulliver.errors import GulliverError
-from gulliver.solve.arrange import StepArranger
-from gulliver.solve.steps import BalancedStep, GroupWork, StepSolver, WorkPiece
+from gulliver.solve.steps import BalancedStep, GroupWork, StepArranger, StepSolver, WorkPiece
 from gulliver.solve.timeline import halves
 from tests.data_centric.data_centric_costs import line_costs
 from tests.data_centric.test_data_centric_plans import LengthCosts, indices

@@ -21,12 +21,11 @@ from gulliver.memory.buffers import GRADIENTS, KINDS, PARAMETERS
 from gulliver.memory.host import HostDiskStore
 from gulliver.memory.manager import Manager
 from gulliver.memory.stores import RESIDENT, DiskStore, Residency
-from gulliver.solve import Event, Moved
-from gulliver.solve.replacement import Action, Replacement
-from gulliver.solve.transit import MiddleReplacement
+from gulliver.solve import Event
+from gulliver.solve.replacement import Action, MiddleReplacement, Replacement
 from tests.memory.test_memory_manager import OPERATIONS, PAGE, SIZES, Twin, filled
 from tests.memory.test_memory_stores import LateCopier
-from tests.solve.moves import count_moves
+from tests.solve.moves import Moved, count_moves
 
 
 def three_tiers(

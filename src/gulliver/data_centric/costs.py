@@ -14,8 +14,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.batch_costs import BatchCosts
 from gulliver.hardware.sample_tables import TableCosts
 from gulliver.options import positive_number, size_text, whole_number
-from gulliver.solve.arrange import StepArranger
-from gulliver.solve.steps import StepSolver
+from gulliver.solve.steps import StepArranger, StepSolver
 
 
 @dataclass(frozen=True)

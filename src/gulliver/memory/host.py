@@ -17,7 +17,7 @@ from gulliver.memory.manager import Manager
 from gulliver.memory.stores import DiskStore, ManagedTensor, Middle, Pages, Transfer, whole_pages
 from gulliver.memory.streams import Copier, Copy, CudaCopier
 from gulliver.solve.extents import Extents
-from gulliver.solve.transit import Transit
+from gulliver.solve.replacement import Transit
 
 SLAB = 1 << 30
 """Bytes of a slab of pinned memory, where objects are not larger."""

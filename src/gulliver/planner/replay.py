@@ -36,9 +36,8 @@ from gulliver.planner.state_bytes import (
     Shares,
     StateBytes,
 )
-from gulliver.solve.replacement import Action, Move, Policy, Replacement
+from gulliver.solve.replacement import Action, MiddleReplacement, Move, Policy, Replacement
 from gulliver.solve.timeline import UPDATE_LAG
-from gulliver.solve.transit import MiddleReplacement
 
 WINDOW = 2
 """Chunks whose parameters are in use at once at least: the present one, and the one before it."""
