@@ -270,40 +270,21 @@ def test_a_query_that_sees_nothing_gives_zeros_and_zero_gradients(pool: Pool) ->
 def _not_a_number(world: World, mode: Mode) -> bool:
     """A loss scaler has to see it, wherever it came from."""
     groups, seen = make_groups(mode.plan()), []
-    for circulate in ("kv", "q"):
-        for number, place in ((0, 3), (1, 13), (2, 13)):
-            given = tensors(torch.float32, 16, 16, (4, 4))
-            given[number][0, 1, place, 2] = math.nan
-            # torch's CPU kernel gives zeros for it where keys are fewer than its vectors hold.
-            options: Any = {"circulate": circulate, "kernel": "reference"}
-            found = shared_attention(groups, given, Mask(causal=True), **options)
-            own = groups.plan.lay(16).positions(groups.rank)
-            hit = own == place if number == 0 else own >= place
-            seen.append(bool(found[0][0, 1][hit].isnan().any(-1).all()))
-            seen.append(not bool(found[0][1].isnan().any()))
+    for number, place in ((0, 3), (1, 13), (2, 13)):
+        given = tensors(torch.float32, 16, 16, (4, 4))
+        given[number][0, 1, place, 2] = math.nan
+        # torch's CPU kernel gives zeros for it where keys are fewer than its vectors hold.
+        found = shared_attention(groups, given, Mask(causal=True), kernel="reference")
+        own = groups.plan.lay(16).positions(groups.rank)
+        hit = own == place if number == 0 else own >= place
+        seen.append(bool(found[0][0, 1][hit].isnan().any(-1).all()))
+        seen.append(not bool(found[0][1].isnan().any()))
     return all(seen)
 
 
 def test_what_is_no_number_stays_so(pool: Pool) -> None:
     for mode in SMALL_MODES[-2:]:
         assert all(pool.run(_not_a_number, 4, mode))
-
-
-def _circulating(world: World, mode: Mode) -> list[list[float]]:
-    groups, errors = make_groups(mode.plan()), []
-    for circulate in ("kv", "q"):
-        for length, key_length in ((31, 31), (6, 50)):
-            given = tensors(torch.float64, length, key_length, (6, 2))
-            mask = mask_of("cross, padding", length, key_length)
-            found = shared_attention(groups, given, mask, circulate=circulate)
-            errors.append(largest_errors(groups, found, full_attention(*given, mask)))
-    return errors
-
-
-@pytest.mark.parametrize("mode", SMALL_MODES[3:], ids=lambda mode: mode.name)
-def test_queries_may_go_round_instead_of_keys_and_values(pool: Pool, mode: Mode) -> None:
-    found = pool.run(_circulating, mode.ranks, mode)
-    assert max(e for rank in found for call in rank for e in call) < 1e-10
 
 
 def _few_tokens(world: World) -> list[list[float]]:
@@ -404,11 +385,9 @@ def _adversary(world: World, mode: Mode) -> list[list[float]]:
     errors = []
     with _patched(_deliver_late), small_pieces():
         groups = make_groups(mode.plan("zigzag"))
-        for circulate in ("kv", "q"):
-            given = tensors(torch.float64, 31, 31, (4, 2))
-            found = shared_attention(groups, given, Mask(causal=True), circulate=circulate)
-            expected = full_attention(*given, Mask(causal=True))
-            errors.append(largest_errors(groups, found, expected))
+        given = tensors(torch.float64, 31, 31, (4, 2))
+        found = shared_attention(groups, given, Mask(causal=True))
+        errors.append(largest_errors(groups, found, full_attention(*given, Mask(causal=True))))
     return errors
 
 
@@ -425,7 +404,7 @@ def _counted_in_pieces(world: World, *args: Any) -> list[dict]:
         return _counted(world, *args)
 
 
-def _counted(world: World, plan: SequencePlan, shape: Shape, circulate: str) -> list[dict]:
+def _counted(world: World, plan: SequencePlan, shape: Shape) -> list[dict]:
     """Bytes and messages that this rank sends in a forward and in a backward."""
     groups = make_groups(plan)
     lines = {id(getattr(groups, n).process_group): n for n in ("ulysses", "inner", "outer")}
@@ -445,8 +424,7 @@ def _counted(world: World, plan: SequencePlan, shape: Shape, circulate: str) -> 
     kv = (shape.batch, shape.kv_heads, own_keys, shape.head_dim)
     k, v = (torch.randn(kv).to(dtype).requires_grad_() for _ in range(2))
     with _patched(count):
-        options: Any = {"circulate": circulate, "key_length": shape.keys}
-        out = attention(q, k, v, groups, length=shape.length, **options)
+        out = attention(q, k, v, groups, length=shape.length, key_length=shape.keys)
         forward = dict(counts)
         counts.clear()
         out.sum().backward()
@@ -464,15 +442,11 @@ PLANS = (
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_as_many_bytes_are_sent_as_the_formulas_say(pool: Pool, plan: SequencePlan) -> None:
-    for dtype, keys, circulate in (
-        ("float32", 32, "kv"),
-        ("bfloat16", 32, "kv"),
-        ("float32", 64, "q"),
-    ):
+    for dtype, keys in (("float32", 64), ("bfloat16", 32)):
         shape = Shape(2, 8, 4, 32, 8, key_length=keys, dtype=dtype)
         count = _counted_in_pieces if dtype == "float32" else _counted
-        found = pool.run(count, plan.degree, plan, shape, circulate)
-        expected = volume(plan, shape, circulate)
+        found = pool.run(count, plan.degree, plan, shape)
+        expected = volume(plan, shape)
         for line in ("ulysses", "inner", "outer"):
             for number, way in enumerate(("forward", "backward")):
                 sent = [rank[number].get(line, [0, 0])[0] for rank in found]
@@ -481,10 +455,10 @@ def test_as_many_bytes_are_sent_as_the_formulas_say(pool: Pool, plan: SequencePl
 
 def test_a_ring_sends_as_many_messages_as_it_has_hops(pool: Pool) -> None:
     shape = Shape(1, 4, 4, 16, 8)
-    for forward, backward in pool.run(_counted, 4, SequencePlan(outer=2, inner=2), shape, "kv"):
+    for forward, backward in pool.run(_counted, 4, SequencePlan(outer=2, inner=2), shape):
         assert (forward["inner"][1], forward["outer"][1]) == (2, 1)
         assert (backward["inner"][1], backward["outer"][1]) == (4, 2)
-    for forward, backward in pool.run(_counted, 4, SequencePlan(ulysses=4), shape, "kv"):
+    for forward, backward in pool.run(_counted, 4, SequencePlan(ulysses=4), shape):
         # q, k and v in one exchange, the output in another; backward the same.
         assert (forward["ulysses"][1], backward["ulysses"][1]) == (6, 6)
 
@@ -883,7 +857,6 @@ def test_bad_input_is_one_line_that_says_what_would_be_right() -> None:
     _raises("3 KV heads do not serve 4", lambda: attention(q, q[:, :3], q[:, :3], groups))
     _raises("holds 6 tokens of q.*layout of 7", lambda: attention(q, q, q, groups, length=7))
     _raises("cuda flash.*not for cpu", lambda: attention(q, q, q, groups, kernel="cuda flash"))
-    _raises("kv", lambda: attention(q, q, q, groups, circulate="k"))  # type: ignore[arg-type]
     _raises("ulysses must be at least 1", lambda: SequencePlan(ulysses=0))
     _raises("did you mean 'zigzag'", lambda: SequencePlan(layout="zigzg"))  # type: ignore[arg-type]
     _raises("must be one of 1", lambda: make_groups(SequencePlan(inner=2)))

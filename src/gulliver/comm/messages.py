@@ -6,7 +6,6 @@ in `gulliver.precision.wire`; how packed elements are reduced and gathered is in
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -251,7 +250,7 @@ def post(
     if wire.name == "identity":
         calls = operations(*kept, group, tag)
         return Messages(dist.batch_isend_irecv(calls) if calls else [], kept)
-    packed = PackedTensors(wire, tag)
+    packed = PackedTensors(wire)
     coming = [(peer, packed.receiving(tensor)) for peer, tensor in kept[0]]
     going = [(peer, packed.sending(tensor)) for peer, tensor in kept[1]]
     calls = operations(coming, going, group, packed.tag(tag))
@@ -265,8 +264,8 @@ class PackedTensors:
     # Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers,
     # and what would not become smaller, travel as they are.
 
-    def __init__(self, wire: WireFormat, number: int = 0) -> None:
-        self.wire, self._number = wire, number
+    def __init__(self, wire: WireFormat) -> None:
+        self.wire = wire
         self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
 
     def tag(self, tag: int) -> int:
@@ -276,12 +275,7 @@ class PackedTensors:
     def sending(self, tensor: Tensor) -> Tensor:
         """Packs a tensor to be sent."""
         wire = self.wire.of(tensor)
-        if wire is IDENTITY:
-            return tensor
-        generator = None
-        if wire.rounding == "stochastic":
-            generator = torch.Generator(tensor.device).manual_seed(_next_seed(self._number))
-        return pack(tensor, wire, generator=generator)
+        return tensor if wire is IDENTITY else pack(tensor, wire)
 
     def receiving(self, tensor: Tensor) -> Tensor:
         """Returns the buffer to receive a packed tensor into; `unpack` writes the tensor."""
@@ -297,15 +291,6 @@ class PackedTensors:
         arriving, self._arriving = self._arriving, []
         for packed, tensor, wire in arriving:
             unpack(packed, wire, tensor.numel(), out=tensor)
-
-
-_seeds = itertools.count(1)
-
-
-def _next_seed(number: int) -> int:
-    """Returns a new seed, different for each message and rank."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return (next(_seeds) * 4096 + number % 4096) * 1024 + rank % 1024
 
 
 def shift(

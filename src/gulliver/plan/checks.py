@@ -252,14 +252,6 @@ def _wire(plan: Plan) -> Iterator[str]:
                 "identity"
             )
             yield _clash(plan, name, why=why)
-        if kind == "gather" and wire_format(packed[kind]).rounding != "nearest":
-            exact = packed[kind].replace(":stochastic", "")
-            why = (
-                "parameters are rounded to the nearest, for all ranks have to find the same; "
-                f"right would be wire.gather: {exact}, of a plugin "
-                f"communication_dtype={packed | {kind: exact}}"
-            )
-            yield _clash(plan, name, why=why)
     if plan.wire.error_feedback and "reduce" not in packed:
         why = "gradients lose nothing that could be fed back; right would be error_feedback: false"
         yield _clash(plan, "wire.reduce", "wire.error_feedback", why=why)

@@ -157,11 +157,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     kernel = tuple(weight.shape[2:])
     padding = padding if isinstance(padding, str) else _spread(padding, space)
     pads = padding_of(padding, kernel, dilation)
-    rest = {name: kwargs[name] for name in ("mode", "call") if name in kwargs}
-    if rest.get("mode", "zeros") != "zeros":
-        x = F.pad(x, [p for pair in reversed(pads) for p in pair], rest["mode"])
-        pads, rest = ((0, 0),) * space, rest | {"mode": "zeros"}
-        assert isinstance(x, Sharded)
+    rest = {"call": kwargs["call"]} if "call" in kwargs else {}
     if x.dim() != space + 2:
         refuse("a convolution without a dim of samples", x)
 

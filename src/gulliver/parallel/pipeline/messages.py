@@ -156,10 +156,8 @@ class Messages:
     def _operations(
         self, sends: bool, cut: int, tensors: Sequence[Tensor | None], micro: int
     ) -> list[dist.P2POp]:
-        packed, identity = (
-            PackedTensors(self.rank_group.wire, micro),
-            self.rank_group.wire is IDENTITY,
-        )
+        wire = self.rank_group.wire
+        packed, identity = PackedTensors(wire), wire is IDENTITY
         forward = sends == (cut == self.stage + 1)
         peer = self._peer(cut if cut == self.stage + 1 else cut - 1)
         if peer is None:
