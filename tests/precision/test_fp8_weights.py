@@ -15,60 +15,33 @@ from torch.autograd import Function
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from gulliver.precision.fp8 import convert_to_fp8, state_of
+from gulliver.precision.fp8 import convert_to_fp8
 
-SCALINGS = ("tensorwise", "rowwise", "delayed")
+SCALINGS = ("tensorwise", "rowwise")
 
 
-def quantised(x: Tensor, dtype: torch.dtype, dim: int | None, most: float | None = None) -> Tensor:
-    """Rounds to FP8 by the rule of the paper: no state, one scale for `most` or the magnitude."""
+def quantised(x: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
+    """Rounds to FP8 by the rule of the paper."""
     top = torch.finfo(dtype).max
     size = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    limit = torch.full_like(size, most) if most else size.clamp(min=2.0**-100)
-    scale = 2.0 ** torch.floor(torch.log2(top / limit))
+    scale = 2.0 ** torch.floor(torch.log2(top / size.clamp(min=2.0**-100)))
     return ((x * scale).clamp(-top, top).to(dtype).float() / scale).float()
 
 
 class _Naive(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, history: Any, rowwise: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how = history, rowwise
-        dim, most = 1 if rowwise else None, None
-        if history is not None:
-            most = history.limit("input", x)
-        ctx.most = most
-        return (
-            quantised(x, torch.float8_e4m3fn, dim, most)
-            @ quantised(weight, torch.float8_e4m3fn, dim).T
-        )
+        ctx.rowwise, dim, e4m3 = rowwise, 1 if rowwise else None, torch.float8_e4m3fn
+        return quantised(x, e4m3, dim) @ quantised(weight, e4m3, dim).T
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x, weight), (history, rowwise), grad = ctx.saved_tensors, ctx.how, grads[0]
-        most = None if history is None else history.limit("gradient", grad)
+        (x, weight), grad = ctx.saved_tensors, grads[0]
         g, w = torch.float8_e5m2, torch.float8_e4m3fn
-        first, second = (1, 0) if rowwise else (None, None)
-        of_x = quantised(grad, g, first, most) @ quantised(weight, w, second)
-        of_w = quantised(grad, g, second, most).T @ quantised(x, w, second, ctx.most)
-        return of_x, of_w, None, None
-
-
-class NaiveHistory:
-    """Largest magnitudes by step; the test says when a step ends."""
-
-    def __init__(self) -> None:
-        self.past: dict[str, list[float]] = {"input": [], "gradient": []}
-        self.now: dict[str, float] = {}
-
-    def limit(self, role: str, x: Tensor) -> float | None:
-        self.now[role] = max(self.now.get(role, 0.0), float(x.abs().max()))
-        return max(self.past[role][-16:], default=None)
-
-    def step(self) -> None:
-        for role, largest in self.now.items():
-            self.past[role].append(largest)
-        self.now = {}
+        first, second = (1, 0) if ctx.rowwise else (None, None)
+        of_x = quantised(grad, g, first) @ quantised(weight, w, second)
+        return of_x, quantised(grad, g, second).T @ quantised(x, w, second), None
 
 
 class NaiveLinear(nn.Module):
@@ -79,10 +52,9 @@ class NaiveLinear(nn.Module):
         self.weight = nn.Parameter(like.weight.detach().clone())
         self.bias = nn.Parameter(like.bias.detach().clone())
         self.rowwise = scaling == "rowwise"
-        self.history = NaiveHistory() if scaling == "delayed" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Any = _Naive.apply(x, self.weight, self.history, self.rowwise)
+        y: Any = _Naive.apply(x, self.weight, self.rowwise)
         return y + self.bias
 
 
@@ -105,12 +77,6 @@ def pair(scaling: str, seed: int = 0) -> tuple[Pair, Pair]:
     naive = Pair(*(NaiveLinear(layer, scaling) for layer in model.children()))  # type: ignore[arg-type]
     convert_to_fp8(model, scaling, emulate=True)
     return model, naive
-
-
-def end_step(naive: Pair) -> None:
-    for layer in naive.children():
-        if layer.history is not None:
-            layer.history.step()
 
 
 def assert_same(found: nn.Module, wanted: nn.Module) -> None:
@@ -163,9 +129,7 @@ def two_micro_batches(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) ->
     return torch.stack(losses).sum().detach()
 
 
-@pytest.mark.parametrize(
-    "scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.full), "delayed"]
-)
+@pytest.mark.parametrize("scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_all_optimizers_of_torch_train_as_without_copies(name: str, scaling: str) -> None:
     ran = 0
@@ -174,8 +138,6 @@ def test_all_optimizers_of_torch_train_as_without_copies(name: str, scaling: str
         mine, theirs = made(name, kind, model), made(name, kind, naive)
         if mine is None or theirs is None:
             continue
-        if name == "LBFGS" and scaling == "delayed":
-            continue  # one of its steps writes the weights several times
         data = torch.Generator().manual_seed(1)
         for _ in range(3):
             x, y = torch.randn(64, 32, generator=data), torch.randn(64, 16, generator=data)
@@ -186,35 +148,19 @@ def test_all_optimizers_of_torch_train_as_without_copies(name: str, scaling: str
                 else:
                     closure()
                     optimizer.step()
-            end_step(naive)
         assert_same(model, naive)
         ran += 1
-    assert ran or (name == "LBFGS" and scaling == "delayed")
-
-
-def test_delayed_scales_move_once_for_each_step_of_a_fused_optimizer() -> None:
-    model, _ = pair("delayed")
-    other = nn.Linear(4, 4)
-    apart = torch.optim.AdamW(other.parameters(), fused=True)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for step in range(3):
-        for _ in range(2):
-            model(torch.randn(8, 32)).sum().backward()
-            other(torch.randn(2, 4)).sum().backward()
-            apart.step()
-        assert len(state_of(model.first)._histories["input"].past) == step
-        optimizer.step()
+    assert ran
 
 
 class Writes:
     """Random ways in which programs write weights, alike to both models."""
 
-    def __init__(self, draws: random.Random, model: Pair, naive: Pair, scaling: str) -> None:
+    def __init__(self, draws: random.Random, model: Pair, naive: Pair) -> None:
         self.draws, self.pairs = draws, (model, naive)
         fused = draws.choice(("AdamW", "SGD", "Adagrad"))
         kind = draws.choice(KINDS)
         self.optimizers = [made(fused, kind, one) for one in self.pairs]
-        self.delayed = scaling == "delayed"
         self.average = copy.deepcopy(naive.state_dict())
 
     def layers(self) -> list[Any]:
@@ -225,7 +171,6 @@ class Writes:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        end_step(self.pairs[1])
 
     def data(self) -> None:
         for layer in self.layers():
@@ -259,11 +204,7 @@ class Writes:
             with torch.no_grad():
                 for n, p in one.named_parameters():
                     p.data.copy_(self.average[n])
-                histories = copy.deepcopy([getattr(m, "history", None) for m in one.children()])
                 found.append(one(x))
-                for m, history in zip(one.children(), histories, strict=True):
-                    if history is not None:
-                        m.history = history
                 for n, p in one.named_parameters():
                     p.data.copy_(own[n])
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
@@ -280,10 +221,8 @@ class Writes:
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
     def choices(self) -> list[Callable[[], None]]:
-        safe = [self.step, self.data, self.numpy]
-        # What else moves a version, or swaps weights, moves a history as well.
-        others = [self.reused, self.assigned, self.loaded, self.averaged, self.called]
-        return safe if self.delayed else [*safe, *others]
+        mine = [self.step, self.data, self.numpy, self.reused, self.assigned]
+        return [*mine, self.loaded, self.averaged, self.called]
 
 
 def one_program(seed: int) -> None:
@@ -291,7 +230,7 @@ def one_program(seed: int) -> None:
     draws = random.Random(seed)
     scaling = draws.choice(SCALINGS)
     model, naive = pair(scaling, seed)
-    writes = Writes(draws, model, naive, scaling)
+    writes = Writes(draws, model, naive)
     buffer = torch.zeros(8, 32, requires_grad=True)  # filled in place, as loaders do
     for _ in range(8):
         values = torch.randn(8, 32, generator=torch.Generator().manual_seed(draws.getrandbits(30)))

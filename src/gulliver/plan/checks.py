@@ -282,9 +282,6 @@ def _fp8(plan: Plan) -> Iterator[str]:
     fp8, scaling = plan.precision.fp8, "precision.fp8.scaling"
     if fp8 is None:
         return
-    if fp8.scaling == "delayed" and plan.mesh.size > 1:
-        why = "each rank would have a history of its own; take tensorwise or rowwise"
-        yield _clash(plan, "mesh.axes", scaling, why=why)
     if plan.sequence.mode in SHARED_BY_TENSOR:
         why = (
             "FP8 layers take whole sequences on tensor ranks; take mode: null, or one of "
