@@ -1,9 +1,9 @@
-"""Direct exchange or ring for an all-reduce over gloo: the faster one, measured or by rule."""
+"""Collectives between ranks: over gloo by our own messages, else by the backend."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -42,60 +42,10 @@ from gulliver.comm.torus import (
 )
 from gulliver.comm.watchdog import ANY, Purpose
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.cluster import Cluster, Link
-from gulliver.hardware.costs import RING_BYTES, all_reduce_ways, torus_seconds
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.costs import RING_BYTES, torus_seconds
 from gulliver.precision.wire.formats import IDENTITY, WireFormat
 from gulliver.precision.wire.packing import pack, unpack
-
-
-@dataclass(frozen=True)
-class ReduceChoice:
-    """The algorithm chosen for an all-reduce over gloo, and why."""
-
-    nbytes: int
-    ranks: tuple[int, ...]  # Ranks of the world that take part
-    # "ring", gloo's own, or "direct", an exchange from each rank to all others.
-    kind: Literal["direct", "ring"]
-    measured: Mapping[str, float]  # Seconds of each kind, where they were measured
-
-    def __str__(self) -> str:
-        what = f"all_reduce of {self.nbytes} bytes among {len(self.ranks)} ranks: {self.kind}"
-        if not self.measured:
-            return f"{what} (not measured: ring from {RING_BYTES} bytes on)"
-        shown = ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in self.measured.items())
-        return f"{what} (measured: {shown})"
-
-
-_cluster: Cluster | None = None
-_reduce_choices: dict[tuple[int, tuple[int, ...]], ReduceChoice] = {}
-
-
-def use_links(cluster: Cluster | None) -> None:
-    """Sets the cluster whose links decide how all-reduces run."""
-    global _cluster
-    _cluster = cluster
-    _reduce_choices.clear()
-
-
-def choose_all_reduce(nbytes: int, ranks: tuple[int, ...]) -> ReduceChoice:
-    """The faster all-reduce over gloo, chosen once for each size."""
-    key = nbytes, ranks
-    if key not in _reduce_choices:
-        known = _cluster is not None and max(ranks) < _cluster.size
-        link = _cluster.link_between(ranks) if _cluster is not None and known else Link(0.0, 1.0)
-        ways = all_reduce_ways(link, len(ranks), nbytes)
-        if ways:
-            kind = "ring" if ways["ring"] < ways["direct"] else "direct"
-        else:
-            kind = "ring" if nbytes >= RING_BYTES else "direct"
-        _reduce_choices[key] = ReduceChoice(nbytes, ranks, kind, ways)
-    return _reduce_choices[key]
-
-
-def reduce_choices() -> list[ReduceChoice]:
-    """The choices made for all-reduces so far."""
-    return list(_reduce_choices.values())
-
 
 # Collectives on flat tensors that are right in a world of one too.
 #
@@ -161,11 +111,10 @@ def all_reduce(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: gloo's own ring may be used among more than two ranks too, where
-            `choose_all_reduce` finds it faster. It takes less of the processor, and adds each
-            element's terms in an order that depends on its place in the tensor: all ranks, and all
-            runs that choose alike, get the same bits, but not the same as when the elements travel
-            in other pieces.
+        any_order: gloo's own ring may be used among more than two ranks too, where the tensor is
+            large. It takes less of the processor, and adds each element's terms in an order that
+            depends on its place in the tensor: all ranks, and all runs, get the same bits, but not
+            the same as when the elements travel in other pieces.
         wire: format that the elements travel in.
         purpose: what it is for, the same on all ranks; over gloo a difference is reported.
         error: what the last packing has lost, of the tensor's size: it is made up for, and what
@@ -193,7 +142,7 @@ def all_reduce(
     # Small ones take one exchange in this thread, where gloo's ring would take n - 1.
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
-    if plain and _backend_is_cheaper(tensor, op, rank_groups[0].ranks, any_order):
+    if plain and _backend_is_cheaper(tensor, op, size, any_order):
         next_tag(rank_groups[0].process_group, 1, purpose)  # only noted: the backend has its own
         return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
     steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
@@ -433,19 +382,18 @@ def _check_sum(dtype: torch.dtype) -> None:
         )
 
 
-def _backend_is_cheaper(tensor: Tensor, op: Op, ranks: tuple[int, ...], any_order: bool) -> bool:
+def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> bool:
     """Whether gloo's own all-reduce is cheaper and its order of addition is acceptable."""
     # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
     # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's
     # time, which counts where the core that communicates computes too. Two terms have one sum in
     # either order; of more than two, gloo's order depends on the place in the tensor. Its ring
-    # takes 2 (n-1) messages after one another where ours takes 2: which is faster depends on the
-    # size and the links.
+    # takes 2 (n-1) messages after one another where ours takes 2, so small tensors go directly.
     if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
         return False
-    return len(ranks) == 2 or (any_order and choose_all_reduce(tensor.nbytes, ranks).kind == "ring")
+    return size == 2 or (any_order and tensor.nbytes >= RING_BYTES)
 
 
 class _Several:
