@@ -39,13 +39,6 @@ from gulliver.parallel.sequence.choice import predict, volume
 from gulliver.parallel.sequence.heads import deal_heads
 from gulliver.parallel.sequence.kernels import (
     Asked,
-    AttentionBlock,
-    Gradients,
-    How,
-    Partial,
-    Rows,
-    attend,
-    attend_backward,
     select,
 )
 from gulliver.parallel.sequence.layout import Layout
@@ -60,12 +53,11 @@ from tests.parallel.sequence_cells import (
     errors_of,
     full_attention,
     largest_errors,
-    mask_of,
     shared_attention,
     small_pieces,
     tensors,
 )
-from tests.parallel.two_ring import imbalance, two_ring_attention
+from tests.parallel.two_ring import imbalance
 from tests.pool import Pool
 
 WHOLE = slice(None), slice(None)
@@ -186,43 +178,6 @@ def test_in_16_bits_the_error_is_that_of_one_kernel(pool: Pool, dtype: torch.dty
             for error, alone in rank:
                 # A rank that holds the largest element rounds it once more.
                 assert error <= 2 * alone + torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_merged_parts_of_one_device_are_one_call_within_a_rounding(
-    device: str, causal: bool
-) -> None:
-    """The parts of N virtual ranks, forward and backward, beside torch's attention in bfloat16."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(1, 4, 512, 64, generator=generator, device=device, dtype=torch.bfloat16)
-        for _ in range(4)
-    )
-    expected = full_attention(*(t.cpu() for t in (q, k, v, grad)), Mask(causal=causal))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
-    alone = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    rules = Mask(causal=causal).rules(1, 512, 512)
-    how = How(0.125, rules, (WHOLE,))
-    for ring in (2, 8):
-        blocks = [Layout(512, ring).of_place(place)[0] for place in range(ring)]
-        partial = Partial.empty(q, 64)
-        for first, last in blocks:
-            found = tiles(((0, 512),), ((first, last),), rules)
-            attend(partial, q, k[:, :, first:last], v[:, :, first:last], found, how)
-        rows = Rows(q, grad, partial.out.bfloat16(), partial.lse)
-        into = Gradients(*(torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)))
-        for first, last in blocks:
-            found = tiles(((0, 512),), ((first, last),), rules)
-            k_block, v_block = k[:, :, first:last], v[:, :, first:last]
-            part = Gradients(into.q, into.k[:, :, first:last], into.v[:, :, first:last])
-            attend_backward(part, rows, k_block, v_block, found, how)
-        merged = rows.out, *(t.bfloat16() for t in (into.q, into.k, into.v))
-        for ours, torchs, exact in zip(merged, alone, expected, strict=True):
-            rounding = torch.finfo(torch.bfloat16).eps * exact.abs().max()
-            error, least = ((t.cpu() - exact).abs().max() for t in (ours, torchs))
-            assert error <= least + rounding
 
 
 def _autocast(world: World) -> tuple[torch.dtype, float, bool]:
@@ -600,24 +555,6 @@ def test_the_sharded_dim_is_swapped_and_back(pool: Pool) -> None:
         pool.run(_swapping, 4, plan)
 
 
-def _two_rings(world: World, layout: Any) -> float:
-    groups = make_groups(SequencePlan(inner=world.size, layout=layout))
-    given = tensors(torch.float64, 22, 22, (4, 4))
-    own = groups.plan.lay(22).positions(groups.rank)
-    worst = 0.0
-    for mask in (Mask(), Mask(causal=True), mask_of("documents", 22, 22)):
-        q, k, v = (t[:, :, own].clone().requires_grad_() for t in given[:3])
-        out = two_ring_attention(q, k, v, groups, mask)
-        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3][:, :, own])]
-        worst = max(worst, *largest_errors(groups, found, full_attention(*given, mask)))
-    return worst
-
-
-def test_the_naive_twin_is_exact(pool: Pool) -> None:
-    for size, layout in ((1, "contiguous"), (3, "contiguous"), (4, "zigzag")):
-        assert max(pool.run(_two_rings, size, layout)) < 1e-10
-
-
 def _decoding(world: World) -> tuple[float, bytes]:
     groups = make_groups(SequencePlan(inner=world.size))
     q, k, v, _ = tensors(torch.float64, 2, 21, (4, 2))
@@ -785,30 +722,6 @@ def test_kernels_are_chosen_by_what_is_asked_and_refuse_by_name() -> None:
         select(Asked("cpu", torch.int32, 8, 8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "causal", "masked"])
-def test_kernels_agree_on_a_block(kind: str, dtype: torch.dtype) -> None:
-    q, k, v, grad = tensors(dtype, 24, 24, (6, 2))
-    bias = None
-    if kind == "masked":
-        seen = torch.rand(2, 1, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.5
-        bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)
-    block = AttentionBlock(q[:, :, 2:18], k[:, :, 2:18], v[:, :, 2:18], 0.3, kind == "causal")
-    if bias is not None:
-        block = AttentionBlock(block.q, block.k, block.v, 0.3, bias=bias[:, :, 2:18, 2:18])
-    asked = Asked("cpu", dtype, 8, 8)
-    results = []
-    for name in ("reference", "cpu flash"):
-        kernel = select(asked, name)
-        out, lse = kernel.forward(block)
-        # The whole row has more keys than the block.
-        rows = (out * 0.5).to(dtype), lse + 1
-        results.append([out, lse, *kernel.backward(grad[:, :, 2:18], block, *rows)])
-    bar = 1e-12 if dtype == torch.float64 else 0.03
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).abs().max() <= bar
-
-
 def two_level(outer: int, inner: int, slow: float = 1e8, fast: float = 1e10) -> Cluster:
     device = Device("d", {"float32": 1e12, "bfloat16": 4e12}, 1e11, 1 << 34)
     axes = Axis("node", outer, Link(1e-4, slow)), Axis("local", inner, Link(1e-5, fast))
@@ -851,27 +764,19 @@ def test_bad_input_is_one_line_that_says_what_would_be_right() -> None:
     _raises("dropout of 0.1 is not supported", lambda: attention(q, q, q, groups, dropout=0.1))
     dense: Any = torch.ones(6, 6, dtype=torch.bool)
     _raises("a mask of type Tensor .* Mask", lambda: attention(q, q, q, groups, mask=dense))
-    _raises("must be .batch, heads", lambda: attention(q[0], q, q, groups))
-    _raises("make all the same", lambda: attention(q, q.double(), q, groups))
-    _raises("do not fit", lambda: attention(q, q, q[:, :, :5], groups))
     _raises("3 KV heads do not serve 4", lambda: attention(q, q[:, :3], q[:, :3], groups))
     _raises("holds 6 tokens of q.*layout of 7", lambda: attention(q, q, q, groups, length=7))
-    _raises("cuda flash.*not for cpu", lambda: attention(q, q, q, groups, kernel="cuda flash"))
-    _raises("ulysses must be at least 1", lambda: SequencePlan(ulysses=0))
     _raises("did you mean 'zigzag'", lambda: SequencePlan(layout="zigzg"))  # type: ignore[arg-type]
     _raises("must be one of 1", lambda: make_groups(SequencePlan(inner=2)))
     _raises("cu_seqlens must begin with 0", lambda: Mask.packed(torch.tensor([1, 4])))
     for mask, match in (
         (Mask(documents=torch.zeros(5)), r"documents has shape \(5,\).* \[6\] or \[1, 6\]"),
         (Mask(key_lengths=torch.tensor([7])), "key_lengths must be 1 numbers from 0 to 6"),
-        (Mask(window=(-1, None)), "must not be negative"),
-        (Mask(keys=torch.ones(2, 6)), "keys has shape"),
         (Mask(key_documents=torch.zeros(6)), "give both"),
     ):
         _raises(match, lambda m=mask: attention(q, q, q, groups, mask=m))
     _raises("no_grad", lambda: decode(q.requires_grad_(), q, q, groups))
     _raises("unknown gradient", lambda: shard(q, groups, gradient="sum"))  # type: ignore[arg-type]
-    _raises("is sharded already", lambda: swap_sharded_dim(q, 2, -2, groups))
 
 
 def _disagreeing(world: World) -> list[str]:
