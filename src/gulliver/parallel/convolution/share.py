@@ -97,11 +97,12 @@ class SharedNetworks:
         key = name, tuple(x.shape)
         if key not in self.chosen:
             dim = self.dim
-            if dim == "auto":
-                # Whole clips send nothing but the result. The halo of rows is as long as a row, so
-                # the longer side is cut. Frames are few, and a frame is the largest halo.
-                longer = "height" if x.shape[-2] >= x.shape[-1] else "width"
-                dim = "samples" if len(x) >= self.rank_group.size else longer
+            if dim == "auto" and len(x) >= self.rank_group.size:
+                dim = "samples"  # whole clips send nothing but the result
+            if dim == "auto" or (dim == "samples" and len(x) == 1):
+                # The halo of rows is as long as a row, so the longer side is cut. Frames are few,
+                # and a frame is the largest halo.
+                dim = "height" if x.shape[-2] >= x.shape[-1] else "width"
             self.chosen[key] = dim
             if self.show is not None:
                 self.show(self._describe(*key))
