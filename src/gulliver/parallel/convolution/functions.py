@@ -466,8 +466,10 @@ def frame_causal_attention(
 @handles("frame_causal_attention")
 def _frame_causal(func: Any, args: Any, kwargs: Any) -> Sharded:
     q, k, v, tokens, scale = args
-    if q.cut.dim != 2:
-        refuse("frame-causal attention with cut heads or features", q)
+    if q.cut.dim > 2:
+        refuse("frame-causal attention with cut features", q)
+    if q.cut.dim < 2:  # attention within each sample or head is local
+        return like(q, func(q.local, k.local, v.local, tokens, scale))
     whole = [t.holder.whole(t, (name, 0)) for t, name in ((k, "keys"), (v, "values"))]
     return like(q, _causal(q.local, whole[0], whole[1], _runs_of(q), tokens, scale))
 
