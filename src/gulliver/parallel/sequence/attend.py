@@ -75,8 +75,8 @@ def attention(
         scale: factor of the logits; None is ``1 / sqrt(head dim)``.
         length: tokens of the whole sequence; None asks all ranks.
         key_length: tokens of the keys of a cross-attention; None with a `length` is that length.
-        kernel: name of a kernel, "reference", "cpu flash", "cuda flash", "cuda cudnn" or "cuda
-            efficient"; None is the fastest that can.
+        kernel: name of a kernel, "reference", "cpu flash", "cuda flash" or "cuda efficient";
+            None is the fastest that can.
         deterministic: whether the same bits come out every time; None is what torch is set to. (The
             order in which blocks are merged is always the same.)
         dropout: probability of dropping a weight, which must be 0.
