@@ -62,21 +62,21 @@ Group = dist.ProcessGroup | Torus | None
 class Handle:
     """A collective in flight: `wait` returns when its result may be read."""
 
-    def __init__(self, work: Any = None, finish: Callable[[], Any] | None = None) -> None:
-        self._work, self._finish = work, finish
+    def __init__(self, *works: Any, finish: Callable[[], Any] | None = None) -> None:
+        self._works, self._finish = works, finish
 
     def wait(self) -> None:
         """Waits for the result."""
-        work, finish = self._work, self._finish
-        self._work = self._finish = None
-        if work is not None:
+        works, finish = self._works, self._finish
+        self._works, self._finish = (), None
+        for work in works:
             work.wait()
         if finish is not None:
             finish()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return soon; it still has to be called."""
-        return self._work is None or self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
 
 def group_size(group: Group = None) -> int:
@@ -132,7 +132,7 @@ def all_reduce(
         packer = _packer(wire, op, group, tensor, purpose)
         tensor = tensor.detach()
         steps = packed_all_reduce(tensor, op == "mean", packer, error)
-        return _finished(Handle(run_packed(steps, packer, [tensor], finish)), async_op)
+        return _finished(Handle(*run_packed(steps, packer, [tensor], finish)), async_op)
     rank_groups = _rank_groups(group)
     if not sends_directly(rank_groups[0].process_group, tensor):
         if isinstance(group, Torus):
@@ -155,7 +155,7 @@ def backend_all_reduce(
     """Runs the all-reduce of the backend: over gloo a ring, which adds in an order of its own."""
     count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
-    return _finished(Handle(work, _mean(tensor, op, group_size(group))), async_op)
+    return _finished(Handle(work, finish=_mean(tensor, op, group_size(group))), async_op)
 
 
 def reduce_scatter(
@@ -199,7 +199,7 @@ def reduce_scatter(
         packer = _packer(wire, op, group, input, purpose)
         output, input = output.detach(), input.detach()
         steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
-        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
+        return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
@@ -209,10 +209,10 @@ def reduce_scatter(
         return _finished(_chained_handle([output, input], chained), async_op)
     count_sent(input.nbytes * (1 - 1 / size))
     if output.dtype != input.dtype:
-        started = _exchanged(output, input, op, group)
-        return _finished(Handle(*started), async_op)
+        work, add_up = _exchanged(output, input, op, group)
+        return _finished(Handle(work, finish=add_up), async_op)
     work = reduce_scatter_flat(output, input, REDUCTIONS[op], group=group, async_op=True)
-    return _finished(Handle(work, _mean(output, op, size)), async_op)
+    return _finished(Handle(work, finish=_mean(output, op, size)), async_op)
 
 
 def all_gather(
@@ -256,7 +256,7 @@ def all_gather(
         packer = _packer(wire, "sum", group, output, purpose)
         output, input = output.detach(), input.detach()
         steps = packed_all_gather(output, input, packer, add)
-        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
+        return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_all_gather(output, input, rank_groups, purpose)
@@ -345,12 +345,12 @@ def _sent(
         return Handle()
     # Along one axis there are at most two exchanges, which can share a lane: see [Note: two lanes].
     works = [start(steps, apart=axes > 1) for steps in collectives]
-    return _finished(Handle(works[0] if len(works) == 1 else _Several(works)), async_op)
+    return _finished(Handle(*works), async_op)
 
 
 def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
     """Starts the backend's collectives, axis after axis."""
-    return Handle(_Several(run_chained(tensors, steps)))
+    return Handle(*run_chained(tensors, steps))
 
 
 def _finished(handle: Handle, async_op: bool) -> Handle:
@@ -394,20 +394,6 @@ def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> b
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
         return False
     return size == 2 or (any_order and tensor.nbytes >= RING_BYTES)
-
-
-class _Several:
-    """Several works that are waited for together."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 def _exchanged(

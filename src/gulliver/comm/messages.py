@@ -67,18 +67,23 @@ class Messages:
     """Point-to-point messages in flight."""
 
     def __init__(
-        self, works: list[Any], keep: Any = None, finish: Callable[[], None] | None = None
+        self,
+        works: list[Any],
+        keep: Any = None,
+        finish: Callable[[], None] | None = None,
+        arriving: Any = None,
     ) -> None:
-        self._works, self._keep, self._finish = works, keep, finish
+        self._works, self._keep, self._finish, self.arriving = works, keep, finish, arriving
 
-    def wait(self) -> None:
-        """Waits for all of them."""
+    def wait(self) -> Any:
+        """Waits for all of them, after which what was sent may be reused; returns what arrived."""
         for work in self._works:
             work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         self._works, self._keep = [], None
+        return self.arriving
 
 
 def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
@@ -201,20 +206,6 @@ Addressed = Iterable[tuple[int, Tensor]]
 # keep that order by itself, gloo does not.
 #
 # Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
-class Flight:
-    """A message in flight each way; `wait` returns what arrived once both are done."""
-
-    def __init__(self, messages: Messages | None, arriving: Tensor) -> None:
-        self._messages, self._arriving = messages, arriving
-
-    def wait(self) -> Tensor:
-        """Waits and returns what arrived; the sent tensor may be reused."""
-        if self._messages is not None:
-            self._messages.wait()
-        self._messages = None
-        return self._arriving
-
-
 def operations(
     incoming: Addressed,
     outgoing: Addressed,
@@ -295,17 +286,17 @@ class PackedTensors:
 
 def shift(
     rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
-) -> Flight:
+) -> Messages:
     """Starts a send to the next rank of a group and a receive from the one before."""
     check_wire(wire)
     _note(rank_group, wire)
     before, after = (
         rank_group.ranks[(rank_group.rank + step) % rank_group.size] for step in (-1, 1)
     )
-    return Flight(
-        post([(before, incoming)], [(after, outgoing)], rank_group.process_group, tag, wire),
-        incoming,
-    )
+    group = rank_group.process_group
+    messages = post([(before, incoming)], [(after, outgoing)], group, tag, wire)
+    messages.arriving = incoming
+    return messages
 
 
 def exchange(

@@ -118,7 +118,7 @@ class Packer:
 
 def run_packed(
     steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
-) -> Any:
+) -> list[Any]:
     """Starts a collective and returns what to wait for."""
 
     def whole() -> Steps:
@@ -127,9 +127,8 @@ def run_packed(
             finish()
 
     if packer.gloo:
-        return start(whole(), apart=len(packer.rank_groups) > 1)
-    works = run_chained(tensors, lambda: drive(whole()))
-    return works[0] if works else None
+        return [start(whole(), apart=len(packer.rank_groups) > 1)]
+    return run_chained(tensors, lambda: drive(whole()))
 
 
 def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:

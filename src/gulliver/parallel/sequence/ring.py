@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gulliver.comm.groups import RankGroup
-from gulliver.comm.messages import Flight, shift
+from gulliver.comm.messages import Messages, shift
 from gulliver.errors import once_differentiable
 from gulliver.layout.even import Interval
 from gulliver.parallel.sequence.kernels import (
@@ -80,7 +80,7 @@ class _RingChannel:
         self._buffers: list[Tensor | None] = [None, None]
         self._hops = 0
 
-    def send_on(self, block: Tensor, count: int) -> Flight:
+    def send_on(self, block: Tensor, count: int) -> Messages:
         """Begins to send a block on and to receive the next one, of `count` elements."""
         # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
         which = self._hops % 2
@@ -110,13 +110,13 @@ class _TwoLevelRing:
         """Returns the visit of step (a, b)."""
         return Visit(self.origin(a, b), self._piece, block, half)
 
-    def outwards(self, a: int, held: Tensor) -> Flight | None:
+    def outwards(self, a: int, held: Tensor) -> Messages | None:
         """Sends a block along the outer ring in step (a, 0), unless it was the last one's turn."""
         if a + 1 == self._groups.outer.size:
             return None
         return self._slow.send_on(held, self._count(self.origin(a + 1, 0), self._piece))
 
-    def inwards(self, a: int, b: int, block: Tensor) -> Flight | None:
+    def inwards(self, a: int, b: int, block: Tensor) -> Messages | None:
         """Sends a block along the inner ring in step (a, b), unless it was the last one's turn."""
         if b + 1 == self._groups.inner.size:
             return None
@@ -136,7 +136,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
     """Yields one piece of each block; waits happen when it is this piece's turn again."""
     # So the other pieces' computation lies between posting a hop and waiting for it.
-    ahead: Flight | None = Flight(None, own)
+    ahead: Messages | None = Messages([], arriving=own)
     del own
     for a in range(groups.outer.size):
         assert ahead is not None
@@ -221,7 +221,7 @@ class _Trip:
 
     def _inner_turn(
         self, a: int, held: Tensor
-    ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
+    ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
         """Returns the first half for the held block, and the others' sum in flight."""
         ring, inner, block = self.ring, self.groups.inner, held
         del held
@@ -241,13 +241,13 @@ class _Trip:
         return first, arriving
 
     def _rest(
-        self, visit: Visit, first: Tensor, arriving: Flight | None
+        self, visit: Visit, first: Tensor, arriving: Messages | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
         """Adds the second half for the held block, and what arrived."""
         total = first.add_((yield visit))
         return total if arriving is None else total.add_(arriving.wait())
 
-    def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Flight:
+    def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Messages:
         """Sends a sum after its block; what comes in is the sum for the next one."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
         return shift(
