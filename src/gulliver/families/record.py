@@ -125,14 +125,9 @@ class Experts:
         chosen: attribute of the model with the number of experts that a token goes to.
     """
 
-    # Name of the function beside the model's class; it takes the routers' logits of all layers, the
-    # number of experts, how many a token goes to, and a padding mask.
     loss: str = "load_balancing_loss_func"
-    # Attribute of the model that the loss is multiplied by.
     coefficient: str = "router_aux_loss_coef"
-    # Attribute of the model with the number of experts.
     count: str = "num_experts"
-    # Attribute of the model with the number of experts that a token goes to.
     chosen: str = "num_experts_per_tok"
 
 

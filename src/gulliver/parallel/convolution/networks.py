@@ -117,12 +117,7 @@ def has_networks(autoencoder: Any) -> bool:
 
 
 def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
-    """Returns the function from stretches to stretches of an autoencoder that computes in pieces.
-
-    Args:
-        autoencoder: autoencoder.
-        name: "encode" or "decode".
-    """
+    """Returns an autoencoder's own function from stretches to stretches: "encode" or "decode"."""
     if getattr(autoencoder, "micro_frames", None) is None:
         return None
     return getattr(autoencoder, f"{name}_pieces")
