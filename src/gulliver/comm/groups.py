@@ -158,7 +158,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
 
 
 def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
-    """A rank group with a gloo group, as NCCL moves nothing in host memory; all its ranks call it."""
+    """A rank group with a gloo group: NCCL moves nothing in host memory. All its ranks call it."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ALONE
     found = rank_group_of(group)

@@ -84,7 +84,7 @@ def has_known_forward(model: nn.Module) -> bool:
 
 
 def asks_routers(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call of a mixture of experts asks for its routers' logits, and so for their loss."""
+    """Whether a call asks for its routers' logits, and so for their load-balancing loss."""
     known = getattr(getattr(model, "config", None), "output_router_logits", False)
     asked = given.get("output_router_logits")
     return bool(known if asked is None else asked)
