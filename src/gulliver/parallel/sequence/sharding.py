@@ -29,8 +29,7 @@ UnshardGradient = Literal["own", "alike"]
 #   the ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the
 #   sum is divided by the number of sequences. With "alike" each counts the loss that it shows as
 #   one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and
-#   the sum is divided by the number of ranks. Where ranks do different things with the whole, "sum"
-#   sends.
+#   the sum is divided by the number of ranks.
 #
 # Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard`
 # has parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients
