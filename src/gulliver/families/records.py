@@ -15,7 +15,6 @@ from gulliver.families.record import (
     SHARED_BY_SEQUENCE,
     SHARED_BY_TENSOR,
     Blocks,
-    Experts,
     Family,
     Sequences,
     Tensors,
@@ -84,7 +83,7 @@ MIXTRAL = Family(
         modes=SHARED_BY_SEQUENCE,
         why="its experts are cut over the tensor axis, and need all tokens",
     ),
-    experts=Experts(),
+    experts=True,
 )
 
 
