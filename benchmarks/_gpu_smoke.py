@@ -153,9 +153,7 @@ def flash(run: GpuRun) -> None:
     from gulliver.parallel.sequence.kernels import KERNELS, asked_of
 
     length, heads, dim = run.sized(1024, 64), 4, 64
-    names = (
-        ("cpu flash", "reference") if run.dry else ("cuda flash", "cuda cudnn", "cuda efficient")
-    )
+    names = ("cpu flash", "reference") if run.dry else ("cuda flash", "cuda efficient")
     dtype = torch.float32 if run.dry else torch.bfloat16
     q, k, v, grad = torch.randn(4, 1, heads, length, dim, device=run.device, dtype=dtype)
     exact = [t.double().requires_grad_() for t in (q, k, v)]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.parallel.two_ring import two_ring_attention
 from torch import Tensor
 
 from benchmarks._harness import Report, alternate, at_least
@@ -30,6 +29,7 @@ from benchmarks._sequence_shared import (
     tensors,
 )
 from benchmarks._sequence_wire import PLANS, RANKS, TWIN
+from benchmarks._two_ring import two_ring_attention
 from benchmarks.netlab import Net, run
 from benchmarks.netlab._ranks import wire_bytes
 from gulliver import _compat, _compat_attention

@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.parallel.two_ring import two_ring_attention, two_ring_bytes
 from torch import Tensor
 
 from benchmarks._harness import Report, alternate, at_least, at_most
@@ -27,6 +26,7 @@ from benchmarks._sequence_shared import (
     slowest,
     tensors,
 )
+from benchmarks._two_ring import two_ring_attention, two_ring_bytes
 from benchmarks.netlab import Net, run
 from benchmarks.netlab._ranks import HEADERS, wire_bytes
 from gulliver.comm import init_world

@@ -112,36 +112,6 @@ def cuda_efficient_backward(
     return found[0], found[1], found[2]
 
 
-def cuda_cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of cuDNN's attention."""
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
-    return found[0], found[1].reshape(q.shape[:3])
-
-
-def cuda_cudnn_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    # Without dropout the state of the random numbers is not read.
-    state = torch.zeros((), dtype=torch.int64, device=q.device)
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        *(grad, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None),
-        *(q.shape[2], k.shape[2], 0.0, causal),
-        scale=scale,
-    )
-
-
 def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Torch's own ring attention, forward and backward, of any attention op.
 

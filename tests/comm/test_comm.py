@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,23 +14,17 @@ from gulliver.comm import (
     all_gather,
     all_reduce,
     broadcast,
-    choose_all_reduce,
     gather_objects,
     group_rank,
     init_world,
     launch,
-    reduce_choices,
     reduce_scatter,
     shutdown,
 )
-from gulliver.comm.collectives import any_rank, broadcast_object, group_size, use_links
+from gulliver.comm.collectives import any_rank, broadcast_object, group_size
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import exchange, operations, shift
 from gulliver.errors import GulliverError
-from gulliver.hardware import Cluster
-from gulliver.hardware.cluster import Along, Axis, Curve, Device, Link
-from gulliver.hardware.probe import kept_path
-from gulliver.planner.capability import use_measured_links
 from gulliver.precision.wire.formats import WireFormat
 from tests.covering import grid
 from tests.patience import patient
@@ -126,65 +119,6 @@ def test_terms_are_added_in_the_order_of_ranks_unless_any_order_will_do(pool: Po
         torch.testing.assert_close(free, expected)
         assert torch.equal(free, answers[0][1])
         assert not torch.equal(free, expected)  # or it was not the ring
-
-
-def _sums_by_links(world: World) -> list[tuple[str, torch.Tensor]]:
-    found = []
-    for direct_s, ring_s in ((2.0, 1.0), (1.0, 2.0)):
-        curves = {
-            "all_reduce": Curve((40_000,), (direct_s,)),
-            "ring_all_reduce": Curve((40_000,), (ring_s,)),
-        }
-        link = Link(1e-3, 1e9, along=(Along(3, curves),))
-        device = Device("d", {"float32": 1e9}, 1e9, 1 << 30)
-        use_links(Cluster("c", device, (Axis("local", 3, link),), measured=True))
-        # Less than goes round the ring where nothing was measured.
-        total = _term(world.rank)[:10_000].clone()
-        all_reduce(total, any_order=True, async_op=True).wait()
-        found.append((str(reduce_choices()[-1]), total))
-    use_links(None)
-    return found
-
-
-def test_all_reduces_go_the_way_that_was_measured_to_be_faster(pool: Pool) -> None:
-    expected = sum(_term(rank)[:10_000] for rank in range(3))
-    for (ring, free), (direct, ordered) in pool.run(_sums_by_links, 3):
-        assert ring == (
-            "all_reduce of 40000 bytes among 3 ranks: ring (measured: "
-            "direct 2e+03 ms, ring 1e+03 ms)"
-        )
-        assert direct.startswith("all_reduce of 40000 bytes among 3 ranks: direct (measured")
-        assert torch.equal(ordered, expected)
-        torch.testing.assert_close(free, expected)
-        assert not torch.equal(free, expected)  # or it was not the ring
-    assert choose_all_reduce(131_072, (0, 1, 2)).kind == "ring"
-    assert str(choose_all_reduce(131_068, (0, 1, 2))).endswith(
-        "direct (not measured: ring from 131072 bytes on)"
-    )
-
-
-def _kept_links(world: World, folder: str, tp_size: int) -> str:
-    before = os.environ.get("GULLIVER_CACHE")
-    os.environ["GULLIVER_CACHE"] = folder
-    try:
-        path = kept_path(world.size)
-        if world.rank == 0:
-            curves = {"all_reduce": Curve((9,), (2.0,)), "ring_all_reduce": Curve((9,), (1.0,))}
-            link = Link(1e-3, 1e9, along=(Along(3, curves),))
-            device, axes = Device("d", {"float32": 1e9}, 1e9, 1 << 30), (Axis("local", 3, link),)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Cluster("c", device, axes, measured=True).save(path)
-        use_measured_links(world, tp_size)
-        return choose_all_reduce(4096, (0, 1, 2)).kind
-    finally:
-        use_links(None)
-        os.environ.pop("GULLIVER_CACHE")
-        os.environ.update({"GULLIVER_CACHE": before} if before else {})
-
-
-def test_tensor_ranks_go_by_the_links_that_the_probe_kept(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(_kept_links, 3, str(tmp_path), 3) == ["ring"] * 3
-    assert pool.run(_kept_links, 3, str(tmp_path), 1) == ["direct"] * 3
 
 
 def _abandoned(world: World) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 
@@ -80,10 +79,6 @@ def test_every_factorisation_gives_every_rank_its_part(pool: Pool, size: int, ax
     pool.run(_all_collectives, size, axes, None)
 
 
-def test_ranks_may_be_numbered_across_nodes(pool: Pool) -> None:
-    pool.run(_all_collectives, 4, {"node": 2, "local": 2}, [0, 2, 1, 3])
-
-
 def _ragged(world: World, axes: dict[str, int]) -> None:
     torus = Torus(axes)
     for count in (1, 2, 5, 7, 1000):
@@ -156,10 +151,6 @@ def test_axes_that_do_not_make_the_world_are_refused(pool: Pool) -> None:
     assert "their product must be 2" in first[2]
 
 
-def test_the_parts_of_all_shapes_make_the_world() -> None:
-    assert all(math.prod(axes.values()) == size for size, found in SHAPES.items() for axes in found)
-
-
 PLACES = [[0, 2, 1, 3], [3, 1, 0, 2]]
 
 
@@ -225,7 +216,7 @@ def _close(world: World, axes: dict[str, int]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("axes", [SHAPES[6][0], SHAPES[6][1]])
+@pytest.mark.parametrize("axes", SHAPES[6][:1])
 def test_all_ranks_get_the_same_bits(pool: Pool, axes: dict[str, int]) -> None:
     first, *others = pool.run(_close, 6, axes)
     for found in others:
@@ -330,29 +321,6 @@ def test_a_world_of_one_is_a_torus_too() -> None:
     reduce_scatter(own, whole, "mean", torus)
     all_reduce(own, "sum", torus)
     assert (torus.rank, torus.size, own.tolist()) == (0, 1, [0.0, 1.0, 2.0])
-
-
-def _wrong(world: World) -> list[str]:
-    torus, found = Torus({"node": 2, "local": 2}), []
-    wrong = [
-        lambda: reduce_scatter(torch.ones(2), torch.ones(9), "sum", torus),
-        lambda: all_gather(torch.ones(9), torch.ones(2), torus),
-        lambda: all_reduce(torch.ones(4, 8)[:, :4], "sum", torus),
-        lambda: all_reduce(torch.ones(4).long(), "mean", torus),
-    ]
-    for call in wrong:
-        with pytest.raises(GulliverError) as caught:
-            call()
-        found.append(str(caught.value))
-    return found
-
-
-def test_what_does_not_fit_is_refused_by_name(pool: Pool) -> None:
-    scatter, gather, strided, mean = pool.run(_wrong, 4)[0]
-    assert scatter == "4 parts of 2 torch.float32 do not make 9 torch.float32"
-    assert gather == "4 parts of 2 torch.float32 do not make 9 torch.float32"
-    assert "not contiguous" in strided
-    assert "mean of torch.int64" in mean
 
 
 def _at_once(world: World) -> None:

@@ -371,17 +371,17 @@ def test_rates_of_packing_are_kept_for_the_plans_of_later_jobs(tmp_path: Path) -
     _rates.pack_rates.cache_clear()
     with small_sizes():
         assert command.probe(tmp_path / "c.yaml", tmp_path, again=True, mib=1) == 0
-    wire = wire_format("int8:stochastic")
+    wire = wire_format("int8")
     found = _rates.pack_rates(wire)
     assert min(found.pack_s, found.unpack_s, found.call_s) > 0
     random = torch.random.get_rng_state()
-    _rates.pack_rates(wire_format("fp8:1024:stochastic"))
+    _rates.pack_rates(wire_format("fp8:1024"))
     assert torch.equal(random, torch.random.get_rng_state())  # a run goes on as if it were kept
     _rates.pack_rates.cache_clear()
     with patch.object(_rates, "_measured", side_effect=AssertionError("measured")):
         assert _rates.pack_rates(wire) == found
         with pytest.raises(AssertionError, match="measured"):
-            _rates.pack_rates(wire_format("int8:1024:stochastic"))
+            _rates.pack_rates(wire_format("int8:1024"))
 
 
 def test_nothing_is_measured_that_could_not_be_kept(tmp_path: Path) -> None:

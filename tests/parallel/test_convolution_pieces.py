@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,72 +13,52 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 from gulliver.parallel.convolution import chunk_convolutions
-from gulliver.parallel.convolution.chunked import INDEX_LIMIT, Convolution, plan_convolution
+from gulliver.parallel.convolution.chunked import (
+    IDENTITY,
+    INDEX_LIMIT,
+    SlidingWindow,
+    boxes_of,
+)
 from gulliver.parallel.convolution.functions import frame_causal_attention
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-@st.composite
-def _sizes(draw: Any) -> Convolution:
-    space, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    dims = range(space)
-    kernel = tuple(draw(st.integers(1, 3)) for _ in dims)
-    dilation = tuple(draw(st.integers(1, 2)) for _ in dims)
-    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    return Convolution(
-        draw(st.integers(1, 3)),
-        groups * draw(st.integers(1, 4)),
-        groups * draw(st.integers(1, 4)),
-        tuple(draw(st.integers(r, r + 8)) for r in reach),
-        kernel,
-        tuple(draw(st.integers(1, 3)) for _ in dims),
-        tuple((draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in dims),
-        dilation,
-        groups,
-        draw(st.sampled_from([2, 4, 8])),
-    )
-
-
 @settings(max_examples=60, deadline=None)
-@given(_sizes(), st.integers(1, 4000), st.integers(1, 800))
+@given(
+    st.tuples(*[st.integers(1, 9)] * 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 200),
+    st.integers(1, 900),
+)
 def test_pieces_cover_the_output_once_within_budget_and_limit(
-    sizes: Convolution, budget: int, limit: int
+    outputs: tuple[int, ...], stride: int, span: int, limit: int, room: int
 ) -> None:
+    windows = (IDENTITY, SlidingWindow(-1, stride, span), SlidingWindow(0, 1, span))
+    counted = torch.zeros(outputs)
     try:
-        plan = plan_convolution(sizes, budget, limit)
+        for box in boxes_of(outputs, windows, (2, 3), limit, room):
+            region = counted
+            for dim, (start, stop) in enumerate(box):
+                region = region.narrow(dim, start, stop - start)
+            region += 1
+            read = [w.needs(*sides) for w, sides in zip(windows, box, strict=True)]
+            inputs = 2 * math.prod(stop - start for start, stop in read)
+            assert max(inputs, 3 * region.numel()) <= limit
+            assert inputs + 3 * region.numel() <= room
     except GulliverError:
-        # One output of one channel from one input channel is already too much.
-        around = math.prod(w.span for w in sizes.windows)
-        assert (around + 1) * sizes.item > budget or around > limit
+        # One output position is already too much.
+        assert max(2 * span**2, 3) > limit or 2 * span**2 + 3 > room
         return
-    assert plan.nbytes <= budget
-    assert max(plan.largest) <= limit
-    counted = torch.zeros(sizes.batch, sizes.outputs, *sizes.out_extents)
-    width = sizes.inputs // sizes.groups
-    for piece in plan.pieces():
-        region = counted[slice(*piece.batch), slice(*piece.outputs)]
-        for dim, (start, stop) in enumerate(piece.box):
-            region = region.narrow(2 + dim, start, stop - start)
-        region += 1
-        # Its terms are all inputs that its groups have, each once.
-        inputs = sorted(itertools.chain(*(range(a, b) for a, b, _, _ in piece.terms)))
-        first = piece.outputs[0] // (sizes.outputs // sizes.groups)
-        assert inputs == list(range(first * width, (first + piece.groups) * width))
-        read = [w.needs(*box) for w, box in zip(sizes.windows, piece.box, strict=True)]
-        around = math.prod(stop - start for start, stop in read)
-        widest = max(b - a for a, b, _, _ in piece.terms)
-        samples = piece.batch[1] - piece.batch[0]
-        assert samples * (widest * around) + region.numel() <= sum(plan.largest)
     assert (counted == 1).all()
 
 
 def test_the_index_limit_holds_for_the_output_too() -> None:
-    sizes = Convolution(1, 3, 512, (17, 720, 1280), (3, 3, 3), (1,) * 3, ((1, 1),) * 3, (1,) * 3)
-    assert sizes.batch * sizes.inputs * math.prod(sizes.extents) < INDEX_LIMIT
-    plan = plan_convolution(sizes)
-    assert plan.counts == {"dim 2": 4}
-    assert max(plan.largest) <= INDEX_LIMIT
+    sizes, windows = (1, 17, 720, 1280), (IDENTITY, *[SlidingWindow(-1, 1, 3)] * 3)
+    assert 3 * math.prod(sizes) < INDEX_LIMIT
+    boxes = list(boxes_of(sizes, windows, (3, 512), INDEX_LIMIT, math.inf))
+    assert len(boxes) == 4
 
 
 def _gradients(conv: nn.Module, x: Tensor) -> list[Tensor]:
@@ -102,27 +81,13 @@ def test_a_convolution_in_pieces_is_the_whole_forward_and_backward(space: int) -
         ).double()
         x = torch.randn(2, 4, *(6, 4, 3)[:space]).double()
         whole = _gradients(conv, x)
-        # Little room cuts channels too; more dims would then take thousands of pieces.
-        room = {1: 40 * (number % 2), 2: 100, 3: 400}[space]
-        chunked = chunk_convolutions(conv, budget=8 * ((2 * dilation + 1) ** space + 2 + room))
+        chunked = chunk_convolutions(conv, budget=8 * (4 * (2 * dilation + 1) ** space + 60))
         for a, b in zip(whole, _gradients(conv, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        assert next(iter(chunked.plans.values())).number >= 4
+        assert len(chunked.plans[""].boxes) >= 2
         assert torch.equal(conv(x[0]), conv(x)[0])
         chunked.off()
         assert "_conv_forward" not in vars(conv)
-
-
-def test_partial_sums_of_half_precision_are_rounded_once() -> None:
-    torch.manual_seed(0)
-    conv = nn.Conv2d(64, 2, 3, padding=1, bias=False)
-    x = torch.randn(1, 64, 5, 5).bfloat16()
-    exact = conv.double()(x.double())
-    conv = conv.bfloat16()
-    exact = nn.functional.conv2d(x.double(), conv.weight.double(), padding=1)
-    chunk_convolutions(conv, budget=2 * 30)
-    rounded = (conv(x).double() - exact).abs().max()
-    assert rounded <= (exact.bfloat16().double() - exact).abs().max() * 1.01
 
 
 def test_explain_names_every_convolution_and_wrong_budgets_are_refused() -> None:
@@ -131,15 +96,12 @@ def test_explain_names_every_convolution_and_wrong_budgets_are_refused() -> None
     assert chunked.explain() == "no convolution was called yet"
     network(torch.randn(1, 3, 20, 20))
     first, second = chunked.explain().splitlines()
-    assert first.startswith("0: dim 0 in")
-    assert second.startswith("2: dim 0 in")
+    assert (first[:2], second[:2]) == ("0:", "2:")
     chunked.off()
-    with pytest.raises(GulliverError, match="no known unit"):
-        chunk_convolutions(network, budget="2 GiC")
     with pytest.raises(GulliverError, match="no convolution"):
         chunk_convolutions(nn.Linear(2, 2))
     chunk_convolutions(network, budget=30)
-    with pytest.raises(GulliverError, match="bytes would do"):
+    with pytest.raises(GulliverError, match="larger budget"):
         network(torch.randn(1, 3, 20, 20))
 
 

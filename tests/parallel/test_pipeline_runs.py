@@ -304,12 +304,8 @@ def test_micro_batches_are_as_even_as_can_be(samples: int, parts: int) -> None:
             lambda: split({"x": torch.zeros(4, 2), "offsets": torch.zeros(3)}, 2),
             "'offsets' of the batch has 3 rows where 'x' has 4",
         ),
-        (lambda: deal("1f1bb", 2), "pp_style='1f1bb' is not known: did you mean '1f1b'"),
-        (lambda: deal("zbv", 2, 3), "'zbv' has 2 stages on each rank, not 3"),
         (lambda: cut(plain(3), stack_of(plain(3)), 4), "3 blocks .* too few for 4 stages"),
         (lambda: cut(plain(3), stack_of(plain(3)), 2, at=[1, 1]), "does not deal 3 blocks"),
-        (lambda: stack_of(nn.Linear(2, 2)), "no list of equal blocks"),
-        (lambda: stack_of(plain(3), "layers"), "no module 'layers'"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(wrong: Callable[[], Any], said: str) -> None:

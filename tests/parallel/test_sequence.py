@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmarks._two_ring import two_ring_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -39,13 +40,6 @@ from gulliver.parallel.sequence.choice import predict, volume
 from gulliver.parallel.sequence.heads import deal_heads
 from gulliver.parallel.sequence.kernels import (
     Asked,
-    AttentionBlock,
-    Gradients,
-    How,
-    Partial,
-    Rows,
-    attend,
-    attend_backward,
     select,
 )
 from gulliver.parallel.sequence.layout import Layout
@@ -60,12 +54,10 @@ from tests.parallel.sequence_cells import (
     errors_of,
     full_attention,
     largest_errors,
-    mask_of,
     shared_attention,
     small_pieces,
     tensors,
 )
-from tests.parallel.two_ring import imbalance, two_ring_attention, two_ring_bytes
 from tests.pool import Pool
 
 WHOLE = slice(None), slice(None)
@@ -188,43 +180,6 @@ def test_in_16_bits_the_error_is_that_of_one_kernel(pool: Pool, dtype: torch.dty
                 assert error <= 2 * alone + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_merged_parts_of_one_device_are_one_call_within_a_rounding(
-    device: str, causal: bool
-) -> None:
-    """The parts of N virtual ranks, forward and backward, beside torch's attention in bfloat16."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(1, 4, 512, 64, generator=generator, device=device, dtype=torch.bfloat16)
-        for _ in range(4)
-    )
-    expected = full_attention(*(t.cpu() for t in (q, k, v, grad)), Mask(causal=causal))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
-    alone = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    rules = Mask(causal=causal).rules(1, 512, 512)
-    how = How(0.125, rules, (WHOLE,))
-    for ring in (2, 8):
-        blocks = [Layout(512, ring).of_place(place)[0] for place in range(ring)]
-        partial = Partial.empty(q, 64)
-        for first, last in blocks:
-            found = tiles(((0, 512),), ((first, last),), rules)
-            attend(partial, q, k[:, :, first:last], v[:, :, first:last], found, how)
-        rows = Rows(q, grad, partial.out.bfloat16(), partial.lse)
-        into = Gradients(*(torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)))
-        for first, last in blocks:
-            found = tiles(((0, 512),), ((first, last),), rules)
-            k_block, v_block = k[:, :, first:last], v[:, :, first:last]
-            part = Gradients(into.q, into.k[:, :, first:last], into.v[:, :, first:last])
-            attend_backward(part, rows, k_block, v_block, found, how)
-        merged = rows.out, *(t.bfloat16() for t in (into.q, into.k, into.v))
-        for ours, torchs, exact in zip(merged, alone, expected, strict=True):
-            rounding = torch.finfo(torch.bfloat16).eps * exact.abs().max()
-            error, least = ((t.cpu() - exact).abs().max() for t in (ours, torchs))
-            assert error <= least + rounding
-
-
 def _autocast(world: World) -> tuple[torch.dtype, float, bool]:
     groups = make_groups(SequencePlan(inner=world.size))
     given = tensors(torch.float32, 16, 16, (4, 4))
@@ -270,40 +225,21 @@ def test_a_query_that_sees_nothing_gives_zeros_and_zero_gradients(pool: Pool) ->
 def _not_a_number(world: World, mode: Mode) -> bool:
     """A loss scaler has to see it, wherever it came from."""
     groups, seen = make_groups(mode.plan()), []
-    for circulate in ("kv", "q"):
-        for number, place in ((0, 3), (1, 13), (2, 13)):
-            given = tensors(torch.float32, 16, 16, (4, 4))
-            given[number][0, 1, place, 2] = math.nan
-            # torch's CPU kernel gives zeros for it where keys are fewer than its vectors hold.
-            options: Any = {"circulate": circulate, "kernel": "reference"}
-            found = shared_attention(groups, given, Mask(causal=True), **options)
-            own = groups.plan.lay(16).positions(groups.rank)
-            hit = own == place if number == 0 else own >= place
-            seen.append(bool(found[0][0, 1][hit].isnan().any(-1).all()))
-            seen.append(not bool(found[0][1].isnan().any()))
+    for number, place in ((0, 3), (1, 13), (2, 13)):
+        given = tensors(torch.float32, 16, 16, (4, 4))
+        given[number][0, 1, place, 2] = math.nan
+        # torch's CPU kernel gives zeros for it where keys are fewer than its vectors hold.
+        found = shared_attention(groups, given, Mask(causal=True), kernel="reference")
+        own = groups.plan.lay(16).positions(groups.rank)
+        hit = own == place if number == 0 else own >= place
+        seen.append(bool(found[0][0, 1][hit].isnan().any(-1).all()))
+        seen.append(not bool(found[0][1].isnan().any()))
     return all(seen)
 
 
 def test_what_is_no_number_stays_so(pool: Pool) -> None:
     for mode in SMALL_MODES[-2:]:
         assert all(pool.run(_not_a_number, 4, mode))
-
-
-def _circulating(world: World, mode: Mode) -> list[list[float]]:
-    groups, errors = make_groups(mode.plan()), []
-    for circulate in ("kv", "q"):
-        for length, key_length in ((31, 31), (6, 50)):
-            given = tensors(torch.float64, length, key_length, (6, 2))
-            mask = mask_of("cross, padding", length, key_length)
-            found = shared_attention(groups, given, mask, circulate=circulate)
-            errors.append(largest_errors(groups, found, full_attention(*given, mask)))
-    return errors
-
-
-@pytest.mark.parametrize("mode", SMALL_MODES[3:], ids=lambda mode: mode.name)
-def test_queries_may_go_round_instead_of_keys_and_values(pool: Pool, mode: Mode) -> None:
-    found = pool.run(_circulating, mode.ranks, mode)
-    assert max(e for rank in found for call in rank for e in call) < 1e-10
 
 
 def _few_tokens(world: World) -> list[list[float]]:
@@ -404,11 +340,9 @@ def _adversary(world: World, mode: Mode) -> list[list[float]]:
     errors = []
     with _patched(_deliver_late), small_pieces():
         groups = make_groups(mode.plan("zigzag"))
-        for circulate in ("kv", "q"):
-            given = tensors(torch.float64, 31, 31, (4, 2))
-            found = shared_attention(groups, given, Mask(causal=True), circulate=circulate)
-            expected = full_attention(*given, Mask(causal=True))
-            errors.append(largest_errors(groups, found, expected))
+        given = tensors(torch.float64, 31, 31, (4, 2))
+        found = shared_attention(groups, given, Mask(causal=True))
+        errors.append(largest_errors(groups, found, full_attention(*given, Mask(causal=True))))
     return errors
 
 
@@ -425,7 +359,7 @@ def _counted_in_pieces(world: World, *args: Any) -> list[dict]:
         return _counted(world, *args)
 
 
-def _counted(world: World, plan: SequencePlan, shape: Shape, circulate: str) -> list[dict]:
+def _counted(world: World, plan: SequencePlan, shape: Shape) -> list[dict]:
     """Bytes and messages that this rank sends in a forward and in a backward."""
     groups = make_groups(plan)
     lines = {id(getattr(groups, n).process_group): n for n in ("ulysses", "inner", "outer")}
@@ -445,8 +379,7 @@ def _counted(world: World, plan: SequencePlan, shape: Shape, circulate: str) -> 
     kv = (shape.batch, shape.kv_heads, own_keys, shape.head_dim)
     k, v = (torch.randn(kv).to(dtype).requires_grad_() for _ in range(2))
     with _patched(count):
-        options: Any = {"circulate": circulate, "key_length": shape.keys}
-        out = attention(q, k, v, groups, length=shape.length, **options)
+        out = attention(q, k, v, groups, length=shape.length, key_length=shape.keys)
         forward = dict(counts)
         counts.clear()
         out.sum().backward()
@@ -464,15 +397,11 @@ PLANS = (
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_as_many_bytes_are_sent_as_the_formulas_say(pool: Pool, plan: SequencePlan) -> None:
-    for dtype, keys, circulate in (
-        ("float32", 32, "kv"),
-        ("bfloat16", 32, "kv"),
-        ("float32", 64, "q"),
-    ):
+    for dtype, keys in (("float32", 64), ("bfloat16", 32)):
         shape = Shape(2, 8, 4, 32, 8, key_length=keys, dtype=dtype)
         count = _counted_in_pieces if dtype == "float32" else _counted
-        found = pool.run(count, plan.degree, plan, shape, circulate)
-        expected = volume(plan, shape, circulate)
+        found = pool.run(count, plan.degree, plan, shape)
+        expected = volume(plan, shape)
         for line in ("ulysses", "inner", "outer"):
             for number, way in enumerate(("forward", "backward")):
                 sent = [rank[number].get(line, [0, 0])[0] for rank in found]
@@ -481,10 +410,10 @@ def test_as_many_bytes_are_sent_as_the_formulas_say(pool: Pool, plan: SequencePl
 
 def test_a_ring_sends_as_many_messages_as_it_has_hops(pool: Pool) -> None:
     shape = Shape(1, 4, 4, 16, 8)
-    for forward, backward in pool.run(_counted, 4, SequencePlan(outer=2, inner=2), shape, "kv"):
+    for forward, backward in pool.run(_counted, 4, SequencePlan(outer=2, inner=2), shape):
         assert (forward["inner"][1], forward["outer"][1]) == (2, 1)
         assert (backward["inner"][1], backward["outer"][1]) == (4, 2)
-    for forward, backward in pool.run(_counted, 4, SequencePlan(ulysses=4), shape, "kv"):
+    for forward, backward in pool.run(_counted, 4, SequencePlan(ulysses=4), shape):
         # q, k and v in one exchange, the output in another; backward the same.
         assert (forward["ulysses"][1], backward["ulysses"][1]) == (6, 6)
 
@@ -530,7 +459,7 @@ def _sharding(world: World, plan: SequencePlan) -> None:
     assert torch.equal(x.grad, only)
 
     # Ranks go on alike here, so the sum of their gradients is had without a message, too.
-    for gradient, times in (("own", 1), ("alike", world.size), ("sum", world.size)):
+    for gradient, times in (("own", 1), ("alike", world.size)):
         part = whole[:, own].clone().requires_grad_()
         again = unshard(part, groups, gradient=gradient)
         assert torch.equal(again, whole)
@@ -624,24 +553,6 @@ def _swapping(world: World, plan: SequencePlan) -> None:
 def test_the_sharded_dim_is_swapped_and_back(pool: Pool) -> None:
     for plan in (SequencePlan(ulysses=4), SequencePlan(inner=4, layout="zigzag")):
         pool.run(_swapping, 4, plan)
-
-
-def _two_rings(world: World, layout: Any) -> float:
-    groups = make_groups(SequencePlan(inner=world.size, layout=layout))
-    given = tensors(torch.float64, 22, 22, (4, 4))
-    own = groups.plan.lay(22).positions(groups.rank)
-    worst = 0.0
-    for mask in (Mask(), Mask(causal=True), mask_of("documents", 22, 22)):
-        q, k, v = (t[:, :, own].clone().requires_grad_() for t in given[:3])
-        out = two_ring_attention(q, k, v, groups, mask)
-        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3][:, :, own])]
-        worst = max(worst, *largest_errors(groups, found, full_attention(*given, mask)))
-    return worst
-
-
-def test_the_naive_twin_is_exact(pool: Pool) -> None:
-    for size, layout in ((1, "contiguous"), (3, "contiguous"), (4, "zigzag")):
-        assert max(pool.run(_two_rings, size, layout)) < 1e-10
 
 
 def _decoding(world: World) -> tuple[float, bytes]:
@@ -784,12 +695,25 @@ def test_every_head_is_dealt_to_one_rank_with_the_keys_that_it_needs(
         assert all((first + h) // group == first_key + k for h, k in pairs)
 
 
+def _imbalance(layout: Layout, rules: Rules) -> float:
+    """How much longer a ring computes than with even work: 0 is balanced, 1 twice as long."""
+    held, ring = [layout.of_place(place) for place in range(layout.ring)], layout.ring
+    pairs = [[_area(tiles(q, k, rules)) for k in held] for q in held]
+    slowest = sum(max(pairs[p][(p - step) % ring] for p in range(ring)) for step in range(ring))
+    return slowest * ring / sum(map(sum, pairs)) - 1
+
+
+def _area(found: Any) -> int:
+    sizes = [(t.q[1] - t.q[0], t.k[1] - t.k[0], t.kind) for t in found]
+    return sum(q * (q + 1) // 2 if kind == "causal" else q * k for q, k, kind in sizes)
+
+
 def test_zigzag_balances_a_causal_mask() -> None:
     causal = Mask(causal=True).rules(1, 4096, 4096)
     for ring in (2, 4, 8):
-        assert imbalance(Layout(4096, ring, 1, "zigzag"), causal) <= 0.03
-        assert imbalance(Layout(4096, ring), causal) > 1 - 1.1 / ring
-    assert imbalance(Layout(4096, 4)) == 0.0
+        assert _imbalance(Layout(4096, ring, 1, "zigzag"), causal) <= 0.03
+        assert _imbalance(Layout(4096, ring), causal) > 1 - 1.1 / ring
+    assert _imbalance(Layout(4096, 4), Mask().rules(1, 4096, 4096)) == 0.0
 
 
 def test_kernels_are_chosen_by_what_is_asked_and_refuse_by_name() -> None:
@@ -809,30 +733,6 @@ def test_kernels_are_chosen_by_what_is_asked_and_refuse_by_name() -> None:
         select(asked, "cpu flsh")
     with pytest.raises(GulliverError, match="int32 is not supported: choose from float64"):
         select(Asked("cpu", torch.int32, 8, 8))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "causal", "masked"])
-def test_kernels_agree_on_a_block(kind: str, dtype: torch.dtype) -> None:
-    q, k, v, grad = tensors(dtype, 24, 24, (6, 2))
-    bias = None
-    if kind == "masked":
-        seen = torch.rand(2, 1, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.5
-        bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)
-    block = AttentionBlock(q[:, :, 2:18], k[:, :, 2:18], v[:, :, 2:18], 0.3, kind == "causal")
-    if bias is not None:
-        block = AttentionBlock(block.q, block.k, block.v, 0.3, bias=bias[:, :, 2:18, 2:18])
-    asked = Asked("cpu", dtype, 8, 8)
-    results = []
-    for name in ("reference", "cpu flash"):
-        kernel = select(asked, name)
-        out, lse = kernel.forward(block)
-        # The whole row has more keys than the block.
-        rows = (out * 0.5).to(dtype), lse + 1
-        results.append([out, lse, *kernel.backward(grad[:, :, 2:18], block, *rows)])
-    bar = 1e-12 if dtype == torch.float64 else 0.03
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).abs().max() <= bar
 
 
 def two_level(outer: int, inner: int, slow: float = 1e8, fast: float = 1e10) -> Cluster:
@@ -877,28 +777,19 @@ def test_bad_input_is_one_line_that_says_what_would_be_right() -> None:
     _raises("dropout of 0.1 is not supported", lambda: attention(q, q, q, groups, dropout=0.1))
     dense: Any = torch.ones(6, 6, dtype=torch.bool)
     _raises("a mask of type Tensor .* Mask", lambda: attention(q, q, q, groups, mask=dense))
-    _raises("must be .batch, heads", lambda: attention(q[0], q, q, groups))
-    _raises("make all the same", lambda: attention(q, q.double(), q, groups))
-    _raises("do not fit", lambda: attention(q, q, q[:, :, :5], groups))
     _raises("3 KV heads do not serve 4", lambda: attention(q, q[:, :3], q[:, :3], groups))
     _raises("holds 6 tokens of q.*layout of 7", lambda: attention(q, q, q, groups, length=7))
-    _raises("cuda flash.*not for cpu", lambda: attention(q, q, q, groups, kernel="cuda flash"))
-    _raises("kv", lambda: attention(q, q, q, groups, circulate="k"))  # type: ignore[arg-type]
-    _raises("ulysses must be at least 1", lambda: SequencePlan(ulysses=0))
     _raises("did you mean 'zigzag'", lambda: SequencePlan(layout="zigzg"))  # type: ignore[arg-type]
     _raises("must be one of 1", lambda: make_groups(SequencePlan(inner=2)))
     _raises("cu_seqlens must begin with 0", lambda: Mask.packed(torch.tensor([1, 4])))
     for mask, match in (
         (Mask(documents=torch.zeros(5)), r"documents has shape \(5,\).* \[6\] or \[1, 6\]"),
         (Mask(key_lengths=torch.tensor([7])), "key_lengths must be 1 numbers from 0 to 6"),
-        (Mask(window=(-1, None)), "must not be negative"),
-        (Mask(keys=torch.ones(2, 6)), "keys has shape"),
         (Mask(key_documents=torch.zeros(6)), "give both"),
     ):
         _raises(match, lambda m=mask: attention(q, q, q, groups, mask=m))
     _raises("no_grad", lambda: decode(q.requires_grad_(), q, q, groups))
     _raises("unknown gradient", lambda: shard(q, groups, gradient="sum"))  # type: ignore[arg-type]
-    _raises("is sharded already", lambda: swap_sharded_dim(q, 2, -2, groups))
 
 
 def _disagreeing(world: World) -> list[str]:

@@ -180,7 +180,6 @@ def test_virtual_ranks_are_full_attention(
         ("cpu", "cpu flash"),
         ("cpu", "reference"),
         gpu("cuda", "cuda flash"),
-        gpu("cuda", "cuda cudnn"),
         gpu("cuda", "cuda efficient"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster.hybrid.stdit import (
@@ -416,24 +416,12 @@ def test_every_clip_has_a_scheme_and_the_best_is_said_first(
 
 def test_what_cannot_be_wired_is_refused_by_name() -> None:
     groups = make_groups(SequencePlan())
-    with pytest.raises(GulliverError, match="only an STDiT3 can be wired so, not Linear"):
-        wire_stdit(nn.Linear(2, 2), groups, "all_to_all")
     for changes in ({"hidden_size": 48, "kernel_size": (2, 2, -1)}, {"image_conditioning": True}):
         with pytest.raises(GulliverError, match="kernel_size or image_conditioning"):
             wire_stdit(build(**changes), groups, "all_to_all")
     for mode in ("split_gather", "ring"):
         with pytest.raises(GulliverError, match=r"'all_to_all' or 'ring_attn'.*tensor parallelism"):
             wire_stdit(build(), groups, mode)
-    with pytest.raises(GulliverError, match=r"no scheme 'places-ring' under all_to_all: .*places-"):
-        wire_stdit(build(), groups, "all_to_all", scheme="places-ring")
-    with pytest.raises(GulliverError, match="more ranks than the 4 heads"):
-        choose_scheme(
-            Clip(1, 8, 8),
-            Width(32, 4, 8, 128, 2),
-            SequencePlan(ulysses=8),
-            "ring_attn",
-            _cluster(1e10),
-        )
 
 
 def _wired_twice(world: World) -> str:

@@ -28,7 +28,6 @@ from tests.models.family_models import build as build_type
 from tests.parallel.tensor_cells import (
     BARS,
     Cell,
-    backward,
     cells,
     compare,
     errors_of,
@@ -314,22 +313,6 @@ def test_parameters_stay_on_meta_and_are_filled_with_their_region(pool: Pool) ->
     assert max(pool.run(_on_meta, 3)) <= EXACT
 
 
-def _convolutions(world: World, dims: int) -> float:
-    torch.manual_seed(dims)
-    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-    whole = nn.Sequential(kind(3, 7, 3, stride=2, padding=1), nn.SiLU(), kind(7, 4, 2)).double()
-    model = copy.deepcopy(whole)
-    plan = plan_tensor(model, world.size, {"0": "column", "2": "row"})
-    apply_tensor(model, plan, rank_group_of(world))
-    x = torch.randn(2, 3, *[8] * dims, dtype=torch.float64)
-    return _worst(model, whole, x)
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_convolutions_are_cut_by_channels(pool: Pool, dims: int) -> None:
-    assert max(pool.run(_convolutions, 3, dims)) <= EXACT
-
-
 def _gathered(world: World) -> float:
     torch.manual_seed(1)
     whole = nn.Sequential(
@@ -479,6 +462,7 @@ def test_other_models_are_cut_by_their_own_plan(pool: Pool, kind: str, mode: Any
     assert max(pool.run(_own_plan, 3, kind, mode)) <= EXACT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2", "whisper"])
 @pytest.mark.parametrize("mode", MODES)
 def test_models_in_float32(pool: Pool, family: str, mode: Any) -> None:
@@ -556,13 +540,6 @@ def test_the_longest_pattern_decides() -> None:
     assert best_match("dense", patterns) is None
 
 
-def test_a_plan_shows_what_is_cut() -> None:
-    shown = str(plan_tensor(build("gpt2"), 3))
-    assert "tensor parallel over 3 ranks" in shown
-    assert "transformer.h.*.attn.c_attn  q; k; v by heads" in shown
-    assert "transformer.wpe" in shown
-
-
 def test_what_is_not_understood_is_named() -> None:
     with pytest.raises(GulliverError, match=r"no rule says how .*blocks\.0\.attention\.q"):
         plan_tensor(_model(), 2)
@@ -599,15 +576,8 @@ def test_dropout_is_refused_by_name() -> None:
 def test_wrong_rules_are_refused() -> None:
     with pytest.raises(GulliverError, match=r"unknown style 'colum': did you mean 'column'"):
         plan_tensor(_model(), 2, {**RULES, "down": "colum"})
-    with pytest.raises(GulliverError, match=r"embed is a Embedding, but its rule is for a linear"):
-        plan_tensor(_model(), 2, {**RULES, "embed": "column"})
     with pytest.raises(GulliverError, match=r"one parameter, but would be cut differently"):
         plan_tensor(_model(), 2, {**RULES, "embed": "replicate"})
-    with pytest.raises(GulliverError, match=r"no module near it counts them"):
-        plan_tensor(nn.Sequential(nn.Linear(4, 4)), 2, {"0": "column by heads"})
-    grouped = nn.Sequential(nn.Conv1d(4, 4, 1, groups=2))
-    with pytest.raises(GulliverError, match="groups=2"):
-        plan_tensor(grouped, 2, {"0": "column"})
 
 
 class GatedLayer(nn.Module):
@@ -643,7 +613,6 @@ UNFIT: list[tuple[dict[str, str], str]] = [
         {"norm": "summed"},
         r"blocks.0.norm is 'summed', .* whole on every rank.* give it 'replicate'",
     ),
-    ({"head": "summed"}, r"head is 'summed'"),
     (
         {"head": "column, packed"},
         r"head \('column, packed', 6 outputs\) .* no row layer takes them",
@@ -651,23 +620,16 @@ UNFIT: list[tuple[dict[str, str], str]] = [
     ({"up": "column, packed"}, r"0.up \('column, packed', 12 .*0.down \('row', 12 .* it 'column'"),
     ({"up": "latent", "down": "row, split"}, r"up is 'latent', but is not the first projection"),
     ({"up": "replicate"}, r"down \('row', 12 inputs\) .* no column layer .* 'row, split'"),
-    ({"up": "column, gathered"}, r"down \('row', 12 inputs\) .* no column layer"),
     ({"down": "replicate"}, r"up \('column', 12 outputs\) .* no row layer .* 'column, gathered'"),
 ]
 UNFIT_LLAMA = [
     ({"model.norm": "summed"}, r"model.norm is 'summed'"),
-    ({"embed_tokens": "summed"}, r"model.embed_tokens is 'summed'"),
     (
         {"gate_proj": "column, packed"},
         r"gate_proj \('column, packed', 52 .* is 'column' in the plan",
     ),
     ({"q_proj": "column, packed"}, r"q_proj .* is 'column by heads' in the plan"),
-    ({"q_proj": "k; v by heads"}, r"q_proj .* is 'column by heads' in the plan"),
-    ({"v_proj": "column, packed"}, r"v_proj .* is 'column by heads' in the plan"),
-    ({"gate_proj": "latent"}, r"gate_proj is 'latent', but is not"),
-    ({"gate_proj": "row"}, r"gate_proj \('row', 32 inputs\) is 'column' in the plan"),
     ({"gate_proj": "column, gathered"}, r"gate_proj .* whole outputs on every rank"),
-    ({"q_proj": "column, gathered"}, r"q_proj .* whole outputs on every rank"),
     ({"down_proj": "row, split"}, r"gate_proj \('column', 52 outputs\) .* no row layer"),
 ]
 UNFIT_HEADS = [
@@ -782,12 +744,3 @@ def _unknown_arguments(world: World) -> str:
 
 def test_other_differentiable_arguments_of_blocks_are_refused(pool: Pool) -> None:
     assert "besides its hidden states" in pool.run(_unknown_arguments, 2)[0]
-
-
-def test_backward_and_compare_find_a_wrong_gradient() -> None:
-    """The instrument itself: a model that differs in one weight is told apart."""
-    whole, model = build("llama"), build("llama")
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1e-3
-    assert max(compare(model, whole, "llama", batch("llama")).values()) > 1e-6
-    assert len(backward(whole, "llama", batch("llama"))) == 2

@@ -390,14 +390,6 @@ def test_patterns_exclude_layers_and_all_below_them():
     assert [layer.path for layer in report_of(whole).replaced] == ["body.0"]
 
 
-def test_a_model_on_meta_tells_its_bytes():
-    with torch.device("meta"):
-        whole = nn.Sequential(nn.Linear(4096, 4096), nn.Conv2d(64, 64, 3))
-    report = report_of(gulliver.replace_module(whole))
-    assert report.after < 0.27 * report.before
-    assert whole[0].weight.is_meta
-
-
 def test_the_kernel_is_the_fastest_that_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setenv("GULLIVER_CACHE", str(tmp_path))
     int8.forget_kernels()
@@ -515,16 +507,3 @@ def test_branches_for_slices_of_a_weight_keep_no_layer() -> None:
     model = nn.Sequential(_Slicing())
     gulliver.replace_module(model, embeddings=True)
     assert [layer.path for layer in report_of(model).replaced] == ["0.dense"]
-
-
-def test_nothing_replaced_lazy_layers_and_untied_weights_are_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    gulliver.replace_module(nn.Linear(8, 8))
-    assert "replaced nothing" in caplog.text
-    with pytest.raises(GulliverError, match=r"0.weight has no shape yet"):
-        gulliver.replace_module(nn.Sequential(nn.LazyLinear(8)))
-    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32, bias=False))
-    model[1].weight = model[0].weight
-    gulliver.replace_module(model)
-    assert "untied: 0 keeps the weight" in str(report_of(model))

@@ -44,7 +44,6 @@ from gulliver.memory.parts import Part, whole_shape
 from gulliver.parallel.optimizer import BoostedOptimizer, Counter
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.planner.model import narrow_dtypes, unwrapped
-from gulliver.precision.fp8.conversion import fp8_histories, restore_histories
 
 
 def on_main(write: Callable[[], None]) -> None:
@@ -171,8 +170,7 @@ def _is_code(value: Any) -> bool:
 
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
-FP8 = "fp8_histories"
-RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM, WIRE, FP8)
+RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM, WIRE)
 
 
 def boosted_state(
@@ -198,8 +196,6 @@ def boosted_state(
         kind = type(lr_scheduler).__name__
         found[SCHEDULER] = {"kind": kind, "state": scheduler_numbers(lr_scheduler)}
     found[RANDOM] = PerRank(random_state())
-    if histories := fp8_histories(plain):
-        found[FP8] = histories
     for entry, value in (state or {}).items():
         if entry in RESERVED:
             raise GulliverError(f"state[{entry!r}] is taken: the booster saves that itself")
@@ -326,9 +322,6 @@ class LoadPlan:
         leaves.clear()
         wanted.clear()
         holder.checkpoint.after_model_load()
-        # Scales of other weights say nothing about these.
-        saved = self.reader.value(FP8) if FP8 in self.reader.entries else {}
-        restore_histories(model, saved)
 
     def _fill_rest(self, entry: OptimizerEntry | None, rest: Mapping[str, Filling]) -> None:
         if entry is not None:

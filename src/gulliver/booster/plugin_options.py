@@ -180,7 +180,7 @@ class Fp8Options(Options):
     """FP8 in linear layers.
 
     Attributes:
-        use_fp8: True, a scaling (``tensorwise``, ``rowwise``, ``delayed``) or a
+        use_fp8: True, a scaling (``tensorwise``, ``rowwise``) or a
             `gulliver.plan.Fp8Plan`; layers compute in FP8 where that is predicted to be faster.
         fp8_emulation: compute the numerics of FP8 without units for it: slower, for experiments.
     """

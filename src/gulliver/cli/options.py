@@ -479,8 +479,8 @@ class PrecisionConfig(Options):
     """Machines: h100x8, a described name, a file of gulliver probe's form, or here."""
     tokens: Annotated[int, Range(1, 2**30)] = 8192
     """Rows that a layer multiplies at once: samples of a micro-batch x their tokens."""
-    scaling: Literal["tensorwise", "rowwise", "delayed"] = "tensorwise"
-    """Scales: one for each tensor, for each row, or for each tensor from earlier steps."""
+    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """Scales: one for each tensor, or for each row."""
     exclude: tuple[str, ...] = ()
     """Pattern of paths of layers that are kept in high precision."""
     json: bool = False

@@ -126,8 +126,7 @@ def measured_cluster(
 def measured_packing(world: World) -> dict[str, PackRates]:
     """Measures how fast wire formats are packed, or finds what was kept; every rank calls it."""
     names = [name for name in NAMES if name != "identity"]
-    texts = [name + rounding for name in names for rounding in ("", ":stochastic")]
-    return {text: pack_rates(wire_format(text), world.device.type) for text in texts}
+    return {name: pack_rates(wire_format(name), world.device.type) for name in names}
 
 
 def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Direct exchange or ring for an all-reduce over gloo: the faster one, measured or by rule."""
+"""Collectives between ranks: over gloo by our own messages, else by the backend."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -42,60 +42,10 @@ from gulliver.comm.torus import (
 )
 from gulliver.comm.watchdog import ANY, Purpose
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.cluster import Cluster, Link
-from gulliver.hardware.costs import RING_BYTES, all_reduce_ways, torus_seconds
+from gulliver.hardware.cluster import Cluster
+from gulliver.hardware.costs import RING_BYTES, torus_seconds
 from gulliver.precision.wire.formats import IDENTITY, WireFormat
 from gulliver.precision.wire.packing import pack, unpack
-
-
-@dataclass(frozen=True)
-class ReduceChoice:
-    """The algorithm chosen for an all-reduce over gloo, and why."""
-
-    nbytes: int
-    ranks: tuple[int, ...]  # Ranks of the world that take part
-    # "ring", gloo's own, or "direct", an exchange from each rank to all others.
-    kind: Literal["direct", "ring"]
-    measured: Mapping[str, float]  # Seconds of each kind, where they were measured
-
-    def __str__(self) -> str:
-        what = f"all_reduce of {self.nbytes} bytes among {len(self.ranks)} ranks: {self.kind}"
-        if not self.measured:
-            return f"{what} (not measured: ring from {RING_BYTES} bytes on)"
-        shown = ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in self.measured.items())
-        return f"{what} (measured: {shown})"
-
-
-_cluster: Cluster | None = None
-_reduce_choices: dict[tuple[int, tuple[int, ...]], ReduceChoice] = {}
-
-
-def use_links(cluster: Cluster | None) -> None:
-    """Sets the cluster whose links decide how all-reduces run."""
-    global _cluster
-    _cluster = cluster
-    _reduce_choices.clear()
-
-
-def choose_all_reduce(nbytes: int, ranks: tuple[int, ...]) -> ReduceChoice:
-    """The faster all-reduce over gloo, chosen once for each size."""
-    key = nbytes, ranks
-    if key not in _reduce_choices:
-        known = _cluster is not None and max(ranks) < _cluster.size
-        link = _cluster.link_between(ranks) if _cluster is not None and known else Link(0.0, 1.0)
-        ways = all_reduce_ways(link, len(ranks), nbytes)
-        if ways:
-            kind = "ring" if ways["ring"] < ways["direct"] else "direct"
-        else:
-            kind = "ring" if nbytes >= RING_BYTES else "direct"
-        _reduce_choices[key] = ReduceChoice(nbytes, ranks, kind, ways)
-    return _reduce_choices[key]
-
-
-def reduce_choices() -> list[ReduceChoice]:
-    """The choices made for all-reduces so far."""
-    return list(_reduce_choices.values())
-
 
 # Collectives on flat tensors that are right in a world of one too.
 #
@@ -112,21 +62,21 @@ Group = dist.ProcessGroup | Torus | None
 class Handle:
     """A collective in flight: `wait` returns when its result may be read."""
 
-    def __init__(self, work: Any = None, finish: Callable[[], Any] | None = None) -> None:
-        self._work, self._finish = work, finish
+    def __init__(self, *works: Any, finish: Callable[[], Any] | None = None) -> None:
+        self._works, self._finish = works, finish
 
     def wait(self) -> None:
         """Waits for the result."""
-        work, finish = self._work, self._finish
-        self._work = self._finish = None
-        if work is not None:
+        works, finish = self._works, self._finish
+        self._works, self._finish = (), None
+        for work in works:
             work.wait()
         if finish is not None:
             finish()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return soon; it still has to be called."""
-        return self._work is None or self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
 
 def group_size(group: Group = None) -> int:
@@ -161,11 +111,10 @@ def all_reduce(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: gloo's own ring may be used among more than two ranks too, where
-            `choose_all_reduce` finds it faster. It takes less of the processor, and adds each
-            element's terms in an order that depends on its place in the tensor: all ranks, and all
-            runs that choose alike, get the same bits, but not the same as when the elements travel
-            in other pieces.
+        any_order: gloo's own ring may be used among more than two ranks too, where the tensor is
+            large. It takes less of the processor, and adds each element's terms in an order that
+            depends on its place in the tensor: all ranks, and all runs, get the same bits, but not
+            the same as when the elements travel in other pieces.
         wire: format that the elements travel in.
         purpose: what it is for, the same on all ranks; over gloo a difference is reported.
         error: what the last packing has lost, of the tensor's size: it is made up for, and what
@@ -183,7 +132,7 @@ def all_reduce(
         packer = _packer(wire, op, group, tensor, purpose)
         tensor = tensor.detach()
         steps = packed_all_reduce(tensor, op == "mean", packer, error)
-        return _finished(Handle(run_packed(steps, packer, [tensor], finish)), async_op)
+        return _finished(Handle(*run_packed(steps, packer, [tensor], finish)), async_op)
     rank_groups = _rank_groups(group)
     if not sends_directly(rank_groups[0].process_group, tensor):
         if isinstance(group, Torus):
@@ -193,7 +142,7 @@ def all_reduce(
     # Small ones take one exchange in this thread, where gloo's ring would take n - 1.
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
-    if plain and _backend_is_cheaper(tensor, op, rank_groups[0].ranks, any_order):
+    if plain and _backend_is_cheaper(tensor, op, size, any_order):
         next_tag(rank_groups[0].process_group, 1, purpose)  # only noted: the backend has its own
         return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
     steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
@@ -206,7 +155,7 @@ def backend_all_reduce(
     """Runs the all-reduce of the backend: over gloo a ring, which adds in an order of its own."""
     count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
-    return _finished(Handle(work, _mean(tensor, op, group_size(group))), async_op)
+    return _finished(Handle(work, finish=_mean(tensor, op, group_size(group))), async_op)
 
 
 def reduce_scatter(
@@ -250,7 +199,7 @@ def reduce_scatter(
         packer = _packer(wire, op, group, input, purpose)
         output, input = output.detach(), input.detach()
         steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
-        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
+        return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
@@ -260,10 +209,10 @@ def reduce_scatter(
         return _finished(_chained_handle([output, input], chained), async_op)
     count_sent(input.nbytes * (1 - 1 / size))
     if output.dtype != input.dtype:
-        started = _exchanged(output, input, op, group)
-        return _finished(Handle(*started), async_op)
+        work, add_up = _exchanged(output, input, op, group)
+        return _finished(Handle(work, finish=add_up), async_op)
     work = reduce_scatter_flat(output, input, REDUCTIONS[op], group=group, async_op=True)
-    return _finished(Handle(work, _mean(output, op, size)), async_op)
+    return _finished(Handle(work, finish=_mean(output, op, size)), async_op)
 
 
 def all_gather(
@@ -307,7 +256,7 @@ def all_gather(
         packer = _packer(wire, "sum", group, output, purpose)
         output, input = output.detach(), input.detach()
         steps = packed_all_gather(output, input, packer, add)
-        return _finished(Handle(run_packed(steps, packer, [output, input], None)), async_op)
+        return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_all_gather(output, input, rank_groups, purpose)
@@ -396,12 +345,12 @@ def _sent(
         return Handle()
     # Along one axis there are at most two exchanges, which can share a lane: see [Note: two lanes].
     works = [start(steps, apart=axes > 1) for steps in collectives]
-    return _finished(Handle(works[0] if len(works) == 1 else _Several(works)), async_op)
+    return _finished(Handle(*works), async_op)
 
 
 def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
     """Starts the backend's collectives, axis after axis."""
-    return Handle(_Several(run_chained(tensors, steps)))
+    return Handle(*run_chained(tensors, steps))
 
 
 def _finished(handle: Handle, async_op: bool) -> Handle:
@@ -433,33 +382,18 @@ def _check_sum(dtype: torch.dtype) -> None:
         )
 
 
-def _backend_is_cheaper(tensor: Tensor, op: Op, ranks: tuple[int, ...], any_order: bool) -> bool:
+def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> bool:
     """Whether gloo's own all-reduce is cheaper and its order of addition is acceptable."""
     # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
     # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's
     # time, which counts where the core that communicates computes too. Two terms have one sum in
     # either order; of more than two, gloo's order depends on the place in the tensor. Its ring
-    # takes 2 (n-1) messages after one another where ours takes 2: which is faster depends on the
-    # size and the links.
+    # takes 2 (n-1) messages after one another where ours takes 2, so small tensors go directly.
     if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
         return False
-    return len(ranks) == 2 or (any_order and choose_all_reduce(tensor.nbytes, ranks).kind == "ring")
-
-
-class _Several:
-    """Several works that are waited for together."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+    return size == 2 or (any_order and tensor.nbytes >= RING_BYTES)
 
 
 def _exchanged(

@@ -158,15 +158,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
 
 
 def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
-    """A rank group for messages from host memory, with a gloo group where the group is NCCL's.
-
-    NCCL moves nothing that lies in host memory. The group's ranks call this together, and
-    `return_rank_group` in the end.
-
-    Args:
-        group: process group; None for the whole world.
-        use: name of the use, as of `shared_rank_group`.
-    """
+    """A rank group with a gloo group: NCCL moves nothing in host memory. All its ranks call it."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ALONE
     found = rank_group_of(group)

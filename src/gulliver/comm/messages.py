@@ -6,7 +6,6 @@ in `gulliver.precision.wire`; how packed elements are reduced and gathered is in
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -68,18 +67,23 @@ class Messages:
     """Point-to-point messages in flight."""
 
     def __init__(
-        self, works: list[Any], keep: Any = None, finish: Callable[[], None] | None = None
+        self,
+        works: list[Any],
+        keep: Any = None,
+        finish: Callable[[], None] | None = None,
+        arriving: Any = None,
     ) -> None:
-        self._works, self._keep, self._finish = works, keep, finish
+        self._works, self._keep, self._finish, self.arriving = works, keep, finish, arriving
 
-    def wait(self) -> None:
-        """Waits for all of them."""
+    def wait(self) -> Any:
+        """Waits for all of them, after which what was sent may be reused; returns what arrived."""
         for work in self._works:
             work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         self._works, self._keep = [], None
+        return self.arriving
 
 
 def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
@@ -202,20 +206,6 @@ Addressed = Iterable[tuple[int, Tensor]]
 # keep that order by itself, gloo does not.
 #
 # Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
-class Flight:
-    """A message in flight each way; `wait` returns what arrived once both are done."""
-
-    def __init__(self, messages: Messages | None, arriving: Tensor) -> None:
-        self._messages, self._arriving = messages, arriving
-
-    def wait(self) -> Tensor:
-        """Waits and returns what arrived; the sent tensor may be reused."""
-        if self._messages is not None:
-            self._messages.wait()
-        self._messages = None
-        return self._arriving
-
-
 def operations(
     incoming: Addressed,
     outgoing: Addressed,
@@ -251,7 +241,7 @@ def post(
     if wire.name == "identity":
         calls = operations(*kept, group, tag)
         return Messages(dist.batch_isend_irecv(calls) if calls else [], kept)
-    packed = PackedTensors(wire, tag)
+    packed = PackedTensors(wire)
     coming = [(peer, packed.receiving(tensor)) for peer, tensor in kept[0]]
     going = [(peer, packed.sending(tensor)) for peer, tensor in kept[1]]
     calls = operations(coming, going, group, packed.tag(tag))
@@ -265,8 +255,8 @@ class PackedTensors:
     # Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers,
     # and what would not become smaller, travel as they are.
 
-    def __init__(self, wire: WireFormat, number: int = 0) -> None:
-        self.wire, self._number = wire, number
+    def __init__(self, wire: WireFormat) -> None:
+        self.wire = wire
         self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
 
     def tag(self, tag: int) -> int:
@@ -276,12 +266,7 @@ class PackedTensors:
     def sending(self, tensor: Tensor) -> Tensor:
         """Packs a tensor to be sent."""
         wire = self.wire.of(tensor)
-        if wire is IDENTITY:
-            return tensor
-        generator = None
-        if wire.rounding == "stochastic":
-            generator = torch.Generator(tensor.device).manual_seed(_next_seed(self._number))
-        return pack(tensor, wire, generator=generator)
+        return tensor if wire is IDENTITY else pack(tensor, wire)
 
     def receiving(self, tensor: Tensor) -> Tensor:
         """Returns the buffer to receive a packed tensor into; `unpack` writes the tensor."""
@@ -299,28 +284,19 @@ class PackedTensors:
             unpack(packed, wire, tensor.numel(), out=tensor)
 
 
-_seeds = itertools.count(1)
-
-
-def _next_seed(number: int) -> int:
-    """Returns a new seed, different for each message and rank."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return (next(_seeds) * 4096 + number % 4096) * 1024 + rank % 1024
-
-
 def shift(
     rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
-) -> Flight:
+) -> Messages:
     """Starts a send to the next rank of a group and a receive from the one before."""
     check_wire(wire)
     _note(rank_group, wire)
     before, after = (
         rank_group.ranks[(rank_group.rank + step) % rank_group.size] for step in (-1, 1)
     )
-    return Flight(
-        post([(before, incoming)], [(after, outgoing)], rank_group.process_group, tag, wire),
-        incoming,
-    )
+    group = rank_group.process_group
+    messages = post([(before, incoming)], [(after, outgoing)], group, tag, wire)
+    messages.arriving = incoming
+    return messages
 
 
 def exchange(

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,9 +48,6 @@ from gulliver.precision.wire.packing import pack, unpack
 Lengths = Sequence[int]
 
 
-# [Note: stochastic on the way back] Where sums of several axes go back, ranks of different rows
-# pack the same sum. They must find the same bits, so there it is rounded to the nearest.
-#
 # [Note: error feedback] Who passes `error` has what the last packing lost added to what is packed
 # now, and finds there what this one lost. So what small elements lose in one step is made up for in
 # later ones (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). That is of
@@ -78,16 +74,9 @@ class Packer:
             return take_buffer(count, torch.uint8)
         return like.new_empty(count, dtype=torch.uint8)
 
-    def pack(self, tensor: Tensor, depth: int, way: str) -> Tensor:
-        """Packs elements that travel along an axis."""
-        wire, generator = self.wire, None
-        if wire.rounding == "stochastic" and way == "back" and len(self.rank_groups) > 1:
-            wire = replace(wire, rounding="nearest")
-        if wire.rounding == "stochastic":
-            generator = torch.Generator(tensor.device)
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            generator.manual_seed(self._tags[depth, way] * 65_537 + rank)
-        return pack(tensor, wire, self.buffer(tensor.numel(), tensor), generator)
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Packs elements."""
+        return pack(tensor, self.wire, self.buffer(tensor.numel(), tensor))
 
     def exchange(
         self, depth: int, way: str, outgoing: Sequence[Tensor], counts: Lengths
@@ -129,7 +118,7 @@ class Packer:
 
 def run_packed(
     steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
-) -> Any:
+) -> list[Any]:
     """Starts a collective and returns what to wait for."""
 
     def whole() -> Steps:
@@ -138,15 +127,14 @@ def run_packed(
             finish()
 
     if packer.gloo:
-        return start(whole(), apart=len(packer.rank_groups) > 1)
-    works = run_chained(tensors, lambda: drive(whole()))
-    return works[0] if works else None
+        return [start(whole(), apart=len(packer.rank_groups) > 1)]
+    return run_chained(tensors, lambda: drive(whole()))
 
 
 def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:
     """All-gathers packed parts, the own one included, and writes or adds them."""
     numel = input.numel()
-    held, made = packer.pack(input, 0, "out"), list[Tensor]()
+    held, made = packer.pack(input), list[Tensor]()
     blocks = [held]
     block, shape = held.view(1, -1), list[int]()
     made.append(held)
@@ -212,7 +200,7 @@ def _all_reduced(
         yield from _all_reduced(total, mean, packer, depth - 1, None)
     elif mean:
         total.div_(math.prod(one.size for one in packer.rank_groups))
-    own = packer.pack(total, depth, "back")
+    own = packer.pack(total)
     counts = [packed_bytes(n, packer.wire) for n in lengths]
     messages, found = packer.exchange(depth, "back", [own] * group.size, counts)
     yield messages
@@ -232,8 +220,7 @@ def _added_up(
     group = packer.rank_groups[depth]
     empty = total.new_empty(0, dtype=torch.uint8)
     packed = [
-        empty if place == group.rank else packer.pack(part, depth, "out")
-        for place, part in enumerate(parts)
+        empty if place == group.rank else packer.pack(part) for place, part in enumerate(parts)
     ]
     for place, part in enumerate(parts) if lost is not None else ():
         gone = lost[place]  # pyright: ignore[reportOptionalSubscript]

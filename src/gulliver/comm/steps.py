@@ -261,15 +261,7 @@ class AxisExchange:
 def segmented_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """A reduce-scatter along rank groups, outer to inner, in segments.
-
-    Args:
-        output: this rank's part, perhaps of a wider dtype than the input.
-        input: one part for each rank, in the order of the torus.
-        op: sum, mean or max.
-        rank_groups: through this rank.
-        purpose: all ranks pass the same.
-    """
+    """A reduce-scatter along rank groups, outer to inner, in segments."""
     return [
         reduce_scatter_steps(output, input, op, rank_groups, _tags(rank_groups, purpose), segment)
         for segment in _segments(output.numel(), input.nbytes, rank_groups)

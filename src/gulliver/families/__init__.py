@@ -1,9 +1,9 @@
-"""What is particular to a model family: one record per family, in a file of its own.
+"""What is particular to a model family: one record per family.
 
     from gulliver.families import family_of
     family_of(model).sequences.modes
 
-To add a family, add a file: see `docs/families.md`.
+To add a family, add a record: see `docs/families.md`.
 """
 
 from typing import TYPE_CHECKING

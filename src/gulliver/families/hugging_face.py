@@ -7,7 +7,7 @@ another way (`OPAQUE`) have their linear layers cut one by one, outputs gathered
 longest list of equal blocks, and around it modules of the names in `BLOCKS`.
 
 A type is listed here because `tests/models/family_sweep.py` holds it against one process;
-`docs/parity.md` says how. Types with more to say have files of their own.
+`docs/parity.md` says how. Types with more to say stand in `records.py`.
 """
 
 from __future__ import annotations

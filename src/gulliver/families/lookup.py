@@ -5,16 +5,14 @@ family_of(model).blocks
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.families.hugging_face import HUGGING_FACE
+from gulliver.families import records
+from gulliver.families.hugging_face import HUGGING_FACE, TYPES
 from gulliver.families.loss import hugging_face_of
 from gulliver.families.record import SHARED_BY_SEQUENCE, SHARED_BY_TENSOR, Family
 
@@ -34,18 +32,8 @@ _added: list[Family] = []
 # transformers, or `UNKNOWN`.
 @cache
 def _shipped() -> tuple[Family, ...]:
-    """The records of all files of this folder."""
-    package = __name__.rpartition(".")[0]
-    folder: Any = importlib.import_module(package).__path__
-    found: dict[int, Family] = {}
-    for entry in pkgutil.iter_modules(folder):
-        if entry.name.startswith("_"):
-            continue
-        for value in vars(importlib.import_module(f"{package}.{entry.name}")).values():
-            for record in value if isinstance(value, tuple) else (value,):
-                if isinstance(record, Family):
-                    found.setdefault(id(record), record)
-    return tuple(found.values())
+    """The records of this package, those with more to say first."""
+    return (*(r for r in vars(records).values() if isinstance(r, Family)), HUGGING_FACE, *TYPES)
 
 
 def all_families() -> tuple[Family, ...]:

@@ -20,8 +20,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gulliver.families.record import Experts
-
 
 @dataclass(frozen=True)
 class OwnLoss:
@@ -84,24 +82,18 @@ def has_known_forward(model: nn.Module) -> bool:
 
 
 def asks_routers(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call of a mixture of experts asks for its routers' logits, and so for their loss.
-
-    Args:
-        model: any.
-        given: keyword arguments of the call, which go before the configuration.
-    """
+    """Whether a call asks for its routers' logits, and so for their load-balancing loss."""
     known = getattr(getattr(model, "config", None), "output_router_logits", False)
     asked = given.get("output_router_logits")
     return bool(known if asked is None else asked)
 
 
-def router_loss(
-    model: nn.Module, experts: Experts, logits: tuple[Tensor, ...], mask: Tensor | None
-) -> Tensor:
+def router_loss(model: Any, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
     """The load-balancing loss of a mixture of experts, by the function that its class uses."""
+    name = "load_balancing_loss_func"
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
-    function = next(f for m in modules if (f := getattr(m, experts.loss, None)) is not None)
-    return function(logits, getattr(model, experts.count), getattr(model, experts.chosen), mask)
+    function = next(f for m in modules if (f := getattr(m, name, None)) is not None)
+    return function(logits, model.num_experts, model.num_experts_per_tok, mask)
 
 
 def _known_forward(model: nn.Module) -> tuple[str, Any]:

@@ -1,7 +1,7 @@
 """What is known of a model family: one frozen record, whose parts are asked by name.
 
 Plain data. `Tensors` is read by tensor parallelism, `Blocks` by the pipeline, `Sequences` by
-sequence parallelism and by what a plugin checks, `Experts` by whoever computes a loss of routers.
+sequence parallelism and by what a plugin checks.
 A part that is None is found out by looking at the model, or is not supported: each says which.
 
 What it does not know: how anything is cut. Names of styles are those of
@@ -114,29 +114,6 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The load-balancing loss that a mixture of experts adds where its configuration asks for it.
-
-    Attributes:
-        loss: name of the function beside the model's class; it takes the routers' logits of all
-            layers, the number of experts, how many a token goes to, and a padding mask.
-        coefficient: attribute of the model that the loss is multiplied by.
-        count: attribute of the model with the number of experts.
-        chosen: attribute of the model with the number of experts that a token goes to.
-    """
-
-    # Name of the function beside the model's class; it takes the routers' logits of all layers, the
-    # number of experts, how many a token goes to, and a padding mask.
-    loss: str = "load_balancing_loss_func"
-    # Attribute of the model that the loss is multiplied by.
-    coefficient: str = "router_aux_loss_coef"
-    # Attribute of the model with the number of experts.
-    count: str = "num_experts"
-    # Attribute of the model with the number of experts that a token goes to.
-    chosen: str = "num_experts_per_tok"
-
-
-@dataclass(frozen=True)
 class Family:
     """What is particular to the models of one family.
 
@@ -148,7 +125,7 @@ class Family:
         blocks: where the blocks are; None: looked for by the names that transformers uses.
         sequences: how sequences enter and leave; None: attention is not known, so only the modes
             of the tensor axis can be tried.
-        experts: loss of its routers; None: it has none that could be computed of parts.
+        experts: the loss of its routers is Mixtral's, which can be computed of parts.
     """
 
     name: str
@@ -157,7 +134,7 @@ class Family:
     tensors: Tensors | None = None
     blocks: Blocks | None = None
     sequences: Sequences | None = None
-    experts: Experts | None = None
+    experts: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:

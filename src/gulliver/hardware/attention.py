@@ -3,17 +3,14 @@
 With B batch, H heads, G KV heads, L and K the tokens of queries and keys, D and E the dims of
 queries and values, s the bytes of an element and w those of what partial results are kept in (4,
 and 8 for float64), u ulysses, o outer, i inner and n = o i places: a place's keys and values, and
-its queries are
+their gradients are
 
     kv = B (G / u) (K / n) (D + E) s        grads = kv w / s
-    q  = B (H / u) (L / n) D s              part = B (H / u) (L / n) (E + 1) w
 
 | | inner ring | outer ring |
 |---|---|---|
 | forward | o (i - 1) kv | (o - 1) kv |
 | backward | o (i - 1) (kv + grads) | (o - 1) (kv + grads) |
-| forward, queries go round | o (i - 1) (q + part) | (o - 1) (q + part) |
-| backward, queries go round | o (i - 1) (q + dO + O + lse + dQ) | (o - 1) of the same |
 
 In units of B H (L / N) D elements a flat ring of N therefore sends 2 (N - 1) forward and 4 (N - 1)
 backward in float32, where the two rings of RSA send 2 (N - 1) and 6 (N - 1). Ulysses sends
@@ -173,11 +170,9 @@ class AttentionSeconds:
     exchanges: float
 
 
-def split_attention_bytes(
-    split: SequenceSplit, shape: AttentionShape, circulate: str = "kv"
-) -> AttentionBytes:
+def split_attention_bytes(split: SequenceSplit, shape: AttentionShape) -> AttentionBytes:
     """Bytes that each rank sends in one attention; see the top of the file."""
-    forward, backward = _hop_bytes(split, shape, circulate)
+    forward, backward = _hop_bytes(split, shape)
     inner, outer = split.outer * (split.inner - 1), split.outer - 1
     exchanged = head_exchange_bytes(split, shape)
     return AttentionBytes(
@@ -235,7 +230,7 @@ def split_attention_seconds(
     """Seconds of a forward and a backward on every `stride`-th rank of a cluster."""
     lines = _Lines(cluster.resized(split.degree * stride), split, stride)
     block = _block_seconds(cluster.device, shape, split)
-    forward, backward = _hop_bytes(split, shape, "kv")
+    forward, backward = _hop_bytes(split, shape)
     total = lines.ring_seconds(block, forward)
     total += lines.ring_seconds(BACKWARD_OF_ATTENTION * block, backward)
     exchanges = 2 * lines.exchange_seconds(head_exchange_bytes(split, shape))
@@ -243,14 +238,11 @@ def split_attention_seconds(
     return AttentionSeconds(total + exchanges, compute, exchanges)
 
 
-def _hop_bytes(split: SequenceSplit, shape: AttentionShape, circulate: str) -> tuple[float, float]:
+def _hop_bytes(split: SequenceSplit, shape: AttentionShape) -> tuple[float, float]:
     """Bytes of one hop of one place's block, forward and backward, with what comes home."""
-    d, e, s, w = shape.head_dim, shape.values, shape.item, shape.wide
-    if circulate == "kv":
-        block = shape.batch * split.kv_heads / split.ulysses * shape.keys / split.ring * (d + e)
-        return block * s, block * (s + w)
-    rows = shape.batch * shape.heads / split.ulysses * shape.length / split.ring
-    return rows * (d * s + (e + 1) * w), rows * ((d + 2 * e) * s + w + d * w)
+    dims, places = shape.head_dim + shape.values, split.ulysses * split.ring
+    block = shape.batch * split.kv_heads * shape.keys / places * dims
+    return block * shape.item, block * (shape.item + shape.wide)
 
 
 def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) -> float:

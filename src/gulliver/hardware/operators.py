@@ -112,8 +112,7 @@ def operator_seconds(
 #
 # | pass over an operand | bytes an element, compiled | |---|---| | largest magnitude | one read |
 # | cast, for both products that it is in | one read, two writes of a byte: units read along the
-# sum | | the same, row-wise | each twice: the scales of the two products differ | | delayed | one
-# read for both: the scale is there before |
+# sum | | the same, row-wise | each twice: the scales of the two products differ |
 #
 # Operands are the input and the gradient of the output; weights too, in each micro-batch where the
 # layer is compiled, as its casts stand in the graph. Products are half as long where the rate of
@@ -155,7 +154,7 @@ def fp8_seconds(
         tokens: number of rows.
         inputs: number of inputs.
         outputs: number of outputs.
-        scaling: ``tensorwise``, ``rowwise`` or ``delayed``.
+        scaling: ``tensorwise`` or ``rowwise``.
 
     Raises:
         GulliverError: the device has no rate for FP8.
@@ -197,13 +196,10 @@ def _product(device: Device, tokens: int, inputs: int, outputs: int) -> float:
 
 
 def _casts(device: Device, size: int, scaling: str) -> float:
-    both = memory_seconds(device, (ITEM + 2) * size)
-    if scaling == "delayed":
-        return both
     magnitude = memory_seconds(device, ITEM * size)
     if scaling == "rowwise":
         return 2 * (magnitude + memory_seconds(device, (ITEM + 1) * size))
-    return magnitude + both
+    return magnitude + memory_seconds(device, (ITEM + 2) * size)
 
 
 # Seconds and bytes of looking rows of tables up: in memory, over the host link, between ranks.

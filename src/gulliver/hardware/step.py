@@ -15,6 +15,7 @@ from typing import Literal
 
 from gulliver.hardware.cluster import Device, Link
 from gulliver.hardware.costs import (
+    RING_BYTES,
     Axes,
     all_reduce_ways,
     collective_seconds,
@@ -92,11 +93,11 @@ class Message:
         waits = not self.hidden or self.kind == "sends"
         axes = [(n, _among_computing(link) if waits else link) for n, link in self.axes]
         if self.kind == "all_reduce" and waits and len(axes) == 1:
-            # Ranks that stop for a sum take the faster way, where both were measured.
+            # Large sums go round gloo's ring, where that was measured.
             size, link = axes[0]
             ways = all_reduce_ways(link, size, self.bytes)
             if ways:
-                return min(ways.values())
+                return ways["ring" if self.bytes >= RING_BYTES else "direct"]
         if self.kind != "sends":
             return collective_seconds(axes, self.kind, self.bytes)
         size, link = axes[-1]

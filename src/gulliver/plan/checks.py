@@ -210,13 +210,6 @@ def _wire(plan: Plan) -> Iterator[str]:
         if kind == "gather" and (plan.zero is None or plan.zero.stage == 0):
             why = "gathered from stage 1 of ZeRO on; right would be wire.gather: identity"
             yield _clash(plan, name, why=why)
-        if kind == "gather" and wire_format(packed[kind]).rounding != "nearest":
-            exact = packed[kind].replace(":stochastic", "")
-            why = (
-                f"all ranks have to find the same parameters; right would be wire.gather: {exact}, "
-                f"of a plugin communication_dtype={packed | {kind: exact}}"
-            )
-            yield _clash(plan, name, why=why)
     if plan.wire.error_feedback and "reduce" not in packed:
         why = "gradients lose nothing that could be fed back; right would be error_feedback: false"
         yield _clash(plan, "wire.reduce", "wire.error_feedback", why=why)
@@ -241,9 +234,6 @@ def _fp8(plan: Plan) -> Iterator[str]:
     fp8, scaling = plan.precision.fp8, "precision.fp8.scaling"
     if fp8 is None:
         return
-    if fp8.scaling == "delayed" and plan.mesh.size > 1:
-        why = "each rank would have a history of its own; take tensorwise or rowwise"
-        yield _clash(plan, "mesh.axes", scaling, why=why)
     if plan.sequence.mode in SHARED_BY_TENSOR:
         modes = ", ".join(SHARED_BY_SEQUENCE)
         why = f"FP8 layers take whole sequences on tensor ranks; take mode: null, or one of {modes}"

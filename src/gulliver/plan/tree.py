@@ -28,7 +28,7 @@ class Fp8Plan:
     """Linear layers that compute in FP8.
 
     Attributes:
-        scaling: scales: one for each tensor, for each row, or for each tensor from earlier steps.
+        scaling: scales: one for each tensor, or for each row.
         emulated: whether the same numerics are computed without FP8 units, slower.
         gate: whether only layers are taken that are predicted to pay; nothing pays emulated.
         exclude: patterns of paths of layers that are kept.

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gulliver.comm.collectives import use_links
-from gulliver.comm.world import World
 from gulliver.errors import GulliverError, nearest
 from gulliver.families.lookup import all_families, is_hugging_face, type_of
 from gulliver.families.lookup import family_of as record_of
@@ -168,19 +166,6 @@ def attention_shape(
         dtype=dtype.removeprefix("torch."),
         causal=causal,
     )
-
-
-def use_measured_links(world: World, tp_size: int) -> None:
-    """Uses the all-reduce of tensor ranks that was measured to be faster."""
-    # Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
-    # decide.
-    if tp_size < 3 or world.device.type != "cpu":
-        return
-    try:
-        cluster = current_cluster(world.size)
-    except GulliverError:  # on all ranks alike
-        cluster = None
-    use_links(cluster if cluster is not None and cluster.measured else None)
 
 
 def _field(config: Any, names: tuple[str, ...], instead: str) -> int:

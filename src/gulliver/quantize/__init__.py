@@ -13,9 +13,8 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.quantize.calibrated import replace_calibrated
-    from gulliver.quantize.files import load_quantized, save_quantized
+    from gulliver.quantize.files import load_quantized, save_quantized, stream_quantized
     from gulliver.quantize.job import Quantized, load_pipeline, quantize_folder, quantize_pipeline
-    from gulliver.quantize.streaming import stream_quantized
 
 __all__ = [
     "Quantized",
@@ -32,13 +31,12 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gulliver.quantize.calibrated": ["replace_calibrated"],
-        "gulliver.quantize.files": ["load_quantized", "save_quantized"],
+        "gulliver.quantize.files": ["load_quantized", "save_quantized", "stream_quantized"],
         "gulliver.quantize.job": [
             "Quantized",
             "load_pipeline",
             "quantize_folder",
             "quantize_pipeline",
         ],
-        "gulliver.quantize.streaming": ["stream_quantized"],
     },
 )

@@ -33,8 +33,8 @@ from gulliver.quantize.files import (
     load_quantized,
     refuse_quantized,
     save_quantized,
+    stream_quantized,
 )
-from gulliver.quantize.streaming import stream_quantized
 
 INDEX, NOTE = "model_index.json", "_gulliver_quantized"
 NETWORKS = ("unet", "transformer", "text_encoder")

@@ -32,7 +32,6 @@ from gulliver.comm.groups import ALONE, RankGroup, shared_rank_group
 from gulliver.comm.torus import make_axes
 from gulliver.data.clips import STILL_FPS, Bucket
 from gulliver.errors import GulliverError
-from gulliver.hardware.probe import current_cluster
 from gulliver.jobs.log import derive
 from gulliver.models.stdit import STDiT3
 from gulliver.options import differences, resolved
@@ -157,9 +156,7 @@ def share_coding(
     """Makes ranks that need the same clips encode and decode them together; all of them call it."""
     if dim == "off" or rank_group.size == 1 or not has_networks(autoencoder):
         return None
-    cluster = current_cluster(dist.get_world_size())
-    told = show if rank_group.rank == 0 else None
-    return share_autoencoder(autoencoder, rank_group, dim, cluster, told)
+    return share_autoencoder(autoencoder, rank_group, dim, show if rank_group.rank == 0 else None)
 
 
 def ranks_alike(place: Any) -> RankGroup:

@@ -32,16 +32,9 @@ from gulliver.families.loss import hugging_face_of
 from gulliver.layout.even import deal
 from gulliver.parallel.dropout import Along, attention_with_dropout, drop, mix, word_of
 from gulliver.parallel.tensor.entry import SharedSequence
-from gulliver.parallel.tensor.layers import (
-    ColumnConvolution,
-    ColumnLinear,
-    RowConvolution,
-    RowLinear,
-)
+from gulliver.parallel.tensor.layers import ColumnLinear, RowLinear
 from gulliver.parallel.tensor.styles import DRAWN_ALIKE, DROPOUTS, TensorPlan, dropouts_of
 from gulliver.plan.plan import Plan
-
-COLUMNS, ROWS = ColumnLinear | ColumnConvolution, RowLinear | RowConvolution
 
 
 @dataclass
@@ -80,9 +73,9 @@ class ActivationParts:
                 block.register_forward_pre_hook(self._join)
         model.register_forward_pre_hook(self._join, prepend=True)
         for module in model.modules():
-            if isinstance(module, COLUMNS):
+            if isinstance(module, ColumnLinear):
                 module.register_forward_hook(self._part)
-            elif isinstance(module, ROWS):
+            elif isinstance(module, RowLinear):
                 module.register_forward_hook(self._join)
 
     def __deepcopy__(self, memo: Any) -> ActivationParts:

@@ -35,7 +35,7 @@ from gulliver.parallel.tensor.apply import apply_tensor
 from gulliver.parallel.tensor.styles import TensorPlan
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.plan.plan import Plan
-from gulliver.planner.capability import family_of, sequence_plan, use_measured_links
+from gulliver.planner.capability import family_of, sequence_plan
 from gulliver.planner.model import recompute_blocks
 from gulliver.planner.ranks import order_of_use
 from gulliver.planner.resolve import Stages, recomputable
@@ -141,7 +141,6 @@ def cut_tensors(
     """Cuts what this stage has over the tensor axis."""
     if tensor is None or mesh is None:
         return
-    use_measured_links(current_world(), tensor.size)
     shared = plan.sequence.mode if plan.sequence.mode in SHARED_BY_TENSOR else None
     apply_tensor(model, _remaining(tensor, model), mesh.tensor, shared)  # type: ignore[arg-type]
 

@@ -55,7 +55,7 @@ from gulliver.comm.groups import ALONE, RankGroup
 from gulliver.errors import GulliverError
 from gulliver.families.lookup import all_families, family_of, type_of
 from gulliver.families.loss import OwnLoss, asks_routers, has_known_forward, own_loss, router_loss
-from gulliver.families.record import Experts, Sequences
+from gulliver.families.record import Sequences
 from gulliver.parallel.sequence.layout import SequenceGroups, Tail
 from gulliver.parallel.sequence.sharding import shard
 
@@ -84,8 +84,8 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
         if hasattr(head, "gather_output"):
             head.gather_output = True
         return
-    experts = family_of(model).experts if shared else None
-    task = task and (not shared or own_loss(model, experts is not None) is not None)
+    experts = shared and family_of(model).experts
+    task = task and (not shared or own_loss(model, experts) is not None)
     _check_unwired(model)
     known = check_sequence(model) if shared else Sequences()
     degree = Degree(groups)
@@ -154,7 +154,7 @@ class SequenceAdapter:
         tensor: RankGroup,
         known: Sequences,
         task: bool,
-        experts: Experts | None,
+        experts: bool,
     ) -> None:
         self.degree, self.tensor, self.known, self.task = degree, tensor, known, task
         self.experts = experts
@@ -247,7 +247,7 @@ class SequenceAdapter:
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
-        added = self.experts is not None
+        added = self.experts
         asked = asks_routers(module, batch.kwargs) and not added
         known = None if asked else own_loss(module, added)
         if known is None and self.shared and batch.kwargs.get("labels") is not None:
@@ -267,16 +267,16 @@ class SequenceAdapter:
         losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
         return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
-    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: OpenedForward) -> None:
+    def _balance(self, module: Any, fields: dict[str, Any], opened: OpenedForward) -> None:
         """Adds the loss of the routers of all tokens, as one process has it."""
-        assert self.experts is not None, "the routers of others are refused"
+        assert self.experts, "the routers of others are refused"
         count, call = len(fields["logits"]), opened.call
         pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
         whole = tuple(leave(piece, call.groups, call.length).flatten(0, 1) for piece in pieces)
         fields["router_logits"] = whole
-        fields["aux_loss"] = added = router_loss(module, self.experts, whole, call.keys)
+        fields["aux_loss"] = added = router_loss(module, whole, call.keys)
         if opened.targets is not None:
-            fields["loss"] = fields["loss"] + getattr(module, self.experts.coefficient) * added
+            fields["loss"] = fields["loss"] + module.router_aux_loss_coef * added
 
     def _gather(self, fields: dict[str, Any], opened: OpenedForward) -> None:
         groups, length = opened.call.groups, opened.call.length

@@ -17,11 +17,10 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.parallel.convolution.chunked import chunk_convolutions
     from gulliver.parallel.convolution.networks import without_masks
-    from gulliver.parallel.convolution.share import SharingPrediction, share_autoencoder
+    from gulliver.parallel.convolution.share import share_autoencoder
     from gulliver.parallel.convolution.stream import stream_decode, stream_encode, stream_trained
 
 __all__ = [
-    "SharingPrediction",
     "chunk_convolutions",
     "share_autoencoder",
     "stream_decode",
@@ -35,7 +34,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "gulliver.parallel.convolution.chunked": ["chunk_convolutions"],
         "gulliver.parallel.convolution.networks": ["without_masks"],
-        "gulliver.parallel.convolution.share": ["SharingPrediction", "share_autoencoder"],
+        "gulliver.parallel.convolution.share": ["share_autoencoder"],
         "gulliver.parallel.convolution.stream": [
             "stream_decode",
             "stream_encode",

@@ -157,11 +157,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     kernel = tuple(weight.shape[2:])
     padding = padding if isinstance(padding, str) else _spread(padding, space)
     pads = padding_of(padding, kernel, dilation)
-    rest = {name: kwargs[name] for name in ("mode", "call") if name in kwargs}
-    if rest.get("mode", "zeros") != "zeros":
-        x = F.pad(x, [p for pair in reversed(pads) for p in pair], rest["mode"])
-        pads, rest = ((0, 0),) * space, rest | {"mode": "zeros"}
-        assert isinstance(x, Sharded)
+    rest = {"call": kwargs["call"]} if "call" in kwargs else {}
     if x.dim() != space + 2:
         refuse("a convolution without a dim of samples", x)
 
@@ -470,8 +466,10 @@ def frame_causal_attention(
 @handles("frame_causal_attention")
 def _frame_causal(func: Any, args: Any, kwargs: Any) -> Sharded:
     q, k, v, tokens, scale = args
-    if q.cut.dim != 2:
-        refuse("frame-causal attention with cut heads or features", q)
+    if q.cut.dim > 2:
+        refuse("frame-causal attention with cut features", q)
+    if q.cut.dim < 2:  # attention within each sample or head is local
+        return like(q, func(q.local, k.local, v.local, tokens, scale))
     whole = [t.holder.whole(t, (name, 0)) for t, name in ((k, "keys"), (v, "values"))]
     return like(q, _causal(q.local, whole[0], whole[1], _runs_of(q), tokens, scale))
 

@@ -69,7 +69,7 @@ def _attend(attention: Any, x: Tensor) -> Tensor:
     return made / attention.rescale_output_factor
 
 
-# The networks of an autoencoder, and its dim of time.
+# The networks of an autoencoder.
 #
 # An autoencoder is asked for `stream_encoder` and `stream_decoder`, functions from whole to whole;
 # one that computes clips in pieces of its own (`micro_frames`) for `encode_pieces` and
@@ -117,20 +117,10 @@ def has_networks(autoencoder: Any) -> bool:
 
 
 def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
-    """Returns the function from stretches to stretches of an autoencoder that computes in pieces.
-
-    Args:
-        autoencoder: autoencoder.
-        name: "encode" or "decode".
-    """
+    """Returns an autoencoder's own function from stretches to stretches: "encode" or "decode"."""
     if getattr(autoencoder, "micro_frames", None) is None:
         return None
     return getattr(autoencoder, f"{name}_pieces")
-
-
-def time_dim(autoencoder: nn.Module) -> int:
-    """Returns the dim of time of videos and latents."""
-    return 2
 
 
 def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:

@@ -189,24 +189,6 @@ class Ranks(Holder):
         return like(x, self.whole(x, ("align", 0)), ones)
 
 
-class Imagined(Ranks):
-    """A simulated rank that counts what it would send, for predictions."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.sent = self.calls = 0
-
-    def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
-        """Counts the bytes; what arrives has no values."""
-        others = [part for peer, part in enumerate(outgoing) if peer != self.rank]
-        self.sent += sum(part.nbytes for part in others)
-        self.calls += 1
-        return [
-            own if peer == self.rank else own.new_empty(count)
-            for peer, (own, count) in enumerate(zip(outgoing, counts, strict=True))
-        ]
-
-
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, have: Any, wants: Any, ranks: Ranks) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from gulliver.layout.even import deal
 from gulliver.parallel.convolution.chunked import SlidingWindow
 from gulliver.parallel.convolution.sharded import (
     Sharded,
@@ -32,9 +31,6 @@ from gulliver.parallel.convolution.sharded import (
 def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
     """Returns the activation in another shape of the whole."""
     shape = list(shape)
-    if -1 in shape:
-        known = -math.prod(shape)
-        shape[shape.index(-1)] = math.prod(x.shape) // max(1, known)
     if x.cut.extent == 1 and x.holder.grows:
         x.holder.wait()
     inside = x.cut.inner * math.prod(x.shape[x.cut.dim + 1 :])
@@ -84,18 +80,15 @@ def permuted(x: Sharded, dims: Sequence[int]) -> Sharded:
     return like(x, x.local.permute(dims), replace(x.cut, dim=dims.index(x.cut.dim)))
 
 
-@handles("view", "reshape")
+def _shell(x: Sharded) -> torch.Tensor:
+    """Returns a tensor of the shape of the whole, for torch to say what a function makes of it."""
+    return torch.empty(tuple(x.shape), device="meta")
+
+
+@handles("view", "reshape", "flatten")
 def _view(func: Any, args: Any, kwargs: Any) -> Sharded:
-    shape = args[1:] or (kwargs["shape"],)
-    return reshaped(args[0], shape[0] if isinstance(shape[0], list | tuple) else shape)
-
-
-@handles("flatten")
-def _flatten(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
-    start, end = given_of(given, kwargs, ("start_dim", 0), ("end_dim", -1))
-    start, end = start % x.dim(), end % x.dim()
-    return reshaped(x, [*x.shape[:start], math.prod(x.shape[start : end + 1]), *x.shape[end + 1 :]])
+    return reshaped(x, func(_shell(x), *given, **kwargs).shape)
 
 
 @handles("unflatten")
@@ -113,28 +106,12 @@ def _unflatten(func: Any, args: Any, kwargs: Any) -> Sharded:
     return reshaped(x, shape)
 
 
-@handles("permute")
+@handles("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
 def _permute(func: Any, args: Any, kwargs: Any) -> Sharded:
-    dims = args[1:] or (kwargs["dims"],)
-    return permuted(args[0], dims[0] if isinstance(dims[0], list | tuple) else dims)
-
-
-@handles("transpose", "swapaxes", "swapdims")
-def _transpose(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
-    one, two = given_of(given, kwargs, ("dim0", None), ("dim1", None))
-    order = list(range(x.dim()))
-    order[one], order[two] = order[two], order[one]
-    return permuted(x, order)
-
-
-@handles("movedim", "moveaxis")
-def _movedim(func: Any, args: Any, kwargs: Any) -> Sharded:
-    x, *given = args
-    source, target = given_of(given, kwargs, ("source", None), ("destination", None))
-    order = list(range(x.dim()))
-    order.insert(target % x.dim(), order.pop(source % x.dim()))
-    return permuted(x, order)
+    # Sizes that name the dims.
+    numbered = torch.empty(tuple(range(x.dim())), device="meta")
+    return permuted(x, func(numbered, *given, **kwargs).shape)
 
 
 @handles("unsqueeze")
@@ -285,32 +262,11 @@ def _divided(x: Sharded, dim: int, sizes: Sequence[int]) -> tuple[Sharded, ...]:
     return tuple(found)
 
 
-@handles("split", "split_with_sizes")
+@handles("split", "split_with_sizes", "chunk", "tensor_split")
 def _split(func: Any, args: Any, kwargs: Any) -> tuple[Sharded, ...]:
     x, *given = args
-    given_sizes = given or [kwargs.get("split_size_or_sections", kwargs.get("split_size"))]
-    sizes = given_sizes[0]
     dim = (given[1] if len(given) > 1 else kwargs.get("dim", 0)) % x.dim()
-    if isinstance(sizes, int):
-        length = x.shape[dim]
-        sizes = [min(sizes, length - at) for at in range(0, length, sizes)]
-    return _divided(x, dim, sizes)
-
-
-@handles("chunk")
-def _chunk(func: Any, args: Any, kwargs: Any) -> tuple[Sharded, ...]:
-    x, *given = args
-    chunks, dim = given_of(given, kwargs, ("chunks", None), ("dim", 0))
-    length = x.shape[dim]
-    size = -(-length // chunks)
-    return _divided(x, dim % x.dim(), [min(size, length - a) for a in range(0, length, size)])
-
-
-@handles("tensor_split")
-def _tensor_split(func: Any, args: Any, kwargs: Any) -> tuple[Sharded, ...]:
-    x, *given = args
-    parts, dim = given_of(given, kwargs, ("indices_or_sections", None), ("dim", 0))
-    return _divided(x, dim % x.dim(), deal(x.shape[dim], parts))
+    return _divided(x, dim, [part.shape[dim] for part in func(_shell(x), *given, **kwargs)])
 
 
 @handles("unbind")

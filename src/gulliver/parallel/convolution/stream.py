@@ -36,7 +36,6 @@ from gulliver.parallel.convolution.networks import (
     decoder_of,
     encoder_of,
     pieces_of,
-    time_dim,
     without_masks,
 )
 from gulliver.parallel.convolution.sharded import (
@@ -78,7 +77,7 @@ def stream_encode(
     if own is not None:
         return own(clips() if callable(clips) else clips, frames)
     network = encoder_of(autoencoder, frames)
-    return stream_module(network, clips, time_dim(autoencoder), norms)
+    return stream_module(network, clips, 2, norms)
 
 
 def stream_decode(
@@ -89,7 +88,7 @@ def stream_decode(
     if own is not None:
         return own(latents() if callable(latents) else latents, frames)
     network = decoder_of(autoencoder, frames)
-    return stream_module(network, latents, time_dim(autoencoder), norms)
+    return stream_module(network, latents, 2, norms)
 
 
 def stream_module(

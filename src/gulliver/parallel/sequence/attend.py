@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gulliver.comm.messages import exchange, gather_integers
-from gulliver.errors import GulliverError, nearest
-from gulliver.parallel.sequence.choice import Shape, volume
+from gulliver.errors import GulliverError
 from gulliver.parallel.sequence.heads import Heads, Swap, ToHeads, ToSequence, deal_heads
 from gulliver.parallel.sequence.kernels import (
     DTYPES,
@@ -34,7 +33,7 @@ from gulliver.parallel.sequence.kernels import (
 )
 from gulliver.parallel.sequence.layout import Layout, SequenceGroups
 from gulliver.parallel.sequence.mask import Mask
-from gulliver.parallel.sequence.ring import Circulate, RingAttention, RingCall
+from gulliver.parallel.sequence.ring import RingAttention, RingCall
 
 
 # [Note: Ulysses inside, ring outside] Ulysses sends less, (u - 1) / u of q, k, v and output
@@ -54,7 +53,6 @@ def attention(
     key_length: int | None = None,
     kernel: str | None = None,
     deterministic: bool | None = None,
-    circulate: Literal["auto", "kv", "q"] = "auto",
     dropout: float = 0.0,
 ) -> Tensor:
     """Computes softmax attention, exact for any layout; every rank of the sequence calls it.
@@ -77,12 +75,10 @@ def attention(
         scale: factor of the logits; None is ``1 / sqrt(head dim)``.
         length: tokens of the whole sequence; None asks all ranks.
         key_length: tokens of the keys of a cross-attention; None with a `length` is that length.
-        kernel: name of a kernel, "reference", "cpu flash", "cuda flash", "cuda cudnn" or "cuda
-            efficient"; None is the fastest that can.
+        kernel: name of a kernel, "reference", "cpu flash", "cuda flash" or "cuda efficient";
+            None is the fastest that can.
         deterministic: whether the same bits come out every time; None is what torch is set to. (The
             order in which blocks are merged is always the same.)
-        circulate: whether keys and values or queries go round the ring; "auto" takes what is fewer
-            bytes, forward and backward together.
         dropout: probability of dropping a weight, which must be 0.
 
     Returns:
@@ -92,9 +88,9 @@ def attention(
         GulliverError: shapes, dtypes or a kernel do not fit; the ranks do not agree.
     """
     q, k, v = _autocast(q, k, v)
-    _check_arguments(q, k, v, mask, dropout, circulate)
+    _check_arguments(q, k, v, mask, dropout)
     q, k, v = (readable(t) for t in (q, k, v))
-    options = scale, length, key_length, kernel, deterministic, circulate
+    options = scale, length, key_length, kernel, deterministic
     return _eager(q, k, v, groups, mask or Mask(), *options)
 
 
@@ -109,7 +105,6 @@ def _attention(
     key_length: int | None,
     kernel: str | None,
     deterministic: bool | None,
-    circulate: Literal["auto", "kv", "q"],
 ) -> Tensor:
     heads = deal_heads(q.shape[1], k.shape[1], groups.plan.ulysses)
     queries, keys = _layouts(q, k, v, groups, mask, length, key_length)
@@ -126,8 +121,7 @@ def _attention(
         kernel,
         deterministic,
     )
-    chosen = _cheaper(q, k, v, queries, keys, groups) if circulate == "auto" else circulate
-    call = RingCall(groups, queries, keys, how, chosen)
+    call = RingCall(groups, queries, keys, how)
     if groups.plan.ulysses == 1:
         return _apply(q, k, v, call)
     swap = _swap(heads, groups, queries, keys)
@@ -154,9 +148,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.dtype in (torch.float32, *HALVES) else t for t in tensors)
 
 
-def _check_arguments(
-    q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, circulate: str
-) -> None:
+def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> None:
     if dropout:
         raise GulliverError(
             f"attention dropout of {dropout} is not supported over several ranks: set it to 0, "
@@ -167,9 +159,6 @@ def _check_arguments(
             f"a mask of type {type(mask).__name__} is not supported: describe it with "
             "Mask(causal=..., window=..., documents=..., key_lengths=..., keys=...)"
         )
-    known = ("auto", *get_args(Circulate))
-    if circulate not in known:
-        raise GulliverError(f"cannot circulate {circulate!r}: {nearest(circulate, known)}")
     if not (q.dim() == k.dim() == v.dim() == 4):
         raise GulliverError(
             f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} must be "
@@ -251,25 +240,6 @@ def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "mas
     if mask.window is not None or any(part is not None for part in contents):
         return ("plain", "causal", "masked") if mask.causal else ("plain", "masked")
     return ("plain", "causal") if mask.causal else ("plain",)
-
-
-def _cheaper(
-    q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, groups: SequenceGroups
-) -> Circulate:
-    """Returns which side takes fewer bytes to circulate; the same on all ranks."""
-    # Queries are fewer where a cross-attention has a short query side and long keys.
-    shape = Shape(
-        batch=q.shape[0],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        length=queries.length,
-        key_length=keys.length,
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=str(q.dtype).removeprefix("torch."),
-    )
-    costs = {c: volume(groups.plan, shape, c).ring for c in get_args(Circulate)}
-    return "q" if costs["q"] < costs["kv"] else "kv"
 
 
 def _swap(heads: Heads, groups: SequenceGroups, queries: Layout, keys: Layout) -> Swap:

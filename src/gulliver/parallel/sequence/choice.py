@@ -92,9 +92,9 @@ def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1)
     return SplitPrediction(plan, took.total, took.compute, took.exchanges, volume(plan, shape))
 
 
-def volume(plan: SequencePlan, shape: Shape, circulate: str = "kv") -> Volume:
+def volume(plan: SequencePlan, shape: Shape) -> Volume:
     """Returns the bytes that each rank sends in one attention, by formula."""
-    return split_attention_bytes(_split(plan, shape), shape, circulate)
+    return split_attention_bytes(_split(plan, shape), shape)
 
 
 def _split(plan: SequencePlan, shape: Shape) -> SequenceSplit:

@@ -32,7 +32,6 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 # | reference | any | all | all |
 # | cpu flash | cpu | all | all |
 # | cuda flash | cuda | 16 bits | plain, causal |
-# | cuda cudnn | cuda, 9.0 and up | 16 bits | plain, causal |
 # | cuda efficient | cuda | 16 bits, float32 | all |
 #
 # `select` takes the first of `ORDER` that can do what is asked, or the one that was named; it
@@ -232,21 +231,6 @@ def _aligned(block: AttentionBlock) -> Tensor | None:
     return padded.expand(block.q.shape[0], block.q.shape[1], -1, -1)
 
 
-def _cudnn_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    return _compat_attention.cuda_cudnn_forward(
-        block.q, block.k, block.v, block.scale, block.causal
-    )
-
-
-def _cudnn_backward(
-    grad: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _compat_attention.cuda_cudnn_backward(
-        *(grad.contiguous(), block.q, block.k, block.v),
-        *(out.contiguous(), lse.contiguous(), block.scale, block.causal),
-    )
-
-
 def _cpu_lacks(asked: Asked) -> str | None:
     if asked.device != "cpu":
         return f"it is for the CPU, not for {asked.device}"
@@ -282,14 +266,6 @@ def _flash_lacks(asked: Asked) -> str | None:
     return _cuda_lacks(asked, "_scaled_dot_product_flash_attention", HALVES, 256, False)
 
 
-def _cudnn_lacks(asked: Asked) -> str | None:
-    if asked.deterministic:
-        return "it is not deterministic"
-    if asked.device == "cuda" and asked.arch < (9, 0):
-        return "it needs compute capability 9.0"
-    return _cuda_lacks(asked, "_scaled_dot_product_cudnn_attention", HALVES, 128, False)
-
-
 def _efficient_lacks(asked: Asked) -> str | None:
     if asked.deterministic:
         return "it is not deterministic"
@@ -300,7 +276,6 @@ def _efficient_lacks(asked: Asked) -> str | None:
 ORDER = (
     Kernel("cpu flash", _cpu_forward, _cpu_backward, _cpu_lacks),
     Kernel("cuda flash", _flash_forward, _flash_backward, _flash_lacks),
-    Kernel("cuda cudnn", _cudnn_forward, _cudnn_backward, _cudnn_lacks),
     Kernel("cuda efficient", _efficient_forward, _efficient_backward, _efficient_lacks),
     Kernel("reference", _reference_forward, _reference_backward, lambda asked: None),
 )

@@ -260,18 +260,7 @@ def make_groups(
 def make_mixed_groups(
     plans: Sequence[SequencePlan], sequences: Sequence[Sequence[int]]
 ) -> SequenceGroups:
-    """Makes the process groups of sequences of several degrees; every rank of the world calls it.
-
-    Args:
-        plans: plan of each sequence.
-        sequences: ranks of the world that share it, in the plan's order.
-
-    Returns:
-        The groups of this rank, with the plan of its sequence.
-
-    Raises:
-        GulliverError: the sequences do not name each rank once, or not as many as their plans.
-    """
+    """Makes the process groups of sequences of several plans; every rank of the world calls it."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     members = [list(ranks) for ranks in sequences]
     degrees = [plan.degree for plan in plans]

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gulliver.comm.groups import RankGroup
-from gulliver.comm.messages import Flight, shift
+from gulliver.comm.messages import Messages, shift
 from gulliver.errors import once_differentiable
 from gulliver.layout.even import Interval
 from gulliver.parallel.sequence.kernels import (
@@ -80,7 +80,7 @@ class _RingChannel:
         self._buffers: list[Tensor | None] = [None, None]
         self._hops = 0
 
-    def send_on(self, block: Tensor, count: int) -> Flight:
+    def send_on(self, block: Tensor, count: int) -> Messages:
         """Begins to send a block on and to receive the next one, of `count` elements."""
         # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
         which = self._hops % 2
@@ -110,13 +110,13 @@ class _TwoLevelRing:
         """Returns the visit of step (a, b)."""
         return Visit(self.origin(a, b), self._piece, block, half)
 
-    def outwards(self, a: int, held: Tensor) -> Flight | None:
+    def outwards(self, a: int, held: Tensor) -> Messages | None:
         """Sends a block along the outer ring in step (a, 0), unless it was the last one's turn."""
         if a + 1 == self._groups.outer.size:
             return None
         return self._slow.send_on(held, self._count(self.origin(a + 1, 0), self._piece))
 
-    def inwards(self, a: int, b: int, block: Tensor) -> Flight | None:
+    def inwards(self, a: int, b: int, block: Tensor) -> Messages | None:
         """Sends a block along the inner ring in step (a, b), unless it was the last one's turn."""
         if b + 1 == self._groups.inner.size:
             return None
@@ -136,7 +136,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
     """Yields one piece of each block; waits happen when it is this piece's turn again."""
     # So the other pieces' computation lies between posting a hop and waiting for it.
-    ahead: Flight | None = Flight(None, own)
+    ahead: Messages | None = Messages([], arriving=own)
     del own
     for a in range(groups.outer.size):
         assert ahead is not None
@@ -155,12 +155,10 @@ def round_trip(
     gathered_count: Count,
     groups: SequenceGroups,
     compute: Callable[[Visit], Tensor],
-    add: Callable[[Tensor, Tensor, Visit], Tensor],
-    wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """Sends every block around the ring; returns what all ranks gathered for the own pieces."""
+    """Sends every block around the ring; returns what all ranks add up for the own pieces."""
     trips = [
-        _Trip(_TwoLevelRing(groups, p, count), p, gathered_count, groups, add, wire).steps(block)
+        _Trip(_TwoLevelRing(groups, p, count), p, gathered_count, groups).steps(block)
         for p, block in enumerate(own)
     ]
     del own
@@ -191,8 +189,6 @@ class _Trip:
     piece: int
     gathered_count: Count
     groups: SequenceGroups
-    add: Callable[[Tensor, Tensor, Visit], Tensor]
-    wire: WireFormat = IDENTITY
 
     def steps(self, own: Tensor) -> _Steps:
         """Goes through both rings; returns the sum for the own block."""
@@ -213,7 +209,7 @@ class _Trip:
             else:
                 total = yield from self._rest(ring.visit(a, 0, held, 1), first, arriving)
                 if flight is not None:
-                    total = self.add(total, flight.wait(), ring.visit(a, 0, held))
+                    total.add_(flight.wait())
                 flight = self._send_home(outer, total, ring.origin(a + 1, 0))
                 yield None
             if ahead is not None:
@@ -221,11 +217,11 @@ class _Trip:
         assert home is not None
         visit = ring.visit(0, 0, nothing, 1)
         total = yield from self._rest(visit, home, home_flight)
-        return total if flight is None else self.add(total, flight.wait(), visit)
+        return total if flight is None else total.add_(flight.wait())
 
     def _inner_turn(
         self, a: int, held: Tensor
-    ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
+    ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
         """Returns the first half for the held block, and the others' sum in flight."""
         ring, inner, block = self.ring, self.groups.inner, held
         del held
@@ -237,35 +233,32 @@ class _Trip:
             assert following is not None
             block = following.wait()
             following = ring.inwards(a, b, block)
-            visit = ring.visit(a, b, block)
-            part = yield visit
+            part = yield ring.visit(a, b, block)
             if arriving is not None:
-                part = self.add(part, arriving.wait(), visit)
+                part.add_(arriving.wait())
             arriving = self._send_home(inner, part, ring.origin(a, b + 1))
         yield None
         return first, arriving
 
     def _rest(
-        self, visit: Visit, first: Tensor, arriving: Flight | None
+        self, visit: Visit, first: Tensor, arriving: Messages | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
         """Adds the second half for the held block, and what arrived."""
-        total = self.add(first, (yield visit), visit)
-        return total if arriving is None else self.add(total, arriving.wait(), visit)
+        total = first.add_((yield visit))
+        return total if arriving is None else total.add_(arriving.wait())
 
-    def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Flight:
+    def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Messages:
         """Sends a sum after its block; what comes in is the sum for the next one."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
-        return shift(rank_group, gathered, incoming, GATHERED_TAG + self.piece, self.wire)
+        return shift(
+            rank_group, gathered, incoming, GATHERED_TAG + self.piece, self.groups.all.wire
+        )
 
 
 # Ring attention, forward and backward: the queries of each ring rank attend to the keys of all.
 #
-# `RingAttention` is the autograd function. Of (keys, values) and queries the one that costs less
-# on the wire goes round:
-#
-# | | goes round | comes home with it | |---|---|---| | forward | K, V | | | backward | K, V | dK,
-# dV | | forward, few queries | Q | output, log-sum-exp | | backward, few queries | Q, dO, O,
-# log-sum-exp | dQ |
+# Keys and values go round, forward and backward; in the backward their gradients come home behind
+# them.
 #
 # What comes home is float32, or float64 for float64, as it is a sum over many ranks. Saved for
 # backward are this rank's own q, k, v, output and log-sum-exp, and nothing that came over the
@@ -273,9 +266,6 @@ class _Trip:
 # time.
 #
 # Source: Liu et al., Ring Attention, 2023 (arXiv 2310.01889).
-
-
-Circulate = Literal["kv", "q"]
 
 
 LEAST_PIECE, MOST_PIECES = 1024, 4
@@ -291,22 +281,11 @@ class RingCall:
     queries: Layout
     keys: Layout
     how: How
-    circulate: Circulate = "kv"  # What goes round, "kv" or "q"
-
-    def cuts(self) -> _Cuts:
-        """Returns how the blocks that go round are cut into pieces."""
-        return _Cuts(self.keys if self.circulate == "kv" else self.queries)
 
     def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
         """Returns the tiles to compute for a piece that has arrived."""
-        place = self.groups.place
-        if self.circulate == "kv":
-            rows = _half(size_of(self.queries.of_place(place)), visit.half)
-            held = self.queries.of_place(place), cuts.held(visit)
-        else:
-            rows = _half(cuts.size(visit.place, visit.piece), visit.half)
-            held = cuts.held(visit), self.keys.of_place(place)
-        return tiles(*held, self.how.rules, rows)
+        own = self.queries.of_place(self.groups.place)
+        return tiles(own, cuts.held(visit), self.how.rules, _half(size_of(own), visit.half))
 
 
 class _Cuts:
@@ -338,11 +317,10 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
         """Returns the output, ``[batch, heads, own queries, value dim]`` of q's dtype."""
-        forward = forward_kv if call.circulate == "kv" else forward_q
         # `attention` has cast q, k and v as autocast would. Inside, partial results are float32 on
         # purpose: under autocast their products would be cast down again, block by block.
         with torch.autocast(q.device.type, enabled=False):
-            partial = forward(q, k, v, call)
+            partial = _forward(q, k, v, call)
         out = partial.out.to(q.dtype)
         # Of this rank alone, so that memory stays at 1 / N of the sequence. `lse` is kept because a
         # block's gradients need the log-sum-exp of whole rows, over the keys of all ranks.
@@ -357,15 +335,14 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         # A gradient may be any view, even one number expanded; messages need plain memory.
         rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
-        backward = backward_kv if ctx.call.circulate == "kv" else backward_q
         # Backward runs with the autocast state of whoever called it, perhaps on another thread.
         with torch.autocast(q.device.type, enabled=False):
-            grads = backward(rows, k, v, ctx.call)
+            grads = _backward(rows, k, v, ctx.call)
         return grads.q.to(q.dtype), grads.k.to(k.dtype), grads.v.to(v.dtype), None
 
 
-def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
-    """Computes the forward with keys and values going round."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
+    """Attends to the blocks as they come round."""
     pack = _Pack([k, v], call)
     partial = Partial.empty(q, v.shape[3])
     for visit in turn(pack.own(), pack.bytes, call.groups):
@@ -374,7 +351,7 @@ def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
     return partial
 
 
-def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
+def _backward(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
     """Computes the backward with keys and values going round, and their gradients behind them."""
     pack = _Pack([k, v], call)
     dtype = precise(k.dtype)
@@ -388,59 +365,8 @@ def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
         attend_backward(into, rows, k_block, v_block, found, call.how)
         return gathered
 
-    totals = round_trip(
-        pack.own(), pack.bytes, pack.numel, call.groups, compute, _plus, call.groups.all.wire
-    )
+    totals = round_trip(pack.own(), pack.bytes, pack.numel, call.groups, compute)
     dk, dv = pack.joined(totals)
-    return Gradients(dq, dk, dv)
-
-
-def forward_q(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
-    """Computes the forward with queries going round, and their partial outputs behind them."""
-    pack = _Pack([q], call)
-    whole = Partial.empty(q, v.shape[3])
-    home = _Pack([whole.out, whole.lse], call)
-
-    def partial(flat: Tensor, visit: Visit) -> Partial:
-        return Partial(*home.split(flat, visit))
-
-    def compute(visit: Visit) -> Tensor:
-        (q_block,) = pack.open(visit)
-        empty = Partial.empty(q_block, v.shape[3])
-        gathered = torch.cat([empty.out.view(-1), empty.lse.view(-1)])
-        found = call.tiles(visit, pack.cuts)
-        attend(partial(gathered, visit), q_block, k, v, found, call.how)
-        return gathered
-
-    def add(into: Tensor, arrived: Tensor, visit: Visit) -> Tensor:
-        other = partial(arrived, visit)
-        rows = 0, other.out.shape[2]
-        partial(into, visit).merge(other.out, other.lse, slice(None), rows)
-        return into
-
-    totals = round_trip(pack.own(), pack.bytes, home.numel, call.groups, compute, add)
-    return Partial(*home.joined(totals))
-
-
-def backward_q(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
-    """Computes the backward with queries and their rows' outputs going round, gradients behind."""
-    # The widest dtype first, so that each part begins at a multiple of its element.
-    pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call, exact=1)
-    dtype = precise(k.dtype)
-    dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (k, v))
-    home = _Pack([rows.q], call)
-
-    def compute(visit: Visit) -> Tensor:
-        lse, q, grad, out = pack.open(visit)
-        dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        found = call.tiles(visit, pack.cuts)
-        attend_backward(Gradients(dq, dk, dv), Rows(q, grad, out, lse), k, v, found, call.how)
-        return dq.view(-1)
-
-    totals = round_trip(
-        pack.own(), pack.bytes, home.numel, call.groups, compute, _plus, call.groups.all.wire
-    )
-    (dq,) = home.joined(totals)
     return Gradients(dq, dk, dv)
 
 
@@ -449,17 +375,11 @@ class _Pack:
 
     One message instead of one for each tensor: each costs a latency. In a wire format the owner
     packs once, and every rank on the way unpacks what it passes on.
-
-    Args:
-        tensors: tensors of this rank.
-        call: call of the ring.
-        exact: number of the first tensors, which are not packed: sums of exponents are not.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], call: RingCall, exact: int = 0) -> None:
-        self._tensors, self.cuts = tensors, call.cuts()
-        wire = call.groups.all.wire
-        self._wires = [IDENTITY if n < exact else wire for n in range(len(tensors))]
+    def __init__(self, tensors: Sequence[Tensor], call: RingCall) -> None:
+        self._tensors, self.cuts = tensors, _Cuts(call.keys)
+        self._wire = call.groups.all.wire
         self._place, self._alone = call.groups.place, call.groups.plan.ring == 1
 
     def own(self) -> list[Tensor]:
@@ -467,12 +387,7 @@ class _Pack:
         if self._alone:
             return [self._tensors[0].new_empty(0)]
         return [
-            torch.cat(
-                [
-                    pack(t, wire.of(t))
-                    for t, wire in zip(self._held(piece), self._wires, strict=True)
-                ]
-            )
+            torch.cat([pack(t, self._wire.of(t)) for t in self._held(piece)])
             for piece in range(self.cuts.pieces)
         ]
 
@@ -494,8 +409,8 @@ class _Pack:
             return self._held(visit.piece)
         parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))
         shapes = self._shapes(visit.place, visit.piece)
-        rows = zip(parts, self._tensors, shapes, self._wires, strict=True)
-        return [_opened(part, t, shape, wire) for part, t, shape, wire in rows]
+        rows = zip(parts, self._tensors, shapes, strict=True)
+        return [_opened(part, t, shape, self._wire) for part, t, shape in rows]
 
     def split(self, flat: Tensor, visit: Visit) -> list[Tensor]:
         """Splits flat elements into views of the tensors' shapes."""
@@ -517,8 +432,8 @@ class _Pack:
         counts = [shape.numel() for shape in shapes]
         if not each_byte:
             return counts
-        rows = zip(counts, self._tensors, self._wires, strict=True)
-        return [packed_bytes(n, wire.of(t, n), t.element_size()) for n, t, wire in rows]
+        rows = zip(counts, self._tensors, strict=True)
+        return [packed_bytes(n, self._wire.of(t, n), t.element_size()) for n, t in rows]
 
 
 def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> Tensor:
@@ -527,10 +442,6 @@ def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> 
     if wire is IDENTITY:
         return part.view(like.dtype).view(shape)
     return unpack(part, wire, shape.numel(), like.dtype).view(shape)
-
-
-def _plus(into: Tensor, arrived: Tensor, _: Visit) -> Tensor:
-    return into.add_(arrived)
 
 
 def _half(length: int, half: int | None) -> Interval | None:

@@ -13,7 +13,7 @@ from gulliver.errors import GulliverError, nearest, once_differentiable
 from gulliver.parallel.sequence.layout import Layout, SequenceGroups, Tail
 
 ShardGradient = Literal["gather", "own", "mean"]
-UnshardGradient = Literal["own", "alike", "sum"]
+UnshardGradient = Literal["own", "alike"]
 
 
 # [Note: gradients] There is one convention. What is trained on is the *sum* of the losses that
@@ -29,8 +29,7 @@ UnshardGradient = Literal["own", "alike", "sum"]
 #   the ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the
 #   sum is divided by the number of sequences. With "alike" each counts the loss that it shows as
 #   one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and
-#   the sum is divided by the number of ranks. Where ranks do different things with the whole, "sum"
-#   sends.
+#   the sum is divided by the number of ranks.
 #
 # Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard`
 # has parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients
@@ -72,7 +71,7 @@ def unshard(
         dim: dimension of the sequence.
         length: tokens of the whole; None asks the ranks.
         gradient: "own" takes this rank's tokens of its gradient, "alike" as often as there are
-            ranks, "sum" those of all ranks' added up; see the top of the file.
+            ranks; see the top of the file.
 
     Raises:
         GulliverError: the shards are not those of the plan's layout; the gradient is unknown.
@@ -215,18 +214,9 @@ class _Unshard(torch.autograd.Function):
     @once_differentiable("sequence_parallelism_mode='all_to_all' or 'ring_attn'", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         groups, layout, dim, gradient = ctx.given
-        if gradient != "sum":
-            own = take(grad, layout, groups.rank, dim)
-            counted = layout.degree if gradient == "alike" else 1
-            return sum_of_equal(own, counted), None, None, None, None
-        parts = [take(grad, layout, r, dim) for r in range(layout.degree)]
-        own = parts[groups.rank]
-        arrived = exchange(
-            groups.all, [p.reshape(-1) for p in parts], [own.numel()] * layout.degree
-        )
-        # In the order of the ranks, so that the bits do not depend on time.
-        total = torch.stack([part.view(own.shape) for part in arrived]).sum(0)
-        return total, None, None, None, None
+        own = take(grad, layout, groups.rank, dim)
+        counted = layout.degree if gradient == "alike" else 1
+        return sum_of_equal(own, counted), None, None, None, None
 
 
 class _Show(torch.autograd.Function):

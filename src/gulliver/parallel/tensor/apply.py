@@ -28,11 +28,8 @@ from gulliver.memory.parts import Region, region_of, set_region
 from gulliver.parallel.tensor.collectives import copy, copy_region, gather, split, summed
 from gulliver.parallel.tensor.entry import UNCUT, Arriving, SharedSequence, enter
 from gulliver.parallel.tensor.layers import (
-    CONVOLUTIONS,
-    ColumnConvolution,
     ColumnEmbedding,
     ColumnLinear,
-    RowConvolution,
     RowLinear,
     VocabularyEmbedding,
 )
@@ -346,12 +343,7 @@ class _Applied:
     ) -> nn.Module:
         how, rank_group, weight = placed.how, self.rank_group, parameters["weight"]
         bias, transposed = parameters.get("bias"), is_transposed(module)
-        column = how.kind == "column"
-        if type(module) in CONVOLUTIONS:
-            if column:
-                return ColumnConvolution(module, weight, bias, rank_group, how.gather)
-            return RowConvolution(module, weight, bias, rank_group, how.split)
-        if column:
+        if how.kind == "column":
             return ColumnLinear(
                 weight, bias, rank_group, runs, placed.total, transposed, how.gather, shared
             )

@@ -264,14 +264,7 @@ def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
 
 @uncompiled
 def gather(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
-
-    Args:
-        x: this rank's piece.
-        dim: dimension that is sharded.
-        lengths: length of each rank's piece along `dim`.
-        rank_group: rank group to gather over.
-    """
+    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece."""
     return _along("gather", x, dim, lengths, rank_group)
 
 

@@ -18,7 +18,6 @@ from typing import NoReturn
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.tensor.layers import CONVOLUTIONS
 from gulliver.parallel.tensor.styles import STYLES, Placed, head_groups, layer_of
 from gulliver.precision.fp8.conversion import is_transposed
 
@@ -156,11 +155,10 @@ class _Site:
         features, width = choices.placed[row].total, choices.width(column)
         if width == features:
             return True
-        # Fewer: grouped keys and values next to queries, or channels that are flattened.
+        # Fewer: grouped keys and values next to queries.
         even = features % width == 0 and width % choices.size == 0
-        flat = type(choices.modules[column]) in CONVOLUTIONS
         beside = any(choices.width(other) == features for other in self.columns)
-        return even and choices.placed[column].how.blocks == 1 and (flat or beside)
+        return even and choices.placed[column].how.blocks == 1 and beside
 
     def _others(self, choices: Choices, path: str) -> str:
         return ", ".join(choices.shown(p) for p in (*self.columns, *self.rows) if p != path)

@@ -18,7 +18,6 @@ from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.layout.even import Interval
 from gulliver.parallel.tensor.collectives import copy, reduce, share
-from gulliver.parallel.tensor.layers import CONVOLUTIONS
 from gulliver.precision.fp8.conversion import is_transposed
 
 Kind = Literal[
@@ -209,7 +208,7 @@ def fits_kind(module: nn.Module, style: str | None) -> bool:
     if kind in ("vocabulary", "embedding"):
         return isinstance(module, nn.Embedding)
     linear = is_transposed(module) or type(module).forward is nn.Linear.forward
-    return kind not in ("column", "row") or linear or type(module) in CONVOLUTIONS
+    return kind not in ("column", "row") or linear
 
 
 def is_scaled(module: nn.Module) -> bool:
@@ -221,17 +220,14 @@ def cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
     """Returns the dim along which each parameter is sharded, by name."""
     transposed = is_transposed(module)
     linear = transposed or type(module).forward is nn.Linear.forward
-    convolution = type(module) in CONVOLUTIONS
     embedding = type(module).forward is nn.Embedding.forward
     cuts = how.kind in ("column", "row")
-    if not ((cuts and (linear or convolution)) or (not cuts and embedding)):
-        wanted = "a linear layer or a convolution" if cuts else "an embedding"
+    if not (linear if cuts else embedding):
+        wanted = "a linear layer" if cuts else "an embedding"
         raise GulliverError(
             f"{path} is a {type(module).__name__}, but its rule is for {wanted}: "
             "give it another, such as 'replicate'"
         )
-    if convolution:
-        _check_convolution(path, module, how)
     if embedding:
         _check_embedding(path, module)
     names = {name for name, p in module._parameters.items() if p is not None}
@@ -241,14 +237,6 @@ def cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
     return (
         {"weight": dim, "bias": 0} if how.kind == "column" and "bias" in names else {"weight": dim}
     )
-
-
-def _check_convolution(path: str, module: Any, how: How) -> None:
-    if module.groups != 1 or module.padding_mode != "zeros" or how.heads or how.blocks > 1:
-        raise GulliverError(
-            f"{path} is a convolution with groups={module.groups} and "
-            f"padding_mode={module.padding_mode!r}: only plain ones are cut; give it 'replicate'"
-        )
 
 
 def _check_embedding(path: str, module: Any) -> None:

@@ -203,12 +203,12 @@ def convert_to_fp8(
 
     Args:
         model: model, perhaps on meta.
-        recipe: scaling, ``tensorwise``, ``rowwise`` or ``delayed``, or a `Recipe`.
+        recipe: scaling, ``tensorwise`` or ``rowwise``, or a `Recipe`.
         emulate: compute the same numerics without FP8 units, at the price of speed.
         exclude: patterns of paths of layers that are kept; see `select_layers`.
         layers: paths of the layers to take, of those that can be; None for all of them.
-        keep_weights: keep the FP8 copies of the weights from forward to backward (tensorwise and
-            delayed): a byte for each weight and graph; otherwise backward casts them again.
+        keep_weights: keep the FP8 copies of the weights from forward to backward (tensorwise):
+            a byte for each weight and graph; otherwise backward casts them again.
         shared: dims of layers that ranks share, by path.
 
     Returns:
@@ -265,29 +265,12 @@ def state_of(module: nn.Module) -> LayerState | None:
 def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
     """Returns how many casts had elements that FP8 cannot take, by layer and by what they were.
 
-    Those are elements that are not finite, or are beyond a delayed scale. Casts in compiled graphs
-    are not counted: what is not finite shows in the loss alone there.
+    Those are elements that are not finite. Casts in compiled graphs are not counted: what is not
+    finite shows in the loss alone there.
     """
     found = {path: state_of(module) for path, module in model.named_modules()}
     events = {path: state.events() for path, state in found.items() if state is not None}
     return {path: counts for path, counts in events.items() if counts}
-
-
-def fp8_histories(model: nn.Module) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Returns the histories of delayed scaling, by layer: what a checkpoint needs to go on."""
-    found = {path: state_of(module) for path, module in model.named_modules()}
-    histories = {path: state.leaves() for path, state in found.items() if state is not None}
-    return {path: leaves for path, leaves in histories.items() if leaves}
-
-
-def restore_histories(
-    model: nn.Module, histories: Mapping[str, Mapping[str, Mapping[str, Tensor]]]
-) -> None:
-    """Takes up histories that `fp8_histories` returned."""
-    for path, module in model.named_modules():
-        state, weight = state_of(module), getattr(module, "weight", None)
-        if state is not None and isinstance(weight, Tensor):
-            state.restore(histories.get(path, {}), weight.device)
 
 
 def check_hardware(model: nn.Module, recipe: Recipe) -> None:

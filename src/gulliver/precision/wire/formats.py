@@ -1,4 +1,4 @@
-"""The wire formats: bits of an element, size of a block, rounding, and the error that follows.
+"""The wire formats: bits of an element, size of a block, and the error that follows.
 
 | name | bits | an element is | error of a cast of normal numbers |
 |---|---|---|---|
@@ -16,14 +16,12 @@ largest element becomes the largest number of the format, so nothing overflows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 
-Rounding = Literal["nearest", "stochastic"]
 BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024)
 SCALE_BYTES = 4
@@ -67,11 +65,9 @@ class WireFormat:
 
     name: str  # Name, of `NAMES`
     block: int = BLOCK  # Number of elements that share a scale
-    rounding: Rounding = "nearest"  # ``nearest``, or ``stochastic``, whose mean error is zero
 
     def __str__(self) -> str:
-        block = "" if self.block == BLOCK else f":{self.block}"
-        return self.name + block + ("" if self.rounding == "nearest" else f":{self.rounding}")
+        return self.name + ("" if self.block == BLOCK else f":{self.block}")
 
     @property
     def kind(self) -> ElementKind:
@@ -113,24 +109,18 @@ IDENTITY = WireFormat("identity")
 
 
 def wire_format(text: str | WireFormat) -> WireFormat:
-    """Reads a format: ``fp8``, with another block ``fp8:128``, ``int8:stochastic``.
+    """Reads a format: ``fp8``, or with another block ``fp8:128``.
 
     Raises:
-        GulliverError: an unknown name, block or rounding.
+        GulliverError: an unknown name or block.
     """
     if isinstance(text, WireFormat):
         return _checked(text)
     if not isinstance(text, str):
         raise GulliverError(f"a wire format is a name, not {text!r}: one of {', '.join(NAMES)}")
-    name, *options = text.split(":")
-    block, rounding = BLOCK, "nearest"
-    for option in options:
-        if option.isdigit():
-            block = int(option)
-        else:
-            rounding = option
-    name = _ALIASES.get(name, name)
-    return _checked(WireFormat(name, block, cast("Rounding", rounding)))
+    name, _, block = text.partition(":")
+    size = int(block) if block.isdigit() else BLOCK if not block else 0
+    return _checked(WireFormat(_ALIASES.get(name, name), size))
 
 
 def _checked(wire: WireFormat) -> WireFormat:
@@ -138,10 +128,7 @@ def _checked(wire: WireFormat) -> WireFormat:
         raise GulliverError(f"unknown wire format {wire.name!r}: {nearest(wire.name, NAMES)}")
     if wire.block not in BLOCKS:
         known = ", ".join(map(str, BLOCKS))
-        raise GulliverError(f"wire format {wire}: a block has {known} elements, not {wire.block}")
-    if wire.rounding not in ("nearest", "stochastic"):
-        known = nearest(str(wire.rounding), ("nearest", "stochastic"))
-        raise GulliverError(f"wire format {wire}: unknown rounding {wire.rounding!r}: {known}")
+        raise GulliverError(f"wire format {wire.name}: a block has {known} elements")
     return wire
 
 
@@ -174,12 +161,12 @@ def error_bound(wire: WireFormat) -> ErrorBound:
     """Bound that a format keeps for every finite element, by its number of bits."""
     if wire.name == "identity":
         return ErrorBound(0.0, 0.0, 0.0, 0.0)
-    kind, times = wire.kind, 1.0 if wire.rounding == "nearest" else 2.0
+    kind = wire.kind
     # The product with the scale is rounded too, on the way out and back.
     slack = 1 + 2.0**-10
-    half = times * 2.0 ** -(kind.mantissa + 1) * slack if kind.floats else 0.0
+    half = 2.0 ** -(kind.mantissa + 1) * slack if kind.floats else 0.0
     if not wire.scaled:
-        return ErrorBound(half, 0.0, 2.0**-126, kind.typical * times)
+        return ErrorBound(half, 0.0, 2.0**-126, kind.typical)
     least = 2.0 ** (kind.least_exponent - kind.mantissa) if kind.floats else 1.0
-    share = times * least / 2 / kind.largest * slack + 2.0**-22
-    return ErrorBound(half, share, LEAST_SCALE * times * kind.largest, kind.typical * times)
+    share = least / 2 / kind.largest * slack + 2.0**-22
+    return ErrorBound(half, share, LEAST_SCALE * kind.largest, kind.typical)

@@ -30,8 +30,6 @@ from gulliver.precision.wire.formats import (
 RUN = 1 << 16
 """Elements that are worked on at once."""
 _LARGEST = torch.finfo(torch.float32).max
-_EXPONENT = 0x7F800000
-"""Bits of a float32 that are its exponent: alone they are a power of two."""
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, None: 0}
 """Codes of nan, by the dtype of elements; those of int4 lie in halves of a byte."""
 _LOG = logging.getLogger("gulliver")
@@ -65,12 +63,7 @@ def nonfinite_blocks() -> int:
     return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
 
 
-def pack(
-    tensor: Tensor,
-    wire: WireFormat,
-    out: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def pack(tensor: Tensor, wire: WireFormat, out: Tensor | None = None) -> Tensor:
     """Packs the elements of a tensor."""
     flat = tensor.detach().reshape(-1)
     count = packed_bytes(flat.numel(), wire, flat.element_size())
@@ -81,7 +74,9 @@ def pack(
     if not flat.is_floating_point():
         raise GulliverError(f"{flat.dtype} does not travel as {wire}: whole numbers must be exact")
     if not wire.scaled:
-        _pack_halves(flat, wire, packed, generator)
+        size = 2 * flat.numel()
+        packed[size:].zero_()
+        packed[:size].view(torch.bfloat16).copy_(flat)
         return packed
     scales, values = _places(packed, flat.numel(), wire)
     values[-(-flat.numel() * wire.kind.bits // 8) :].zero_()
@@ -91,8 +86,6 @@ def pack(
         buffer = scratch[: run.numel()].view(rows, length)
         first = start // wire.block
         marks = _scale(run, buffer, scales[first : first + rows], wire.kind)
-        if wire.rounding == "stochastic":
-            _dither(buffer, wire.kind, generator)
         nbytes = rows * -(-length * wire.kind.bits // 8)
         begin = start * wire.kind.bits // 8
         into = values[begin : begin + nbytes].view(rows, -1)
@@ -225,26 +218,13 @@ def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
     values[:, : high.shape[1]].bitwise_and_(high.to(torch.uint8).mul_(0xF0).bitwise_not_())
 
 
-def _dither(buffer: Tensor, kind: ElementKind, generator: torch.Generator | None) -> None:
-    """Rounds to a neighbour in the format, to the nearer one more often, so that the mean stays."""
-    random = torch.rand(buffer.shape, device=buffer.device, generator=generator)
-    if kind.floats:
-        quantum = buffer.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32)
-        quantum.clamp_(min=2.0**kind.least_exponent).mul_(2.0**-kind.mantissa)
-        buffer.div_(quantum).add_(random).floor_().mul_(quantum)
-    else:
-        buffer.add_(random).floor_()
-    buffer.clamp_(-kind.largest, kind.largest)
-
-
 def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
     """Writes scaled elements; the buffer is used up."""
     if wire.kind.floats:
         assert wire.kind.dtype is not None, "formats of floats have a dtype"
         values.view(wire.kind.dtype).copy_(buffer)
         return
-    if wire.rounding == "nearest":
-        buffer.round_()
+    buffer.round_()
     if wire.kind.dtype is not None:
         values.view(wire.kind.dtype).copy_(buffer)
         return
@@ -279,26 +259,6 @@ def _factor(kind: ElementKind) -> float:
     return 2.0 ** (14 + kind.least_exponent) if kind.floats else 1.0
 
 
-def _pack_halves(
-    flat: Tensor, wire: WireFormat, packed: Tensor, generator: torch.Generator | None
-) -> None:
-    """Writes elements as bf16."""
-    size = 2 * flat.numel()
-    packed[size:].zero_()
-    target = packed[:size].view(torch.bfloat16)
-    if wire.rounding == "nearest":
-        target.copy_(flat)
-        return
-    for part, into in zip(flat.split(RUN), target.split(RUN), strict=True):
-        bits = part.float().clone().view(torch.int32)
-        noise = torch.randint(
-            0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
-        )
-        # Below the lowest bit that stays: a carry into it comes as often as the rest says.
-        rounded = bits.add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
-        into.copy_(torch.where(part.isfinite(), rounded, part.float()))
-
-
 # Rates at which this machine packs and unpacks, measured once for each format and kept.
 #
 # ``gulliver probe`` measures them with all else; a plan that asks before measures those it needs.
@@ -331,15 +291,15 @@ def _measured(wire: WireFormat, device: str) -> tuple[float, ...]:
     # Of its own: random numbers of the program must not depend on whether rates were kept.
     random = torch.Generator(device).manual_seed(1)
     sample = torch.randn(SAMPLE, device=device, generator=random)
-    packed = pack(sample, wire, generator=random)
+    packed = pack(sample, wire)
     few = sample[: wire.block]
-    little = pack(few, wire, generator=random)
+    little = pack(few, wire)
 
     def both() -> object:
-        return unpack(pack(few, wire, little, random), wire, len(few))
+        return unpack(pack(few, wire, little), wire, len(few))
 
     return (
-        _timed(lambda: pack(sample, wire, packed, random), device) / SAMPLE,
+        _timed(lambda: pack(sample, wire, packed), device) / SAMPLE,
         _timed(lambda: unpack(packed, wire, SAMPLE, out=sample), device) / SAMPLE,
         _timed(both, device),
     )

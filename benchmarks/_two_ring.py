@@ -20,8 +20,8 @@ from torch import Tensor
 from gulliver.comm import all_reduce
 from gulliver.errors import GulliverError, once_differentiable
 from gulliver.hardware.attention import AttentionBytes, AttentionShape
-from gulliver.parallel.sequence.layout import Layout, SequenceGroups
-from gulliver.parallel.sequence.mask import Mask, Rules, Tile, tiles
+from gulliver.parallel.sequence.layout import SequenceGroups
+from gulliver.parallel.sequence.mask import Mask
 from gulliver.parallel.sequence.ring import turn
 from gulliver.parallel.sequence.sharding import checked_layout
 
@@ -123,36 +123,6 @@ def _round(own: Tensor, sizes: list[int], groups: SequenceGroups) -> Iterator[tu
 def _columns(sizes: list[int]) -> list[slice]:
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def area(found: tuple[Tile, ...]) -> int:
-    """Returns the number of pairs that kernels compute; half of a causal square."""
-    total = 0
-    for tile in found:
-        q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
-        total += q * (q + 1) // 2 if tile.kind == "causal" else q * k
-    return total
-
-
-def pairs_per_place(
-    layout: Layout, rules: Rules | None = None, leaf: int | None = None
-) -> list[list[int]]:
-    """Returns the pairs that each ring rank computes with each one's keys, ``[queries][keys]``."""
-    rules = rules or Rules()
-    held = [layout.of_place(place) for place in range(layout.ring)]
-    return [[area(tiles(q, k, rules, leaf=leaf)) for k in held] for q in held]
-
-
-def imbalance(layout: Layout, rules: Rules | None = None) -> float:
-    """Returns how much longer a ring computes than with even work: 0 is balanced, 1 twice as long.
-
-    Args:
-        layout: layout of the sequence.
-        rules: rules of the pairs that are allowed; None for all.
-    """
-    pairs, ring = pairs_per_place(layout, rules), layout.ring
-    slowest = sum(max(pairs[p][(p - step) % ring] for p in range(ring)) for step in range(ring))
-    return slowest * ring / max(1, sum(map(sum, pairs))) - 1
 
 
 def two_ring_bytes(ranks: int, shape: AttentionShape) -> AttentionBytes:

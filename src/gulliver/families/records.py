@@ -1,0 +1,347 @@
+"""The records of the model families that ship, one after the other; see `docs/families.md`.
+
+Blocks are a model's longest list of equal ones and return a plain hidden state where a record says
+nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from gulliver.families.hugging_face import BLOCKS
+from gulliver.families.record import (
+    SHARED_BY_SEQUENCE,
+    SHARED_BY_TENSOR,
+    Blocks,
+    Family,
+    Sequences,
+    Tensors,
+)
+
+# Llama, Mistral and Qwen2: decoders with rotary positions and a plan for their own tensors.
+#
+# Attention takes what sequence parallelism gives it, windows included, where the type has them.
+DECODER = Sequences(causal=True, masks=("causal", "padding", "documents"), by_positions=True)
+WINDOWED = Sequences(
+    causal=True, masks=("causal", "window", "padding", "documents"), by_positions=True
+)
+
+LLAMA = Family("llama", blocks=Blocks(), sequences=DECODER)
+MISTRAL = Family("mistral", blocks=Blocks(), sequences=WINDOWED)
+QWEN2 = Family("qwen2", blocks=Blocks(), sequences=WINDOWED)
+
+
+# Qwen3: a Llama whose queries and keys are normalized head by head.
+#
+# The norms' weights are whole on all tensor ranks, each of which has other heads: tensor
+# parallelism sees that by itself, and sums their gradients.
+QWEN3 = Family("qwen3", blocks=Blocks(), sequences=WINDOWED)
+
+
+# Gemma 2 and 3: scaled embeddings, four norms to a block, windows in most layers.
+#
+# Gemma 2 caps the scores of its attention (`attn_logit_softcapping`), which no ring carries; Gemma
+# 3 has norms of queries and keys in place of that. Both may cap their last logits, which is done
+# column by column, so that the loss of logits that stay apart is theirs.
+GEMMA2 = Family(
+    "gemma2",
+    blocks=Blocks(),
+    sequences=Sequences(
+        SHARED_BY_TENSOR,
+        causal=True,
+        masks=(),
+        why="its attention caps the scores, which no ring carries",
+    ),
+)
+GEMMA3 = Family(
+    "gemma3",
+    types=("gemma3_text",),
+    blocks=Blocks(),
+    sequences=replace(WINDOWED, refused=("attn_logit_softcapping", "use_bidirectional_attention")),
+)
+
+
+# Mixtral: a Mistral with a mixture of experts in each block.
+#
+# [Note: experts] The weights of a layer's experts are one tensor, ``[experts, out, in]``. The
+# tensor axis cuts the features inside of every expert, so that all ranks work alike however tokens
+# are routed; routers are small, and whole. Each rank's experts then need all tokens, so the modes
+# that leave a rank some of them between blocks (`split_gather`, `ring`) are not for them. Where
+# sequences have ranks of their own, a token's rank has its experts too, and nothing of them
+# travels.
+#
+# The load-balancing loss is no sum over tokens: it multiplies two means over all of them. So
+# routers' logits, which are few, are brought together, and each rank computes the loss of the
+# whole.
+MIXTRAL = Family(
+    "mixtral",
+    blocks=Blocks(),
+    sequences=replace(
+        WINDOWED,
+        modes=SHARED_BY_SEQUENCE,
+        why="its experts are cut over the tensor axis, and need all tokens",
+    ),
+    experts=True,
+)
+
+
+# DeepSeek-V3: latent attention, whose projections by heads its own plan leaves whole.
+DEEPSEEK = Family(
+    "deepseek_v3",
+    tensors=Tensors(
+        {
+            "q_b_proj": "column by heads",
+            "kv_b_proj": "column by heads",
+            "kv_a_proj_with_mqa": "latent",
+            "self_attn.q_proj": "column by heads",
+            "self_attn.o_proj": "row by heads",
+        },
+        rest=True,
+        own=True,
+    ),
+    blocks=BLOCKS,
+)
+
+
+# GPT-2: fused queries, keys and values, and weights that lie ``[inputs, outputs]``.
+GPT2 = Family(
+    "gpt2",
+    tensors=Tensors(
+        {
+            "attn.c_attn": "q; k; v by heads",
+            "attn.c_proj": "row by heads",
+            "crossattention.q_attn": "column by heads",
+            "crossattention.c_attn": "k; v by heads",
+            "crossattention.c_proj": "row by heads",
+            "mlp.c_fc": "column",
+            "mlp.c_proj": "row",
+            "wte": "vocabulary",
+            "wpe": "replicate",
+            "lm_head": "head",
+            "score": "replicate",
+            "classifier": "replicate",
+        }
+    ),
+    blocks=Blocks(),
+    sequences=Sequences(
+        causal=True,
+        masks=("causal", "padding", "documents"),
+        by_positions=True,
+        dropouts=("attn_pdrop",),
+        refused=("reorder_and_upcast_attn", "add_cross_attention"),
+    ),
+)
+
+
+# OPT: positions are counted in the padding mask, and two modules run after the blocks.
+SEPARATE = {f"{name}_proj": "column by heads" for name in ("q", "k", "v")}
+FC = {"fc1": "column", "fc2": "row"}
+
+
+def _counted(mask: Tensor) -> Tensor:
+    """Positions: how many tokens of the row were no padding."""
+    return (mask.long().cumsum(1) * mask - 1).long()
+
+
+OPT = Family(
+    "opt",
+    tensors=Tensors(
+        {
+            **SEPARATE,
+            **FC,
+            "out_proj": "row by heads",
+            "embed_tokens": "vocabulary",
+            "embed_positions": "replicate",
+            "project_in": "replicate",
+            "project_out": "replicate",
+            "lm_head": "head",
+            "score": "replicate",
+            "qa_outputs": "replicate",
+        }
+    ),
+    blocks=Blocks(after=("final_layer_norm", "project_out")),
+    sequences=Sequences(
+        causal=True,
+        masks=("causal", "padding"),
+        positions=_counted,
+        dropouts=("attention_dropout", "dropout", "layerdrop"),
+    ),
+)
+
+
+# BLOOM: each head's query, key and value lie together, and scores get a bias (ALiBi).
+BIASED = "its attention adds a bias to the scores, which no ring carries"
+
+BLOOM = Family(
+    "bloom",
+    tensors=Tensors(
+        {
+            # Each head's q, k and v lie together, so that heads are cut as of one projection.
+            "self_attention.query_key_value": "column by heads",
+            "self_attention.dense": "row by heads",
+            "mlp.dense_h_to_4h": "column",
+            "mlp.dense_4h_to_h": "row",
+            "word_embeddings": "vocabulary",
+            "lm_head": "head",
+            "score": "replicate",
+            "classifier": "replicate",
+        },
+        sliced={"self_attention": ("alibi",)},
+    ),
+    blocks=Blocks(extra=1),
+    sequences=Sequences(SHARED_BY_TENSOR, causal=True, masks=(), why=BIASED),
+)
+
+
+# BERT: an encoder whose tokens see each other both ways.
+BERT = Family(
+    "bert",
+    tensors=Tensors(
+        {
+            "self.query": "column by heads",
+            "self.key": "column by heads",
+            "self.value": "column by heads",
+            "attention.output.dense": "row by heads",
+            "crossattention.output.dense": "row by heads",
+            "intermediate.dense": "column",
+            "output.dense": "row",
+            "word_embeddings": "vocabulary",
+            "position_embeddings": "replicate",
+            "token_type_embeddings": "replicate",
+            "pooler.dense": "replicate",
+            "transform.dense": "replicate",
+            "predictions.decoder": "head",
+            "seq_relationship": "replicate",
+            "classifier": "replicate",
+            "qa_outputs": "replicate",
+        }
+    ),
+    blocks=Blocks(),
+    sequences=Sequences(
+        exit="encoder",
+        dropouts=("attention_probs_dropout_prob",),
+        refused=("add_cross_attention",),
+    ),
+)
+
+
+# T5: an encoder and a decoder, whose first blocks compute a bias for all the others.
+T5 = Family(
+    "t5",
+    tensors=Tensors(
+        {
+            **{
+                f"{attention}.{name}": "column by heads"
+                for attention in ("SelfAttention", "EncDecAttention")
+                for name in "qkv"
+            },
+            "SelfAttention.o": "row by heads",
+            "EncDecAttention.o": "row by heads",
+            "relative_attention_bias": "embedding by heads",
+            "DenseReluDense.wi": "column",
+            "DenseReluDense.wi_0": "column",
+            "DenseReluDense.wi_1": "column",
+            "DenseReluDense.wo": "row",
+            "shared": "vocabulary",
+            "embed_tokens": "vocabulary",
+            "lm_head": "head",
+        }
+    ),
+    blocks=Blocks(
+        lists=("encoder.block", "decoder.block"),
+        extra=2,
+        first_only="layer.0.SelfAttention.relative_attention_bias",
+    ),
+    sequences=Sequences(SHARED_BY_TENSOR, masks=(), why=BIASED),
+)
+
+
+# Whisper: an encoder of sound, whose tokens come from convolutions, and a decoder of text.
+WHISPER = Family(
+    "whisper",
+    tensors=Tensors(
+        {
+            **SEPARATE,
+            **FC,
+            "out_proj": "row by heads",
+            "conv1": "replicate",
+            "conv2": "replicate",
+            "embed_positions": "replicate",
+            "embed_tokens": "vocabulary",
+            "proj_out": "head",
+        }
+    ),
+    blocks=Blocks(lists=("encoder.layers", "decoder.layers")),
+    sequences=Sequences(SHARED_BY_TENSOR, masks=(), why="its encoder makes tokens by convolution"),
+)
+
+
+# ViT: a module of its own makes the tokens, of patches of a picture.
+VIT = Family(
+    "vit",
+    tensors=Tensors(
+        {
+            **SEPARATE,
+            "attention.o_proj": "row by heads",
+            "mlp.fc1": "column",
+            "mlp.fc2": "row",
+            "embeddings": "replicate",
+            "projection": "replicate",
+            "pooler.dense": "replicate",
+            "classifier": "replicate",
+        }
+    ),
+    blocks=Blocks(),
+    sequences=Sequences(
+        masks=("full",),
+        entry="embeddings",
+        exit="layernorm",
+        masked=False,
+        dropouts=("attention_probs_dropout_prob",),
+    ),
+)
+
+
+# STDiT3, the video model: spatial and temporal blocks in turns, modes of its own for clips.
+STDIT3 = Family(
+    "STDiT3",
+    classes=("STDiT3",),
+    tensors=Tensors(
+        {
+            "attn.qkv": "q; k; v by heads",
+            "attn.q_norm": "summed",
+            "attn.k_norm": "summed",
+            "attn.proj": "row by heads",
+            "cross_attn.q_linear": "column by heads",
+            "cross_attn.kv_linear": "k; v by heads",
+            "cross_attn.proj": "row by heads",
+            "mlp.fc1": "column",
+            "mlp.fc2": "row",
+            # What sees no tokens is small, and the same on all ranks.
+            "x_embedder.proj": "replicate",
+            "x_embedder_cond.proj": "replicate",
+            "x_embedder_cond_mask.proj": "replicate",
+            "t_embedder.mlp.*": "replicate",
+            "fps_embedder.mlp.*": "replicate",
+            "t_block.*": "replicate",
+            "y_proj.fc1": "replicate",
+            "y_proj.fc2": "replicate",
+            "rope": "replicate",
+            "spatial_blocks.*": "replicate",
+            "temporal_blocks.*": "replicate",
+            "final_layer": "replicate",
+            "final_layer.linear": "replicate",
+        }
+    ),
+    blocks=Blocks(
+        lists=("spatial_blocks", "temporal_blocks"),
+        interleaved=True,
+        everywhere=("t_embedder", "fps_embedder", "t_block", "y_embedder", "rope"),
+    ),
+    sequences=Sequences(
+        SHARED_BY_SEQUENCE,
+        why="its tokens are cut by frames or by spatial positions, by its own sequence modes",
+    ),
+)
