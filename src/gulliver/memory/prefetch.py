@@ -254,33 +254,8 @@ class Prefetcher:
         return place
 
 
-# Records in which order, and when, a step uses its parameters.
-#
-# `UseRecorder` sees modules' calls, wherever parameters are, and takes the time. `AccessRecord` is
-# the sequence of what a step does with chunks: uses, passes, gradients; it can be replayed.
-
-
-class AccessRecord:
-    """What one step did with chunks, in its order."""
-
-    def __init__(self) -> None:
-        # What was done, and to the chunk of which number.
-        self.events: list[tuple[str, int]] = []
-        # Whether a whole step has been seen; nothing is noted any more.
-        self.complete = False
-
-    def restart(self) -> None:
-        """Forgets all: what follows is noted."""
-        self.events, self.complete = [], False
-
-    def end_step(self) -> None:
-        """Ends the record once a step has been seen."""
-        self.complete = self.complete or bool(self.events)
-
-    def note(self, what: str, number: int = -1) -> None:
-        """Notes an event; the same again right after it counts once."""
-        if not self.complete and (not self.events or self.events[-1] != (what, number)):
-            self.events.append((what, number))
+# Records in which order, and when, a step uses its parameters: it sees modules' calls, wherever
+# parameters are, and takes the time.
 
 
 class UseRecorder:

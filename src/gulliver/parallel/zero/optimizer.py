@@ -320,6 +320,10 @@ class ZeroOptimizer(BoostedOptimizer):
         with saved_tensors_hooks(self.gatherer.pack, self.gatherer.unpack):
             yield
 
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Block in which parameters are whole; every rank enters and leaves it."""
+        return self.gatherer.full_parameters()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Adds gradients up without reducing them; from stage 2 on they are reduced to shards."""
@@ -382,7 +386,6 @@ class ZeroOptimizer(BoostedOptimizer):
         self.gatherer.end_step()
         if self.shards.manager is not None:
             self.shards.manager.end_step()
-        self.shards.record.end_step()
 
     def _all_finite(self) -> bool:
         """Whether no gradient has overflowed, and the scale of the next losses."""

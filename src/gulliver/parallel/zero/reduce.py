@@ -19,7 +19,6 @@ from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
 from gulliver.memory.chunk import ReducedGradient
 from gulliver.memory.managed_chunk import ManagedChunk
-from gulliver.memory.prefetch import AccessRecord
 from gulliver.parallel.zero.chunks import Phase, ShardedChunk, Squared
 from gulliver.parallel.zero.sending import GradientSender, ZeroWires
 from gulliver.parallel.zero.tiers import gradient_was_set
@@ -74,7 +73,6 @@ class GradientReducer:
         self,
         stage: int,
         group: Group,
-        record: AccessRecord,
         overlap: bool = True,
         wires: ZeroWires | None = None,
     ) -> None:
@@ -84,7 +82,6 @@ class GradientReducer:
         # Whether a gradient has come where none may, since gradients were last forgotten.
         self.stray_gradient_seen = False
         self.chunks: Sequence[ShardedChunk] = ()
-        self._record = record
         self._scale = 1.0
         self._refusal = ""
         self._squared: Squared | None = None
@@ -412,8 +409,6 @@ class GradientReducer:
         sharded.chunk.check_parameters()
         sharded.chunk.gradients.begin()
         sharded.move(Phase.COLLECTING)
-        if not self._record.complete:  # a call less for every chunk
-            self._record.note("collecting", sharded.index)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
         """Sends a chunk's gradients to the shards."""
@@ -425,8 +420,6 @@ class GradientReducer:
             gradients.fetch()
         else:
             self._gather_up(sharded)
-        if not self._record.complete:
-            self._record.note("reduced", sharded.index)
         sharded.incoming, sharded.reduction = self.sender.send(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)

@@ -203,7 +203,7 @@ class InBackward:
         self._shards.reducer.use_up(sharded)
         # Its buffer was written behind autograd's back: what still refers to it must not be used.
         increment_version(sharded.chunk.members)
-        self._shards.gatherer.copies.remember()
+        self._shards.gatherer.note_versions()
         sharded.updates += 1
 
     def _is_gathered_later(self, number: int) -> bool:
@@ -340,8 +340,8 @@ OUTSIDE = (
 # given back when it ends; so inside it takes the memory of stage 1, and between steps that of its
 # own stage.
 #
-# Under a memory limit they are gathered into copies that may leave (`copies.py`), and what is
-# sent waits until these have gone.
+# Under a memory limit they are gathered into copies that may leave (`Gatherer`), and what is sent
+# waits until these have gone.
 #
 # The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
 # ranks wait for the longest at every micro-batch; steps are balanced as wholes.
