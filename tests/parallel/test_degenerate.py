@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -13,20 +12,8 @@ from gulliver.errors import GulliverError
 from gulliver.schedule import read_trace
 from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
 from gulliver.solve.conversion import Sharding, convert_least
-from gulliver.solve.partition import balanced_parts, geometric_sizes
+from gulliver.solve.partition import balanced_parts
 from gulliver.solve.tables import place_tables
-
-
-def test_geometric_sizes_end_from_any_start_and_with_any_factor() -> None:
-    assert geometric_sizes(1, 9) == [1, 2, 4, 8]
-    assert geometric_sizes(3, 3) == [3]
-    assert geometric_sizes(0, 8) == [0, 1, 2, 4, 8]
-    for start, end, factor in itertools.product(
-        (-5, 0, 1, 7), (0, 1, 8, 100), (0.5, 1.0, 1.2, 3.0)
-    ):
-        sizes = geometric_sizes(start, end, factor)
-        assert sizes[0] == start
-        assert all(a < b <= end for a, b in itertools.pairwise(sizes))
 
 
 def test_chains_and_deals_of_nothing() -> None:

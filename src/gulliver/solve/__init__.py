@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gulliver.solve.replacement import Moved, Policy, simulate
     from gulliver.solve.rows import HashIndex
     from gulliver.solve.steps import split_batches
-    from gulliver.solve.timeline import step_seconds
 
 __all__ = [
     "Block",
@@ -34,7 +33,6 @@ __all__ = [
     "solve_in_stages",
     "solve_joint",
     "split_batches",
-    "step_seconds",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -48,6 +46,5 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.solve.replacement": ["Moved", "Policy", "simulate"],
         "gulliver.solve.rows": ["HashIndex"],
         "gulliver.solve.steps": ["split_batches"],
-        "gulliver.solve.timeline": ["step_seconds"],
     },
 )

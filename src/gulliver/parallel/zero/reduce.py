@@ -85,7 +85,6 @@ class GradientReducer:
         self._scale = 1.0
         self._refusal = ""
         self._squared: Squared | None = None
-        self._on_gradient: Callable[[str], None] | None = None
         self._on_sent: Callable[[ShardedChunk], None] | None = None
         # With one rank there is nothing to wait for.
         self._in_flight = IN_FLIGHT if self.size > 1 else 0
@@ -96,10 +95,6 @@ class GradientReducer:
         self._flying: deque[ShardedChunk] = deque()
         self._hooks: dict[ShardedChunk, list[RemovableHandle]] = {}
         self._late, self._order = set[ShardedChunk](), list[ShardedChunk]()
-
-    def listen(self, on_gradient: Callable[[str], None]) -> None:
-        """Calls a listener with the name of each parameter whose gradient has come."""
-        self._on_gradient = on_gradient
 
     def measure(self, squared: Squared) -> None:
         """Takes squared norms of gradients while they are here: to fetch them again takes time."""
@@ -160,8 +155,6 @@ class GradientReducer:
                 self.stray_gradient_seen = True
                 raise GulliverError(self._refusal)
             place(name)
-            if self._on_gradient is not None:
-                self._on_gradient(name)
             if self._reducing:
                 if name in waiting:
                     del waiting[name]
