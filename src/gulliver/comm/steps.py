@@ -223,6 +223,10 @@ class AxisExchange:
     sends: list[Any] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)  # What must live until it is sent
 
+    def __post_init__(self) -> None:
+        # The other places of the rank group.
+        self.peers = others(self.rank_group.rank, self.rank_group.size)
+
     def receive(self, peer: int, block: Tensor) -> None:
         """Posts the receive of a block; its pieces must lie contiguously."""
         for number, piece in enumerate(_pieces(block)):
@@ -251,11 +255,6 @@ class AxisExchange:
         """The pending sends; each may be waited for once only."""
         works, self.sends = self.sends, []
         return Messages(works, self.keep)
-
-    @property
-    def peers(self) -> list[int]:
-        """The other places of the rank group."""
-        return others(self.rank_group.rank, self.rank_group.size)
 
 
 def segmented_reduce_scatter(
