@@ -156,6 +156,8 @@ class Gatherer:
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
         """Starts the all-gather of a chunk's parameters from the master shards."""
         chunk = sharded.chunk
+        # What is read between passes is as exact as what is saved.
+        exact = exact or (self.sharded and self._engine.current is Pass.NONE)
         chunk.sent_exact = exact
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
@@ -201,7 +203,7 @@ class Gatherer:
             # It is here, but the others wait for this rank's part all the same.
             self.finish(sharded)
             sharded.chunk.take_writes()
-        self.start(sharded, exact=self._engine.current is Pass.NONE)
+        self.start(sharded)
 
     def finish(self, sharded: ShardedChunk) -> None:
         """Waits until a chunk is whole."""
@@ -439,7 +441,9 @@ class Gatherer:
         if not reading and self._depth == 0 and backward_number() >= 0:
             self._follow_backward()  # what is computed again there begins with its parameters
         outside = self.idle and self in _alone and not reading
-        if self.sharded and self.idle and reading:
+        if self.sharded and self.idle and reading and self._tight and len(chunks) > 1:
+            result = self._on_copies(func, args, kwargs)
+        elif self.sharded and self.idle and reading:
             with self._using(chunks.values()), outside_transforms():
                 self._read(list(chunks.values()))
             # A view by `.data` would have a version counter of its own.
@@ -465,6 +469,24 @@ class Gatherer:
                 self._reads.append(sharded)
             self._show(sharded)
             self._engine.use(sharded)
+
+    def _on_copies(self, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
+        """Runs an operation on copies where chunks may not fit the memory limit all at once."""
+        copies: dict[nn.Parameter, Tensor] = {}
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, nn.Parameter) and id(value) in self._chunk_of:
+                if value not in copies:
+                    with torch.inference_mode(False), torch.no_grad():
+                        copies[value] = value.detach().clone()
+                return copies[value]
+            return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+        result = func(*copied(args), **{key: copied(value) for key, value in kwargs.items()})
+        for parameter, copy in copies.items():
+            if copy._version > 0:  # it was written
+                parameter.copy_(copy)
+        return next((p for p, copy in copies.items() if copy is result), result)
 
     def _end_reads(self, wanted: Sequence[ShardedChunk], viewed: bool) -> None:
         """Gives back what was gathered to be read, but for what is `wanted` and maybe `viewed`."""

@@ -265,7 +265,7 @@ class GradientReducer:
             self.wait_all_reductions()
             self._next = 0
             self._reduce_rest()
-        if self.sender.checking:
+        if self.sender.gate.checking:
             self.wait_all_reductions()
         self.sender.end_step(names, cut=self.stage > 0)
         self._voted = True
@@ -440,7 +440,8 @@ class GradientReducer:
         assert sharded.incoming is not None
         gradients = sharded.chunk.gradients
         sharded.reduction.wait()
-        self.sender.check_reduced(sharded, sharded.incoming)
+        if self.sender.references:
+            self.sender.check_reduced(sharded, sharded.incoming)
         # Before memory is asked for below: to make room the others may be waited for.
         self._flying.remove(sharded)
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None

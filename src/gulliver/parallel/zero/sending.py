@@ -69,7 +69,8 @@ class GradientSender:
         self.group, self.wires = group, wires
         self._lost: dict[int, tuple[ShardedChunk, Tensor]] = {}
         self._given: dict[str, Tensor] = {}
-        self._references: dict[int, Tensor] = {}
+        # What was reduced as it is, to compare with, of chunks in flight.
+        self.references: dict[int, Tensor] = {}
         packs = wires.reduce.name != "identity" and group_size(group) > 1
         # Whether what packing loses is added to the next gradient.
         self.feeds = packs and wires.feedback
@@ -89,8 +90,8 @@ class GradientSender:
                 buffer = chunk.gradients.take_reduced()
                 buffer.copy_(chunk.gradients.buffer)
 
-            if self.checking:
-                exact = self._references[id(sharded)] = buffer.clone()
+            if self.gate.on and self.gate.checking:
+                exact = self.references[id(sharded)] = buffer.clone()
                 all_reduce(exact, "mean", self.group, purpose=why)
             wire = self.wires.reduce
             return buffer, all_reduce(
@@ -99,8 +100,8 @@ class GradientSender:
         incoming = chunk.gradients.take_reduced()
         gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
 
-        if self.checking:
-            exact = self._references[id(sharded)] = torch.empty_like(incoming)
+        if self.gate.on and self.gate.checking:
+            exact = self.references[id(sharded)] = torch.empty_like(incoming)
             reduce_scatter(exact, gradient, "mean", self.group, accumulate_dtype=dtype, purpose=why)
         # Sixteen bits travel, or fewer, and are added up in the dtype of the optimizer.
         handle = reduce_scatter(
@@ -136,16 +137,11 @@ class GradientSender:
         """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
-    @property
-    def checking(self) -> bool:
-        """Whether the gradients of this step are compared."""
-        return self.gate.checking
-
     def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
         """Compares a chunk's gradient that has arrived."""
-        if id(sharded) not in self._references:
+        exact = self.references.pop(id(sharded), None)
+        if exact is None:
             return
-        exact = self._references.pop(id(sharded))
         for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
             run = slice(piece.start, piece.end)
             self.gate.add(piece.name, incoming[run], exact[run])
