@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gulliver.comm.messages import sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory.prefetch import Presence
 from gulliver.parallel.zero.checkpoint import relayout
+from gulliver.parallel.zero.tuner import MOST_SIZES, next_size
 from tests.pool import Pool
 
 STAGES = (0, 1, 2, 3)
@@ -273,7 +275,7 @@ def _tuned(world: World, folder: str, again: bool) -> tuple[str, dict[int, float
     booster = Booster(plugin)
     _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained(model), lr=1e-2))
     plain = torch.optim.AdamW(trained(twin), lr=1e-2)
-    for number in range(18):
+    for number in range(8):
         step(world, number, booster, model, optimizer, twin, plain)
     for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         equal(mine, theirs)
@@ -295,6 +297,15 @@ def test_tuning_finds_the_order_of_use_tries_sizes_and_is_kept(pool: Pool, tmp_p
     assert pool.run(_tuned, 2, str(tmp_path), False)[0][2]
 
 
+def test_sizes_are_tried_uphill_from_the_first_until_they_get_slower() -> None:
+    for best in range(16, 30):
+        measured = dict[int, float]()
+        while (size := next_size(measured, 2**22, 2**27)) is not None:
+            measured[size] = abs(math.log2(size) - best)
+        assert len(measured) <= MOST_SIZES
+        assert min(measured, key=measured.__getitem__) == 2 ** min(max(best, 18), 27)
+
+
 def _tuned_by(world: World, loop: str, stage: int) -> None:
     """Trains by a loop in which backwards do not go through the optimizers that are tuned."""
     torch.manual_seed(0)
@@ -304,7 +315,7 @@ def _tuned_by(world: World, loop: str, stage: int) -> None:
     parts = (trained(model)[:1], trained(model)[1:]) if "two" in loop else (trained(model),)
     optimizers: list = [booster.boost(model, torch.optim.AdamW(part, lr=1e-2))[1] for part in parts]
     plain = torch.optim.AdamW(trained(twin), lr=1e-2)
-    for number in range(20):
+    for number in range(10):
         loss = model(data(number, world.rank)).square().mean()
         if loop == "zero_grad before backward":
             optimizers[0].zero_grad()

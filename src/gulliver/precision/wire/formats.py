@@ -130,7 +130,8 @@ def wire_format(text: str | WireFormat) -> WireFormat:
         else:
             rounding = option
     name = _ALIASES.get(name, name)
-    return _checked(WireFormat(name, block, cast("Rounding", rounding)))
+    found = _checked(WireFormat(name, block, cast("Rounding", rounding)))
+    return IDENTITY if found.name == "identity" else found
 
 
 def _checked(wire: WireFormat) -> WireFormat:
