@@ -307,12 +307,12 @@ class ManagedChunk(Chunk):
         """Brings what the user has written to parameters, on all ranks alike, to the shard."""
         if not self.may_be_written():
             return
+        self._seen = self.versions()
         if self.has_copy:
             self._refuse_write()
         with self.opened(write=True):  # which marks what is in place as written
             if not self._in_place:
                 self.merge(self.master_shard, self.shard, self._as_sent())
-        self._seen = self.versions()
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:

@@ -434,6 +434,8 @@ class Gatherer:
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
         """Runs an operation on pending parameters; it comes back for another optimizer's."""
+        if func == _DATA and self.sharded:
+            func = Tensor.detach  # a view by `.data` would have a version counter of its own
         mine = [p for p in parameters if id(p) in self._chunk_of]
         chunks = {id(c): c for c in (self._chunk_of[id(p)] for p in mine)}
         check_not_ahead(chunks.values())
@@ -446,8 +448,7 @@ class Gatherer:
         elif self.sharded and self.idle and reading:
             with self._using(chunks.values()), outside_transforms():
                 self._read(list(chunks.values()))
-            # A view by `.data` would have a version counter of its own.
-            result = args[0].detach() if func == _DATA else func(*args, **kwargs)
+            result = func(*args, **kwargs)
         elif outside and len(mine) == len(parameters) and not saving_is_hooked():
             result = self._recorded(chunks.values(), func, args, kwargs)
         else:
