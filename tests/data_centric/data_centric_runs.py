@@ -34,8 +34,8 @@ from tests.hybrid.hybrid_cells import (
     saved_weights,
 )
 from tests.hybrid.hybrid_models import VOCABULARY, build
-from tests.least_limits import Watched
 from tests.memory.test_memory_stores import LateCopier
+from tests.random_limits import Watched
 from tests.references import computed_once
 
 LENGTHS = (9, 12, 17, 24)

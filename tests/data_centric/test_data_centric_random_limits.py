@@ -19,8 +19,8 @@ from gulliver.booster import Booster, DataCentricLoader, DataCentricPlugin
 from gulliver.booster import limited as _limited
 from gulliver.comm import World
 from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
-from tests.least_limits import Watched
 from tests.pool import Pool
+from tests.random_limits import Watched
 from tests.tiers import DEPTH, WORDS, Odd
 
 SAMPLES, STEPS = 64, 4

@@ -27,8 +27,8 @@ from gulliver.plan.checks import check_plan
 from tests.covering import some
 from tests.hybrid.hybrid_cells import make_optimizer
 from tests.hybrid.hybrid_models import batch, build
-from tests.least_limits import Watched
 from tests.pool import Pool
+from tests.random_limits import Watched
 
 FAMILY, STEPS = "qwen2", 3
 """Its embedding is its head's weight too: two stages have it."""

@@ -13,28 +13,7 @@ from torch import Tensor, nn
 from gulliver.booster import limited as _limited
 from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import GeminiPlugin
-from tests.least_limits import at_least_limit, least_case, plain
 from tests.random_limits import RandomCase, problem
-
-CASES, FULL_CASES = 8, 250
-
-
-def check(seeds: range, folder: Path) -> None:
-    for seed in seeds:
-        case = least_case(seed)
-        wanted, found = plain(case), at_least_limit(case, str(folder))
-        assert len(wanted) == len(found), case
-        assert all(map(torch.equal, wanted, found)), case
-
-
-def test_the_least_limit_serves_every_step_of_whatever_model(tmp_path: Path) -> None:
-    check(range(CASES), tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.deadline(1800)
-def test_the_least_limit_serves_hundreds_of_models(tmp_path: Path) -> None:
-    check(range(CASES, FULL_CASES), tmp_path)
 
 
 class Penalised(nn.Module):
@@ -87,7 +66,7 @@ def test_a_penalty_on_all_parameters_needs_no_more_than_the_least_limit(
 
 
 def test_random_models_under_random_limits_keep_to_them(tmp_path: Path) -> None:
-    for seed in (*range(6), 21):  # one whose state grows when a layer is first used
+    for seed in (*range(9), 21):  # one whose state grows when a layer is first used
         assert not problem(RandomCase(seed), str(tmp_path)), seed
 
 

@@ -531,24 +531,6 @@ def test_what_is_shown_can_be_filled_wherever_it_lies(tmp_path: Path):
     manager.close()
 
 
-def test_decisions_can_be_read(tmp_path: Path):
-    manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
-    objects = filled(manager, 5)
-    for _ in range(3):
-        for managed in objects:
-            manager.use(managed, write=True)
-            manager.done(managed)
-        manager.end_step()
-    text = manager.explain()
-    lines = [line for line in text.splitlines() if " load " in line or " write " in line]
-    assert any("o4 (gradients, 0.00391 MiB)" in line for line in lines)
-    assert "plan for the next" in text
-    assert "use o0" in manager.explain(-2)
-    with pytest.raises(GulliverError, match="step -9 is not remembered"):
-        manager.explain(-9)
-    manager.close()
-
-
 def test_without_a_store_all_stays_or_is_refused():
     manager = Manager(2 * PAGE, "cpu", None)
     filled(manager, 2)

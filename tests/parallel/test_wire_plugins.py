@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -201,26 +200,21 @@ def _uneven(world: World, plugin: Any, options: dict[str, Any], wire: str, bad: 
 
 
 @pytest.mark.parametrize("name", ["DDP", "stage 0", "stage 2"])
-def test_blocks_that_would_pass_are_named_because_they_were_tried(pool: Pool, name: str) -> None:
+def test_smaller_blocks_are_advised_where_large_ones_harm(pool: Pool, name: str) -> None:
     plugin, options = REPLICAS[name]
     for told in pool.run(_uneven, 2, plugin, options, "int8", False):
         assert "gradient of 'small'" in told
-        found = re.search(
-            r"take int8:64, which passed in this step \(cosine (1\.0000|0\.99\d\d)\)", told
-        )
-        assert found, told
+        assert "take int8:64" in told
     assert pool.run(_uneven, 2, plugin, options, "int8:64", False)[0].startswith("[")
 
 
-def test_blocks_that_would_not_pass_either_are_not_named() -> None:
+def test_the_gate_names_the_parameter_that_is_off() -> None:
     exact = torch.randn(256, generator=torch.Generator().manual_seed(1))
-    for finer, named in ((exact, True), (exact.roll(1), False), (exact * torch.inf, False)):
-        gate = GradientGate(wire_format("int8"), False, True)
-        gate.add("a", exact, exact, exact)
-        gate.add("b", exact.roll(2), exact, finer)
-        with pytest.raises(GulliverError, match=r"'b'.*format with more bits") as caught:
-            gate.end_step()
-        assert ("int8:64" in str(caught.value)) == named
+    gate = GradientGate(wire_format("int8"), False, True)
+    gate.add("a", exact, exact)
+    gate.add("b", exact.roll(2), exact)
+    with pytest.raises(GulliverError, match=r"'b'.*format with more bits"):
+        gate.end_step()
     overflowed = GradientGate(wire_format("fp8"), False, True)
     overflowed.add("a", exact * torch.inf, exact)
     with pytest.raises(GulliverError, match="'a' is too far"):

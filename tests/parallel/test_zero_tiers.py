@@ -238,7 +238,7 @@ def test_parameters_may_be_read_and_written_whenever() -> None:
             model.layers[2].weight.clamp_(-0.05, 0.05)
             model.frozen.weight.data[0] = 1.0
         steps(model, optimizer, 2, 4)
-        # In a forward, past every version counter; rows change places, which keeps sums.
+        # In a forward, by whoever is the first to read the layer; rows change places.
         hook = model.layers[7].register_forward_pre_hook(_write)
         with torch.no_grad():
             model(torch.arange(5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
 import torch
@@ -334,6 +334,28 @@ class Booster(CheckpointIO):
             if holder.pipeline is not None:
                 return holder.run(batch, criterion, backward, return_loss, return_outputs, weight)
             return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
+
+    @contextmanager
+    def full_parameters(self, model: nn.Module) -> Iterator[None]:
+        """Block in which a model's parameters are whole, to be read and written.
+
+        Stage 3 of ZeRO keeps shards of them between uses. What is written inside, on all ranks
+        alike and through any view, is in the shards when it ends. Every rank enters and leaves it.
+        Under a memory limit parameters come one by one as they are read, and what is written
+        through a view after the next one has come is refused. Of a hybrid run it is this rank's
+        slices that are whole.
+
+        Args:
+            model: model that `boost` returned.
+
+        Example:
+            with booster.full_parameters(model):
+                norm = sum(p.square().sum() for p in model.parameters())
+        """
+        if model not in self._optimizers:
+            raise GulliverError("full_parameters needs a model that this booster has boosted")
+        with guard(), self._optimizers[model].full_parameters():
+            yield
 
     def no_sync(
         self, model: nn.Module, optimizer: BoostedOptimizer | None = None

@@ -12,7 +12,7 @@ from gulliver.comm.collectives import all_reduce, group_size
 from gulliver.parallel.zero.sending import GradientGate, ZeroWires
 from gulliver.plan.plan import Plan
 from gulliver.plan.tree import Wire
-from gulliver.precision.wire.formats import WireFormat, wire_format
+from gulliver.precision.wire.formats import wire_format
 
 
 def zero_wires(plan: Plan) -> ZeroWires:
@@ -42,13 +42,9 @@ class BucketHook:
         if self.feeds:
             lost = self._lost_of(bucket, tensor)
         checking = self.gate.checking
-
-        def reduced(wire: WireFormat) -> torch.Tensor:
-            copy = tensor.clone()
-            all_reduce(copy, "mean", wire=wire)
-            return copy
-
-        references = self.gate.reduced(reduced) if checking else None
+        exact = tensor.clone() if checking else None
+        if exact is not None:
+            all_reduce(exact, "mean")
         packed = self.wire.of(tensor, tensor.numel() // group_size()).name != "identity"
         waits = cuda or checking or not packed
         handle = all_reduce(
@@ -61,8 +57,8 @@ class BucketHook:
         )
         if waits:
             handle.wait()
-            if references is not None:
-                self._compare(bucket, *references)
+            if exact is not None:
+                self._compare(bucket, exact)
             future.set_result(tensor)
         return future
 
@@ -92,16 +88,11 @@ class BucketHook:
         """Restores packing errors by parameter, replacing those here."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
-    def _compare(
-        self, bucket: dist.GradBucket, exact: torch.Tensor, finer: torch.Tensor | None
-    ) -> None:
+    def _compare(self, bucket: dist.GradBucket, exact: torch.Tensor) -> None:
         start = 0
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             run = slice(start, start + gradient.numel())
-            name, other = self.names.get(parameter, "a parameter"), None
-            if finer is not None:
-                other = finer[run]
-            self.gate.add(name, gradient, exact[run], other)
+            self.gate.add(self.names.get(parameter, "a parameter"), gradient, exact[run])
             start += gradient.numel()
         if bucket.is_last():
             self.gate.end_step()

@@ -165,7 +165,7 @@ class LinkOptions(Options):
         rank_order: ranks as they fill the axes, the innermost first; None for 0, 1, 2 ...
         cluster: links of the ranks for ``axes="auto"``; None for what ``gulliver probe`` measured
             here, or else a description of such machines.
-        folder: folder that tuning writes ``chunks.json`` and ``chunks.png`` to; None for neither.
+        folder: folder that tuning writes ``chunks.json`` to; None for none.
     """
 
     overlap: bool = True

@@ -122,10 +122,11 @@ def all_reduce(
         finish: called by a thread of its own as soon as the result is there, where it is packed.
     """
     _check(tensor, op)
-    check_wire(wire)
     _check_sum(tensor.dtype)
     size = group_size(group)
-    wire = wire.of(tensor, tensor.numel() // size)
+    if wire is not IDENTITY:
+        check_wire(wire)
+        wire = wire.of(tensor, tensor.numel() // size)
     if size == 1:
         return Handle()
     if wire is not IDENTITY:
@@ -184,12 +185,13 @@ def reduce_scatter(
         wire: format that the elements travel in.
         error: the same as in `all_reduce`, of the size of the input, to which it is added.
     """
-    check_wire(wire)
     _check(output, op)
     _check(input, op)
     _check_sum(output.dtype)
     size = group_size(group)
-    wire = wire.of(input, output.numel())
+    if wire is not IDENTITY:
+        check_wire(wire)
+        wire = wire.of(input, output.numel())
     _check_parts(output, input, size, accumulate_dtype or input.dtype)
     if size == 1:
         if output.data_ptr() != input.data_ptr():
@@ -240,11 +242,12 @@ def all_gather(
     Raises:
         GulliverError: sizes or dtypes do not fit; elements that are not packed are to be added.
     """
-    check_wire(wire)
     _check(output, "sum")
     _check(input, "sum")
     size = group_size(group)
-    wire = wire.of(input)
+    if wire is not IDENTITY:
+        check_wire(wire)
+        wire = wire.of(input)
     _check_parts(input, output, size, input.dtype if add else None)
     if add and (wire is IDENTITY or size == 1):
         raise GulliverError("what is gathered is added to what there is where it travels packed")

@@ -51,6 +51,8 @@ class _Place(NamedTuple):
     rank: int
     ranks: tuple[int, ...]
     gloo: bool
+    # Of the whole world; of other groups one that is kept would keep the group, too.
+    world: RankGroup | None
 
 
 # Asked once for each group: torch takes dozens of calls to tell it, in every collective.
@@ -63,13 +65,17 @@ def _place(group: dist.ProcessGroup | None) -> _Place:
     if found is None:
         gloo = is_gloo(group, torch.device("cpu"))
         ranks = tuple(dist.get_process_group_ranks(key))
-        found = _places[key] = _Place(dist.get_rank(group), ranks, gloo)
+        rank = dist.get_rank(group)
+        world = RankGroup(ranks, rank) if group is None else None
+        found = _places[key] = _Place(rank, ranks, gloo, world)
     return found
 
 
 def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
     """The ranks of a group, as it numbers them."""
     place = _place(group)
+    if group is None and place.world is not None:
+        return place.world
     return RankGroup(place.ranks, place.rank, group)
 
 

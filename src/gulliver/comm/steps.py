@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.comm.groups import RankGroup
@@ -223,13 +224,17 @@ class AxisExchange:
     sends: list[Any] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)  # What must live until it is sent
 
+    def __post_init__(self) -> None:
+        # The other places of the rank group.
+        self.peers = others(self.rank_group.rank, self.rank_group.size)
+        # Found once: torch takes three calls to say which group the world is.
+        self._group = self.rank_group.process_group or dist.group.WORLD
+
     def receive(self, peer: int, block: Tensor) -> None:
         """Posts the receive of a block; its pieces must lie contiguously."""
         for number, piece in enumerate(_pieces(block)):
             rank = self.rank_group.ranks[peer]
-            self.receives.append(
-                receive(piece, rank, self.rank_group.process_group, self.tag + number)
-            )
+            self.receives.append(receive(piece, rank, self._group, self.tag + number))
 
     def send(self, peers: Iterable[int], block: Tensor) -> None:
         """Sends a block to several ranks of the rank group."""
@@ -238,9 +243,7 @@ class AxisExchange:
         for peer in peers:
             for number, piece in enumerate(pieces):
                 rank = self.rank_group.ranks[peer]
-                self.sends.append(
-                    send(piece, rank, self.rank_group.process_group, self.tag + number)
-                )
+                self.sends.append(send(piece, rank, self._group, self.tag + number))
 
     def arrivals(self) -> Messages:
         """The pending receives."""
@@ -251,11 +254,6 @@ class AxisExchange:
         """The pending sends; each may be waited for once only."""
         works, self.sends = self.sends, []
         return Messages(works, self.keep)
-
-    @property
-    def peers(self) -> list[int]:
-        """The other places of the rank group."""
-        return others(self.rank_group.rank, self.rank_group.size)
 
 
 def segmented_reduce_scatter(

@@ -10,12 +10,10 @@ if TYPE_CHECKING:
     from gulliver.hardware.batch_costs import HostRoom, place_blocks
     from gulliver.hardware.cluster import Cluster, described, described_names
     from gulliver.hardware.costs import (
-        Transfers,
         all_reduce_seconds,
         all_reduce_ways,
         linear_flops,
         linear_seconds,
-        probe_transfers,
         resharding_bytes,
         torus_seconds,
     )
@@ -41,7 +39,6 @@ __all__ = [
     "Scaling",
     "Shape",
     "TableCosts",
-    "Transfers",
     "all_reduce_seconds",
     "all_reduce_ways",
     "attention_seconds",
@@ -59,7 +56,6 @@ __all__ = [
     "measure_samples",
     "memory_bytes",
     "place_blocks",
-    "probe_transfers",
     "resharding_bytes",
     "save_samples",
     "split_attention_seconds",
@@ -77,12 +73,10 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.hardware.batch_costs": ["HostRoom", "place_blocks"],
         "gulliver.hardware.cluster": ["Cluster", "described", "described_names"],
         "gulliver.hardware.costs": [
-            "Transfers",
             "all_reduce_seconds",
             "all_reduce_ways",
             "linear_flops",
             "linear_seconds",
-            "probe_transfers",
             "resharding_bytes",
             "torus_seconds",
         ],

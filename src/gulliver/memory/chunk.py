@@ -61,19 +61,6 @@ def reduced_gradient(parameter: Tensor) -> ReducedGradient:
     return nan.expand(parameter.shape).as_subclass(ReducedGradient)
 
 
-# Sums by which it is seen whether a buffer was written, at the price of one read.
-
-
-COLUMNS = 1021
-
-
-def column_sums(values: Tensor) -> Tensor:
-    """Column sums of 64-bit words; what fills no row stands for itself."""
-    words = values.view(torch.int64)
-    whole = words.numel() // COLUMNS * COLUMNS
-    return torch.cat([words[:whole].view(-1, COLUMNS).sum(0), words[whole:]])
-
-
 # The gradients of a chunk: added up in one flat buffer, then handed over to be reduced.
 
 
@@ -283,6 +270,7 @@ class Chunk:
         parameters: Mapping[str, nn.Parameter],
         part: int,
         pool: BufferPool | None = None,
+        read: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
         self.layout, self.part, self.pool = layout, part, pool or BufferPool()
         self.parameters = {slot.name: parameters[slot.name] for slot in layout.slots}
@@ -293,13 +281,13 @@ class Chunk:
         self.buffer: Tensor | None = whole
         self.master_shard = self.shard
         self._separate = False
-        # Number of times that writes to parameters were brought to `master_shard`.
-        self.writes = 0
         # Format that the parameters travel in; `master_shard` keeps what that loses.
         self.wire = IDENTITY
         # This rank's part as all ranks have it, where it follows from what was sent.
         self.shown_part: Tensor | None = None
-        self._sums: Tensor | None = None
+        # Whether the buffer has values as they are, not packed, since it was last gathered.
+        self.sent_exact = False
+        self._seen: list[int] = []
         self.moments: dict[str, Moment] = {}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._cuts = _Cuts(layout, self.shapes)
@@ -307,7 +295,7 @@ class Chunk:
             whole[start:end].zero_()
         views = self.named_views(whole)
         for name, parameter in self.parameters.items():
-            views[name].copy_(parameter.detach())
+            views[name].copy_(read(parameter))
             mark_ready([parameter])
             parameter.data = views[name]
             parameter.grad = None  # one from before lies outside the chunk
@@ -367,8 +355,6 @@ class Chunk:
         """Takes this rank's part of the buffer for what all ranks have of it."""
         if self.shown_part is not None:
             self.shown_part.copy_(self.shard)
-        elif self.wire is not IDENTITY:
-            self._sums = column_sums(self.shard)  # packing it again would cost more
 
     def widen_master_shard(self, dtype: torch.dtype) -> None:
         """Keeps `master_shard`, a tensor of its own, in another dtype from here on."""
@@ -398,16 +384,16 @@ class Chunk:
         if not self.master_is_view:
             self.shard.copy_(self.master_shard)
 
-    def release(self, viewed: bool = False) -> None:
-        """Gives the parameter buffer back; `master_shard` and the gradients stay."""
+    def release(self, viewed: bool = False, keeps: bool = False) -> None:
+        """Gives the parameter buffer back, or to who `keeps` views of it; the shard stays."""
         with without_torch_functions():
             for parameter, nan in zip(self.members, self._absent, strict=True):
                 parameter.data = nan
         buffer, self.buffer, self._addresses = self.buffer, None, self._nowhere
         if buffer is not None:
-            self._give_buffer(buffer, viewed)
+            self._give_buffer(buffer, viewed, keeps)
 
-    def _give_buffer(self, buffer: Tensor, viewed: bool = False) -> None:
+    def _give_buffer(self, buffer: Tensor, viewed: bool = False, keeps: bool = False) -> None:
         self.pool.give(buffer, PARAMETERS)
 
     def _take_buffer(self) -> Tensor:
@@ -422,6 +408,7 @@ class Chunk:
                 parameter.data = view
         self._addresses = list(map(Tensor.data_ptr, views))
         self.publish()
+        self._seen = self.versions() if self._watches_versions else []
 
     def discard(self) -> None:
         """Counts its buffers as given back: its parameters have another chunk."""
@@ -438,14 +425,27 @@ class Chunk:
         """Brings what the user has written to parameters, on all ranks alike, to the shard."""
         # Values are compared: a write through ``.data`` leaves no other trace, as no version
         # counter moves. Nothing is compared where `master_shard` is a view.
-        known = self._sums is not None and torch.equal(self._sums, column_sums(self.shard))
-        if not known and not self.master_is_view:
+        if not self.master_is_view and self.may_be_written():
             self.merge(self.master_shard, self.shard, self._as_sent())
             self.note_gathered()
 
+    @property
+    def _watches_versions(self) -> bool:
+        """Whether writes are noticed by version counters: packing again to compare costs more."""
+        return self.wire is not IDENTITY and self.shown_part is None
+
+    def versions(self) -> list[int]:
+        """Version counters of the parameters, which views of them share."""
+        with without_torch_functions():
+            return [parameter._version for parameter in self.members]
+
+    def may_be_written(self) -> bool:
+        """Whether parameters may have been written since they were gathered."""
+        return not self._watches_versions or self.versions() != self._seen
+
     def _as_sent(self) -> Tensor | None:
         """This rank's part as it is on all ranks if nobody has written to it; None: rounded."""
-        if self.shown_part is not None or self.wire is IDENTITY:
+        if self.shown_part is not None or self.wire is IDENTITY or self.sent_exact:
             return self.shown_part
         rounded = self.master_shard.to(self.dtype)
         return unpack(pack(rounded, self.wire), self.wire, rounded.numel(), self.dtype)
@@ -457,7 +457,6 @@ class Chunk:
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return
         before_write([self.master_shard])
-        self.writes += 1
         master.copy_(torch.where(rounded == values, master, values.to(master.dtype)))
 
     # Optimizer state.

@@ -421,10 +421,6 @@ class HostDiskStore(Middle):
         """Returns what has moved between the host's memory and the disk."""
         return self.host.stats()
 
-    def explain(self, step: int) -> str:
-        """Says what was decided of the host's memory."""
-        return f"\nhost memory before the disk:\n{self.host.explain(step)}"
-
     # What `Transit` asks for.
 
     def use(self, key: Hashable, fresh: bool) -> None:

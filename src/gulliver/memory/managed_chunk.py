@@ -28,7 +28,7 @@ from gulliver.memory.buffers import (
     first_elements,
     moment_size,
 )
-from gulliver.memory.chunk import Chunk, ChunkGradients, ReducedGradient, column_sums
+from gulliver.memory.chunk import Chunk, ChunkGradients, ReducedGradient
 from gulliver.memory.manager import Manager
 from gulliver.memory.pending import before_write
 from gulliver.memory.stores import ManagedTensor
@@ -38,12 +38,9 @@ from gulliver.memory.stores import ManagedTensor
 # shard itself, pinned while it is in use: there is no second copy, and what is trained takes what
 # the optimizer needs and no more. The same holds for the gradient: it is collected in the object.
 #
-# [Note: writes to parameters] A user may write to a parameter while it is here, as in
-# ``weight.data.clamp_()``. No counter moves (see `Chunk.take_writes`), and there is no second copy
-# to compare with. So the sum of every column of the buffer, seen as rows of 64-bit words, is taken
-# when it comes and when it goes. The number of columns is prime: rows that change places are
-# noticed too. What has changed already since it was last written behind is not summed: it will be
-# written anyway.
+# [Note: writes to parameters] There is no second copy to compare with, so a write to a parameter
+# that is here is noticed by its version counter. Between passes ``weight.data`` shares it (see
+# `Gatherer`); inside a forward a write through ``.data`` is not noticed.
 #
 # [Note: copies] Where ranks do unequal work, none can wait for another to use a chunk. So for the
 # length of such a step a whole copy of the parameters is an object of the manager, too, and the
@@ -60,9 +57,9 @@ class ManagedBufferPool(BufferPool):
         """A buffer of `size` elements with any content, counted as of a kind."""
         return self.manager.lend(size, dtype, kind)
 
-    def give(self, buffer: Tensor, kind: str) -> None:
-        """Gives a buffer back."""
-        self.manager.give(buffer, kind)
+    def give(self, buffer: Tensor, kind: str, keeps: bool = False) -> None:
+        """Gives a buffer back, or to who `keeps` views of it."""
+        self.manager.give(buffer, kind, keeps)
 
 
 @dataclass(eq=False)
@@ -236,15 +233,15 @@ class ManagedChunk(Chunk):
         parameters: Mapping[str, nn.Parameter],
         part: int,
         pool: ManagedBufferPool,
+        read: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
         self._manager = pool.manager
         self._in_place = False
         self._stack: ExitStack | None = None
         self._leaving: list[ManagedTensor] = []
-        self._copy_sums: Tensor | None = None
         self.has_copy = False
         self._managed_pool = pool
-        super().__init__(layout, parameters, part, pool)
+        super().__init__(layout, parameters, part, pool, read)
 
     def _make_gradients(self) -> ManagedGradients:
         return ManagedGradients(self.layout, self.parameters, self._managed_pool, self._cuts.views)
@@ -275,7 +272,7 @@ class ManagedChunk(Chunk):
         with self._manager.using(narrow) as values:
             self._place_master(dtype, values)
         self._manager.remove(narrow)
-        self._in_place, self._sums = False, None
+        self._in_place = False
         self.gradients.follow_shard(dtype)
 
     def _take_buffer(self) -> Tensor:
@@ -287,46 +284,34 @@ class ManagedChunk(Chunk):
         before_write([self.master_shard])  # parameters may be written without asking
         return self.master_shard
 
-    def _give_buffer(self, buffer: Tensor, viewed: bool = False) -> None:
+    def _give_buffer(self, buffer: Tensor, viewed: bool = False, keeps: bool = False) -> None:
         if not self.has_copy and not self._in_place:
-            super()._give_buffer(buffer)
+            self._managed_pool.give(buffer, PARAMETERS, keeps)
             return
         placed = self._copy if self.has_copy else self._shard
         self.master_shard = self.master_shard if self.has_copy else self._elsewhere
-        placed.viewed = placed.viewed or viewed
+        placed.viewed, placed.given = placed.viewed or viewed, placed.given or keeps
         self._manager.done(placed)
 
     def publish(self) -> None:
         """Writes `master_shard` to this rank's part of the buffer."""
-        if self.has_copy:
-            if self._copy_sums is None:
-                self._copy_sums = column_sums(self.data)
-            return
-        if not self._in_place:
+        if not self._in_place and not self.has_copy:
             with self.opened():
                 self.shard.copy_(self.master_shard)
-        if self._in_place and self._is_written():
-            self._sums = None
-        elif self._sums is None:
-            self._sums = column_sums(self.shard)
 
-    def _is_written(self) -> bool:
-        """Whether the shard's content lies in the fast tier only."""
-        return self._shard.offset is None
+    @property
+    def _watches_versions(self) -> bool:
+        return True
 
     def take_writes(self) -> None:
         """Brings what the user has written to parameters, on all ranks alike, to the shard."""
+        if not self.may_be_written():
+            return
+        self._seen = self.versions()
         if self.has_copy:
-            before, self._copy_sums = self._copy_sums, column_sums(self.data)
-            if before is not None and not torch.equal(before, self._copy_sums):
-                self.refuse_write()
-            return
-        if self._sums is None or torch.equal(self._sums, column_sums(self.shard)):
-            return
-        with self.opened(write=True):
-            if self._in_place:
-                self.writes += 1
-            else:
+            self._refuse_write()
+        with self.opened(write=True):  # which marks what is in place as written
+            if not self._in_place:
                 self.merge(self.master_shard, self.shard, self._as_sent())
 
     @contextmanager
@@ -346,8 +331,6 @@ class ManagedChunk(Chunk):
         finally:
             self._stack = outer
             self._set(before, moments)
-            if write:
-                self._sums = None
             for placed in self._leaving:
                 self._manager.remove(placed)
             self._leaving = []
@@ -356,8 +339,6 @@ class ManagedChunk(Chunk):
     def shown(self, fill: bool = False) -> Iterator[None]:
         """Shows the shard and all state wherever they lie, without moving them, for a block."""
         before = self.master_shard
-        if fill:
-            self._sums = None
         try:
             self.master_shard = self._manager.view(self._shard, write=fill)
             for moment in self.moments.values():
@@ -400,19 +381,14 @@ class ManagedChunk(Chunk):
             with self.opened():
                 part.copy_(self.master_shard)
             yield whole, part
-        self.has_copy, self._copy_sums = True, None
+        self.has_copy = True
 
     def end_copy(self) -> None:
         """Forgets the copy: from here on a buffer is gathered."""
         self.has_copy = False
         self._manager.discard(self._copy)
 
-    def copied(self) -> Tensor:
-        """A tensor of its own with what the copy has."""
-        with self._manager.using(self._copy) as whole:
-            return whole.clone()
-
-    def refuse_write(self) -> None:
+    def _refuse_write(self) -> None:
         """Says that parameters cannot be written now."""
         raise GulliverError(
             f"a parameter of the chunk of {self.layout.slots[0].name!r} was written inside a step "

@@ -1,13 +1,11 @@
-"""What a memory manager did in its last steps, as text."""
+"""The memory manager: keeps the bytes of its objects within a budget, the rest in a store."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,84 +26,9 @@ from gulliver.memory.stores import (
 from gulliver.memory.traffic import Traffic
 from gulliver.solve.replacement import Action, Move, Replacement
 
-STEPS = 4
-"""Steps that are remembered."""
-LONGEST = 1 << 16
-"""Most events of a step that are remembered."""
-
-
-@dataclass
-class MovesOfStep:
-    """Events and moves of a step, with names: objects may be gone when they are described."""
-
-    events: list[tuple[str, str]] = field(default_factory=list)
-    moves: list[tuple[int, Move, str, str, int, str]] = field(default_factory=list)
-
-
-class MoveHistory:
-    """Notes events and moves."""
-
-    def __init__(self) -> None:
-        self.steps = self.evictions = 0
-        self._now = MovesOfStep()
-        self._past: deque[MovesOfStep] = deque(maxlen=STEPS)
-
-    def event(self, what: str, about: ManagedTensor | int) -> None:
-        """Notes an event of an object, or of a number of bytes."""
-        if len(self._now.events) < LONGEST:
-            told = _mib(about) if isinstance(about, int) else about.name
-            self._now.events.append((what, told))
-
-    def move(self, action: Action, managed: ManagedTensor) -> None:
-        """Notes a move."""
-        self.evictions += action.move in (Move.WRITE, Move.DROP)
-        if len(self._now.moves) < LONGEST:
-            about = managed.name, managed.kind, managed.size
-            self._now.moves.append((len(self._now.events), action.move, *about, action.reason))
-
-    def end_step(self) -> None:
-        """Begins a new step."""
-        self.steps += 1
-        self._past.append(self._now)
-        self._now = MovesOfStep()
-
-    def explain(self, step: int) -> str:
-        """Says the decisions of a step, one a line, with the number of the event that led to it."""
-        found = self._step(step)
-        counts = {move: [0, 0] for move in Move}
-        lines = []
-        for position, move, name, kind, size, reason in found.moves:
-            counts[move][0] += 1
-            counts[move][1] += size
-            at = f"{position:5d}" if position else "start"
-            event = found.events[position - 1] if 0 < position <= len(found.events) else None
-            during = f"{event[0]} {event[1]}" if event else ""
-            lines.append(
-                f"{at}  {during:32s} {move.value:6s} {name} ({kind}, {_mib(size)}): {reason}"
-            )
-        total = ", ".join(f"{n} {m.value} {_mib(b)}" for m, (n, b) in counts.items() if n)
-        return "\n".join([*lines, f"{len(found.events)} events: {total or 'nothing moved'}"])
-
-    def _step(self, step: int) -> MovesOfStep:
-        if not self._past:
-            return self._now
-        try:
-            return self._past[step]
-        except IndexError:
-            raise GulliverError(
-                f"step {step} is not remembered: the last {len(self._past)} are (-1 is the last)"
-            ) from None
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.3g} MiB"
-
-
-# The memory manager: keeps the bytes of its objects within a budget, the rest in a store.
-#
 # `solve.Replacement` decides what is in the fast tier, from the order of calls alone; `Traffic`
 # carries that out beside the compute. Between the two this file keeps the books: objects by
-# number, buffers that are lent, the log that `explain` tells.
+# number, and buffers that are lent.
 #
 # It knows nothing of training. Users call::
 #
@@ -145,10 +68,9 @@ class Manager:
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
         self._traffic = Traffic(budget, self.device, store, self.counter, self._lock, pages)
         self._middle = Middle() if store is None else store.middle
-        self._history = MoveHistory()
         self._placed: dict[int, ManagedTensor] = {}
         self._lent: dict[int, Tensor] = {}
-        self._number = self._total = 0
+        self._number = self._total = self._steps = self._evictions = 0
         self._closed = False
         # Ends the uses that can be begun again later, where there is no room; None while it runs.
         self.release_idle: Callable[[], None] | None = None
@@ -226,7 +148,6 @@ class Manager:
         with self._entered():
             stored = self._core.is_stored(managed.number)
             actions = self._decided(lambda: self._core.use(managed.number, write, fresh))
-            self._history.event("use", managed)
             self._run(actions)
             return stored
 
@@ -260,7 +181,6 @@ class Manager:
         """Ends one `use`: after the last the object may leave, and its memory serve others."""
         with self._entered():
             actions = self._core.done(self._check(managed).number)
-            self._history.event("done", managed)
             self._run(actions)
 
     def revert(self, managed: ManagedTensor) -> None:
@@ -283,7 +203,6 @@ class Manager:
         """Forgets the content of an object: it is zeros from now on, and takes no memory."""
         with self._entered():
             actions = self._core.discard(self._check(managed).number)
-            self._history.event("discard", managed)
             self._run(actions)
 
     def view(self, managed: ManagedTensor, write: bool = False) -> Tensor:
@@ -318,7 +237,6 @@ class Manager:
             nbytes = numel * dtype.itemsize
             size = whole_pages(nbytes)
             actions = self._decided(lambda: self._core.lend(size, f"a buffer of {kind}"))
-            self._history.event(f"lend {kind}", size)
             self._run(actions)
             try:
                 memory = self._traffic.memory(size)
@@ -330,16 +248,15 @@ class Manager:
             self.counter.add(kind, nbytes)
             return tensor
 
-    def give(self, tensor: Tensor, kind: str) -> None:
-        """Takes back what was lent; its memory is used again once no view of it is left."""
+    def give(self, tensor: Tensor, kind: str, keeps: bool = False) -> None:
+        """Takes back what was lent, or leaves it to who `keeps` views of it, as theirs."""
         with self._entered():
             memory = self._lent.pop(tensor.data_ptr(), None)
             if memory is None:
                 raise GulliverError("this tensor was not lent by this manager, or was given back")
             self.counter.add(kind, -tensor.nbytes)
-            self._traffic.give(memory)
+            self._traffic.leave(memory) if keeps else self._traffic.give(memory)
             actions = self._core.give(memory.numel())
-            self._history.event(f"give {kind}", memory.numel())
             self._run(actions)
 
     @contextmanager
@@ -349,7 +266,6 @@ class Manager:
         with self._entered():
             self._tell()
             actions = self._decided(lambda: self._core.lend(size, f"new {kind}"))
-            self._history.event(f"lend {kind}", size)
             self._run(actions)
             try:
                 self._traffic.reserve(size)
@@ -363,7 +279,6 @@ class Manager:
             with self._entered():
                 self.counter.add(kind, -nbytes)
                 self._traffic.held -= size
-                self._history.event(f"give {kind}", size)
                 self._run(self._core.give(size))
 
     def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
@@ -372,7 +287,6 @@ class Manager:
             actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
             self._core.ahead = self._core.ahead if ahead is None else ahead
-            self._history.event("budget", nbytes)
             self._run(actions)
             self._traffic.fit()
 
@@ -380,7 +294,7 @@ class Manager:
         """Ends a step: its accesses are the schedule of the next, which may differ all the same."""
         with self._entered():
             self._core.end_step()
-            self._history.end_step()
+            self._steps += 1
             self._middle.end_step()
 
     # What was done
@@ -389,21 +303,9 @@ class Manager:
         """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far."""
         # Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
         # ``behind`` has the same of the tier behind, where that has another one behind it.
-        done: dict[str, Any] = {"evictions": self._history.evictions, "steps": self._history.steps}
+        done: dict[str, Any] = {"evictions": self._evictions, "steps": self._steps}
         done |= {"held": self.held, "minimum": self.minimum, "behind": self._middle.stats()}
         return {**self._traffic.moved, **done}
-
-    def explain(self, step: int = -1) -> str:
-        """Says every decision of one of the last few steps as text; -1 is the last that ended."""
-        text = self._history.explain(step) + self._middle.explain(step)
-        cycle = self._core.cycle
-        if cycle is None or not cycle.cost:
-            return text
-        cost, bound = cycle.cost, cycle.bound
-        return (
-            f"{text}\nplan for the next: {cost / 2**20:.1f} MiB read and written; with loads this "
-            f"far ahead ({cycle.margin / 2**20:.1f} MiB) none needs less than {bound / 2**20:.1f}"
-        )
 
     def close(self) -> None:
         """Waits for transfers in flight, and frees everything, the store too."""
@@ -472,7 +374,7 @@ class Manager:
         for action in actions:
             assert isinstance(action.key, int)
             managed = self._placed[action.key]
-            self._history.move(action, managed)
+            self._evictions += action.move in (Move.WRITE, Move.DROP)
             match action.move:
                 case Move.MAKE:
                     self._traffic.bring(managed, reads=False, zero=action.zero)

@@ -120,6 +120,10 @@ class Pages:
         with torch.inference_mode(False):
             return room.shown(size)
 
+    def forget(self, memory: Tensor) -> None:
+        """Leaves the pages of a buffer to the views of it."""
+        self._rooms.pop(memory.data_ptr(), None)
+
     def drop(self, memory: Tensor) -> None:
         """Gives all pages of a buffer back."""
         room = self._rooms.pop(memory.data_ptr(), None)
@@ -183,10 +187,6 @@ class Middle:
     def stats(self) -> dict[str, Any]:
         """Returns what has moved behind."""
         return {}
-
-    def explain(self, step: int) -> str:
-        """Says the decisions of a step."""
-        return ""
 
 
 class Store(Protocol):
@@ -493,6 +493,8 @@ class ManagedTensor:
     zero: bool = field(default=False, repr=False)
     # Whether others may still read its memory, which serves nobody else until they end.
     viewed: bool = field(default=False, repr=False)
+    # Whether its memory, once it leaves, is left to who has views of it.
+    given: bool = field(default=False, repr=False)
 
     @property
     def nbytes(self) -> int:

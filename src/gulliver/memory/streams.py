@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Protocol
 
 import torch
@@ -124,25 +123,3 @@ class CudaCopier:
     def synchronize(self) -> None:
         """Returns when all copies out of the device have ended."""
         self._outgoing.synchronize()
-
-
-Stamp = float | torch.cuda.Event
-
-
-def stamp(device: torch.device) -> Stamp:
-    """Now, on the device's own clock: nothing waits for it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(begin: Stamp, end: Stamp) -> float:
-    """Seconds between two stamps of one device; waits for the second."""
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-    assert not isinstance(end, torch.cuda.Event)
-    return end - begin

@@ -194,6 +194,11 @@ class Traffic:
         """Takes memory back, to be used again."""
         self._free.setdefault(memory.numel(), []).append((memory, trusted))
 
+    def leave(self, memory: Tensor) -> None:
+        """Leaves memory to the views of it: it counts no more, and goes when they do."""
+        self.held -= memory.numel()
+        self._pages.forget(memory)
+
     def fit(self) -> None:
         """Waits until no more than the budget is held."""
         while not self._trim(0):
@@ -414,8 +419,11 @@ class Traffic:
         assert memory is not None
         managed.enter(Residency.AWAY)
         self.counter.add(managed.kind, -managed.nbytes)
-        self.give(memory, trusted=not managed.viewed)
-        managed.viewed = False
+        if managed.given:
+            self.leave(memory)
+        else:
+            self.give(memory, trusted=not managed.viewed)
+        managed.viewed = managed.given = False
 
     # The thread that waits where nobody else does
 

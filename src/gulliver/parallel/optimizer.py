@@ -517,6 +517,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def release(self, model: nn.Module) -> None:
         """Gives the model parameters of its own again; state stays and can be saved."""
 
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Block in which parameters are whole, where they are not always."""
+        return nullcontext()
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients inside are accumulated and travel with the next backward outside."""
         return nullcontext()

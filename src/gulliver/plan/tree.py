@@ -178,7 +178,7 @@ class ZeroPlan:
     # Whether a chunk is stepped as soon as its gradient is complete; with `tiers` their own value
     # counts.
     step_in_backward: bool = False
-    # Folder that tuning writes ``chunks.json`` and a picture to.
+    # Folder that tuning writes ``chunks.json`` to.
     report: str | None = None
     # Whether ranks run different work within a step, without communication until its end.
     unequal: bool = False

@@ -17,6 +17,7 @@ from gulliver.io.engine import BLOCK
 from gulliver.memory.buffers import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory.prefetch import Prefetcher
 from gulliver.memory.stores import whole_pages
+from gulliver.parallel.zero.chunks import UPDATE_LAG
 from gulliver.parallel.zero.memory import (
     Event,
     ImaginedChunk,

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gulliver.solve.replacement import Policy
     from gulliver.solve.rows import HashIndex
     from gulliver.solve.steps import split_batches
-    from gulliver.solve.timeline import step_seconds
 
 __all__ = [
     "Block",
@@ -31,7 +30,6 @@ __all__ = [
     "partition_chain",
     "solve_joint",
     "split_batches",
-    "step_seconds",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -45,6 +43,5 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.solve.replacement": ["Policy"],
         "gulliver.solve.rows": ["HashIndex"],
         "gulliver.solve.steps": ["split_batches"],
-        "gulliver.solve.timeline": ["step_seconds"],
     },
 )

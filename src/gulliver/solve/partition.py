@@ -9,19 +9,6 @@ from itertools import accumulate
 
 from gulliver.errors import GulliverError
 
-
-def geometric_sizes(smallest: int, largest: int, factor: float = 2.0) -> list[int]:
-    """Returns sizes from `smallest`, each `factor` times the one before, up to `largest`."""
-    # Where that is less than one more, as from 0, the next whole number follows.
-    #
-    # Steps are of equal ratio because a cost such as ``a / size + b * size`` changes as much from
-    # one ratio to the next, however large the sizes are.
-    sizes = [smallest]
-    while max(sizes[-1] * factor, sizes[-1] + 1) <= largest:
-        sizes.append(max(round(sizes[-1] * factor), sizes[-1] + 1))
-    return sizes
-
-
 # Cutting a chain of costs into consecutive parts whose largest is as small as can be.
 #
 # A pipeline cuts the layers of a network over its stages, and the slowest stage sets the pace. The

@@ -202,9 +202,10 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False
     before_any_write()  # buffers change hands, which a checkpoint may be copying
+    shards.gatherer.release_all()
     shards.take_writes()
     shards.publish_exact()
-    chunks = [shards.replaced(*found) for found in new]
+    chunks = shards.replaced(order, chunk_bytes)
     _move_state(shards, old, chunks)
     shards.adopt(chunks)
     shards.pool.clear()  # buffers of the old sizes are not asked for again
@@ -383,7 +384,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def take_finished_writes(self) -> None:
         """Brings what was written to parameters to the shards, without waiting for gathers."""
         # A parameter that is being gathered cannot have been written: touching it waits for it.
-        self._shards.gatherer.flush_writes()
+        self._shards.gatherer.check_views()
         for sharded in self._shards.all_chunks:
             if sharded.presence is Presence.WHOLE and sharded.chunk.buffer is not None:
                 sharded.chunk.take_writes()

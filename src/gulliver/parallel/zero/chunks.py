@@ -286,6 +286,27 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
             )
 
 
+# [Note: which gathers during backward] With updates during backward a chunk can be gathered as soon
+# as it is updated. If every chunk was, gathers that nobody waits for yet would be sent before the
+# last reductions, which the next forward waits for first; if none was, the link would have nothing
+# but reductions to do in backward, and forward would wait for gathers. The link is as busy in
+# forward as in backward if of the gathers a share (B - F) / (B + F) goes during backward, where F
+# and B are the times of both, so a third if backward takes twice as long: that is right for slow
+# links, which are busy all the time then, as for fast ones. So every third chunk is gathered during
+# backward, and none of the last, which would delay what forward waits for first. It is a rule of
+# numbers, and not of clocks, because gathers are collectives, which all ranks have to begin in one
+# order.
+UPDATE_LAG = 2
+"""Chunks that are reduced after one before it is updated during backward."""
+EVERY = 3
+"""During backward one of so many chunks is gathered."""
+
+
+def gathers_in_backward(number: int, count: int) -> bool:
+    """Whether a chunk is gathered during backward, or else after it; see the note above."""
+    return number > UPDATE_LAG and (count - 1 - number) % EVERY == 0
+
+
 NORM_BLOCK = 1 << 16
 """Elements of a gradient that are widened at once: they stay in the processor's cache."""
 Squared = Callable[[ShardedChunk, Tensor], Tensor]

@@ -24,16 +24,12 @@ from gulliver._compat import (
 from gulliver.comm.collectives import Group, Handle, all_gather
 from gulliver.comm.watchdog import Purpose
 from gulliver.comm.world import guard
+from gulliver.errors import GulliverError
+from gulliver.memory.chunk import Chunk
+from gulliver.memory.managed_chunk import ManagedChunk
 from gulliver.memory.pending import before_write, mark_pending, mark_ready
-from gulliver.memory.prefetch import AccessRecord, Pass, Prefetcher, Presence
+from gulliver.memory.prefetch import Pass, Prefetcher, Presence
 from gulliver.parallel.zero.chunks import ShardedChunk, check_not_ahead
-from gulliver.parallel.zero.copies import (
-    Copies,
-    comes_alone,
-    is_unrecorded,
-    step_copies,
-    whole_copy,
-)
 from gulliver.precision.wire.formats import IDENTITY
 
 
@@ -65,9 +61,26 @@ _WHY = {
 }
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
+
+
+def _is_unrecorded(func: Callable[..., Any]) -> bool:
+    """Whether an operation, or function of `torch.nn.init`, is never recorded by autograd."""
+    return func in _READS or getattr(func, "__module__", None) == nn.init.__name__
+
+
+def _comes_alone(chunk: Chunk) -> bool:
+    """Whether a chunk is made whole by this rank, and no other takes part."""
+    return chunk.layout.parts == 1 or (isinstance(chunk, ManagedChunk) and chunk.has_copy)
+
+
 # [Note: reading] Touching is noticed by `gulliver.memory.pending.mark_pending`, not by hooks of
-# modules.
-# Outside of passes and autograd, as for a state dict, a copy is read and written (`copies.py`).
+# modules. Outside of passes and autograd, as for a state dict, the chunk is gathered for the one
+# who reads and stays until another one is read or a pass, a step or a save begins. Only then is
+# what was written to it brought to the shards. A view that is written later would change nothing:
+# it shares the version counter of its parameter, which nobody else moves while the chunk is
+# absent, so that write is refused. `full_parameters` keeps all chunks here for a block.
 #
 # [Note: writes through .data] A write through ``parameter.data`` does not move the version counter
 # of the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice:
@@ -76,14 +89,15 @@ _WHY = {
 # before a chunk is given back, gathered over or stepped, each rank looks at its own part of the
 # buffer, and takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a
 # float32 copy has more bits than the parameters. As every rank looks at its own part only, a write
-# has to be made on all ranks alike.
+# has to be made on all ranks alike. Packed parameters, and those under a memory limit, are compared
+# only where a version counter has moved; between passes `parameter.data` shares it.
 #
 # [Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
 # and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so
 # changes are sent: what this rank's part lacks to be its shard, with what earlier packing has lost.
 # So parameters stay as near to the shards as one change is lossy. With stage 3 values are sent,
 # which are as far off as the format is; nothing is gathered before the forward that uses it, for
-# between passes exact copies are read. What is saved is what the shards hold.
+# between passes exact values are read. What is saved is what the shards hold.
 class Gatherer:
     """Brings parameters of chunks to every rank, ahead of use where it can."""
 
@@ -91,7 +105,6 @@ class Gatherer:
         self,
         sharded: bool,
         group: Group,
-        record: AccessRecord,
         ahead: int = 2,
         overlap: bool = True,
         every: bool = True,
@@ -102,14 +115,13 @@ class Gatherer:
         Args:
             sharded: whether parameters are given back after use (stage 3).
             group: process group of the ranks that own the shards.
-            record: what a step of stage 3 does, for predictions.
             ahead: chunks that are gathered ahead of the one in use (stage 3).
             overlap: False waits for every gather at once, for comparison.
             every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
             tight: whether there may be no room for all that a pass skips; see `Prefetcher`.
         """
         self.chunks: list[ShardedChunk] = []
-        self.sharded, self.group, self.record = sharded, group, record
+        self.sharded, self.group = sharded, group
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
         self._every, self._tight = every, tight
@@ -119,24 +131,21 @@ class Gatherer:
         self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
-        self.copies = Copies(
-            self._chunk_of, self.copied, self.finish, lambda: self._engine.release_all()
-        )
+        # Chunks that were gathered to be read between passes.
+        self._reads: list[ShardedChunk] = []
+        # Chunks that were given back while somebody had views, with versions of parameters.
+        self._left: dict[ShardedChunk, list[int]] = {}
         if sharded and not every:
             _alone.add(self)
 
     def take(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Gathers these chunks from here on, in the order of use, in place of any others.
-
-        Views of copies that users have stay valid, so writes to them reach the new chunks.
-        """
+        """Gathers these chunks from here on, in the order of use, in place of any others."""
         self.chunks = list(chunks)
         self._chunk_of.clear()
         self._chunk_of.update({id(p): c for c in chunks for p in c.chunk.members})
         self._engine = Prefetcher(self.chunks, self, self.ahead, self._every, self._tight)
         self._at, self._begins = [], []
-        self.copies.left.clear()
-        self.record.restart()
+        self._reads, self._left = [], {}
         for sharded in chunks:
             if sharded.chunk.buffer is None:
                 sharded.presence = Presence.ABSENT
@@ -146,9 +155,10 @@ class Gatherer:
 
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
         """Starts the all-gather of a chunk's parameters from the master shards."""
-        if self.copies.lent or self.copies.left:  # a call less for every chunk
-            self.flush_writes()
         chunk = sharded.chunk
+        # What is read between passes is as exact as what is saved.
+        exact = exact or (self.sharded and self._engine.current is Pass.NONE)
+        chunk.sent_exact = exact
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
             sharded.users = storage_users(chunk.data)
@@ -157,7 +167,7 @@ class Gatherer:
             before_write([chunk.data])
             if exact or chunk.shown_part is None:
                 chunk.publish()
-        if alone := comes_alone(chunk):
+        if alone := _comes_alone(chunk):
             if sharded.presence is Presence.WHOLE:
                 return  # the parameters are what was stepped
             sharded.gathering = Handle()
@@ -216,9 +226,9 @@ class Gatherer:
         sharded.chunk.take_writes()
         self._forget(sharded)
         viewed = storage_users(sharded.chunk.data) > sharded.users
-        sharded.chunk.release(viewed)
-        if viewed or self.copies.left:
-            self.copies.leave(sharded, viewed)
+        sharded.chunk.release(viewed, viewed and sharded in self._reads)
+        if viewed or sharded in self._left:
+            self._left[sharded] = sharded.chunk.versions()
         sharded.enter(Presence.ABSENT)
         sharded.asked = False
         mark_pending(sharded.chunk.members, self.touched)
@@ -237,16 +247,16 @@ class Gatherer:
 
     def finish_all(self) -> None:
         """Waits for all gathers in flight."""
-        self.flush_writes()
+        self.check_views()
         for sharded in self.chunks:
             self.finish(sharded)
 
     def release_all(self) -> None:
         """Gives everything back; with stages below 3 it only waits."""
         if self.sharded:
-            self.flush_writes()
-            self.record.note("released")
+            self.check_views()
             self._engine.release_all()
+            self._reads = []
         else:
             self.finish_all()
 
@@ -266,9 +276,7 @@ class Gatherer:
         """The model's call ends, well or not."""
         self._depth -= 1
         if self.sharded and self._depth == 0 and self._engine.current is Pass.FORWARD:
-            training = torch.is_grad_enabled()
-            self.record.note("forward ended" if training else "evaluation ended")
-            self._engine.end_forward(keep_last=training)
+            self._engine.end_forward(keep_last=torch.is_grad_enabled())
             self._see_operations(self.chunks)
 
     def enter_backward(self) -> None:
@@ -279,8 +287,6 @@ class Gatherer:
     def leave_backward(self) -> None:
         """A backward ends."""
         if self.sharded and self._engine.current is Pass.BACKWARD:
-            self.flush_writes()
-            self.record.note("backward ended")
             self._engine.end_backward()
 
     @contextmanager
@@ -292,7 +298,7 @@ class Gatherer:
             yield
             return
         if self._tight:
-            with self._copied():
+            with self._from_copies():
                 yield
             return
         self.enter_forward()
@@ -304,22 +310,51 @@ class Gatherer:
         finally:
             self._stays = False
             self._depth -= 1
-            self.flush_writes()
-            self._engine.release_all()
+            self.release_all()
 
+    # [Note: copies of a step] Under a memory limit stage 3 gathers chunk by chunk, which all ranks
+    # do in one order. Ranks with unequal work cannot. So when such a step begins, every chunk is
+    # gathered once, into an object of the memory manager that may leave like any other state; after
+    # that this rank brings it by itself. Behind the first memory that takes the parameters once
+    # more on each rank.
     @contextmanager
-    def _copied(self) -> Iterator[None]:
-        """Gathers chunks from copies on this rank; see `copies.py`."""
+    def _from_copies(self) -> Iterator[None]:
+        """Gathers chunks from copies on this rank."""
         self.release_all()
         before = self._engine
         with ExitStack() as stack:
-            stack.enter_context(step_copies(self.chunks, self.group, self._purpose))
+            for sharded in self.chunks:
+                chunk = sharded.chunk
+                assert isinstance(chunk, ManagedChunk), "there is a limit"
+                with guard(), chunk.making_copy() as (whole, part):
+                    all_gather(whole, part, self.group, purpose=self._purpose(sharded))
+                stack.callback(chunk.end_copy)
             self._engine = Prefetcher(self.chunks, self, 0, every=False, tight=True)
             stack.callback(setattr, self, "_engine", before)
             _alone.add(self)
             stack.callback(_alone.discard, self)
-            stack.callback(self._engine.release_all)
+            stack.callback(self.release_all)
             yield
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Keeps exact parameters here; what was written to them is in the shards afterwards."""
+        # Under a limit there is no room for all: each comes when it is read.
+        self.release_all()
+        if self.sharded and not self._tight:
+            self._stays, self._reads = True, list(self.chunks)
+            with torch.no_grad():
+                for sharded in self.chunks:
+                    self._engine.use(sharded)
+            self._see_operations(self.chunks)
+        try:
+            yield
+        finally:
+            self._stays = False
+            self.release_all()
+            if not self.sharded:
+                for sharded in self.chunks:
+                    sharded.chunk.take_writes()
 
     def _follow_backward(self) -> None:
         """A backward has begun that nobody has announced, such as a micro-batch's."""
@@ -342,28 +377,24 @@ class Gatherer:
         self.step += 1
         # Buffers are written behind autograd's back: a graph from before must not be used.
         increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
-        if self.copies.left:
-            self.copies.remember()
+        self.note_versions()
         if all(c.chunk.wire is IDENTITY for c in self.chunks):
             self._prefetch()
 
     def _prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
         if self.sharded:
-            self.flush_writes()
-            self.record.note("prefetched")
             self._engine.prefetch()
 
     def _begin(self, kind: Pass) -> None:
-        self.flush_writes()
-        self.record.note(kind.name)
+        self.check_views()
+        self._end_reads((), viewed=True)
         self._engine.begin(kind)
 
     def use(self, sharded: ShardedChunk) -> None:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
         if self.sharded:
             self._hold(sharded)
-            self.record.note("used", sharded.index)
             self._engine.use(sharded)
         else:
             self.finish(sharded)
@@ -388,11 +419,14 @@ class Gatherer:
                 self._engine.use_together(chunks)
 
     def _hold(self, sharded: ShardedChunk) -> None:
+        self._show(sharded)
+        if not sharded.held and torch.is_grad_enabled() and not saving_is_hooked():
+            sharded.held = True  # autograd may refer to the parameters themselves
+
+    def _show(self, sharded: ShardedChunk) -> None:
         if sharded.asked:
             sharded.asked = False
             mark_ready(sharded.chunk.members)
-        if not sharded.held and torch.is_grad_enabled() and not saving_is_hooked():
-            sharded.held = True  # autograd may refer to the parameters themselves
 
     # Reading.
 
@@ -400,16 +434,21 @@ class Gatherer:
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
         """Runs an operation on pending parameters; it comes back for another optimizer's."""
+        if func == _DATA and self.sharded:
+            func = Tensor.detach  # a view by `.data` would have a version counter of its own
         mine = [p for p in parameters if id(p) in self._chunk_of]
         chunks = {id(c): c for c in (self._chunk_of[id(p)] for p in mine)}
         check_not_ahead(chunks.values())
-        reading = not torch.is_grad_enabled() or is_unrecorded(func)
+        reading = not torch.is_grad_enabled() or _is_unrecorded(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
             self._follow_backward()  # what is computed again there begins with its parameters
-        absent = self.idle and any(c.presence is Presence.ABSENT for c in chunks.values())
         outside = self.idle and self in _alone and not reading
-        if absent and reading:
-            result = self.copies.run(func, args, kwargs, self.step)
+        if self.sharded and self.idle and reading and self._tight and len(chunks) > 1:
+            result = self._on_copies(func, args, kwargs)
+        elif self.sharded and self.idle and reading:
+            with self._using(chunks.values()), outside_transforms():
+                self._read(list(chunks.values()))
+            result = func(*args, **kwargs)
         elif outside and len(mine) == len(parameters) and not saving_is_hooked():
             result = self._recorded(chunks.values(), func, args, kwargs)
         else:
@@ -420,6 +459,63 @@ class Gatherer:
         if self.idle:
             self._see_operations(chunks.values())
         return result
+
+    def _read(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Gathers chunks between passes, with what the shards hold to the bit."""
+        self._end_reads(chunks, viewed=self._tight)
+        for sharded in chunks:
+            if sharded.chunk.wire is not IDENTITY and not sharded.chunk.sent_exact:
+                self.release(sharded)  # it was packed when it was sent
+            if sharded.presence is Presence.ABSENT and sharded not in self._reads:
+                self._reads.append(sharded)
+            self._show(sharded)
+            self._engine.use(sharded)
+
+    def _on_copies(self, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
+        """Runs an operation on copies where chunks may not fit the memory limit all at once."""
+        copies: dict[nn.Parameter, Tensor] = {}
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, nn.Parameter) and id(value) in self._chunk_of:
+                if value not in copies:
+                    with torch.inference_mode(False), torch.no_grad():
+                        copies[value] = value.detach().clone()
+                return copies[value]
+            return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+        result = func(*copied(args), **{key: copied(value) for key, value in kwargs.items()})
+        for parameter, copy in copies.items():
+            if copy._version > 0:  # it was written
+                parameter.copy_(copy)
+        return next((p for p, copy in copies.items() if copy is result), result)
+
+    def _end_reads(self, wanted: Sequence[ShardedChunk], viewed: bool) -> None:
+        """Gives back what was gathered to be read, but for what is `wanted` and maybe `viewed`."""
+        reads = [] if self._stays else self._reads
+        for sharded in [c for c in reads if c not in wanted and not c.held]:
+            here = sharded.presence is Presence.WHOLE
+            if viewed or not here or storage_users(sharded.chunk.data) <= sharded.users:
+                self.release(sharded)
+                self._reads.remove(sharded)
+
+    def check_views(self) -> None:
+        """Refuses writes to views whose chunk had been given back before."""
+        for sharded, versions in self._left.items():
+            found = sharded.chunk.versions()
+            if sharded.presence is not Presence.ABSENT or found == versions:
+                continue
+            names = list(sharded.chunk.parameters)
+            name = next(n for n, a, b in zip(names, versions, found, strict=True) if a != b)
+            self._left[sharded] = found
+            raise GulliverError(
+                f"a view of {name!r} was written after stage 3 had given its memory back: take it "
+                "anew for each write, or write inside booster.full_parameters(model)"
+            )
+
+    def note_versions(self) -> None:
+        """Notes versions of parameters again: a step has moved them."""
+        for sharded in self._left:
+            self._left[sharded] = sharded.chunk.versions()
 
     def _recorded(
         self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
@@ -452,13 +548,16 @@ class Gatherer:
             self._now = before
 
     def copied(self, sharded: ShardedChunk) -> Tensor:
-        """Copies a whole chunk; every rank calls it."""
-        return whole_copy(sharded, self.group, self._purpose(sharded))
-
-    def flush_writes(self) -> None:
-        """Writes dirty copies back to the shards; see `copies.py`."""
-        if self.copies.lent or self.copies.left:
-            self.copies.flush(self.step)
+        """Copies what all shards of a chunk hold; every rank calls it."""
+        chunk = sharded.chunk
+        with chunk.opened():
+            part = chunk.master_shard.to(chunk.dtype, copy=True)
+        if chunk.layout.parts == 1:
+            return part
+        whole = torch.empty(chunk.layout.size, dtype=chunk.dtype, device=chunk.device)
+        with guard():
+            all_gather(whole, part, self.group, purpose=self._purpose(sharded))
+        return whole
 
     # What autograd saves.
 

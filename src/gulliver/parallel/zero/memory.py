@@ -3,8 +3,8 @@
 What is gathered together, and how long gradients have whole buffers, is decided by the engines that
 run the step; the replay asks the same `Prefetcher`, and lands reductions by the same rule. So the
 peak is not a sum of the peaks of parameters and gradients, which come at different moments. The
-step is the one that was recorded; before the first it is what an ordinary model does: modules in
-their order, and backward through them, the gradients of a module together.
+step is that of an ordinary model: modules in their order, or that of the plan, and backward through
+them, the gradients of a module together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class ChunkBytes:
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
     """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
-    record = shards.record
     chunks = [
         ChunkBytes(
             tuple(c.chunk.parameters),
@@ -56,7 +55,7 @@ def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
     ]
     names = {name for chunk in chunks for name in chunk.names}
     uses = shards.options.uses if names == set(shards.options.uses) else ()
-    events = record.events if record.complete else list(ordinary_step(chunks, uses))
+    events = list(ordinary_step(chunks, uses))
     options = shards.stage, shards.parts, shards.options.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
     if pipelined and shards.manager is None:

@@ -270,7 +270,6 @@ class ZeroOptimizer(BoostedOptimizer):
     def tune(self, tuner: BucketTuner) -> None:
         """Gives the next steps to a tuner, which cuts the chunks again between them."""
         self.tuner = tuner
-        self._reducer.listen(tuner.gradient)
 
     def sync_buffers(self, buffers: BufferSync) -> None:
         """Gives all ranks the model's buffers of the first one after every step."""
@@ -282,7 +281,6 @@ class ZeroOptimizer(BoostedOptimizer):
         # ``loss.backward()`` without it is right too, but then all communication waits for the
         # step.
         scale = 1.0 if self.scaler is None else self.scaler.scale
-        self._mark("backward")
         train_unfrozen(self.shards)
         self.gatherer.enter_backward()
         try:
@@ -290,7 +288,6 @@ class ZeroOptimizer(BoostedOptimizer):
             reducing = self._reducer.backward(not self._deferred, scale, on_sent)
             with stepping, reducing, self.saving():
                 yield scale
-                self._mark("backward ended")
         finally:
             self.gatherer.leave_backward()
 
@@ -306,8 +303,7 @@ class ZeroOptimizer(BoostedOptimizer):
         """What steps chunks in a backward, and is called when one is sent; else nothing."""
         self._begun.check_whole()
         self._begun.refuse("backward was called")
-        profiling = self.tuner is not None and self.tuner.profiling
-        if not self.steps_in_backward or self._accumulating or profiling:
+        if not self.steps_in_backward or self._accumulating:
             return nullcontext(), None
         return self._begun.backward(), self._begun.reduced
 
@@ -320,6 +316,10 @@ class ZeroOptimizer(BoostedOptimizer):
         with saved_tensors_hooks(self.gatherer.pack, self.gatherer.unpack):
             yield
 
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Block in which parameters are whole; every rank enters and leaves it."""
+        return self.gatherer.full_parameters()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Adds gradients up without reducing them; from stage 2 on they are reduced to shards."""
@@ -329,10 +329,6 @@ class ZeroOptimizer(BoostedOptimizer):
             yield
         finally:
             self._deferred, self._accumulating = before
-
-    def _mark(self, name: str) -> None:
-        if self.tuner is not None:
-            self.tuner.mark(name)
 
     def _step(self) -> None:
         self._begun.check_whole()
@@ -354,25 +350,13 @@ class ZeroOptimizer(BoostedOptimizer):
         try:
             with step_hooks(self.inner):
                 self.shards.take_writes()  # of hooks before the step, too
-                self._pipeline(used)
+                # Waits for each chunk's gradients, steps it, and starts its gather.
+                for turn in self.shards.step_groups():
+                    self._updates.step(turn, used)
                 self._updates.end()
                 self._finish_step()  # hooks after it read and write what was stepped
         finally:
             self._updates.end()
-
-    def _pipeline(self, used: set[str]) -> None:
-        """Waits for each chunk's gradients, steps it, and starts its gather."""
-        timed = self.tuner is not None and self.tuner.profiling
-        if timed:
-            self._reducer.wait_all_reductions()
-            self._mark("step")
-        for turn in self.shards.step_groups():
-            self._updates.step(turn, used)
-        if timed:
-            self._mark("stepped")
-            assert self.tuner is not None
-            self.tuner.updated(self._updates.seconds)
-            self.gatherer.finish_all()
 
     def _finish_step(self) -> None:
         self._used = None
@@ -382,7 +366,6 @@ class ZeroOptimizer(BoostedOptimizer):
         self.gatherer.end_step()
         if self.shards.manager is not None:
             self.shards.manager.end_step()
-        self.shards.record.end_step()
 
     def _all_finite(self) -> bool:
         """Whether no gradient has overflowed, and the scale of the next losses."""

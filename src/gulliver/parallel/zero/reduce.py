@@ -19,7 +19,6 @@ from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
 from gulliver.memory.chunk import ReducedGradient
 from gulliver.memory.managed_chunk import ManagedChunk
-from gulliver.memory.prefetch import AccessRecord
 from gulliver.parallel.zero.chunks import Phase, ShardedChunk, Squared
 from gulliver.parallel.zero.sending import GradientSender, ZeroWires
 from gulliver.parallel.zero.tiers import gradient_was_set
@@ -74,7 +73,6 @@ class GradientReducer:
         self,
         stage: int,
         group: Group,
-        record: AccessRecord,
         overlap: bool = True,
         wires: ZeroWires | None = None,
     ) -> None:
@@ -84,11 +82,9 @@ class GradientReducer:
         # Whether a gradient has come where none may, since gradients were last forgotten.
         self.stray_gradient_seen = False
         self.chunks: Sequence[ShardedChunk] = ()
-        self._record = record
         self._scale = 1.0
         self._refusal = ""
         self._squared: Squared | None = None
-        self._on_gradient: Callable[[str], None] | None = None
         self._on_sent: Callable[[ShardedChunk], None] | None = None
         # With one rank there is nothing to wait for.
         self._in_flight = IN_FLIGHT if self.size > 1 else 0
@@ -99,10 +95,6 @@ class GradientReducer:
         self._flying: deque[ShardedChunk] = deque()
         self._hooks: dict[ShardedChunk, list[RemovableHandle]] = {}
         self._late, self._order = set[ShardedChunk](), list[ShardedChunk]()
-
-    def listen(self, on_gradient: Callable[[str], None]) -> None:
-        """Calls a listener with the name of each parameter whose gradient has come."""
-        self._on_gradient = on_gradient
 
     def measure(self, squared: Squared) -> None:
         """Takes squared norms of gradients while they are here: to fetch them again takes time."""
@@ -163,8 +155,6 @@ class GradientReducer:
                 self.stray_gradient_seen = True
                 raise GulliverError(self._refusal)
             place(name)
-            if self._on_gradient is not None:
-                self._on_gradient(name)
             if self._reducing:
                 if name in waiting:
                     del waiting[name]
@@ -275,7 +265,7 @@ class GradientReducer:
             self.wait_all_reductions()
             self._next = 0
             self._reduce_rest()
-        if self.sender.checking:
+        if self.sender.gate.checking:
             self.wait_all_reductions()
         self.sender.end_step(names, cut=self.stage > 0)
         self._voted = True
@@ -412,8 +402,6 @@ class GradientReducer:
         sharded.chunk.check_parameters()
         sharded.chunk.gradients.begin()
         sharded.move(Phase.COLLECTING)
-        if not self._record.complete:  # a call less for every chunk
-            self._record.note("collecting", sharded.index)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
         """Sends a chunk's gradients to the shards."""
@@ -425,8 +413,6 @@ class GradientReducer:
             gradients.fetch()
         else:
             self._gather_up(sharded)
-        if not self._record.complete:
-            self._record.note("reduced", sharded.index)
         sharded.incoming, sharded.reduction = self.sender.send(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
@@ -454,7 +440,8 @@ class GradientReducer:
         assert sharded.incoming is not None
         gradients = sharded.chunk.gradients
         sharded.reduction.wait()
-        self.sender.check_reduced(sharded, sharded.incoming)
+        if self.sender.references:
+            self.sender.check_reduced(sharded, sharded.incoming)
         # Before memory is asked for below: to make room the others may be waited for.
         self._flying.remove(sharded)
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +35,6 @@ COSINE, COSINE_WITH_FEEDBACK = 0.995, 0.9
 """Least cosine between gradients; what error feedback makes up for may be further off."""
 NORM = 0.1
 """Most that a norm may differ, relative."""
-FINER = min(BLOCKS)
-"""Elements of a block that is tried next to larger ones."""
 MATTERS = 1e-3
 """Share of the whole error from which on that of a parameter matters."""
 
@@ -48,9 +45,6 @@ MATTERS = 1e-3
 # parameter that is off ends the run on all ranks, with its name. What is too small to matter in
 # the error of all is passed over: the bias of an attention's keys has no gradient but rounding
 # errors.
-#
-# Where smaller blocks might do, the same steps reduce gradients in those as well, so that the
-# error that stops a run can say whether they would have passed.
 @dataclass(frozen=True)
 class ZeroWires:
     """Formats in which chunks travel."""
@@ -75,7 +69,8 @@ class GradientSender:
         self.group, self.wires = group, wires
         self._lost: dict[int, tuple[ShardedChunk, Tensor]] = {}
         self._given: dict[str, Tensor] = {}
-        self._references: dict[int, tuple[Tensor, Tensor | None]] = {}
+        # What was reduced as it is, to compare with, of chunks in flight.
+        self.references: dict[int, Tensor] = {}
         packs = wires.reduce.name != "identity" and group_size(group) > 1
         # Whether what packing loses is added to the next gradient.
         self.feeds = packs and wires.feedback
@@ -95,13 +90,9 @@ class GradientSender:
                 buffer = chunk.gradients.take_reduced()
                 buffer.copy_(chunk.gradients.buffer)
 
-            def whole(wire: WireFormat) -> Tensor:
-                copy = buffer.clone()
-                all_reduce(copy, "mean", self.group, purpose=why, wire=wire)
-                return copy
-
-            if self.checking:
-                self._references[id(sharded)] = self.gate.reduced(whole)
+            if self.gate.on and self.gate.checking:
+                exact = self.references[id(sharded)] = buffer.clone()
+                all_reduce(exact, "mean", self.group, purpose=why)
             wire = self.wires.reduce
             return buffer, all_reduce(
                 buffer, "mean", self.group, async_op=True, purpose=why, wire=wire, error=lost
@@ -109,14 +100,9 @@ class GradientSender:
         incoming = chunk.gradients.take_reduced()
         gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
 
-        def shard(wire: WireFormat) -> Tensor:
-            part = torch.empty_like(incoming)
-            ways: Any = {"accumulate_dtype": dtype, "purpose": why, "wire": wire}
-            reduce_scatter(part, gradient, "mean", self.group, **ways)
-            return part
-
-        if self.checking:
-            self._references[id(sharded)] = self.gate.reduced(shard)
+        if self.gate.on and self.gate.checking:
+            exact = self.references[id(sharded)] = torch.empty_like(incoming)
+            reduce_scatter(exact, gradient, "mean", self.group, accumulate_dtype=dtype, purpose=why)
         # Sixteen bits travel, or fewer, and are added up in the dtype of the optimizer.
         handle = reduce_scatter(
             incoming,
@@ -151,20 +137,14 @@ class GradientSender:
         """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
-    @property
-    def checking(self) -> bool:
-        """Whether the gradients of this step are compared."""
-        return self.gate.checking
-
     def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
         """Compares a chunk's gradient that has arrived."""
-        if id(sharded) not in self._references:
+        exact = self.references.pop(id(sharded), None)
+        if exact is None:
             return
-        exact, finer = self._references.pop(id(sharded))
         for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
             run = slice(piece.start, piece.end)
-            other = None if finer is None else finer[run]
-            self.gate.add(piece.name, incoming[run], exact[run], other)
+            self.gate.add(piece.name, incoming[run], exact[run])
 
     def end_step(self, names: Sequence[str], cut: bool) -> None:
         """A step has all its gradients; every rank calls it."""
@@ -188,26 +168,11 @@ class GradientGate:
         """Whether the gradients of this step are compared."""
         return self.on and (self._steps < FIRST_CHECKS or self._steps % CHECK_EVERY == 0)
 
-    @property
-    def finer(self) -> WireFormat | None:
-        """The format in smaller blocks that is tried next to it, if any."""
-        wire = self.wire
-        more = wire.scaled and wire.block > FINER and not self.feedback
-        return replace(wire, block=FINER) if more else None
-
-    def reduced(self, reduce: Callable[[WireFormat], Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Returns a gradient reduced as it is, and in the format that is tried."""
-        finer = self.finer
-        return reduce(IDENTITY), None if finer is None else reduce(finer)
-
-    def add(self, name: str, found: Tensor, exact: Tensor, finer: Tensor | None = None) -> None:
-        """Takes a gradient, or a part of one: packed, as it is, and in smaller blocks."""
-        other = exact.reshape(-1).double()
-        sums = [other.dot(other)]
-        for packed in (found, other if finer is None else finer):
-            one = packed.detach().reshape(-1).double()
-            sums += [one.dot(other), one.dot(one)]
-        taken, known = torch.stack(sums).cpu(), self._sums.get(name)
+    def add(self, name: str, found: Tensor, exact: Tensor) -> None:
+        """Takes a gradient, or a part of one, as it was packed and as it is."""
+        one, other = found.detach().reshape(-1).double(), exact.reshape(-1).double()
+        sums = torch.stack([other.dot(other), one.dot(other), one.dot(one)])
+        taken, known = sums.cpu(), self._sums.get(name)
         self._sums[name] = taken if known is None else known + taken
 
     def end_step(self, names: Sequence[str] = (), group: Group | RankGroup = ALONE) -> None:
@@ -216,12 +181,12 @@ class GradientGate:
         if not checked:
             return
         names = names or sorted(self._sums)
-        zero = torch.zeros(5, dtype=torch.float64)
+        zero = torch.zeros(3, dtype=torch.float64)
         sums = torch.stack([self._sums.get(name, zero) for name in names])
         self._sums = {}
         if not isinstance(group, RankGroup):
             all_reduce(sums, group=group)
-        exact, packed, finer = sums[:, 0], sums[:, 1:3], sums[:, 3:5]
+        exact, packed = sums[:, 0], sums[:, 1:3]
         self.compared = _worst(names, exact, packed)
         overflow = _first(names, ~exact.isfinite())
         if overflow and not self._told:
@@ -229,20 +194,13 @@ class GradientGate:
             self._told = True
         # An overflow is looked for by the loss scaler or the loop.
         harmed = not overflow and not self._passes(self.compared)
-        cpu = torch.device("cpu")
-        if not any_rank(harmed, cpu):
-            return
-        tried = _worst(names, exact, finer)
-        fits = self.finer is not None and not any_rank(not self._passes(tried), cpu)
-        raise self._error(harmed, tried["cosine"][1] if fits else None)
+        if any_rank(harmed, torch.device("cpu")):
+            raise self._error(harmed)
 
-    def _error(self, harmed: bool, passing: float | None) -> GulliverError:
+    def _error(self, harmed: bool) -> GulliverError:
         """Makes the message: of this rank's parameters, or that others' are harmed."""
-        advice = (
-            f"take {self.finer}, which passed in this step (cosine {passing:.4f}), or "
-            if passing
-            else "take "
-        )
+        smaller = self.wire.scaled and self.wire.block > min(BLOCKS)
+        advice = f"take {replace(self.wire, block=min(BLOCKS))}, " if smaller else "take "
         advice += "a format with more bits, " + ("" if self.feedback else "error_feedback=True, ")
         advice += "or wire_gate=False"
         if not harmed:

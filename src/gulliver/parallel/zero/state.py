@@ -41,7 +41,6 @@ from gulliver.memory.chunk import Chunk
 from gulliver.memory.managed_chunk import ManagedBufferPool, ManagedChunk
 from gulliver.memory.manager import Manager
 from gulliver.memory.pending import PendingParameter, any_read_lock, hide_from_compilers
-from gulliver.memory.prefetch import AccessRecord
 from gulliver.options import Options
 from gulliver.parallel.zero.chunks import ShardedChunk, TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero.elementwise import check_trainable
@@ -144,17 +143,15 @@ class ShardedState:
         self.chunks: list[ShardedChunk] = []
         # In tiers on one rank a manager fetches ahead what is wanted, and nobody else waits.
         alone = self.states.tiered and self.size == 1
-        self.record = AccessRecord()
         self.gatherer = Gatherer(
             stage == 3,
             group,
-            self.record,
             0 if alone else options.ahead,
             options.overlap,
             every=not alone,
             tight=self.states.tiered,
         )
-        self.reducer = GradientReducer(stage, group, self.record, options.overlap, options.wires)
+        self.reducer = GradientReducer(stage, group, options.overlap, options.wires)
         self.adopt(
             [self._placed(*found) for found in self.ordered(options.order, options.chunk_bytes)]
         )
@@ -219,16 +216,32 @@ class ShardedState:
         broadcast(chunk.data, 0, self.group)
         return self._sharded(chunk, trained)
 
-    def replaced(
-        self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
-    ) -> ShardedChunk:
-        """Moves parameters of other chunks into a new one; reading them gathers them."""
-        return self._sharded(self._new_chunk(layout, parameters), trained)
+    def replaced(self, order: Sequence[str], chunk_bytes: int) -> list[ShardedChunk]:
+        """Moves all parameters into chunks of another order and size, from copies of the old."""
+        views = dict[str, Tensor]()
 
-    def _new_chunk(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter]) -> Chunk:
+        def read(parameter: Tensor) -> Tensor:
+            if self.stage < 3:
+                return parameter.detach()
+            name = vars(parameter)["_chunk_name"]
+            if name not in views:
+                views.clear()
+                sharded = next(c for c in self.all_chunks if name in c.chunk.parameters)
+                views.update(sharded.chunk.named_views(self.gatherer.copied(sharded)))
+            return views[name]
+
+        found = self.ordered(order, chunk_bytes)
+        return [self._sharded(self._new_chunk(*one[:2], read), one[2]) for one in found]
+
+    def _new_chunk(
+        self,
+        layout: ChunkLayout,
+        parameters: Mapping[str, nn.Parameter],
+        read: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> Chunk:
         if isinstance(self.pool, ManagedBufferPool):
-            return ManagedChunk(layout, parameters, self.part, self.pool)
-        return Chunk(layout, parameters, self.part, self.pool)
+            return ManagedChunk(layout, parameters, self.part, self.pool, read)
+        return Chunk(layout, parameters, self.part, self.pool, read)
 
     def _sharded(self, chunk: Chunk, trained: bool) -> ShardedChunk:
         """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
@@ -348,7 +361,7 @@ class ShardedState:
                 self.gatherer.start(sharded, exact=True)
                 self.gatherer.finish(sharded)
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
-        self.gatherer.copies.remember()
+        self.gatherer.note_versions()
 
 
 # Parameters that are unfrozen after boost: their chunks begin to be trained.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,10 +17,9 @@ from gulliver.comm.world import guard
 from gulliver.errors import GulliverError
 from gulliver.memory.pending import ASKS, before_write, mark_pending, mark_ready
 from gulliver.memory.prefetch import Presence
-from gulliver.parallel.zero.chunks import ShardedChunk
+from gulliver.parallel.zero.chunks import UPDATE_LAG, ShardedChunk, gathers_in_backward
 from gulliver.parallel.zero.state import ShardedState, train_unfrozen
 from gulliver.parallel.zero.tiers import first_change
-from gulliver.solve.timeline import UPDATE_LAG, gathers_in_backward
 
 if TYPE_CHECKING:
     from gulliver.parallel.zero.optimizer import ZeroOptimizer
@@ -47,8 +45,6 @@ class Updates:
         self._shards = shards
         # Whether the optimizer may be stepped now: users may not do so themselves.
         self._allowed = False
-        # Seconds that the optimizer took since `begin`.
-        self.seconds = 0.0
         setattr(shards.inner, ASKS, shards.changed)
         shards.inner.register_step_pre_hook(self._refuse)
 
@@ -59,7 +55,7 @@ class Updates:
 
     def begin(self) -> None:
         """Allows steps of the optimizer until `end`."""
-        self._allowed, self.seconds = True, 0.0
+        self._allowed = True
 
     def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
         """Steps the chunks of some numbers together, once their gradients are there.
@@ -90,9 +86,7 @@ class Updates:
         shards.groups.show_pieces(numbers[0] if len(numbers) == 1 else None)
         before_write(shards.states.written(chunks))
         with shards.states.making(chunks[0]) if chunks else nullcontext():
-            begun = time.perf_counter()
             step_without_hooks(shards.inner)
-            self.seconds += time.perf_counter() - begun
             for sharded in chunks:
                 if not shards.states.by_chunk:  # those that may be stepped by chunks write in place
                     sharded.take_assigned()
@@ -203,7 +197,7 @@ class InBackward:
         self._shards.reducer.use_up(sharded)
         # Its buffer was written behind autograd's back: what still refers to it must not be used.
         increment_version(sharded.chunk.members)
-        self._shards.gatherer.copies.remember()
+        self._shards.gatherer.note_versions()
         sharded.updates += 1
 
     def _is_gathered_later(self, number: int) -> bool:
@@ -340,8 +334,8 @@ OUTSIDE = (
 # given back when it ends; so inside it takes the memory of stage 1, and between steps that of its
 # own stage.
 #
-# Under a memory limit they are gathered into copies that may leave (`copies.py`), and what is
-# sent waits until these have gone.
+# Under a memory limit they are gathered into copies that may leave (`Gatherer`), and what is sent
+# waits until these have gone.
 #
 # The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
 # ranks wait for the longest at every micro-batch; steps are balanced as wholes.

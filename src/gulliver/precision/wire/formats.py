@@ -120,7 +120,8 @@ def wire_format(text: str | WireFormat) -> WireFormat:
         raise GulliverError(f"a wire format is a name, not {text!r}: one of {', '.join(NAMES)}")
     name, _, block = text.partition(":")
     size = int(block) if block.isdigit() else BLOCK if not block else 0
-    return _checked(WireFormat(_ALIASES.get(name, name), size))
+    found = _checked(WireFormat(_ALIASES.get(name, name), size))
+    return IDENTITY if found.name == "identity" else found
 
 
 def _checked(wire: WireFormat) -> WireFormat:
