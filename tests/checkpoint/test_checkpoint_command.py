@@ -215,13 +215,6 @@ def test_a_mistake_is_one_line(
     assert [path.name for path in run.parent.iterdir()] == ["run"]
 
 
-def test_the_action_has_to_be_one_of_four(command: Command) -> None:
-    code, out, err = command("frob")
-    assert code == 2
-    assert "ls, verify, diff, convert" in out + err
-    assert command("--help")[0] == 0
-
-
 def test_names_are_printed_as_they_are(run: Path, tmp_path: Path, command: Command) -> None:
     """Square brackets are markup to rich, colons pictures, braces fields of a bar."""
     for name in ("run[v2]", "run[/v2]", "[red]x", "x:smile:", "{x}", "[bold"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gulliver
 from gulliver.booster import lazy_parameters
 from gulliver.checkpoint import export_huggingface, import_huggingface, load_huggingface
-from gulliver.checkpoint.huggingface import model_weights, read_weights
+from gulliver.checkpoint.huggingface import model_weights
 from gulliver.checkpoint.weights import is_step_or_run, open_weights
 from gulliver.errors import GulliverError
 from gulliver.memory import region_of
@@ -85,9 +85,6 @@ def test_every_reader_has_the_values_of_from_pretrained(kind: str, tmp_path: Pat
     load_huggingface(model, tmp_path)
     assert model.state_dict().keys() == wanted.state_dict().keys()
     same(dict(model.state_dict()), wanted)
-    found, odd = read_weights(tmp_path, model)
-    assert not odd
-    same(found, wanted)
     streamed = stream_quantized(empty(kind), tmp_path, "int8", exclude=["*"])
     same(dict(streamed.state_dict()), wanted)
 

@@ -6,8 +6,7 @@ with random weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint.collect import file_name
-from gulliver.checkpoint.files import CODES, read_json, write_json
-from gulliver.checkpoint.folder import LATEST, CheckpointFolder, FolderLock
+from gulliver.checkpoint.files import read_json, write_json
+from gulliver.checkpoint.folder import LATEST, LOCK, CheckpointFolder, FolderLock
 from gulliver.checkpoint.huggingface import ModelWeights, model_weights
-from gulliver.checkpoint.manifest import (
-    FORMAT,
-    STATE,
-    FileEntry,
-    file_to_json,
-    read_manifest,
-    write_manifest,
-)
-from gulliver.checkpoint.publishing import checksummed, versions
-from gulliver.checkpoint.tree import Leaf
+from gulliver.checkpoint.manifest import FileEntry, file_to_json, part_to_json, read_manifest
+from gulliver.checkpoint.publishing import publish, write_rank_report
 from gulliver.checkpoint.weights import (
     INDEX,
     SUFFIX,
@@ -42,19 +33,17 @@ from gulliver.checkpoint.weights import (
 from gulliver.checkpoint.writing import (
     DTypes,
     FilePlan,
-    GatheredWeights,
     Progress,
     dtype_of,
     new_folder,
     new_parents,
-    on_gathered,
     plan_file,
     refuse_existing,
     write_files,
     write_single,
 )
 from gulliver.errors import GulliverError, nearest
-from gulliver.io.files import finish_folder, require_space, write_text
+from gulliver.io.files import require_space
 from gulliver.memory.parts import Part
 
 FILE = "adapter_model.safetensors"
@@ -177,26 +166,6 @@ def save_huggingface(
     )
 
 
-def gather_huggingface(
-    leaves: Mapping[str, Leaf],
-    folder: Path | str,
-    max_shard_bytes: float = 5e9,
-    config: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it."""
-    # Rank 0 writes, and has one tensor at a time: the others send it theirs.
-
-    def write(weights: GatheredWeights) -> None:
-        write_untied(weights, Path(folder), max_shard_bytes, config, dtype, progress, aliases)
-
-    on_gathered(leaves, write, dtypes)
-    return Path(folder)
-
-
 def write_untied(
     weights: Weights,
     folder: Path,
@@ -206,9 +175,9 @@ def write_untied(
     progress: Progress | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes a folder with tied weights under one of their names; see `gather_huggingface`."""
+    """Writes a folder with tied weights under one of their names."""
     infos, kept = weights.infos, aliases or {}
-    left = {name: of for name, of in kept.items() if name in infos and of in infos}
+    left = {name: of for name, of in kept.items() if of in infos}
     names = {name: name for name in infos if name not in left}
     return _write_huggingface(
         weights, names, folder, max_shard_bytes, config, dtype, progress, left
@@ -369,7 +338,7 @@ def import_huggingface(
             it, or it cannot be written; it is as before then.
     """
     run = Path(run)
-    folder = CheckpointFolder(run, keep=0)
+    is_new, folder = not run.exists(), CheckpointFolder(run, keep=0)
     final = folder.path(step)
     if step < 0:
         raise GulliverError(f"there is no step {step}: steps count from 0")
@@ -382,68 +351,34 @@ def import_huggingface(
         name = file_name(entry, 0, 1)
         plan = plan_file(folder.partial(step) / name, weights, names, dtype)
         require_space(run, plan.image.nbytes)
-        with _unfinished(folder, step) as partial:
-            # Written before the order is known: steps that the run saves meanwhile are counted,
-            # too.
-            files = write_files(weights, [plan], dtype, progress, str(final))
-            newest = folder.latest()
-            # What comes from elsewhere is the newest only if the run had come less far.
-            ahead = newest is None or step > read_manifest(newest).step
-            order = folder.next_order() if ahead else IMPORTED
-            _describe(partial, step, order, entry, plan, files[name], _config_of(weights))
+        with new_parents(folder.root / LATEST), FolderLock(folder.root):
+            try:
+                partial = folder.begin(step)
+                files = write_files(weights, [plan], dtype, progress, str(final))
+                report = _report(entry, plan, files[name])
+                write_rank_report(partial, 0, entry, report)
+                newest, config = folder.latest(), _config_of(weights)
+                # What comes from elsewhere is the newest only if the run had come less far.
+                ahead = newest is None or step > read_manifest(newest).step
+                order = folder.next_order() if ahead else IMPORTED
+                about = {} if config is None else {"config": dict(config)}
+                publish(folder, step, entry, 1, about, 0.0, order)
+            except BaseException:
+                folder.discard(step)
+                if is_new:
+                    (folder.root / LOCK).unlink(missing_ok=True)
+                raise
     return final
 
 
-def _describe(
-    partial: Path,
-    step: int,
-    order: int,
-    entry: str,
-    plan: FilePlan,
-    file: FileEntry,
-    config: Mapping[str, Any] | None,
-) -> None:
-    """Writes the state and the manifest that make a file of tensors a step."""
+def _report(entry: str, plan: FilePlan, file: FileEntry) -> dict[str, Any]:
+    """Describes a file of tensors as a rank that saved them does."""
     tensors = dict(zip(plan.image.names, plan.image.sources, strict=True))
-    skeleton = {"dict": [[name, {"tensor": name}] for name in plan.sources]}
-    write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}], "kinds": {}})
-    parts = {
-        name: {
-            "dtype": CODES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "parts": [[plan.path.name, 0, tensors[name].numel()]],
-        }
-        for name in plan.sources
+    parts = {name: part_to_json(plan.path.name, tensors[name]) for name in plan.sources}
+    return {
+        "entries": {entry: {"dict": [[name, {"tensor": name}] for name in plan.sources]}},
+        "own": {},
+        "kinds": {},
+        "files": {plan.path.name: file_to_json(file)},
+        "parts": {entry: parts},
     }
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "order": order,
-        "world_size": 1,
-        "about": {**versions(), **({} if config is None else {"config": dict(config)})},
-        "files": {plan.path.name: file_to_json(file), STATE: checksummed(partial / STATE)},
-        "tensors": {entry: parts},
-    }
-    write_manifest(partial, manifest)
-
-
-@contextmanager
-def _unfinished(folder: CheckpointFolder, step: int) -> Iterator[Path]:
-    """Opens the temporary folder of a step, which becomes the step when the block ends well."""
-    is_new = not folder.root.exists()
-    lock = FolderLock(folder.root)
-    with new_parents(lock.path):
-        try:
-            with lock:
-                partial = folder.begin(step)
-                try:
-                    yield partial
-                    finish_folder(partial, folder.path(step))
-                finally:
-                    folder.discard(step)
-                if folder.latest() == folder.path(step):
-                    write_text(folder.root / LATEST, folder.path(step).name + "\n")
-        except BaseException:
-            if is_new:
-                lock.path.unlink(missing_ok=True)
-            raise

@@ -35,9 +35,9 @@ from gulliver.checkpoint.manifest import (
 from gulliver.checkpoint.regions import Copies, copy_bytes, overlap, place_of
 from gulliver.checkpoint.tree import Leaf, join_state, names_in
 from gulliver.errors import GulliverError
-from gulliver.io.default import default_engine
 from gulliver.io.engine import BLOCK, Engine, IoError, Page, Ticket
 from gulliver.io.files import FileMappings, named_errors
+from gulliver.io.native import default_engine
 from gulliver.memory.parts import Part
 
 QUICK = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

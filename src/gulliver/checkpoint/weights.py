@@ -25,9 +25,9 @@ from gulliver.checkpoint.reader import StepReader
 from gulliver.checkpoint.regions import Copies, PartPlace, clusters, copy_bytes, overlap, place_of
 from gulliver.checkpoint.tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io.default import default_engine
 from gulliver.io.engine import Engine, File, Ticket
 from gulliver.io.files import FileMappings
+from gulliver.io.native import default_engine
 from gulliver.memory.parts import Part, Region
 
 BATCH = 32 * 2**20

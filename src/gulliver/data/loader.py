@@ -24,7 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.utils import data as torch_data
 
-from gulliver.data.arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
+from gulliver.data.arena import (
+    DEFAULT_LIMIT,
+    ArenaStatistics,
+    MovedBatch,
+    Mover,
+    PinnedArena,
+    batch_bytes,
+    copy_stream,
+    device_of,
+)
 from gulliver.data.fetch import (
     BatchStream,
     Fetch,
@@ -35,7 +44,6 @@ from gulliver.data.fetch import (
     length_of,
 )
 from gulliver.data.sampler import check_content, check_position, order_of
-from gulliver.data.transfer import MovedBatch, Mover, copy_stream, device_of
 from gulliver.errors import GulliverError, nearest
 from gulliver.options import Options, whole_number
 
