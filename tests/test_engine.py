@@ -471,7 +471,7 @@ def script(kind: str, body: str, folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("kind", ["python", "native", "threads"])
+@pytest.mark.parametrize("kind", ["python", "native"])
 def test_interpreters_exit_finishes_what_is_under_way(kind: str, tmp_path: Path) -> None:
     done = script(kind, "engine.hold(False)", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -479,7 +479,7 @@ def test_interpreters_exit_finishes_what_is_under_way(kind: str, tmp_path: Path)
     assert (tmp_path / "file").read_bytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("kind", ["python", "native", "threads"])
+@pytest.mark.parametrize("kind", ["python", "native"])
 def test_forked_child_is_told_that_the_engine_is_not_its_own(kind: str, tmp_path: Path) -> None:
     body = """
         child = os.fork()
@@ -511,10 +511,7 @@ def test_forked_child_is_told_that_the_engine_is_not_its_own(kind: str, tmp_path
     assert (done.stdout.strip(), done.stderr) == ("7", "")
 
 
-@pytest.mark.parametrize("kind", ["native", "threads"])
-def test_native_engine_works_while_python_never_lets_go_of_the_gil(
-    kind: str, tmp_path: Path
-) -> None:
+def test_native_engine_works_while_python_never_lets_go_of_the_gil(tmp_path: Path) -> None:
     # The interval is longer than any test: no other Python thread ever runs.
     body = """
         sys.setswitchinterval(1e6)
@@ -523,7 +520,7 @@ def test_native_engine_works_while_python_never_lets_go_of_the_gil(
             sum(range(1000))
         print(engine.counters.written)
     """
-    done = script(kind, body, tmp_path)
+    done = script("native", body, tmp_path)
     assert (done.stdout.strip(), done.stderr) == (str(40 * PAGE), "")
 
 
@@ -791,12 +788,3 @@ def test_doctor_says_which_engine_runs_and_leaves_nothing_behind(
     assert "disk, writing" in printed
     assert "GB/s" in printed
     assert not list(tmp_path.iterdir())
-
-
-def test_doctor_names_a_bad_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder, words in (("none", "does not exist"), ("file", "is not a folder")):
-        with pytest.raises(GulliverError, match=rf"{folder} {words}"):
-            run_command(["doctor", "--folder", str(tmp_path / folder)])
-    with pytest.raises(GulliverError, match="no space"):
-        run_command(["doctor", "--folder", str(tmp_path), "--mib", str(2**20)])
