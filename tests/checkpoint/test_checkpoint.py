@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load as load_bytes
 
-from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, import_huggingface, load
+from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, load
 from gulliver.checkpoint.comparison import any_step
 from gulliver.checkpoint.files import (
     CODES,
@@ -282,17 +282,6 @@ def test_the_order_survives_copies_and_crashes(tmp_path: Path) -> None:
     # A broken newest step is passed over for the one saved before it.
     (folder.path(15) / "model.safetensors").unlink()
     assert folder.latest() == folder.path(30)
-
-
-def test_a_step_made_of_other_files_is_the_newest_only_if_the_run_had_come_less_far(
-    tmp_path: Path,
-) -> None:
-    write_tensors(tmp_path / "x.safetensors", {"x": torch.zeros(2)})
-    folder = save(tmp_path / "run", 10, 20, keep=0)
-    import_huggingface(tmp_path / "x.safetensors", folder.root, step=5)
-    assert folder.latest() == folder.path(20)
-    import_huggingface(tmp_path / "x.safetensors", folder.root, step=25)
-    assert folder.latest() == folder.path(25)
 
 
 def test_a_step_may_be_replaced(tmp_path: Path) -> None:

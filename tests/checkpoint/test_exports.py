@@ -17,7 +17,6 @@ from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     export_huggingface,
-    import_huggingface,
     load,
     save_huggingface,
 )
@@ -83,7 +82,6 @@ def test_every_export_refuses_what_would_become_infinite(
         lambda: export_huggingface(run, out, dtype=dtype),
         lambda: export_huggingface(run, tmp_path / "out.safetensors", dtype=dtype),
         lambda: save_huggingface({"w": weight}, out, dtype=dtype),
-        lambda: import_huggingface(tmp_path / "float", out, dtype=dtype),
         lambda: write_single(MemoryWeights({"w": weight}), {"w": "w"}, out, {"w": dtype}),
     ]
     for way in ways:

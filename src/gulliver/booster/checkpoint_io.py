@@ -372,7 +372,8 @@ class CheckpointIO:
         if not use_async and not _is_spread(holder):
             state = _whole_state(holder, model)
             state = state if names is None else {name: state[name] for name in names}
-            on_main(lambda: write(MemoryWeights(state)))
+            tied = holder.checkpoint.canonical_names(model)
+            on_main(lambda: write(MemoryWeights(state, tied)))
             return
         every = holder.checkpoint.model_leaves(model).items()
         leaves = {name: leaf for name, leaf in every if names is None or name in names}

@@ -115,11 +115,7 @@ class CheckpointFolder:
         return self.root / f"{self.path(step).name}{PARTIAL}"
 
     def steps(self) -> list[int]:
-        """Lists the complete steps, lowest first.
-
-        Raises:
-            GulliverError: a step was written by a newer version.
-        """
+        """Lists the complete steps, lowest first."""
         return [step for step in self._numbers() if is_complete(self.path(step))]
 
     def _numbers(self) -> list[int]:
@@ -139,9 +135,6 @@ class CheckpointFolder:
 
         None where there is none. Logs it on rank 0 where the file `latest` names a step that is not
         complete.
-
-        Raises:
-            GulliverError: a step was written by a newer version.
         """
         newest = None
         for step in reversed(self._ages()):
@@ -167,12 +160,7 @@ class CheckpointFolder:
         return STEP.fullmatch(name) is not None and is_complete(self.root / name)
 
     def begin(self, step: int) -> Path:
-        """Removes what a killed process left half written, and makes the temporary folder.
-
-        Raises:
-            GulliverError: the folder cannot be written, or something that is no step has the name
-                of this one.
-        """
+        """Removes what a killed process left half written, and makes the temporary folder."""
         partial, final = self.partial(step), self.path(step)
         if final.exists() and not final.is_symlink() and not _was_step(final):
             raise GulliverError(
@@ -191,9 +179,6 @@ class CheckpointFolder:
 
         From the moment that it has its name the step is saved, and is found without `latest`: what
         fails after that is logged.
-
-        Raises:
-            GulliverError: the step could not be given its name.
         """
         # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
         # step.
@@ -209,9 +194,7 @@ class CheckpointFolder:
                 _log.warning("step %d of %s is saved, but %s: %s", step, self.root, what, error)
 
     def _point_to(self, step: int) -> None:
-        # One that was made of other files may be older than others.
-        newest = self.path((self._ages() or [step])[-1])
-        write_text(self.root / LATEST, newest.name + "\n")
+        write_text(self.root / LATEST, self.path(step).name + "\n")
 
     def _retire(self, step: int) -> None:
         """Removes what is not kept now that a step is there."""

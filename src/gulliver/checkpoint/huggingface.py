@@ -31,6 +31,7 @@ from gulliver.checkpoint.weights import (
     Weights,
     identity,
     open_weights,
+    rounds,
 )
 from gulliver.errors import GulliverError
 from gulliver.memory.parts import Part, Region, region_of, whole_shape
@@ -111,17 +112,11 @@ class ModelWeights(Weights):
                 found[name] = found[kept]  # pyright: ignore[reportArgumentType]
 
     def read(self, wanted: Mapping[str, Part]) -> None:
-        rounds: list[dict[str, Part]] = []
         for name, part in wanted.items():
             if name not in self.straight:
                 self._read_computed(name, part)
-                continue
-            source = self.straight[name]
-            free = next((one for one in rounds if source not in one), None)
-            if free is None:
-                rounds.append(free := {})
-            free[source] = part
-        for one in rounds:
+        straight = ((self.straight[n], p) for n, p in wanted.items() if n in self.straight)
+        for one in rounds(straight):
             self._base.read(one)
 
     def _read_computed(self, name: str, part: Part) -> None:

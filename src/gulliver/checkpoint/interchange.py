@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.checkpoint.collect import file_name
 from gulliver.checkpoint.files import read_json, write_json
-from gulliver.checkpoint.folder import LATEST, LOCK, CheckpointFolder, FolderLock
 from gulliver.checkpoint.huggingface import ModelWeights, model_weights
-from gulliver.checkpoint.manifest import FileEntry, file_to_json, part_to_json, read_manifest
-from gulliver.checkpoint.publishing import publish, write_rank_report
 from gulliver.checkpoint.weights import (
     INDEX,
     SUFFIX,
-    FileWeights,
     MemoryWeights,
-    StepWeights,
     TensorInfo,
     Weights,
     is_step_or_run,
@@ -36,14 +30,12 @@ from gulliver.checkpoint.writing import (
     Progress,
     dtype_of,
     new_folder,
-    new_parents,
     plan_file,
     refuse_existing,
     write_files,
     write_single,
 )
 from gulliver.errors import GulliverError, nearest
-from gulliver.io.files import require_space
 from gulliver.memory.parts import Part
 
 FILE = "adapter_model.safetensors"
@@ -108,7 +100,7 @@ def write_adapters(
 
 # Conversion of models and steps to Hugging Face's folders, and of these to steps.
 #
-# `save_huggingface`, `export_huggingface` and `import_huggingface` are calls of `writing.py`,
+# `save_huggingface` and `export_huggingface` are calls of `writing.py`,
 # which streams tensors into new files, and of `weights.py`, where they come from. Models are
 # filled from such folders in `huggingface.py`.
 #
@@ -118,8 +110,6 @@ def write_adapters(
 
 
 CONFIG = "config.json"
-IMPORTED = -1
-"""Order of a step that was made of other files after the run had come further."""
 
 
 def save_huggingface(
@@ -207,7 +197,7 @@ def export_huggingface(
         max_shard_bytes: bytes of tensors in a file of a folder; a larger tensor has one of its own.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
         prefix: text that names have to begin with to be written, without it.
-        config: content of ``config.json``; None for that which `import_huggingface` found, if any.
+        config: content of ``config.json``; None for that of the folder, if any.
         step: number of the step, of a run; None for the newest complete one.
         progress: callback that is given the bytes done and the total.
 
@@ -234,13 +224,10 @@ def export_huggingface(
 
 
 def _config_of(weights: Weights) -> Mapping[str, Any] | None:
-    if isinstance(weights, StepWeights):
-        found = weights.reader.manifest.about.get("config")
-    else:
-        file = weights.path / CONFIG
-        found = read_json(file) if file.is_file() else None
-        if isinstance(found, dict) and isinstance(weights, ModelWeights):
-            found.pop("quantization_config", None)
+    file = weights.path / CONFIG
+    found = read_json(file) if file.is_file() else None
+    if isinstance(found, dict) and isinstance(weights, ModelWeights):
+        found.pop("quantization_config", None)
     return found if isinstance(found, Mapping) else None
 
 
@@ -308,77 +295,3 @@ def _shards(infos: Mapping[str, TensorInfo], limit: float) -> list[list[str]]:
         shards[-1].append(name)
         filled += info.nbytes
     return shards
-
-
-def import_huggingface(
-    path: Path | str,
-    run: Path | str,
-    step: int = 0,
-    entry: str = "model",
-    dtype: torch.dtype | None = None,
-    prefix: str = "",
-    progress: Progress | None = None,
-) -> Path:
-    """Turns a Hugging Face folder or a safetensors file into a step of a run.
-
-    Args:
-        path: Hugging Face folder or safetensors file.
-        run: folder of a run, made if there is none; its other steps stay as they are.
-        step: number of the step; the run must not have it.
-        entry: entry of the step that the tensors become.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        prefix: text that names have to begin with to be taken, without it.
-        progress: callback that is given the bytes done and the total.
-
-    Returns:
-        The step's folder.
-
-    Raises:
-        GulliverError: the files are missing or broken, the run has the step, another job writes
-            it, or it cannot be written; it is as before then.
-    """
-    run = Path(run)
-    is_new, folder = not run.exists(), CheckpointFolder(run, keep=0)
-    final = folder.path(step)
-    if step < 0:
-        raise GulliverError(f"there is no step {step}: steps count from 0")
-    refuse_existing(final)
-    # Says so if the run is of a newer version, before anything is written.
-    folder.latest()
-    scaled = dtype is not None and not is_step_or_run(Path(path))
-    with model_weights(path, None) if scaled else FileWeights(Path(path)) as weights:
-        names = _unprefixed(weights, prefix)
-        name = file_name(entry, 0, 1)
-        plan = plan_file(folder.partial(step) / name, weights, names, dtype)
-        require_space(run, plan.image.nbytes)
-        with new_parents(folder.root / LATEST), FolderLock(folder.root):
-            try:
-                partial = folder.begin(step)
-                files = write_files(weights, [plan], dtype, progress, str(final))
-                report = _report(entry, plan, files[name])
-                write_rank_report(partial, 0, entry, report)
-                newest, config = folder.latest(), _config_of(weights)
-                # What comes from elsewhere is the newest only if the run had come less far.
-                ahead = newest is None or step > read_manifest(newest).step
-                order = folder.next_order() if ahead else IMPORTED
-                about = {} if config is None else {"config": dict(config)}
-                publish(folder, step, entry, 1, about, 0.0, order)
-            except BaseException:
-                folder.discard(step)
-                if is_new:
-                    (folder.root / LOCK).unlink(missing_ok=True)
-                raise
-    return final
-
-
-def _report(entry: str, plan: FilePlan, file: FileEntry) -> dict[str, Any]:
-    """Describes a file of tensors as a rank that saved them does."""
-    tensors = dict(zip(plan.image.names, plan.image.sources, strict=True))
-    parts = {name: part_to_json(plan.path.name, tensors[name]) for name in plan.sources}
-    return {
-        "entries": {entry: {"dict": [[name, {"tensor": name}] for name in plan.sources]}},
-        "own": {},
-        "kinds": {},
-        "files": {plan.path.name: file_to_json(file)},
-        "parts": {entry: parts},
-    }

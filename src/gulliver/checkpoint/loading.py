@@ -308,9 +308,6 @@ def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
 
     The latter is what is no tensor of its own: the state of `get_extra_state`, and what hooks and
     overridden methods make of its tensors.
-
-    Raises:
-        GulliverError: it is boosted, or on meta.
     """
     refuse_boosted(module, "load")
     own = [*module.named_parameters(), *module.named_buffers()]

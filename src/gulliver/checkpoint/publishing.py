@@ -129,7 +129,6 @@ def publish(
     world_size: int,
     about: Mapping[str, Any],
     silence_s: float,
-    order: int | None = None,
 ) -> None:
     """Waits for the reports of all ranks, and makes the step of them."""
     partial = folder.partial(step)
@@ -157,7 +156,7 @@ def publish(
     manifest = {
         "format": FORMAT,
         "step": step,
-        "order": folder.next_order() if order is None else order,
+        "order": folder.next_order(),
         "world_size": world_size,
         "about": {**versions(), **about},
         "files": files,

@@ -188,16 +188,7 @@ def write_single(
 ) -> None:
     """Writes tensors as one safetensors file, whole or not at all; one that is there is replaced.
 
-    Args:
-        weights: tensors to read from.
-        names: names in `weights` by name in the file.
-        target: path of the file.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        progress: callback that is given the bytes done and the total.
-        metadata: text stored next to the tensors, by key.
-
-    Raises:
-        GulliverError: it cannot be written; nothing is left of it then.
+    `names` has the names in `weights` by name in the file, `metadata` the text next to them.
     """
     plan = plan_file(target, weights, names, dtype, metadata)
     clear_leftovers(target.parent)

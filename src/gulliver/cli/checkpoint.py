@@ -17,7 +17,7 @@ from rich.table import Table
 from gulliver.checkpoint.comparison import Comparison, any_step, compare, verify
 from gulliver.checkpoint.files import read_json
 from gulliver.checkpoint.folder import steps_of
-from gulliver.checkpoint.interchange import export_huggingface, import_huggingface
+from gulliver.checkpoint.interchange import export_huggingface
 from gulliver.checkpoint.loading import step_folder
 from gulliver.checkpoint.manifest import read_manifest
 from gulliver.checkpoint.reader import StepReader
@@ -285,41 +285,19 @@ def _first(names: list[str], show: int) -> list[str]:
 
 
 def convert(options: Convert) -> int:
-    """Writes the other format."""
-    ours = is_step_or_run(options.source)
-    to = options.to if options.to != "auto" else ("huggingface" if ours else "step")
-    if options.target.suffix == ".safetensors":
-        to = "huggingface"
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    if to == "step" and ours:
-        raise GulliverError(
-            f"{options.source} is a step already: --to huggingface makes a folder of whole tensors"
-        )
+    """Writes a folder or a file of whole tensors."""
     with _bar("converting") as report:
-        if to == "step":
-            if options.model_config is not None:
-                raise GulliverError("--model-config is for Hugging Face folders: leave it out")
-            made = import_huggingface(
-                options.source,
-                options.target,
-                options.step or 0,
-                options.entry,
-                dtype,
-                options.prefix,
-                report,
-            )
-        else:
-            made = export_huggingface(
-                options.source,
-                options.target,
-                options.entry,
-                options.max_shard_gb * 1e9,
-                dtype,
-                options.prefix,
-                None if options.model_config is None else read_json(options.model_config),
-                options.step,
-                report,
-            )
+        made = export_huggingface(
+            options.source,
+            options.target,
+            options.entry,
+            options.max_shard_gb * 1e9,
+            None if options.dtype is None else getattr(torch, options.dtype),
+            options.prefix,
+            None if options.model_config is None else read_json(options.model_config),
+            options.step,
+            report,
+        )
     print(f"{made}: written")
     return 0
 
