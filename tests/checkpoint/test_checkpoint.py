@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import math
-import os
 import re
 import shutil
 from pathlib import Path
@@ -33,8 +30,6 @@ from gulliver.checkpoint.files import (
 from gulliver.checkpoint.loading import step_folder
 from gulliver.checkpoint.tree import join_state, merge_skeletons, names_in, split_state
 from gulliver.errors import GulliverError
-from gulliver.io import atomic_file
-from gulliver.io.files import require_space
 
 DTYPES = sorted(CODES, key=str)
 # From bytes, the reference does not read the scales of microscaling formats.
@@ -127,32 +122,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_a_nested_state_survives_without_pickle(tmp_path: Path) -> None:
-    state = {
-        0: {"step": torch.tensor(3.0), "parts": [torch.ones(2), (1, None, "x")]},
-        "nan": math.nan,
-        "inf": -math.inf,
-        "flag": True,
-        "dtype": torch.bfloat16,
-        "rng": torch.get_rng_state(),
-        "empty": {},
-    }
-    tensors, skeleton = split_state(state)
-    write_tensors(tmp_path / "t", tensors)
-    write_json(tmp_path / "s", skeleton)
-    found = join_state(read_tensors(tmp_path / "t"), read_json(tmp_path / "s"))
-    assert found.keys() == state.keys()
-    assert torch.equal(found[0]["parts"][0], torch.ones(2))
-    assert found[0]["parts"][1] == (1, None, "x")
-    assert math.isnan(found["nan"])
-    assert found["inf"] == -math.inf
-    assert found["flag"] is True
-    assert found["dtype"] is torch.bfloat16
-    assert torch.equal(found["rng"], state["rng"])
-    with pytest.raises(GulliverError, match="cannot be saved"):
-        split_state({"f": print})
-
-
 def _same(one: object, other: object) -> bool:
     """Equality that looks into tensors and takes nan for itself."""
     if isinstance(one, torch.Tensor):
@@ -212,28 +181,6 @@ def test_a_foreign_skeleton_is_refused() -> None:
         join_state({}, {"a": 1, "b": 2})
     with pytest.raises(GulliverError, match="'a' is missing"):
         join_state({}, split_state({"a": torch.ones(1)})[1])
-
-
-def test_a_full_disk_is_named_and_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "x"
-    path.write_text("before")
-
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def write() -> None:
-        with atomic_file(path) as partial:
-            partial.write_text("after")
-            monkeypatch.setattr(os, "fsync", full)
-
-    with pytest.raises(GulliverError, match=r"no space left for .*x: .* [KMGT]?i?B are free"):
-        write()
-    assert path.read_text() == "before"
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
-    with pytest.raises(GulliverError, match="are free"):
-        require_space(tmp_path / "not" / "yet", 1 << 60)
 
 
 def save(root: Path, *steps: int, **options: Any) -> CheckpointFolder:
@@ -340,18 +287,14 @@ def test_broken_steps_are_passed_over_and_other_formats_refused(tmp_path: Path) 
     ("options", "message"),
     [
         ({"mode": "shade"}, "mode='shade' is not known: did you mean 'shadow'?"),
-        ({"when_busy": "w"}, "choose from 'skip', 'wait'"),
-        ({"on_error": "warm"}, "did you mean 'warn'?"),
         ({"ring_mb": 4}, "ring_mb=4 is too small: at least 8"),
         ({"keep": 1.5}, "keep must be a whole number, not 1.5"),
         ({"keep": -1}, "-1 checkpoints cannot be kept"),
         ({"silence_s": 0}, "silence_s must be positive, not 0"),
-        ({"silence_s": float("nan")}, "silence_s must be positive, not nan"),
         (
             {"about": {"a": torch.ones(1)}},
             "about has to be a dict of JSON values: Object of type T",
         ),
-        ({"about": [1]}, "about has to be a dict of JSON values"),
     ],
 )
 def test_options_that_are_none_are_refused(
