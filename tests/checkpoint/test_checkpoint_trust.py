@@ -239,20 +239,6 @@ def test_a_full_disk_says_for_how_many_steps_there_has_to_be_room(tmp_path: Path
     engine.close()
 
 
-def test_entries_whose_files_would_have_one_name_are_refused(tmp_path: Path) -> None:
-    state = {"a-rank-0": {"x": torch.ones(3)}, "a": PerRank({"x": torch.zeros(3)})}
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        with pytest.raises(GulliverError, match=r"would both be written to .*: call one"):
-            checkpointer.save(1, state)
-        # Names of tensors are told apart, whatever they are.
-        odd = {"x~2": torch.ones(1), "y": {"z": torch.ones(1)}, "x": torch.zeros(1)}
-        inner = {**odd, "y.z": torch.zeros(1), "y.z~3": torch.full((1,), 2.0)}
-        checkpointer.save(2, {"a": inner})
-    found = load(tmp_path).values["a"]
-    assert [found[key].item() for key in ("x~2", "x", "y.z", "y.z~3")] == [1, 0, 0, 2]
-    assert found["y"]["z"].item() == 1
-
-
 # Files that are not believed blindly
 
 

@@ -176,7 +176,7 @@ def check_sizes(page_bytes: int, **counts: int) -> None:
 # Submitted as (address, bytes, file, offset), completed as the two events of a `Ticket`: `copied`,
 # when the source may change again, and `done`, when the bytes have been handed to the file. Two
 # implementations take the same calls: `NativeEngine` (C++, never touches the GIL) and
-# `PythonEngine` (small and plain; what runs where no compiler was). `_default` chooses.
+# `PythonEngine` (small and plain; what runs where no compiler was). `default_engine` chooses.
 #
 # What is staged goes through a pool of aligned pages::
 #
