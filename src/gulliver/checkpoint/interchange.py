@@ -98,11 +98,11 @@ def write_adapters(
     return folder
 
 
-# Conversion of models and steps to Hugging Face's folders, and of these to steps.
+# Conversion of models and steps to Hugging Face's folders.
 #
-# `save_huggingface` and `export_huggingface` are calls of `writing.py`,
-# which streams tensors into new files, and of `weights.py`, where they come from. Models are
-# filled from such folders in `huggingface.py`.
+# `save_huggingface` and `export_huggingface` are calls of `writing.py`, which streams tensors into
+# new files, and of `weights.py`, where they come from. Models are filled from such folders in
+# `huggingface.py`.
 #
 # A Hugging Face folder holds ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
 # ``model.safetensors.index.json``, whose ``weight_map`` tells which file has which tensor. Tensors
@@ -150,27 +150,8 @@ def save_huggingface(
     state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
     weights = MemoryWeights(tensors, last)  # type: ignore[arg-type]
-    names = {name: name for name in weights.infos}
-    return _write_huggingface(
-        weights, names, Path(folder), max_shard_bytes, config, dtype, progress, weights.aliases
-    )
-
-
-def write_untied(
-    weights: Weights,
-    folder: Path,
-    max_shard_bytes: float = 5e9,
-    config: Mapping[str, Any] | None = None,
-    dtype: DTypes = None,
-    progress: Progress | None = None,
-    aliases: Mapping[str, str] | None = None,
-) -> Path:
-    """Writes a folder with tied weights under one of their names."""
-    infos, kept = weights.infos, aliases or {}
-    left = {name: of for name, of in kept.items() if of in infos}
-    names = {name: name for name in infos if name not in left}
-    return _write_huggingface(
-        weights, names, folder, max_shard_bytes, config, dtype, progress, left
+    return write_untied(
+        weights, Path(folder), max_shard_bytes, config, dtype, progress, weights.aliases
     )
 
 
@@ -220,7 +201,7 @@ def export_huggingface(
             return target
         if config is None:
             config = _config_of(weights)
-        return _write_huggingface(weights, names, target, max_shard_bytes, config, dtype, progress)
+        return write_untied(weights, target, max_shard_bytes, config, dtype, progress, names=names)
 
 
 def _config_of(weights: Weights) -> Mapping[str, Any] | None:
@@ -242,19 +223,25 @@ def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
     return names
 
 
-def _write_huggingface(
+def write_untied(
     weights: Weights,
-    names: Mapping[str, str],
     folder: Path,
-    max_shard_bytes: float,
-    config: Mapping[str, Any] | None,
-    dtype: DTypes,
-    progress: Progress | None,
+    max_shard_bytes: float = 5e9,
+    config: Mapping[str, Any] | None = None,
+    dtype: DTypes = None,
+    progress: Progress | None = None,
     aliases: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Path:
+    """Writes a Hugging Face folder, of which `names` has the tensors by name, by default all.
+
+    Tied weights are there under one of their names; `aliases` has the others.
+    """
     refuse_existing(folder)
     if not max_shard_bytes > 0:
         raise GulliverError(f"files of {max_shard_bytes} bytes cannot be: give 1 or more")
+    tied = {name: kept for name, kept in (aliases or {}).items() if kept in weights.infos}
+    names = names or {name: name for name in weights.infos if name not in tied}
     infos = {
         name: weights.infos[source].as_dtype(dtype_of(dtype, source))
         for name, source in names.items()
@@ -263,7 +250,7 @@ def _write_huggingface(
     plans = []
     for number, shard in enumerate(shards):
         count = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        text = {name: kept for name, kept in (aliases or {}).items() if kept in shard}
+        text = {name: kept for name, kept in tied.items() if kept in shard}
         sources = {name: names[name] for name in shard}
         plans.append(plan_file(folder / f"model{count}{SUFFIX}", weights, sources, dtype, text))
     with new_folder(folder, sum(plan.image.nbytes for plan in plans)) as partial:
