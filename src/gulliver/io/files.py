@@ -256,17 +256,30 @@ class FileMappings:
 
 
 def to_yaml(value: dict[str, Any]) -> str:
-    """Writes a dict as YAML in block style, lists of numbers on one line; tuples become lists."""
+    """Writes a dict as YAML for people to edit; tuples become lists."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
-            return True  # people edit these files: what occurs twice is written twice
+            return True  # what occurs twice is written twice
 
-    def row(dumper: yaml.SafeDumper, items: Sequence[Any]) -> yaml.Node:
-        flow = all(isinstance(item, int | float) for item in items)
-        return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+            super().increase_indent(flow, indentless=False)
 
-    Dumper.add_representer(list, row)
-    Dumper.add_representer(tuple, row)
-    return yaml.dump(value, Dumper=Dumper, sort_keys=False, width=math.inf)
+    def text(dumper: Dumper, value: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"')
+
+    def row(dumper: Dumper, items: Sequence[Any]) -> yaml.Node:
+        numbers = all(isinstance(item, int | float) for item in items)
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=numbers)
+
+    def mapping(dumper: Dumper, items: dict[str, Any]) -> yaml.Node:
+        node = dumper.represent_mapping("tag:yaml.org,2002:map", items)
+        for key, _ in node.value:
+            key.style = None if key.value.isidentifier() else '"'
+        return node
+
+    for kind, represent in ((str, text), (list, row), (tuple, row), (dict, mapping)):
+        Dumper.add_representer(kind, represent)
+    options = {"sort_keys": False, "allow_unicode": True, "width": math.inf}
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=False, **options)
