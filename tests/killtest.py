@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -274,43 +273,29 @@ def _spin(seconds: float) -> None:
         pass
 
 
-def run_kills(
-    options: Options, root: Path, after_each: Callable[[Tally], None] | None = None
-) -> Tally:
+def run_kills(options: Options, root: Path) -> Tally:
     """Kills as often as the options say, in a folder; what was found."""
     trial = Trial(options, root)
     try:
         for _ in range(options.kills):
             trial.kill_once()
-            if after_each is not None:
-                after_each(trial.tally)
     finally:
         trial.close()
     return trial.tally
 
 
 def main() -> None:
-    """Runs it with a progress bar; exit code 1 when something was wrong."""
+    """Runs it; exit code 1 when something was wrong."""
     import tyro
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
 
     options = tyro.cli(Options, description=__doc__)
     start_server()
     torch.set_num_threads(1)
     root = options.folder or Path(tempfile.mkdtemp(prefix="gulliver-killtest-"))
     root.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
     begun = time.perf_counter()
     try:
-        with Progress(*columns) as progress:
-            bar = progress.add_task("kills", total=options.kills)
-
-            def after_each(tally: Tally) -> None:
-                wrong = f", {len(tally.failures)} FAILED" if tally.failures else ""
-                progress.update(bar, completed=tally.kills, description=f"kills{wrong}")
-
-            tally = run_kills(options, root, after_each)
+        tally = run_kills(options, root)
     finally:
         if options.folder is None:
             shutil.rmtree(root, ignore_errors=True)

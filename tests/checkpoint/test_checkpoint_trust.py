@@ -7,7 +7,6 @@ import json
 import multiprocessing as mp
 import os
 import re
-import shutil
 import signal
 import struct
 import threading
@@ -230,52 +229,14 @@ def test_incomplete_steps_go_when_those_beside_them_go(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path).steps() == [3, 4, 5]
 
 
-def test_keeping_all_steps_reads_none_of_them_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, *range(5), keep=0)
-
-    def read(folder: Path) -> bool:
-        raise AssertionError(f"{folder} was read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "is_complete", read)
-        save(tmp_path, 5, keep=0)
-    assert CheckpointFolder(tmp_path).steps() == list(range(6))
-
-
-def test_where_space_is_short_it_is_said_for_how_many_steps_there_has_to_be_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    free = type(shutil.disk_usage(tmp_path))(10**9, 10**9, 1000)
-    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: free)
+def test_a_full_disk_says_for_how_many_steps_there_has_to_be_room(tmp_path: Path) -> None:
     engine = slow_engine()
     checkpointer = AsyncCheckpointer(tmp_path, keep=2, engine=engine)
-    for step in (1, 2):
-        checkpointer.save(step, state_of(step))
-        checkpointer.wait()
-    (said,) = [r.getMessage() for r in caplog.records if "has room for" in r.getMessage()]
-    assert "has room for 0 more steps" in said
-    assert "keep=2 needs room for 3, as the oldest goes when the new one is complete" in said
     engine.inject("fallocate", 1, errno.ENOSPC)
     checkpointer.save(3, state_of(3))
     with pytest.raises(GulliverError, match=r"No space left .*keep=2 needs room for 3"):
         checkpointer.close()
     engine.close()
-
-
-def test_entries_whose_files_would_have_one_name_are_refused(tmp_path: Path) -> None:
-    state = {"a-rank-0": {"x": torch.ones(3)}, "a": PerRank({"x": torch.zeros(3)})}
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        with pytest.raises(GulliverError, match=r"would both be written to .*: call one"):
-            checkpointer.save(1, state)
-        # Names of tensors are told apart, whatever they are.
-        odd = {"x~2": torch.ones(1), "y": {"z": torch.ones(1)}, "x": torch.zeros(1)}
-        inner = {**odd, "y.z": torch.zeros(1), "y.z~3": torch.full((1,), 2.0)}
-        checkpointer.save(2, {"a": inner})
-    found = load(tmp_path).values["a"]
-    assert [found[key].item() for key in ("x~2", "x", "y.z", "y.z~3")] == [1, 0, 0, 2]
-    assert found["y"]["z"].item() == 1
 
 
 # Files that are not believed blindly
@@ -310,6 +271,7 @@ MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
     lambda m: m["tensors"]["model"]["w"]["parts"].append(["model.safetensors", 0, 1000]),
     lambda m: m["tensors"]["model"]["w"]["parts"][0].__setitem__(0, "../model.safetensors"),
     lambda m: m["tensors"]["model"]["w"].update(dtype="F16"),
+    lambda m: m["tensors"]["model"]["w"]["parts"][0].__setitem__(2, 999),
 ]
 
 
@@ -357,24 +319,24 @@ def _entry(begin: int, end: int, shape: Any = (2,), dtype: str = "F32") -> str:
 
 
 @pytest.mark.parametrize(
-    ("header", "nbytes", "message"),
+    ("header", "nbytes"),
     [
-        (f'{{"a": {_entry(0, 8)}, "b": {_entry(4, 12)}}}', 12, "'b' overlaps tensor 'a'"),
-        (f'{{"a": {_entry(0, 8)}, "b": {_entry(0, 8)}}}', 8, "'b' overlaps tensor 'a'"),
-        (f'{{"a": {_entry(0, 8)}, "b": {_entry(12, 20)}}}', 20, "'b' leaves a gap after tensor"),
-        (f'{{"a": {_entry(0, 8)}}}', 9, "1 bytes follow tensor 'a'"),
-        (f'{{"a": {_entry(0, 8)}, "a": {_entry(0, 8)}}}', 8, "'a' is there twice"),
-        (f'{{"a": {_entry(0, 8, (-1, -2))}}}', 8, "is no shape"),
-        (f'{{"a": {_entry(0, 8, dtype="load")}}}', 8, "of dtype load, which is not known"),
-        (f'{{"a": {_entry(-8, 0)}}}', 8, "broken header"),
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(4, 12)}}}', 12),  # overlaps
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(12, 20)}}}', 20),  # leaves a gap
+        (f'{{"a": {_entry(0, 8)}}}', 9),  # does not reach the end
+        (f'{{"a": {_entry(0, 8)}}}', 7),  # reaches beyond it
+        (f'{{"a": {_entry(0, 8, (-1, -2))}}}', 8),
+        (f'{{"a": {_entry(0, 8, dtype="load")}}}', 8),
+        (f'{{"a": {_entry(0, 3, (6,), "F4")}}}', 3),  # known to safetensors, not to torch
+        (f'{{"a": {_entry(-8, 0)}}}', 8),
+        ("[]", 0),
+        ("{", 0),
     ],
 )
-def test_a_header_that_lies_is_refused(
-    tmp_path: Path, header: str, nbytes: int, message: str
-) -> None:
+def test_a_header_that_lies_is_refused(tmp_path: Path, header: str, nbytes: int) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(nbytes))
-    with pytest.raises(GulliverError, match=message):
+    with pytest.raises(GulliverError, match=r"x\.safetensors"):
         read_slots(path)
 
 
@@ -585,11 +547,6 @@ def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Eng
                 assert ticket.checksum == zlib.crc32(wanted[begin : begin + 2 * step])
             engine.close_file(file)
             assert path.read_bytes() == wanted
-        for rows in ([[1, 4]], [[0, 3]], [[0, 4096]]):
-            file = engine.create(tmp_path / f"refused{rows}", 4096)
-            view = StridedView(torch.ones(3).data_ptr(), 4, (3,), (1,))
-            with pytest.raises(GulliverError, match=r"of a view cut its elements|has no byte"):
-                engine.stage(file, 0, np.array(rows), views={0: view})
 
 
 @pytest.mark.parametrize("native", ["native", "python"])
@@ -625,24 +582,3 @@ def test_neither_strides_nor_numbers_of_tensors_hold_up_a_save(tmp_path: Path) -
     engine.close()
     found = load(tmp_path).values["model"]
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
-@pytest.mark.skipif(native_problem() is not None, reason="the extension is not built")
-def test_bytes_are_summed_as_zlib_does_while_they_are_copied(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    content = draw.integers(256, size=40_000, dtype=np.uint8)
-    sizes = [0, 1, 63, 64, 255, 511, 512, 4095, 4096, 4160, 9999, *draw.integers(12_000, size=60)]
-    with NativeEngine(page_bytes=2**16, pages=2) as engine:
-        file = engine.create(tmp_path / "x", len(sizes) * 2**16)
-        for number, size in enumerate(map(int, sizes)):
-            # What goes first makes the place of the second odd.
-            first, second = (int(n) for n in draw.integers(70, size=2))
-            table = np.array([[content.ctypes.data, first], [content.ctypes.data + second, size]])
-            wanted = bytes(content[:first]) + bytes(content[second : second + size])
-            ticket = engine.stage(file, number * 2**16, table)
-            ticket.wait()
-            assert ticket.checksum == zlib.crc32(wanted)
-            engine.sync(file).wait()
-            with open(tmp_path / "x", "rb") as written:
-                written.seek(number * 2**16)
-                assert written.read(len(wanted)) == wanted

@@ -21,7 +21,6 @@ from gulliver.checkpoint import (
     AsyncCheckpointer,
     compare,
     export_huggingface,
-    import_huggingface,
     load,
     load_huggingface,
     save_huggingface,
@@ -139,14 +138,15 @@ def test_what_is_written_is_read_by_safetensors_bit_for_bit(tmp_path: Path, limi
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_folder_made_a_step_and_a_folder_again_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+def test_a_step_made_a_folder_and_a_folder_again_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     tensors = every_dtype()
-    folder = save_huggingface(tensors, tmp_path / "hf", 1500, config={"model_type": "tiny"})
-    step = import_huggingface(folder, tmp_path / "run", 7)
+    step = save_step(tmp_path / "run", 7, model=tensors)
+    config = {"model_type": "tiny"}
+    folder = export_huggingface(step, tmp_path / "hf", max_shard_bytes=1500, config=config)
     assert verify(tmp_path / "run") == []
     assert same_bits(load(tmp_path / "run").values["model"], tensors)
     assert compare(step, folder).equal
-    again = export_huggingface(tmp_path / "run", tmp_path / "again", max_shard_bytes=1000)
+    again = export_huggingface(folder, tmp_path / "again", max_shard_bytes=1000)
     assert same_bits(read_sharded(again), tensors)
     assert read_json(again / "config.json") == {"model_type": "tiny"}
     single = export_huggingface(step, tmp_path / "deep" / "x.safetensors")
@@ -189,8 +189,8 @@ def test_floating_point_is_converted_and_all_else_stays(tmp_path: Path) -> None:
     target = export_huggingface(tmp_path / "run", tmp_path / "x.safetensors", dtype=torch.bfloat16)
     expected = {**tensors, "a": tensors["a"].bfloat16()}
     assert same_bits(load_file(target), expected)
-    step = import_huggingface(target, tmp_path / "run", 2, dtype=torch.float64)
-    assert load(step).values["model"]["a"].dtype == torch.float64
+    again = export_huggingface(target, tmp_path / "y.safetensors", dtype=torch.float64)
+    assert load_file(again)["a"].dtype == torch.float64
 
 
 def test_a_prefix_takes_a_part_of_a_model(tmp_path: Path) -> None:
@@ -394,27 +394,12 @@ def test_what_is_no_folder_of_weights_is_one_clear_line(
 
 def test_an_existing_target_is_refused(tmp_path: Path) -> None:
     folder = save_huggingface({"a": torch.ones(2)}, tmp_path / "hf")
-    step = import_huggingface(folder, tmp_path / "run", 3)
     for make in (
         lambda: save_huggingface({"a": torch.ones(2)}, folder),
-        lambda: export_huggingface(step, folder / "model.safetensors"),
-        lambda: import_huggingface(folder, tmp_path / "run", 3),
+        lambda: export_huggingface(folder, folder / "model.safetensors"),
     ):
         with pytest.raises(GulliverError, match="exists already: choose another name"):
             make()
-
-
-def test_a_step_added_to_a_run_leaves_the_others_and_the_newest_as_they_are(tmp_path: Path) -> None:
-    newest = save_step(tmp_path, 5, model={"a": torch.zeros(2)})
-    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
-    import_huggingface(tmp_path / "x.safetensors", tmp_path, 2)
-    assert load(tmp_path).step == 5
-    assert (tmp_path / "latest").read_text().strip() == newest.name
-    with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(6, {"n": 1})
-        with pytest.raises(GulliverError, match="is being written by process"):
-            import_huggingface(tmp_path / "x.safetensors", tmp_path, 3)
-    assert load(tmp_path).step == 6
 
 
 class Stop(BaseException):
@@ -427,7 +412,6 @@ def test_nothing_is_left_of_what_did_not_end_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     source = save_step(tmp_path / "run", 1, model={"a": torch.randn(40_000)})
-    save_file({"a": torch.randn(40_000)}, tmp_path / "foreign.safetensors")
     expected: type[BaseException] = GulliverError
 
     def progress(done: int, total: int) -> None:
@@ -451,11 +435,6 @@ def test_nothing_is_left_of_what_did_not_end_well(
         export_huggingface(tmp_path / "run", tmp_path / "new" / "hf", progress=progress)
     with pytest.raises(expected):
         export_huggingface(tmp_path / "run", tmp_path / "new" / "x.safetensors", progress=progress)
-    if how != "broken source":
-        with pytest.raises(expected):
-            import_huggingface(
-                tmp_path / "foreign.safetensors", tmp_path / "new" / "run", progress=progress
-            )
     assert files_in(tmp_path) == before
 
 
@@ -468,12 +447,8 @@ def test_no_space_is_said_before_anything_is_written(
     save_file({"a": torch.randn(400)}, tmp_path / "x.safetensors")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 0, 10))
-    for make in (
-        lambda: export_huggingface(tmp_path / "x.safetensors", tmp_path / "hf"),
-        lambda: import_huggingface(tmp_path / "x.safetensors", tmp_path / "run"),
-    ):
-        with pytest.raises(GulliverError, match="no space for"):
-            make()
+    with pytest.raises(GulliverError, match="no space for"):
+        export_huggingface(tmp_path / "x.safetensors", tmp_path / "hf")
     assert files_in(tmp_path) == ["x.safetensors"]
 
 
@@ -496,8 +471,7 @@ def test_memory_does_not_grow_with_the_model(
     monkeypatch.setattr(torch, "empty", noted)
     tracemalloc.start()
     export_huggingface(path, tmp_path / "hf", max_shard_bytes=2**22)
-    step = import_huggingface(path, tmp_path / "run")
-    assert compare(step, tmp_path / "hf").equal
+    assert compare(path, tmp_path / "hf").equal
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert largest[0] <= 2**16

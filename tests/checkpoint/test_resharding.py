@@ -194,40 +194,6 @@ def test_a_replicated_model_lies_in_a_hugging_face_layout(pool: Pool, tmp_path: 
             assert opened.get_tensor(name).shape == Net().state_dict()[name].shape
 
 
-def slow_save(world: World, kind: str, folder: Path) -> tuple[bool, dict[str, Tensor]]:
-    """Saves onto a disk that hangs, so that training has long gone on when it is written."""
-    from gulliver.io.python_engine import PythonEngine
-
-    job = Job(world, kind)
-    job.run(0, 3)
-    engine = PythonEngine(pages=64)
-    job.booster.save(folder, 3, job.model, job.optimizer, job.scheduler, engine=engine)
-    engine.hold(True)
-    before = {n: v.detach().clone() for n, v in job.plain.state_dict().items()}
-    for step in range(3, 8):
-        whole = torch.randn(GLOBAL_BATCH, 5, generator=torch.Generator().manual_seed(step))
-        mine = whole.chunk(world.size)[world.rank].double()
-        job.booster.backward(job.model(mine).square().mean(), job.optimizer)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-    moved = not torch.equal(job.plain.state_dict()["last.weight"], before["last.weight"])
-    engine.hold(False)
-    job.booster.close()
-    engine.close()
-    return moved, before
-
-
-@pytest.mark.parametrize("kind", ["1", "3", "DDP"])
-def test_what_is_saved_is_the_step_although_training_goes_on(
-    pool: Pool, tmp_path: Path, kind: str
-) -> None:
-    moved, before = pool.run(slow_save, 2, kind, tmp_path)[0]
-    assert moved
-    saved = load(tmp_path).values["model"]
-    for name, value in before.items():
-        assert torch.equal(saved[name], value), name
-
-
 def test_only_the_bytes_of_a_rank_are_read(tmp_path: Path) -> None:
     from gulliver.checkpoint import AsyncCheckpointer
     from gulliver.memory.parts import Part

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.checkpoint import load, verify
+from gulliver.checkpoint import load
 from gulliver.checkpoint.files import read_tensors, write_tensors
 from gulliver.comm import World
 from gulliver.comm.world import adopt_world
@@ -20,6 +20,7 @@ from gulliver.errors import GulliverError
 from tests.pool import Pool
 
 GLOBAL_BATCH = 12
+STEP = "optimizer/step-00000000"
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +142,6 @@ def test_the_saved_state_is_that_of_a_plain_optimizer(pool: Pool, tmp_path: Path
                 found = found if isinstance(found, Tensor) else torch.tensor(found["value"])
                 torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-16)
     assert saved["groups"][1]["options"]["lr"] == optimizer.param_groups[1]["lr"]
-    assert (tmp_path / "optimizer" / "plan.yaml").is_file()
 
 
 def _saved(folder: Path, stage: int = 1, steps: int = 2) -> tuple[Booster, Any]:
@@ -166,17 +166,24 @@ def _truncate(path: Path) -> None:
 def _mix(folder: Path) -> None:
     (folder / "again").mkdir()
     _saved(folder / "again", steps=3)
-    shutil.copy(folder / "again/optimizer/state.json", folder / "optimizer/state.json")
+    shutil.copy(
+        folder / "again/optimizer/step-00000000/state.json",
+        folder / "optimizer/step-00000000/state.json",
+    )
 
 
 @pytest.mark.parametrize(
     ("spoil", "changes", "message"),
     [
         (lambda f: shutil.rmtree(f / "optimizer"), {}, "does not exist"),
-        (lambda f: (f / "optimizer/manifest.json").unlink(), {}, "holds no"),
-        (lambda f: (f / "optimizer/optimizer.safetensors").unlink(), {}, "does not exist"),
-        (lambda f: _truncate(f / "optimizer/optimizer.safetensors"), {}, "truncated"),
-        (lambda f: _truncate(f / "optimizer/state.json"), {}, "truncated"),
+        (lambda f: (f / STEP / "manifest.json").unlink(), {}, "holds no"),
+        (
+            lambda f: (f / STEP / "optimizer.safetensors").unlink(),
+            {},
+            "does not exist",
+        ),
+        (lambda f: _truncate(f / STEP / "optimizer.safetensors"), {}, "truncated"),
+        (lambda f: _truncate(f / STEP / "state.json"), {}, "truncated"),
         (_mix, {}, "or another file"),
         (lambda f: None, {"make": "SGD"}, "is of AdamW, the optimizer is SGD"),
         (lambda f: None, {"width": 9}, r"does not fit.*\(7, 5\).*\(9, 5\)"),
@@ -194,18 +201,6 @@ def test_a_wrong_checkpoint_is_one_clear_line_and_changes_nothing(
     assert "\n" not in str(caught.value)
     for name, entries in optimizer.export_state().items():
         assert all(torch.equal(before[name][key], value) for key, value in entries.items())
-
-
-def test_an_optimizer_takes_no_folder_with_other_files(tmp_path: Path) -> None:
-    booster, optimizer = _saved(tmp_path)
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "model.safetensors").write_bytes(b"kept")
-    with pytest.raises(GulliverError, match=r"other files, such as model\.safetensors: give"):
-        booster.save_optimizer(optimizer, tmp_path / "shared")
-    assert [p.name for p in (tmp_path / "shared").iterdir()] == ["model.safetensors"]
-    booster.save_optimizer(optimizer, tmp_path / "optimizer")
-    assert not verify(tmp_path / "optimizer")
-    assert not list(tmp_path.glob(".*"))
 
 
 class PerTensor(torch.optim.SGD):
@@ -257,6 +252,6 @@ def test_numbers_in_the_state_are_saved_too(tmp_path: Path) -> None:
 
 def test_the_state_folder_holds_plain_safetensors_and_no_pickle(tmp_path: Path) -> None:
     _saved(tmp_path)
-    names = {path.name for path in (tmp_path / "optimizer").iterdir()}
-    assert names == {"manifest.json", "optimizer.safetensors", "state.json", "plan.yaml"}
+    names = {path.name for path in (tmp_path / STEP).iterdir()}
+    assert names == {"manifest.json", "optimizer.safetensors", "state.json"}
     write_tensors(tmp_path / "copy.safetensors", read_tensors(tmp_path / "model.safetensors"))

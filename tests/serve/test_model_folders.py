@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import gulliver
 from gulliver.booster import lazy_parameters
-from gulliver.checkpoint import export_huggingface, import_huggingface, load_huggingface
-from gulliver.checkpoint.huggingface import model_weights, read_weights
+from gulliver.checkpoint import export_huggingface, load_huggingface
+from gulliver.checkpoint.huggingface import model_weights
 from gulliver.checkpoint.weights import is_step_or_run, open_weights
 from gulliver.errors import GulliverError
 from gulliver.memory import region_of
@@ -85,9 +85,6 @@ def test_every_reader_has_the_values_of_from_pretrained(kind: str, tmp_path: Pat
     load_huggingface(model, tmp_path)
     assert model.state_dict().keys() == wanted.state_dict().keys()
     same(dict(model.state_dict()), wanted)
-    found, odd = read_weights(tmp_path, model)
-    assert not odd
-    same(found, wanted)
     streamed = stream_quantized(empty(kind), tmp_path, "int8", exclude=["*"])
     same(dict(streamed.state_dict()), wanted)
 
@@ -170,14 +167,8 @@ def test_fp8_blocks_at_an_edge_are_smaller(tmp_path: Path) -> None:
             assert torch.equal(value, exact[name]), name
 
 
-@pytest.mark.parametrize("through", ["folder", "step"])
-def test_fp8_that_is_converted_keeps_its_values(
-    fp8: tuple[Path, Path], tmp_path: Path, through: str
-) -> None:
-    source: Path = fp8[0]
-    if through == "step":
-        source = import_huggingface(fp8[0], tmp_path / "run", dtype=torch.float32)
-    export_huggingface(source, tmp_path / "out", dtype=torch.float32)
+def test_fp8_that_is_converted_keeps_its_values(fp8: tuple[Path, Path], tmp_path: Path) -> None:
+    export_huggingface(fp8[0], tmp_path / "out", dtype=torch.float32)
     found, wanted = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "out", fp8[1])
     )

@@ -28,7 +28,7 @@ from gulliver.booster.hybrid.steps import (
 )
 from gulliver.booster.limited import LimitedManager, manager_of
 from gulliver.booster.replicas import share_ddp, share_zero, tune
-from gulliver.checkpoint.huggingface import match_huggingface
+from gulliver.checkpoint.huggingface import load_huggingface
 from gulliver.comm.collectives import broadcast_object, raise_on_any_rank
 from gulliver.comm.world import World, current_world
 from gulliver.errors import GulliverError
@@ -68,7 +68,7 @@ def check_meta(
                 "gulliver.booster.lazy_parameters(), which leaves buffers alone"
             )
     if weights is not None:
-        match_huggingface(model, weights, dtypes=dtypes)
+        load_huggingface(model, weights, dtypes=dtypes, fill=False)
         return
     owners: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():

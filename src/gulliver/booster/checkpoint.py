@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gulliver.booster.wire_state import WIRE, restore_wire, wire_entry
 from gulliver.checkpoint.collect import PerRank, refuse_boosted
 from gulliver.checkpoint.files import read_json, write_json
-from gulliver.checkpoint.huggingface import read_weights
 from gulliver.checkpoint.loading import (
     Filling,
     Loaded,
@@ -86,13 +85,6 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             raise GulliverError(f"{name!r} of the model is a {type(value).__name__}, not a tensor")
     return dict(state)
-
-
-def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
-    """Reads a state dict in place; returns the names that were missing or left over."""
-    state, odd = read_weights(path, model, strict)
-    model.load_state_dict(state, strict=False)
-    return odd.missing + odd.unexpected
 
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
@@ -257,7 +249,7 @@ class LoadPlan:
     def load(self) -> Loaded:
         """Matches and fills; every rank calls it."""
         reader, optimizer, model = self.reader, self.optimizer, self.model
-        self.loaded = Loaded.of(reader)
+        self.loaded = Loaded(reader.manifest.step)
         # These ask other ranks, so they come before anything that may fail on one rank alone.
         entry = None if optimizer is None else OptimizerEntry.of(reader, optimizer)
         elsewhere = names_of_all(model, self.holder)

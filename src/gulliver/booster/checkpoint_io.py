@@ -1,4 +1,4 @@
-"""Optimizers without their models: a step with one entry, in a folder of its own.
+"""Optimizers without their models: a run whose only step has one entry.
 
 Every rank writes what it has, in the format of whole steps. The entry also has the float32 copies
 of 16-bit parameters, which a whole step keeps as the model, and shapes and dtypes of parameters.
@@ -7,16 +7,13 @@ of 16-bit parameters, which a whole step keeps as the model, and shapes and dtyp
 from __future__ import annotations
 
 import inspect
-import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gulliver.booster.checkpoint import (
     OPTIMIZER,
@@ -28,89 +25,46 @@ from gulliver.booster.checkpoint import (
     names_of_all,
     on_main,
     optimizer_entry,
-    read_model,
     read_scheduler,
     restore_random,
     whole_model,
     write_scheduler,
 )
 from gulliver.booster.running import Running
-from gulliver.checkpoint.background import PartsSaver, begin_huggingface, begin_single
 from gulliver.checkpoint.files import write_tensors
-from gulliver.checkpoint.folder import CheckpointFolder
-from gulliver.checkpoint.huggingface import load_huggingface, match_huggingface
+from gulliver.checkpoint.huggingface import load_huggingface
 from gulliver.checkpoint.interchange import (
     adapter_names,
-    gather_huggingface,
     has_adapters,
     write_adapters,
+    write_untied,
 )
 from gulliver.checkpoint.loading import Loaded, step_folder
+from gulliver.checkpoint.manifest import Mismatch
 from gulliver.checkpoint.reader import StepReader
 from gulliver.checkpoint.saving import AsyncCheckpointer
-from gulliver.checkpoint.weights import Weights
-from gulliver.checkpoint.writing import GatheredWeights, on_gathered, refuse_existing, write_single
+from gulliver.checkpoint.weights import MemoryWeights, Weights
+from gulliver.checkpoint.writing import PartsSaver, refuse_existing, write_single
 from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on_any_rank
 from gulliver.comm.world import init_world
 from gulliver.errors import GulliverError, nearest
-from gulliver.io.files import PARTIAL, finish_folder, hold, remove_all, remove_leftovers
 from gulliver.memory.parts import whole_shape
 from gulliver.parallel.optimizer import BoostedOptimizer
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.plan.plan import Plan
 from gulliver.planner.model import dtypes_of, narrow_dtypes, unwrapped
 
-PLAN = "plan.yaml"
-# Names of the files in a folder of an optimizer.
-OURS = re.compile(
-    r"manifest\.json|state\.json|plan\.yaml|optimizer(-[0-9]+-of-[0-9]+)?\.safetensors"
-)
-
 
 def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None) -> None:
-    """Writes an optimizer as a step in a folder of its own, whole or not at all; all ranks call it.
-
-    Raises:
-        GulliverError: the folder holds other files, which it would replace, or cannot be written.
-    """
-    raise_on_any_rank(lambda: _refuse_others(folder))
+    """Writes an optimizer as the only step of a run; all ranks call it."""
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.take_writes()
     content = optimizer_entry(optimizer, _state_of(optimizer))
     content["parameters"] = stepped(optimizer)
-    # The name has the writer's process, so that leftovers of killed ones can be told from it.
-    number = broadcast_object(os.getpid())
-    run = folder.with_name(f".{folder.name}.{number}{PARTIAL}")
-    with ExitStack() as stack:
-        on_main(lambda: _begin(run, stack))
-        limit = optimizer.checkpoint.copy_limit
-        with AsyncCheckpointer(run, keep=0, mode="ring", memory_limit=limit) as checkpointer:
-            checkpointer.save(0, {OPTIMIZER: content})
-        on_main(lambda: _name(CheckpointFolder(run).path(0), folder, plan))
-
-
-def _refuse_others(folder: Path) -> None:
-    there = folder.iterdir() if folder.is_dir() else ()
-    others = sorted(entry.name for entry in there if not OURS.fullmatch(entry.name))
-    if others:
-        raise GulliverError(
-            f"{folder} holds other files, such as {others[0]}: give the optimizer a folder of its "
-            "own"
-        )
-
-
-def _begin(run: Path, stack: ExitStack) -> None:
-    """Makes a temporary folder that the stack removes; also removes those of killed processes."""
-    remove_leftovers(run.parent)
-    run.mkdir(parents=True)
-    stack.callback(remove_all, run)
-    stack.enter_context(hold(run))
-
-
-def _name(step: Path, folder: Path, plan: Plan | None) -> None:
-    if plan is not None:
-        plan.save(step / PLAN)
-    finish_folder(step, folder)
+    about = {} if plan is None else {"plan": plan.to_values()}
+    limit = optimizer.checkpoint.copy_limit
+    with AsyncCheckpointer(folder, 1, mode="ring", memory_limit=limit, about=about) as checkpointer:
+        checkpointer.save(0, {OPTIMIZER: content})
 
 
 def _state_of(optimizer: BoostedOptimizer) -> Any:
@@ -158,66 +112,35 @@ def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], fold
             )
 
 
-# Files of models that no rank has whole: gathered and cut one tensor at a time.
-#
-# The files are those of models that every rank has whole. Every rank calls every function here.
+# Whole files of models that ranks may hold parts of. Every rank calls every function here.
+
+Write = Callable[[Weights], object]
 
 
-def write_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
-    """Writes a model as one file, under its own names and in its own dtypes."""
-
-    def write(weights: GatheredWeights) -> None:
-        write_single(weights, {name: name for name in weights.infos}, path)
-
-    on_gathered(holder.checkpoint.model_leaves(model), write, dtypes_of(model))
-
-
-def begin_gathered(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
-    """Begins to write what `write_gathered` writes, while training goes on."""
-    leaves, dtypes = holder.checkpoint.model_leaves(model), _of_all(dtypes_of(model))
-    return begin_single(leaves, path, dtypes, holder.checkpoint.copy_limit)
-
-
-def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
-    """Writes a model as a Hugging Face folder; tied weights are there once."""
-    aliases = _of_all(holder.checkpoint.canonical_names(model))
-    leaves = holder.checkpoint.model_leaves(model)
-    gather_huggingface(leaves, folder, dtypes=dtypes_of(model), aliases=aliases, **options)
-
-
-def write_adapter_folder(
-    holder: BoostedOptimizer,
-    model: nn.Module,
-    folder: Path,
-    use_async: bool,
-    dtype: torch.dtype | None = None,
-) -> PartsSaver | None:
-    """Writes PEFT's adapters of a model, or begins to while training goes on."""
-    raise_on_any_rank(lambda: refuse_existing(folder))
-    names = _of_all({0: adapter_names(model)})[0]
-    wanted = {source for sources in names.values() for source in sources.values()}
-    leaves = {n: leaf for n, leaf in holder.checkpoint.model_leaves(model).items() if n in wanted}
+def write_file(model: nn.Module, path: Path) -> Write:
+    """Returns what writes a model as one file, under its own names and in its own dtypes."""
     dtypes = _of_all(dtypes_of(model))
-
-    def write(weights: Weights) -> None:
-        write_adapters(weights, model, folder, dtypes if dtype is None else dtype, names=names)
-
-    if not use_async:
-        on_gathered(leaves, write, dtypes_of(model))
-        return None
-    saver = PartsSaver(folder, write, holder.checkpoint.copy_limit)
-    saver.begin(leaves)
-    return saver
+    return lambda weights: write_single(weights, {n: n for n in weights.infos}, path, dtypes)
 
 
-def begin_folder(
+def write_folder(
     holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
-) -> PartsSaver:
-    """Begins to write what `write_folder` writes, while training goes on."""
+) -> tuple[Write, set[str] | None]:
+    """Returns what writes a Hugging Face folder, and the names that it reads; None for all.
+
+    Tied weights are there once. Of a model with PEFT's adapters these are written.
+    """
     raise_on_any_rank(lambda: refuse_existing(folder))
-    aliases, dtypes = _of_all(holder.checkpoint.canonical_names(model)), _of_all(dtypes_of(model))
-    leaves, limit = holder.checkpoint.model_leaves(model), holder.checkpoint.copy_limit
-    return begin_huggingface(leaves, folder, dtypes, aliases, memory_limit=limit, **options)
+    dtype = options.pop("dtype", None) or _of_all(dtypes_of(model))
+    if has_adapters(model):
+        names = _of_all({0: adapter_names(model)})[0]
+        wanted = {source for sources in names.values() for source in sources.values()}
+        return lambda weights: write_adapters(weights, model, folder, dtype, names=names), wanted
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        options.setdefault("config", config.to_dict())
+    aliases = _of_all(holder.checkpoint.canonical_names(model))
+    return lambda w: write_untied(w, folder, dtype=dtype, aliases=aliases, **options), None
 
 
 def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
@@ -232,15 +155,14 @@ def read_sharded(
     leaves, elsewhere = holder.checkpoint.load_leaves(model), names_of_all(model, holder)
     aliases = holder.checkpoint.canonical_names(model)
     narrow = {} if checked else narrow_dtypes(model)
-    odd = raise_on_any_rank(
-        lambda: match_huggingface(
-            leaves, path, strict, "", elsewhere, aliases, dtypes=narrow, like=model
-        )
-    )
+
+    def read(strict: bool, **options: Any) -> Mismatch:
+        return load_huggingface(leaves, path, strict, "", elsewhere, aliases, model, **options)
+
+    odd = raise_on_any_rank(lambda: read(strict, dtypes=narrow, fill=False))
     holder.checkpoint.before_model_load()
     # Mismatches were found and reported above.
-    given = leaves, path, False, "", elsewhere, aliases, True, model
-    raise_on_any_rank(lambda: load_huggingface(*given))
+    raise_on_any_rank(lambda: read(strict=False, check=False))
     holder.checkpoint.after_model_load()
     every = gather_objects(odd.missing + odd.unexpected)
     return list(dict.fromkeys(name for names in every for name in names))
@@ -437,6 +359,28 @@ class CheckpointIO:
             self._checkpointers[key] = AsyncCheckpointer(folder, **given)
         return self._checkpointers[key]
 
+    def _write(
+        self,
+        holder: BoostedOptimizer,
+        model: nn.Module,
+        target: Path,
+        write: Write,
+        names: set[str] | None,
+        use_async: bool,
+    ) -> None:
+        """Writes files of a model from memory where a rank has all of it, else from its parts."""
+        if not use_async and not _is_spread(holder):
+            state = _whole_state(holder, model)
+            state = state if names is None else {name: state[name] for name in names}
+            tied = holder.checkpoint.canonical_names(model)
+            on_main(lambda: write(MemoryWeights(state, tied)))
+            return
+        every = holder.checkpoint.model_leaves(model).items()
+        leaves = {name: leaf for name, leaf in every if names is None or name in names}
+        self._saving = PartsSaver(target, write, leaves, holder.checkpoint.copy_limit)
+        if not use_async:
+            self._await_model()
+
     def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
         """Writes the model's state dict, whole and under its own names, as one safetensors file.
 
@@ -453,16 +397,11 @@ class CheckpointIO:
         plain, place = unwrapped(model), Path(path)
         self._await_model()
         holder = self._optimizers.get(model)
-        if holder is not None and use_async:
-            self._saving = begin_gathered(holder, plain, place)
-        elif holder is not None and _is_spread(holder):
-            write_gathered(holder, plain, place)
+        if holder is not None and (use_async or _is_spread(holder)):
+            self._write(holder, plain, place, write_file(plain, place), None, use_async)
         else:
             check_whole(plain)
-            state = whole_model(plain)
-            if isinstance(holder, ZeroOptimizer):
-                # Where updates travel packed, parameters differ from the shards that are trained.
-                state |= holder.checkpoint.exact_parameters(plain)
+            state = _whole_state(holder, plain)
             on_main(lambda: write_tensors(place, state))
 
     def _await_model(self) -> None:
@@ -485,10 +424,11 @@ class CheckpointIO:
         Returns:
             The names that were missing or left over.
         """
-        holder = self._optimizers.get(model)
-        if holder is not None and _is_spread(holder):
-            return read_sharded(holder, unwrapped(model), Path(path), strict)
-        return read_model(unwrapped(model), Path(path), strict)
+        holder, plain = self._optimizers.get(model), unwrapped(model)
+        if holder is not None:
+            return read_sharded(holder, plain, Path(path), strict)
+        odd = load_huggingface(plain, path, strict)
+        return odd.missing + odd.unexpected
 
     def save_huggingface(
         self, model: nn.Module, folder: Path | str, use_async: bool = False, **options: Any
@@ -510,27 +450,16 @@ class CheckpointIO:
         if holder is None:
             raise GulliverError("the model was not boosted by this booster: boost it first")
         self._await_model()
-        if has_adapters(unwrapped(model)):
-            given = options.get("dtype")
-            self._saving = write_adapter_folder(
-                holder, unwrapped(model), Path(folder), use_async, given
-            )
-            return
-        config = getattr(unwrapped(model), "config", None)
-        if hasattr(config, "to_dict"):
-            options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
-        if use_async:
-            plain = unwrapped(model)
-            self._saving = begin_folder(holder, plain, Path(folder), **options)
-            return
-        write_folder(holder, unwrapped(model), Path(folder), **options)
+        plain, target = unwrapped(model), Path(folder)
+        write, names = write_folder(holder, plain, target, **options)
+        self._write(holder, plain, target, write, names, use_async)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Writes the optimizer state by parameter name, and the plan, to a folder.
 
         Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
-        The folder is a step of the checkpoint format with the entry ``optimizer``; it appears, or
-        is replaced, whole or not at all. A folder with other files is refused.
+        The folder is a run whose only step has the entry ``optimizer``, with the plan in its
+        manifest; the step appears, or is replaced, whole or not at all.
         """
         plan = None if self._last is None else self._last.plan
         write_optimizer(boosted_only(optimizer), Path(path), plan)
@@ -551,6 +480,15 @@ class CheckpointIO:
     def load_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
         """Reads what `save_lr_scheduler` wrote."""
         read_scheduler(lr_scheduler, Path(path))
+
+
+def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str, Tensor]:
+    """State dict of a model that every rank has whole; every rank calls it."""
+    state = whole_model(model)
+    if isinstance(holder, ZeroOptimizer):
+        # Where updates travel packed, parameters differ from the shards that are trained.
+        state |= holder.checkpoint.exact_parameters(model)
+    return state
 
 
 def _is_spread(holder: BoostedOptimizer) -> bool:

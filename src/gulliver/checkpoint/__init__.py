@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gulliver.checkpoint.huggingface import load_huggingface
     from gulliver.checkpoint.interchange import (
         export_huggingface,
-        import_huggingface,
         save_huggingface,
     )
     from gulliver.checkpoint.loading import Loaded, load
@@ -28,7 +27,6 @@ __all__ = [
     "PerRank",
     "compare",
     "export_huggingface",
-    "import_huggingface",
     "load",
     "load_huggingface",
     "save_huggingface",
@@ -44,7 +42,6 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.checkpoint.huggingface": ["load_huggingface"],
         "gulliver.checkpoint.interchange": [
             "export_huggingface",
-            "import_huggingface",
             "save_huggingface",
         ],
         "gulliver.checkpoint.loading": ["Loaded", "load"],

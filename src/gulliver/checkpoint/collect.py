@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,25 +185,11 @@ def collect(
         found.skeletons[entry] = skeleton
         found.tensors[entry] = {n: v for n, v in leaves.items() if isinstance(v, Part)}
         common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
-    _check_files(found.tensors, rank, world_size)
     if world_size > 1:
         found.digest = _digest(common)
     _share_out(common, found, rank, world_size)
     found.guarded = guarded_storages()
     return found
-
-
-def _check_files(entries: Iterable[str], rank: int, world_size: int) -> None:
-    """Refuses entries that would overwrite each other."""
-    files: dict[str, str] = {}
-    for entry in entries:
-        other = files.setdefault(name := file_name(entry, rank, world_size), entry)
-        if other != entry:
-            names = [each.split("@")[0] for each in (other, entry)]
-            raise GulliverError(
-                f"entries {names[0]!r} and {names[1]!r} would both be written to {name}: call one "
-                "of them something else"
-            )
 
 
 def _content(value: Any) -> Any:

@@ -35,11 +35,6 @@ SLICE = 2**20
 # --- verifying -----------------------------------------------------------------------------------
 
 
-def run_steps(path: Path | str) -> list[tuple[int, Path]]:
-    """All steps of a run, complete or not, lowest first."""
-    return steps_of(Path(path))
-
-
 def verify(
     path: Path | str, step: int | None = None, progress: Progress | None = None
 ) -> list[Problem]:
@@ -67,7 +62,7 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
     if (path / MANIFEST).is_file():
         check_number(path, step)
         return path
-    folders = dict(run_steps(path))
+    folders = dict(steps_of(path))
     if not folders:
         return step_folder(path, step)
     if step is not None and step not in folders:

@@ -1,10 +1,9 @@
-"""Parser of JSON that refuses keys that are there twice, as Python's does not."""
+"""Safetensors files, planned byte by byte or written at once, and JSON files."""
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import struct
 from collections.abc import Iterator, Mapping
@@ -19,21 +18,12 @@ from gulliver.errors import GulliverError
 from gulliver.io.files import atomic_file, named_errors, write_text
 
 
-def parse_json(path: Path, content: bytes, kind: str = "JSON") -> Any:
+def parse_json(path: Path, content: bytes) -> Any:
     """Parses the content of a JSON file."""
     try:
-        return json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
+        return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise GulliverError(f"{path} is truncated or no {kind} ({error})") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice")
-    return found
+        raise GulliverError(f"{path} is truncated or no JSON ({error})") from error
 
 
 # Plan of a safetensors file: its header, and the memory that each of its bytes comes from.
@@ -178,119 +168,19 @@ class Image:
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
     """Finds the tensors in a safetensors file, and the text next to them; reads the header only."""
-    path = Path(path)
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            if not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise GulliverError(f"{path} is truncated or no safetensors file")
-            content = file.read(length)
-    except FileNotFoundError:
-        raise GulliverError(f"{path} does not exist") from None
-    except OSError as error:
-        raise GulliverError(f"{path} cannot be read: {error.strerror}") from error
-    entries = parse_json(path, content, "safetensors file")
-    try:
-        metadata = entries.pop(RESERVED, {})
-        slots = {
-            name: _slot(path, name, entry, 8 + length, size) for name, entry in entries.items()
-        }
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, GulliverError):
-            raise
-        raise GulliverError(f"{path} has a broken header ({error!r})") from error
-    _check_filled(path, slots, 8 + length, size)
+    # Opening it checks the header: tensors lie one behind the other, from there to the file's end.
+    metadata = read_metadata(path)
+    with named_errors(path, "read"), path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(length))
+    entries.pop(RESERVED, None)
+    slots = dict[str, Slot]()
+    for name, entry in entries.items():
+        if entry["dtype"] not in DTYPES:
+            raise GulliverError(f"tensor {name!r} in {path} is of dtype {entry['dtype']}")
+        offset = 8 + length + entry["data_offsets"][0]
+        slots[name] = Slot(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
     return slots, metadata
-
-
-def _check_filled(path: Path, slots: Mapping[str, Slot], base: int, size: int) -> None:
-    """Refuses a file whose tensors do not lie one behind the other, from its header to its end."""
-    end, last = base, "the header"
-    for slot in sorted(slots.values(), key=lambda slot: (slot.offset, slot.nbytes)):
-        if slot.offset != end:
-            what = "overlaps" if slot.offset < end else "leaves a gap after"
-            raise GulliverError(f"{path} has a broken header: tensor {slot.name!r} {what} {last}")
-        end, last = end + slot.nbytes, f"tensor {slot.name!r}"
-    if end < size:
-        raise GulliverError(f"{path} has a broken header: {size - end} bytes follow {last}")
-
-
-def _slot(path: Path, name: str, entry: Mapping[str, Any], base: int, size: int) -> Slot:
-    code, (begin, end) = entry["dtype"], entry["data_offsets"]
-    if code not in DTYPES:
-        raise GulliverError(f"tensor {name!r} in {path} is of dtype {code}, which is not known")
-    slot = Slot(name, DTYPES[code], shape_from_json(entry["shape"]), base + begin)
-    if type(begin) is not int or slot.nbytes != end - begin or begin < 0:
-        raise GulliverError(f"{path} has a broken header: tensor {name!r} does not fit its place")
-    if base + end > size:
-        raise GulliverError(
-            f"{path} is truncated: tensor {name!r} ends at byte {base + end}, the file at {size}"
-        )
-    return slot
-
-
-# Reads a slice of each tensor of a file that was written, and compares it with what was meant.
-#
-# The file is read by the safetensors package, which shares no code with what wrote it.
-
-
-SLICE = 1024
-"""Elements at the beginning of each tensor that are compared."""
-
-_log = logging.getLogger("gulliver.export")
-
-
-class ReadBack:
-    """Slices of the tensors of a file, as they were before they were converted and written."""
-
-    def __init__(self) -> None:
-        self._meant: dict[str, Tensor] = {}
-
-    def note(self, name: str, values: Tensor) -> None:
-        """Keeps the first elements of a tensor; of several runs those of the first count."""
-        if name not in self._meant:
-            self._meant[name] = values.reshape(-1)[:SLICE].clone()
-
-    def check(self, path: Path, called: str = "") -> None:
-        """Compares the file with what was meant, and logs the largest difference."""
-        from safetensors import safe_open
-
-        most, which = 0.0, ""
-        with safe_open(str(path), framework="pt") as file:
-            for name, meant in self._meant.items():
-                found = _beginning(file.get_slice(name), len(meant))
-                wanted = meant.to(found.dtype)
-                if not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
-                    raise GulliverError(
-                        f"{called or path}: tensor {name!r} reads back as other values than were "
-                        "written: check the disk, and write it again"
-                    )
-                if found.dtype != meant.dtype and len(meant):
-                    apart = (found.double() - meant.double()).abs()
-                    if (largest := float(apart.nan_to_num(0.0).max())) > most:
-                        most, which = largest, f" ({name})"
-        count = len(self._meant)
-        _log.info(
-            "%s: read back %d tensors, largest difference %.3g%s",
-            called or path,
-            count,
-            most,
-            which,
-        )
-
-
-def _beginning(stored: Any, count: int) -> Tensor:
-    """Returns the first elements of a tensor in a file, in their order."""
-    shape = stored.get_shape()
-    if not shape or not count:
-        return stored[...].reshape(-1)[:count]
-    places = list[slice]()
-    for dim in range(len(shape)):
-        below = math.prod(shape[dim + 1 :])
-        places.append(slice(0, min(shape[dim], -(-count // below))))
-    return stored[tuple(places)].reshape(-1)[:count]
 
 
 # Single files: tensors as safetensors, all else as JSON, no pickle anywhere.
@@ -306,7 +196,6 @@ def write_tensors(
 
     seen: set[int] = set()
     ready: dict[str, Tensor] = {}
-    back = ReadBack()
     for name, tensor in tensors.items():
         value = _plain(name, tensor)
         storage = value.untyped_storage()
@@ -315,7 +204,6 @@ def write_tensors(
             value = value.clone()
         seen.add(storage.data_ptr())
         ready[name] = value
-        back.note(name, value)
     path = Path(path)
     needed = sum(t.nbytes for t in ready.values()) + 4096
     with atomic_file(path, needed) as partial:
@@ -329,7 +217,6 @@ def write_tensors(
                 raise OSError(errno.ENOSPC, str(error)) from error
             raise GulliverError(f"{path} cannot be written: {error}") from error
         partial.chmod(mode)
-        back.check(partial, str(path))
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

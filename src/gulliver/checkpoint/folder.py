@@ -1,4 +1,4 @@
-"""Order in which the steps of a run were saved, and the steps on branches that the run has left."""
+"""Folder of the steps of a run: their order, which of them stay, and who may write there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import functools
 import logging
 import os
 import re
-import shutil
 import socket
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
@@ -27,29 +25,21 @@ from gulliver.io.files import (
     sync,
     write_text,
 )
-from gulliver.options import positive_number, whole_number
-
-Age = tuple[int, int]
-"""Sort key of a step: its order, and its number."""
-SHOWN = 6
-"""Most steps that a message names."""
+from gulliver.options import whole_number
 
 
-# [Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on
-# are the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is
-# one more than the highest in the folder was. The step of the highest order is the newest. A step
-# lies on a branch that was left if a lower one, or one of the same number, was saved after it: the
-# run that is now did not pass through it. Nothing else has to be written down, and no order changes
-# when steps are deleted, copied or linked.
-def age_of(folder: Path, step: int) -> Age | None:
-    """Returns when a step was saved; None where its manifest cannot be read."""
+# [Note: the newest step] Who loads step 100 of 300 and trains on goes back: the steps saved from
+# then on are the run, though 300 is the higher number. So every step's manifest counts: its
+# ``order`` is one more than the highest in the folder was, and the step of the highest order is the
+# newest. No order changes when steps are deleted, copied or linked.
+def order_in(folder: Path) -> int | None:
+    """Returns the order of a step; None where its manifest cannot be read."""
     path = Path(folder) / MANIFEST
     try:
         found = os.stat(path)
-        order = _read_order(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+        return _read_order(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
     except (OSError, GulliverError):
         return None
-    return order, step
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,43 +50,8 @@ def _read_order(path: str, inode: int, mtime_ns: int, nbytes: int) -> int:
 
 def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
     """Steps that have a readable manifest, those saved first first."""
-    ages = (age_of(folder, step) for step, folder in folders)
-    return [step for _, step in sorted(age for age in ages if age is not None)]
-
-
-def left_behind(steps: Sequence[int]) -> list[int]:
-    """Returns the steps that lie on a branch that was left, ascending."""
-    # From the newest back: whatever is not below all that came later was left.
-    found, lowest = list[int](), float("inf")
-    for step in reversed(steps):
-        if step >= lowest:
-            found.append(step)
-        lowest = min(lowest, step)
-    return sorted(found)
-
-
-def higher(folder: Path, siblings: Iterable[tuple[int, Path]]) -> tuple[list[int], list[int]]:
-    """Returns the higher steps of a run: those saved before one of its steps, and those after it.
-
-    Args:
-        folder: folder of the step.
-        siblings: numbers and folders of the steps of its run.
-    """
-    ages = {path.name: age_of(path, number) for number, path in siblings}
-    mine = ages.get(folder.name)
-    if mine is None:
-        return [], []
-    beyond = sorted((age[1], age) for age in ages.values() if age is not None and age[1] > mine[1])
-    return [n for n, age in beyond if age < mine], [n for n, age in beyond if age > mine]
-
-
-def shown(steps: Sequence[int]) -> str:
-    """Names steps for a message, the last and at most `SHOWN` in all."""
-    some = [str(step) for step in steps[: SHOWN - 1]]
-    if len(steps) > SHOWN:
-        some.append("...")
-    some += [str(step) for step in steps[SHOWN - 1 :][-1:]]
-    return f"step{'s' * (len(steps) > 1)} {', '.join(some)}"
+    ages = ((order_in(folder), step) for step, folder in folders)
+    return [step for _, step in sorted((order, step) for order, step in ages if order is not None)]
 
 
 # Folder of checkpoints, of which the newest complete one always loads.
@@ -139,25 +94,17 @@ class CheckpointFolder:
 
     Args:
         root: folder of the run; made when the first step is saved.
-        keep: number of the newest steps that stay; 0 keeps all. Where a run went back to an earlier
-            step, those of the branch that it left go first.
-        max_age_s: seconds after which a step goes, too; None keeps it however old it is. The newest
-            complete step stays in any case.
+        keep: number of the steps saved last that stay; 0 keeps all.
 
     Raises:
-        GulliverError: `keep` is no whole number or negative, or `max_age_s` not positive.
+        GulliverError: `keep` is no whole number or negative.
     """
 
-    def __init__(self, root: Path, keep: int = 3, max_age_s: float | None = None) -> None:
+    def __init__(self, root: Path, keep: int = 3) -> None:
         keep = whole_number("keep", keep)
         if keep < 0:
             raise GulliverError(f"{keep} checkpoints cannot be kept: give 1 or more, or 0 for all")
-        if max_age_s is not None:
-            try:
-                max_age_s = positive_number("max_age_s", max_age_s)
-            except GulliverError as error:
-                raise GulliverError(f"{error}: None keeps all ages") from None
-        self.root, self.keep, self.max_age_s = Path(root), keep, max_age_s
+        self.root, self.keep = Path(root), keep
 
     def path(self, step: int) -> Path:
         """Returns the path of a step's folder."""
@@ -168,11 +115,7 @@ class CheckpointFolder:
         return self.root / f"{self.path(step).name}{PARTIAL}"
 
     def steps(self) -> list[int]:
-        """Lists the complete steps, lowest first.
-
-        Raises:
-            GulliverError: a step was written by a newer version.
-        """
+        """Lists the complete steps, lowest first."""
         return [step for step in self._numbers() if is_complete(self.path(step))]
 
     def _numbers(self) -> list[int]:
@@ -184,21 +127,14 @@ class CheckpointFolder:
 
     def next_order(self) -> int:
         """Returns the order of the step that is saved next; see the note in `folder.py`."""
-        ages = (age_of(self.path(step), step) for step in self._numbers())
-        return 1 + max((age[0] for age in ages if age), default=0)
-
-    def left_behind(self) -> list[int]:
-        """Lists steps that lie on a branch that the run has left, lowest first."""
-        return left_behind(self._ages())
+        orders = (order_in(self.path(step)) for step in self._numbers())
+        return 1 + max((order for order in orders if order), default=0)
 
     def latest(self) -> Path | None:
         """Returns the folder of the complete step that was saved last, whatever its number.
 
         None where there is none. Logs it on rank 0 where the file `latest` names a step that is not
         complete.
-
-        Raises:
-            GulliverError: a step was written by a newer version.
         """
         newest = None
         for step in reversed(self._ages()):
@@ -224,12 +160,7 @@ class CheckpointFolder:
         return STEP.fullmatch(name) is not None and is_complete(self.root / name)
 
     def begin(self, step: int) -> Path:
-        """Removes what a killed process left half written, and makes the temporary folder.
-
-        Raises:
-            GulliverError: the folder cannot be written, or something that is no step has the name
-                of this one.
-        """
+        """Removes what a killed process left half written, and makes the temporary folder."""
         partial, final = self.partial(step), self.path(step)
         if final.exists() and not final.is_symlink() and not _was_step(final):
             raise GulliverError(
@@ -248,18 +179,14 @@ class CheckpointFolder:
 
         From the moment that it has its name the step is saved, and is found without `latest`: what
         fails after that is logged.
-
-        Raises:
-            GulliverError: the step could not be given its name.
         """
-        left_before = self.left_behind()
         # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
         # step.
         name_folder(self.partial(step), self.path(step))
         for what, settle in (
             ("its name may not outlive a loss of power", lambda: sync(self.root)),
             (f"the file {LATEST} does not name it", lambda: self._point_to(step)),
-            ("old checkpoints stay", lambda: self._retire(step, left_before)),
+            ("old checkpoints stay", lambda: self._retire(step)),
         ):
             try:
                 settle()
@@ -269,17 +196,8 @@ class CheckpointFolder:
     def _point_to(self, step: int) -> None:
         write_text(self.root / LATEST, self.path(step).name + "\n")
 
-    def _retire(self, step: int, left_before: list[int]) -> None:
+    def _retire(self, step: int) -> None:
         """Removes what is not kept now that a step is there."""
-        left = [n for n in self.left_behind() if n not in left_before]
-        if left:
-            _log.warning(
-                "step %d was saved after %s of %s: on the branch that the run has left they go "
-                "before others; copy what is to stay",
-                step,
-                shown(left),
-                self.root,
-            )
         for old in self._outlived():
             if old != step:
                 remove_folder(self.path(old))
@@ -292,23 +210,15 @@ class CheckpointFolder:
         remove_all(self.partial(step))
 
     def _outlived(self) -> list[int]:
-        """Lists steps that go, as they are too many or too old; never the newest."""
-        if not self.keep and self.max_age_s is None:
+        """Lists steps that go, as they are too many."""
+        if not self.keep:
             return []  # without a look at the steps, which may be many
         complete = set(self.steps())
-        steps = [step for step in self._ages() if step in complete]
-        left = left_behind(steps)
-        # What lies on a branch that was left goes first, however new: the run is elsewhere.
-        queue = [s for s in steps if s in left] + [s for s in steps if s not in left]
-        gone = set(queue[: -self.keep]) if self.keep else set()
-        if self.max_age_s is not None:
-            before = time.time() - self.max_age_s
-            gone |= {step for step in steps if self.path(step).stat().st_mtime < before}
-        return sorted(gone - set(steps[-1:]))
+        return [step for step in self._ages() if step in complete][: -self.keep]
 
     def _spoiled(self) -> list[Path]:
         """Lists steps that lack files, and would have gone by now had they been complete."""
-        if not self.keep and self.max_age_s is None:
+        if not self.keep:
             return []
         complete = set(self.steps())
         if not complete:
@@ -320,30 +230,9 @@ class CheckpointFolder:
             p for p in others if not p.is_symlink() and _was_step(p) and p.stat().st_mtime < oldest
         ]
 
-    def room_for_next(self, nbytes: int) -> str | None:
-        """Returns why the next step may find no room; None where it does.
-
-        Args:
-            nbytes: bytes of a step.
-        """
-        have = len(self._numbers())
-        wanted = max(0, self.keep + 1 - have) if self.keep else 1
-        free = shutil.disk_usage(self.root).free
-        if free >= wanted * nbytes:
-            return None
-        return (
-            f"{self.root} has room for {free // max(1, nbytes)} more steps of "
-            f"{nbytes / 2**20:.0f} MiB: {self.needs()}"
-        )
-
     def needs(self) -> str:
         """Says for how many steps there has to be room, for messages."""
-        if not self.keep:
-            return "keep=0 removes none"
-        return (
-            f"keep={self.keep} needs room for {self.keep + 1}, as the oldest goes when the new one "
-            "is complete"
-        )
+        return f"keep={self.keep} needs room for {self.keep + 1} steps" if self.keep else ""
 
 
 class FolderLock:

@@ -31,6 +31,7 @@ from gulliver.checkpoint.weights import (
     Weights,
     identity,
     open_weights,
+    rounds,
 )
 from gulliver.errors import GulliverError
 from gulliver.memory.parts import Part, Region, region_of, whole_shape
@@ -111,17 +112,11 @@ class ModelWeights(Weights):
                 found[name] = found[kept]  # pyright: ignore[reportArgumentType]
 
     def read(self, wanted: Mapping[str, Part]) -> None:
-        rounds: list[dict[str, Part]] = []
         for name, part in wanted.items():
             if name not in self.straight:
                 self._read_computed(name, part)
-                continue
-            source = self.straight[name]
-            free = next((one for one in rounds if source not in one), None)
-            if free is None:
-                rounds.append(free := {})
-            free[source] = part
-        for one in rounds:
+        straight = ((self.straight[n], p) for n, p in wanted.items() if n in self.straight)
+        for one in rounds(straight):
             self._base.read(one)
 
     def _read_computed(self, name: str, part: Part) -> None:
@@ -340,8 +335,10 @@ def load_huggingface(
     prefix: str = "",
     elsewhere: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
-    checked: bool = False,
     like: nn.Module | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    check: bool = True,
+    fill: bool = True,
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
@@ -362,8 +359,10 @@ def load_huggingface(
             stages of a pipeline are.
         aliases: names of this model, and the names whose values they have where the files lack
             them: tied weights of which one lies in another stage.
-        checked: whether `match_huggingface` has looked at the values already.
         like: model of transformers whose names these are, where `model` is none.
+        dtypes: narrower dtypes by name that the values have to fit, too: those to compute with.
+        check: whether to read values that are converted to a narrower dtype, to see if they fit.
+        fill: False to match and check only; the model may be on meta.
 
     Returns:
         What did not match; empty if all did.
@@ -373,70 +372,21 @@ def load_huggingface(
             do, and something must match. A value does not fit the dtype that it is converted to:
             nothing is changed then.
     """
-    targets = _targets(model)
-    with _opened(path, model, like, targets, prefix, elsewhere) as weights:
+    targets = _targets(model, fill)
+    module = model if isinstance(model, nn.Module) else like
+    with model_weights(path, module, {prefix + n for n in targets} | {*elsewhere}) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
-        sources = _sources(weights, targets, prefix)
-        if not checked:
-            _check_fits(weights, sources, {})
+        # What is filled, by the names in the files.
+        found = ((prefix + name, leaf) for name, leaf in targets.items())
+        sources = {name: leaf for name, leaf in found if name in weights.infos}
+        if check:
+            _check_fits(weights, sources, {prefix + n: kind for n, kind in (dtypes or {}).items()})
+        if not fill:
+            return odd
         # A checkpoint may still be copying these tensors.
         before_write(_value(leaf) for leaf in sources.values() if _is_plain(leaf))
         _fill(weights, sources)
     return odd
-
-
-def match_huggingface(
-    model: nn.Module | Mapping[str, Leaf],
-    path: Path | str,
-    strict: bool = True,
-    prefix: str = "",
-    elsewhere: Collection[str] = (),
-    aliases: Mapping[str, str] | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    like: nn.Module | None = None,
-) -> Mismatch:
-    """Returns what `load_huggingface` would of these arguments; changes nothing."""
-    # The model may be on meta.
-    #
-    # Headers are read, and values that are to go to a narrower dtype: that of the tensor, or the
-    # one that `dtypes` has under its name, in which it will be computed with.
-    targets = _targets(model, filled=False)
-    with _opened(path, model, like, targets, prefix, elsewhere) as weights:
-        odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
-        narrow = {prefix + name: dtype for name, dtype in (dtypes or {}).items()}
-        _check_fits(weights, _sources(weights, targets, prefix), narrow)
-    return odd
-
-
-def read_weights(
-    path: Path | str, model: nn.Module, strict: bool = True
-) -> tuple[dict[str, Tensor], Mismatch]:
-    """Reads all tensors into new host memory, checked as `load_huggingface` checks them."""
-    wanted = model.state_dict()
-    with model_weights(path, model, wanted) as weights:
-        odd = _matched(weights, wanted, strict, "", (), None)
-        found = {name: torch.empty(i.shape, dtype=i.dtype) for name, i in weights.infos.items()}
-        weights.read({n: Part(v.view(-1), tuple(v.shape)) for n, v in found.items() if v.numel()})
-        for name in wanted.keys() & found.keys():
-            refuse_misfit(str(weights.path), name, found[name], wanted[name].dtype)
-    return found, odd
-
-
-def _opened(
-    path: Path | str,
-    model: nn.Module | Mapping[str, Leaf],
-    like: nn.Module | None,
-    targets: Mapping[str, Leaf],
-    prefix: str,
-    elsewhere: Collection[str],
-) -> Weights:
-    names = {prefix + name for name in targets} | set(elsewhere)
-    return model_weights(path, model if isinstance(model, nn.Module) else like, names)
-
-
-def _sources(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
-    """Returns what is filled, by the names in the files."""
-    return {prefix + n: leaf for n, leaf in targets.items() if prefix + n in weights.infos}
 
 
 def _check_fits(
@@ -482,7 +432,7 @@ def _add_aliases(
             weights.add_alias(prefix + name, prefix + kept)
 
 
-def _targets(model: nn.Module | Mapping[str, Leaf], filled: bool = True) -> dict[str, Leaf]:
+def _targets(model: nn.Module | Mapping[str, Leaf], filled: bool) -> dict[str, Leaf]:
     # The parameters themselves: what ZeRO shards is only written through these.
     state: Mapping[str, Any] = (
         model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model

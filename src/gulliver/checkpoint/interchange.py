@@ -6,34 +6,19 @@ with random weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gulliver.checkpoint.collect import file_name
-from gulliver.checkpoint.files import CODES, read_json, write_json
-from gulliver.checkpoint.folder import LATEST, CheckpointFolder, FolderLock
+from gulliver.checkpoint.files import read_json, write_json
 from gulliver.checkpoint.huggingface import ModelWeights, model_weights
-from gulliver.checkpoint.manifest import (
-    FORMAT,
-    STATE,
-    FileEntry,
-    file_to_json,
-    read_manifest,
-    write_manifest,
-)
-from gulliver.checkpoint.publishing import checksummed, versions
-from gulliver.checkpoint.tree import Leaf
 from gulliver.checkpoint.weights import (
     INDEX,
     SUFFIX,
-    FileWeights,
     MemoryWeights,
-    StepWeights,
     TensorInfo,
     Weights,
     is_step_or_run,
@@ -42,19 +27,15 @@ from gulliver.checkpoint.weights import (
 from gulliver.checkpoint.writing import (
     DTypes,
     FilePlan,
-    GatheredWeights,
     Progress,
     dtype_of,
     new_folder,
-    new_parents,
-    on_gathered,
     plan_file,
     refuse_existing,
     write_files,
     write_single,
 )
 from gulliver.errors import GulliverError, nearest
-from gulliver.io.files import finish_folder, require_space, write_text
 from gulliver.memory.parts import Part
 
 FILE = "adapter_model.safetensors"
@@ -117,11 +98,11 @@ def write_adapters(
     return folder
 
 
-# Conversion of models and steps to Hugging Face's folders, and of these to steps.
+# Conversion of models and steps to Hugging Face's folders.
 #
-# `save_huggingface`, `export_huggingface` and `import_huggingface` are calls of `writing.py`,
-# which streams tensors into new files, and of `weights.py`, where they come from. Models are
-# filled from such folders in `huggingface.py`.
+# `save_huggingface` and `export_huggingface` are calls of `writing.py`, which streams tensors into
+# new files, and of `weights.py`, where they come from. Models are filled from such folders in
+# `huggingface.py`.
 #
 # A Hugging Face folder holds ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
 # ``model.safetensors.index.json``, whose ``weight_map`` tells which file has which tensor. Tensors
@@ -129,8 +110,6 @@ def write_adapters(
 
 
 CONFIG = "config.json"
-IMPORTED = -1
-"""Order of a step that was made of other files after the run had come further."""
 
 
 def save_huggingface(
@@ -171,47 +150,8 @@ def save_huggingface(
     state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
     weights = MemoryWeights(tensors, last)  # type: ignore[arg-type]
-    names = {name: name for name in weights.infos}
-    return _write_huggingface(
-        weights, names, Path(folder), max_shard_bytes, config, dtype, progress, weights.aliases
-    )
-
-
-def gather_huggingface(
-    leaves: Mapping[str, Leaf],
-    folder: Path | str,
-    max_shard_bytes: float = 5e9,
-    config: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it."""
-    # Rank 0 writes, and has one tensor at a time: the others send it theirs.
-
-    def write(weights: GatheredWeights) -> None:
-        write_untied(weights, Path(folder), max_shard_bytes, config, dtype, progress, aliases)
-
-    on_gathered(leaves, write, dtypes)
-    return Path(folder)
-
-
-def write_untied(
-    weights: Weights,
-    folder: Path,
-    max_shard_bytes: float = 5e9,
-    config: Mapping[str, Any] | None = None,
-    dtype: DTypes = None,
-    progress: Progress | None = None,
-    aliases: Mapping[str, str] | None = None,
-) -> Path:
-    """Writes a folder with tied weights under one of their names; see `gather_huggingface`."""
-    infos, kept = weights.infos, aliases or {}
-    left = {name: of for name, of in kept.items() if name in infos and of in infos}
-    names = {name: name for name in infos if name not in left}
-    return _write_huggingface(
-        weights, names, folder, max_shard_bytes, config, dtype, progress, left
+    return write_untied(
+        weights, Path(folder), max_shard_bytes, config, dtype, progress, weights.aliases
     )
 
 
@@ -238,7 +178,7 @@ def export_huggingface(
         max_shard_bytes: bytes of tensors in a file of a folder; a larger tensor has one of its own.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
         prefix: text that names have to begin with to be written, without it.
-        config: content of ``config.json``; None for that which `import_huggingface` found, if any.
+        config: content of ``config.json``; None for that of the folder, if any.
         step: number of the step, of a run; None for the newest complete one.
         progress: callback that is given the bytes done and the total.
 
@@ -261,17 +201,14 @@ def export_huggingface(
             return target
         if config is None:
             config = _config_of(weights)
-        return _write_huggingface(weights, names, target, max_shard_bytes, config, dtype, progress)
+        return write_untied(weights, target, max_shard_bytes, config, dtype, progress, names=names)
 
 
 def _config_of(weights: Weights) -> Mapping[str, Any] | None:
-    if isinstance(weights, StepWeights):
-        found = weights.reader.manifest.about.get("config")
-    else:
-        file = weights.path / CONFIG
-        found = read_json(file) if file.is_file() else None
-        if isinstance(found, dict) and isinstance(weights, ModelWeights):
-            found.pop("quantization_config", None)
+    file = weights.path / CONFIG
+    found = read_json(file) if file.is_file() else None
+    if isinstance(found, dict) and isinstance(weights, ModelWeights):
+        found.pop("quantization_config", None)
     return found if isinstance(found, Mapping) else None
 
 
@@ -286,19 +223,25 @@ def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
     return names
 
 
-def _write_huggingface(
+def write_untied(
     weights: Weights,
-    names: Mapping[str, str],
     folder: Path,
-    max_shard_bytes: float,
-    config: Mapping[str, Any] | None,
-    dtype: DTypes,
-    progress: Progress | None,
+    max_shard_bytes: float = 5e9,
+    config: Mapping[str, Any] | None = None,
+    dtype: DTypes = None,
+    progress: Progress | None = None,
     aliases: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Path:
+    """Writes a Hugging Face folder, of which `names` has the tensors by name, by default all.
+
+    Tied weights are there under one of their names; `aliases` has the others.
+    """
     refuse_existing(folder)
     if not max_shard_bytes > 0:
         raise GulliverError(f"files of {max_shard_bytes} bytes cannot be: give 1 or more")
+    tied = {name: kept for name, kept in (aliases or {}).items() if kept in weights.infos}
+    names = names or {name: name for name in weights.infos if name not in tied}
     infos = {
         name: weights.infos[source].as_dtype(dtype_of(dtype, source))
         for name, source in names.items()
@@ -307,7 +250,7 @@ def _write_huggingface(
     plans = []
     for number, shard in enumerate(shards):
         count = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        text = {name: kept for name, kept in (aliases or {}).items() if kept in shard}
+        text = {name: kept for name, kept in tied.items() if kept in shard}
         sources = {name: names[name] for name in shard}
         plans.append(plan_file(folder / f"model{count}{SUFFIX}", weights, sources, dtype, text))
     with new_folder(folder, sum(plan.image.nbytes for plan in plans)) as partial:
@@ -339,111 +282,3 @@ def _shards(infos: Mapping[str, TensorInfo], limit: float) -> list[list[str]]:
         shards[-1].append(name)
         filled += info.nbytes
     return shards
-
-
-def import_huggingface(
-    path: Path | str,
-    run: Path | str,
-    step: int = 0,
-    entry: str = "model",
-    dtype: torch.dtype | None = None,
-    prefix: str = "",
-    progress: Progress | None = None,
-) -> Path:
-    """Turns a Hugging Face folder or a safetensors file into a step of a run.
-
-    Args:
-        path: Hugging Face folder or safetensors file.
-        run: folder of a run, made if there is none; its other steps stay as they are.
-        step: number of the step; the run must not have it.
-        entry: entry of the step that the tensors become.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        prefix: text that names have to begin with to be taken, without it.
-        progress: callback that is given the bytes done and the total.
-
-    Returns:
-        The step's folder.
-
-    Raises:
-        GulliverError: the files are missing or broken, the run has the step, another job writes
-            it, or it cannot be written; it is as before then.
-    """
-    run = Path(run)
-    folder = CheckpointFolder(run, keep=0)
-    final = folder.path(step)
-    if step < 0:
-        raise GulliverError(f"there is no step {step}: steps count from 0")
-    refuse_existing(final)
-    # Says so if the run is of a newer version, before anything is written.
-    folder.latest()
-    scaled = dtype is not None and not is_step_or_run(Path(path))
-    with model_weights(path, None) if scaled else FileWeights(Path(path)) as weights:
-        names = _unprefixed(weights, prefix)
-        name = file_name(entry, 0, 1)
-        plan = plan_file(folder.partial(step) / name, weights, names, dtype)
-        require_space(run, plan.image.nbytes)
-        with _unfinished(folder, step) as partial:
-            # Written before the order is known: steps that the run saves meanwhile are counted,
-            # too.
-            files = write_files(weights, [plan], dtype, progress, str(final))
-            newest = folder.latest()
-            # What comes from elsewhere is the newest only if the run had come less far.
-            ahead = newest is None or step > read_manifest(newest).step
-            order = folder.next_order() if ahead else IMPORTED
-            _describe(partial, step, order, entry, plan, files[name], _config_of(weights))
-    return final
-
-
-def _describe(
-    partial: Path,
-    step: int,
-    order: int,
-    entry: str,
-    plan: FilePlan,
-    file: FileEntry,
-    config: Mapping[str, Any] | None,
-) -> None:
-    """Writes the state and the manifest that make a file of tensors a step."""
-    tensors = dict(zip(plan.image.names, plan.image.sources, strict=True))
-    skeleton = {"dict": [[name, {"tensor": name}] for name in plan.sources]}
-    write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}], "kinds": {}})
-    parts = {
-        name: {
-            "dtype": CODES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "parts": [[plan.path.name, 0, tensors[name].numel()]],
-        }
-        for name in plan.sources
-    }
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "order": order,
-        "world_size": 1,
-        "about": {**versions(), **({} if config is None else {"config": dict(config)})},
-        "files": {plan.path.name: file_to_json(file), STATE: checksummed(partial / STATE)},
-        "tensors": {entry: parts},
-    }
-    write_manifest(partial, manifest)
-
-
-@contextmanager
-def _unfinished(folder: CheckpointFolder, step: int) -> Iterator[Path]:
-    """Opens the temporary folder of a step, which becomes the step when the block ends well."""
-    is_new = not folder.root.exists()
-    lock = FolderLock(folder.root)
-    with new_parents(lock.path):
-        try:
-            with lock:
-                partial = folder.begin(step)
-                try:
-                    yield partial
-                    finish_folder(partial, folder.path(step))
-                finally:
-                    folder.discard(step)
-                if folder.latest() == folder.path(step):
-                    write_text(folder.root / LATEST, folder.path(step).name + "\n")
-        except BaseException:
-            if is_new:
-                lock.path.unlink(missing_ok=True)
-            raise

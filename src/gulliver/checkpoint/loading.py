@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gulliver.checkpoint.collect import PerRank, kind_of, refuse_boosted
 from gulliver.checkpoint.files import has_memory
-from gulliver.checkpoint.folder import CheckpointFolder, higher, shown, steps_of
+from gulliver.checkpoint.folder import CheckpointFolder, steps_of
 from gulliver.checkpoint.manifest import (
     MANIFEST,
     Mismatch,
@@ -308,9 +308,6 @@ def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
 
     The latter is what is no tensor of its own: the state of `get_extra_state`, and what hooks and
     overridden methods make of its tensors.
-
-    Raises:
-        GulliverError: it is boosted, or on meta.
     """
     refuse_boosted(module, "load")
     own = [*module.named_parameters(), *module.named_buffers()]
@@ -487,39 +484,17 @@ class Loaded:
         values: values by entry, of what is no object with a state of its own.
         mismatches: names and shapes by entry that did not match; empty if all did.
         absent: entries that are wanted and not in the checkpoint.
-        branches: sentences about higher steps of the run, where there are some.
     """
 
     step: int
     values: dict[str, Any] = field(default_factory=dict)
     mismatches: dict[str, Mismatch] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
-    branches: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{entry}: {found}" for entry, found in self.mismatches.items()]
         lines += [f"{entry}: not in the checkpoint" for entry in self.absent]
-        return "\n".join([*(lines or ["everything matched"]), *self.branches])
-
-    @classmethod
-    def of(cls, reader: StepReader) -> Self:
-        """Makes an empty report of a step; rank 0 logs it where the run has left a branch."""
-        step, run = reader.manifest.step, reader.folder.parent
-        before, after = higher(reader.folder, steps_of(run))
-        lines = []
-        if before:
-            lines.append(
-                f"step {step} was loaded; {shown(before)} had been saved before it, on a branch "
-                "that the run has left"
-            )
-            if group_rank() == 0:
-                _log.warning("%s: %s", run, lines[0])
-        if after:
-            lines.append(
-                f"step {step} was loaded; {shown(after)} had been saved after it: a run that goes "
-                "on here leaves them"
-            )
-        return cls(step, branches=lines)
+        return "\n".join(lines or ["everything matched"])
 
 
 def step_folder(path: Path | str, step: int | None = None) -> Path:
@@ -626,7 +601,7 @@ def _identity(folder: Path) -> object:
 
 def _load(folder: Path, state: Mapping[str, Any] | None, strict: bool, prefix: str) -> Loaded:
     with StepReader(folder) as reader:
-        loaded = Loaded.of(reader)
+        loaded = Loaded(reader.manifest.step)
         if state is None:
             for entry in reader.entries:
                 rank = group_rank() if reader.is_per_rank(entry) else None

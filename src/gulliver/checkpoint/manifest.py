@@ -27,7 +27,7 @@ from gulliver.checkpoint.files import CODES, DTYPES, parse_json, read_bytes, sha
 from gulliver.checkpoint.regions import PartPlace, missing, region_from_json, region_to_json
 from gulliver.errors import GulliverError
 from gulliver.io.files import write_text
-from gulliver.memory.parts import Region, whole_shape
+from gulliver.memory.parts import Part, Region, whole_shape
 
 FORMAT = 3
 """Format of manifests that are written and read."""
@@ -111,29 +111,6 @@ class Manifest:
         """Bytes of all files together, but for the manifest."""
         return sum(entry.nbytes for entry in self.files.values())
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the JSON values that are written."""
-        tensors = {
-            entry: {
-                name: {
-                    "dtype": CODES[tensor.dtype],
-                    "shape": list(tensor.shape),
-                    "parts": [part.to_json() for part in tensor.parts],
-                }
-                for name, tensor in tensors.items()
-            }
-            for entry, tensors in self.tensors.items()
-        }
-        return {
-            "format": FORMAT,
-            "step": self.step,
-            "order": self.order,
-            "world_size": self.world_size,
-            "about": dict(self.about),
-            "files": {name: file_to_json(entry) for name, entry in self.files.items()},
-            "tensors": tensors,
-        }
-
 
 def file_to_json(entry: FileEntry) -> dict[str, Any]:
     """Returns the JSON values of a file's entry."""
@@ -142,6 +119,16 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
         "page_bytes": entry.page_bytes,
         "crc32": [f"{crc:08x}" for crc in entry.crc32],
     }
+
+
+def part_to_json(file: str, leaf: Tensor | Part) -> dict[str, Any]:
+    """Returns the JSON values of what a file holds of a tensor, as one of its parts."""
+    if isinstance(leaf, Part):
+        place = PartEntry(file, leaf.start, leaf.stop, leaf.region)
+        dtype = leaf.value.dtype
+    else:
+        place, dtype = PartEntry(file, 0, leaf.numel()), leaf.dtype
+    return {"dtype": CODES[dtype], "shape": list(leaf.shape), "parts": [place.to_json()]}
 
 
 def file_from_json(value: Mapping[str, Any]) -> FileEntry:

@@ -129,8 +129,8 @@ def publish(
     world_size: int,
     about: Mapping[str, Any],
     silence_s: float,
-) -> int:
-    """Waits for the reports of all ranks, and makes the step of them; returns its bytes."""
+) -> None:
+    """Waits for the reports of all ranks, and makes the step of them."""
     partial = folder.partial(step)
     reports = [_awaited(partial, rank, save_id, silence_s) for rank in range(world_size)]
     for rank, report in enumerate(reports):
@@ -164,7 +164,6 @@ def publish(
     }
     write_manifest(partial, manifest)
     folder.publish(step)
-    return sum(entry["bytes"] for entry in files.values())
 
 
 def _report_file(partial: Path, rank: int) -> Path:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +34,9 @@ from gulliver.checkpoint.manifest import (
 from gulliver.checkpoint.regions import Copies, copy_bytes, overlap, place_of
 from gulliver.checkpoint.tree import Leaf, join_state, names_in
 from gulliver.errors import GulliverError
-from gulliver.io.default import default_engine
 from gulliver.io.engine import BLOCK, Engine, IoError, Page, Ticket
 from gulliver.io.files import FileMappings, named_errors
+from gulliver.io.native import default_engine
 from gulliver.memory.parts import Part
 
 QUICK = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -69,12 +68,7 @@ def misfit(values: Tensor, target: torch.dtype) -> str | None:
         ends = torch.stack(torch.aminmax(values))
         if bool(ends.isfinite().all()) and not bool(_not_finite(ends, target).any()):
             return None
-    if _kind(target) == "integer":
-        bad = _not_integers(values, target)
-    elif _kind(values.dtype) == "integer":
-        bad = _not_exact(values, target)
-    else:
-        bad = _not_finite(values, target)
+    bad = _misfits(values, target)
     if not bool(bad.any()):
         return None
     value = values[int(bad.nonzero()[0])]
@@ -110,27 +104,20 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
     return int(info.min), int(info.max)
 
 
-def _not_integers(values: Tensor, target: torch.dtype) -> Tensor:
-    low, high = _range(target)
-    if _kind(values.dtype) == "integer":
-        # torch does not compare all unsigned integers.
-        numbers = values.numpy()
-        return torch.from_numpy((numbers < low) | (numbers > high))
-    if values.is_complex():
-        return (values.imag != 0) | _not_integers(values.real, target)
-    exact = values.double()
-    # The highest integer need not be a floating-point number; the one after it is.
-    return ~((exact == exact.trunc()) & (exact >= float(low)) & (exact < float(high + 1)))
+def _misfits(values: Tensor, target: torch.dtype) -> Tensor:
+    """Which values become infinite or, where one of the dtypes is an integer, another number."""
+    kinds = _kind(values.dtype), _kind(target)
+    if "integer" not in kinds:
+        return _not_finite(values, target)
+    if kinds[0] == "complex":
+        return (values.imag != 0) | _misfits(values.real, target)
+    # Python compares integers and floating-point numbers exactly, however large.
+    pairs = zip(_numbers(values), _numbers(values.to(target)), strict=True)
+    return torch.tensor([before != after for before, after in pairs])
 
 
-def _not_exact(values: Tensor, target: torch.dtype) -> Tensor:
-    numbers, found = values.numpy(), values.to(target)
-    again = (found.real if found.is_complex() else found).double().numpy()
-    bad = numbers.astype(np.float64) != again
-    # Doubles do not tell large integers apart: the few that there are one by one.
-    for place in np.flatnonzero(np.isfinite(again) & (np.abs(again) >= 2.0**53)):
-        bad[place] = int(again[place]) != int(numbers[place])
-    return torch.from_numpy(bad)
+def _numbers(values: Tensor) -> list[Any]:
+    return (values.double() if values.is_floating_point() else values).tolist()
 
 
 def _not_finite(values: Tensor, target: torch.dtype) -> Tensor:

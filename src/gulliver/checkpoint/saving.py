@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +30,8 @@ from gulliver.checkpoint.snapshot import CopyStream, CudaCopyStream, Snapshot
 from gulliver.comm.collectives import gather_objects
 from gulliver.comm.groups import host_rank_group, return_rank_group
 from gulliver.errors import GulliverError, nearest
-from gulliver.io.default import default_engine
 from gulliver.io.engine import Engine, IoError
-from gulliver.io.files import lacks_inodes
+from gulliver.io.native import default_engine
 from gulliver.memory.parts import Part
 from gulliver.memory.pending import add_read_lock, drop_read_lock
 from gulliver.options import positive_number, whole_number
@@ -151,8 +150,6 @@ LIMIT = "memory_limit"
 GROWTH = 32
 """Pages by which the shadow grows at a time: the first are used while others are made."""
 
-NO_INODES = "the disk has no inodes left, however many bytes are free: remove some files"
-
 
 # [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
 # happened so far. Between them every rank's thread works for itself: it reports what it wrote in
@@ -168,7 +165,6 @@ class AsyncCheckpointer:
     Args:
         folder: folder of the run; every step becomes a folder in it.
         keep: number of the newest steps that stay; 0 keeps all.
-        max_age_s: seconds after which a step goes, too; None never. The newest stays in any case.
         mode: way to hold the copy. ``shadow`` holds a copy of the whole state in host memory, which
             is made with the first save and used again: training is free as soon as memory has been
             copied. ``ring`` holds `ring_mb` only: training is held up where the disk is slower than
@@ -198,7 +194,6 @@ class AsyncCheckpointer:
         self,
         folder: Path | str,
         keep: int = 3,
-        max_age_s: float | None = None,
         mode: Literal["auto", "shadow", "ring"] = "auto",
         ring_mb: int = 64,
         on_error: Literal["raise", "warn"] = "raise",
@@ -224,7 +219,7 @@ class AsyncCheckpointer:
         self.memory_limit = None if memory_limit is None else whole_number(LIMIT, memory_limit)
         if memory_limit is not None and memory_limit < 2 * PAGE:
             raise GulliverError(f"{LIMIT}={memory_limit} is too small: at least {2 * PAGE}")
-        self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
+        self.folder = CheckpointFolder(Path(folder), keep)
         self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
         self.about, self.silence_s = checked_about(about), positive_number("silence_s", silence_s)
         self._process = os.getpid()
@@ -245,7 +240,6 @@ class AsyncCheckpointer:
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
         self._caught: set[str] = set()
-        self._warned = False
         self.saves = 0
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
@@ -434,16 +428,8 @@ class AsyncCheckpointer:
         try:
             self._write_and_report(save, partial)
             if self.rank == 0:
-                nbytes = publish(
-                    self.folder,
-                    save.step,
-                    save.save_id,
-                    self.world_size,
-                    self.about,
-                    self.silence_s,
-                )
-                with suppress(OSError):  # the step is saved, whatever the disk says of its room
-                    self._warn_of_space(nbytes)
+                size, patience = self.world_size, self.silence_s
+                publish(self.folder, save.step, save.save_id, size, self.about, patience)
         except Exception as error:
             # The first cause counts: what follows from it (no report, a closed file) would hide it.
             save.problem = save.problem or error
@@ -471,18 +457,10 @@ class AsyncCheckpointer:
             if save.heartbeat is not None:
                 save.heartbeat.end(reported)
 
-    def _warn_of_space(self, nbytes: int) -> None:
-        """Logs it, once, where the next steps will find no room."""
-        short = None if self._warned else self.folder.room_for_next(nbytes)
-        if short is not None:
-            self._warned = True
-            log.warning("%s", short)
-
     def _named(self, step: int, problem: Exception) -> GulliverError:
         text = text_of(problem)
         if isinstance(problem, IoError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            root = self.folder.root
-            text += f"; {NO_INODES if lacks_inodes(root) else self.folder.needs()}"
+            text += f"; {self.folder.needs()}"
         error = GulliverError(f"step {step} was not saved: {text}")
         error.__cause__ = problem
         return error

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint.collect import SMALL, TINY, Collected, file_name
-from gulliver.checkpoint.files import CODES, Image
-from gulliver.checkpoint.manifest import FileEntry, PartEntry
+from gulliver.checkpoint.files import Image
+from gulliver.checkpoint.manifest import FileEntry, part_to_json
 from gulliver.checkpoint.tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io.engine import Engine, File, Page, StridedView, Ticket
@@ -292,7 +292,7 @@ class Snapshot:
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
         """JSON values of what the files hold, by entry and name, as the manifest has them."""
         return {
-            entry: {key: _part(file, leaf) for key, leaf in leaves.items()}
+            entry: {key: part_to_json(file, leaf) for key, leaf in leaves.items()}
             for file, (entry, leaves) in self._leaves.items()
         }
 
@@ -561,12 +561,3 @@ def _wait_copied(ticket: Ticket | CopyTicket) -> None:
     except GulliverError:
         # The error surfaces when the save ends; the source is free in any case.
         return
-
-
-def _part(file: str, leaf: Leaf) -> dict[str, Any]:
-    if isinstance(leaf, Part):
-        place = PartEntry(file, leaf.start, leaf.stop, leaf.region)
-        dtype = leaf.value.dtype
-    else:
-        place, dtype = PartEntry(file, 0, leaf.numel()), leaf.dtype
-    return {"dtype": CODES[dtype], "shape": list(leaf.shape), "parts": [place.to_json()]}

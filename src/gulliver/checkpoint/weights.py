@@ -25,9 +25,9 @@ from gulliver.checkpoint.reader import StepReader
 from gulliver.checkpoint.regions import Copies, PartPlace, clusters, copy_bytes, overlap, place_of
 from gulliver.checkpoint.tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io.default import default_engine
 from gulliver.io.engine import Engine, File, Ticket
 from gulliver.io.files import FileMappings
+from gulliver.io.native import default_engine
 from gulliver.memory.parts import Part, Region
 
 BATCH = 32 * 2**20
@@ -101,6 +101,17 @@ class Weights(ABC):
         self.close()
 
 
+def rounds(wanted: Iterable[tuple[Any, Part]]) -> list[dict[Any, Part]]:
+    """Deals out what is read of each source: once in a round, as it may have several names."""
+    found: list[dict[Any, Part]] = []
+    for source, part in wanted:
+        free = next((one for one in found if source not in one), None)
+        if free is None:
+            found.append(free := {})
+        free[source] = part
+    return found
+
+
 class StepWeights(Weights):
     """An entry of a saved step, or all of its entries; every page that is read is checked."""
 
@@ -130,27 +141,12 @@ class StepWeights(Weights):
         self._places[name] = self._places[kept]
 
     def read(self, wanted: Mapping[str, Part]) -> None:
-        # A tensor is read once for each of its names.
-        for names in self._rounds(wanted):
-            self._read({public: wanted[public] for public in names})
-
-    def _rounds(self, wanted: Iterable[str]) -> list[list[str]]:
-        rounds: list[dict[tuple[str, str], str]] = [{}]
-        for public in wanted:
-            place = self._places[public]
-            free = next((r for r in rounds if place not in r), None)
-            if free is None:
-                rounds.append(free := {})
-            free[place] = public
-        return [list(names.values()) for names in rounds]
-
-    def _read(self, wanted: Mapping[str, Part]) -> None:
-        by_entry: dict[str, dict[str, Leaf]] = {}
-        for public, part in wanted.items():
-            entry, name = self._places[public]
-            by_entry.setdefault(entry, {})[name] = part
-        for entry, leaves in by_entry.items():
-            self.reader.read_into(entry, leaves)
+        for places in rounds((self._places[public], part) for public, part in wanted.items()):
+            by_entry: dict[str, dict[str, Leaf]] = {}
+            for (entry, name), part in places.items():
+                by_entry.setdefault(entry, {})[name] = part
+            for entry, leaves in by_entry.items():
+                self.reader.read_into(entry, leaves)
 
     def close(self) -> None:
         self.reader.close()

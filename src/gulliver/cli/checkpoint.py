@@ -14,10 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.progress import TransferSpeedColumn as SpeedColumn
 from rich.table import Table
 
-from gulliver.checkpoint.comparison import Comparison, any_step, compare, run_steps, verify
+from gulliver.checkpoint.comparison import Comparison, any_step, compare, verify
 from gulliver.checkpoint.files import read_json
-from gulliver.checkpoint.folder import CheckpointFolder
-from gulliver.checkpoint.interchange import export_huggingface, import_huggingface
+from gulliver.checkpoint.folder import steps_of
+from gulliver.checkpoint.interchange import export_huggingface
 from gulliver.checkpoint.loading import step_folder
 from gulliver.checkpoint.manifest import read_manifest
 from gulliver.checkpoint.reader import StepReader
@@ -26,16 +26,8 @@ from gulliver.cli.options import CheckpointConfig, Convert, Diff, Ls, Verify
 from gulliver.errors import GulliverError
 from gulliver.options import size_text
 
-PATIENCE_S = 2.0
-"""Seconds after which a bar is shown."""
 ALL = "all"
 """Value of ``--entry`` for all entries."""
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 def checkpoint_command(config: CheckpointConfig, arguments: list[str]) -> int:
@@ -50,7 +42,7 @@ def _out() -> Console:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on the terminal for what takes longer than `PATIENCE_S`."""
+    """Shows a bar on the terminal while something is read or written."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -59,23 +51,11 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
         SpeedColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    begun, task = time.monotonic(), None
-
-    def report(done: int, total: int) -> None:
-        nonlocal task
-        if task is None:
-            if time.monotonic() - begun < PATIENCE_S:
-                return
-            bar.start()
-            task = bar.add_task(what, total=total)
-        bar.update(task, completed=done)
-
-    try:
-        yield report
-    finally:
-        if task is not None:
-            bar.stop()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # --- ls ------------------------------------------------------------------------------------------
@@ -102,7 +82,7 @@ def ls(options: Ls) -> int:
 
 
 def _list_run(path: Path) -> None:
-    steps = run_steps(path)
+    steps = steps_of(path)
     try:
         newest = step_folder(path)
     except GulliverError:
@@ -111,15 +91,10 @@ def _list_run(path: Path) -> None:
     for name in ("step", "state", "size", "written", "ranks", "entries"):
         right = name in ("step", "size", "ranks")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
-    left = CheckpointFolder(path).left_behind()
     for number, folder in steps:
         state, *rest = _row(folder, folder == newest)
-        table.add_row(str(number), state + (", branch left" if number in left else ""), *rest)
+        table.add_row(str(number), state, *rest)
     _out().print(table)
-    if left:
-        _out().print(
-            "branch left: saved before a step that does not come after them; they go first"
-        )
     for partial in sorted(path.glob("step-*.partial")):
         _out().print(f"{partial.name}: being written, or left behind by a save that was killed")
 
@@ -168,17 +143,13 @@ def _list_step(folder: Path, tensors: bool) -> None:
             _files(sorted(files)),
         )
     out.print(table)
-    plain = [entry for entry in _entries(folder) if entry not in manifest.tensors]
+    with StepReader(folder) as reader:
+        plain = [entry for entry in reader.entries if entry not in manifest.tensors]
     if plain:
         out.print(f"without tensors: {', '.join(plain)}")
     if tensors:
         with open_weights(folder, None) as weights:
             _list_tensors(weights)
-
-
-def _entries(folder: Path) -> list[str]:
-    with StepReader(folder) as reader:
-        return reader.entries
 
 
 def _files(names: list[str]) -> str:
@@ -213,7 +184,7 @@ def verify_all(options: Verify) -> int:
                 "right. It has no checksums: only steps do"
             )
         return 0
-    steps: list[Path | None] = [folder for _, folder in run_steps(path)] if options.all else [None]
+    steps: list[Path | None] = [folder for _, folder in steps_of(path)] if options.all else [None]
     code = 0
     for folder in steps or [None]:
         try:
@@ -314,41 +285,19 @@ def _first(names: list[str], show: int) -> list[str]:
 
 
 def convert(options: Convert) -> int:
-    """Writes the other format."""
-    ours = is_step_or_run(options.source)
-    to = options.to if options.to != "auto" else ("huggingface" if ours else "step")
-    if options.target.suffix == ".safetensors":
-        to = "huggingface"
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
-    if to == "step" and ours:
-        raise GulliverError(
-            f"{options.source} is a step already: --to huggingface makes a folder of whole tensors"
-        )
+    """Writes a folder or a file of whole tensors."""
     with _bar("converting") as report:
-        if to == "step":
-            if options.model_config is not None:
-                raise GulliverError("--model-config is for Hugging Face folders: leave it out")
-            made = import_huggingface(
-                options.source,
-                options.target,
-                options.step or 0,
-                options.entry,
-                dtype,
-                options.prefix,
-                report,
-            )
-        else:
-            made = export_huggingface(
-                options.source,
-                options.target,
-                options.entry,
-                options.max_shard_gb * 1e9,
-                dtype,
-                options.prefix,
-                None if options.model_config is None else read_json(options.model_config),
-                options.step,
-                report,
-            )
+        made = export_huggingface(
+            options.source,
+            options.target,
+            options.entry,
+            options.max_shard_gb * 1e9,
+            None if options.dtype is None else getattr(torch, options.dtype),
+            options.prefix,
+            None if options.model_config is None else read_json(options.model_config),
+            options.step,
+            report,
+        )
     print(f"{made}: written")
     return 0
 

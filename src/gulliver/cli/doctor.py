@@ -17,10 +17,9 @@ from rich.table import Table
 
 from gulliver import __version__
 from gulliver.errors import GulliverError
-from gulliver.io.default import default_engine
 from gulliver.io.engine import Engine, File, Page, Ticket
 from gulliver.io.files import PARTIAL, named_errors, require_space
-from gulliver.io.native import NativeEngine, native_problem
+from gulliver.io.native import NativeEngine, default_engine, native_problem
 
 MIB = 2**20
 GIB = 2**30

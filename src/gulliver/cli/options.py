@@ -329,18 +329,16 @@ class Diff(Options):
 
 @dataclass(frozen=True)
 class Convert(Options):
-    """Makes a Hugging Face folder or a safetensors file of a step, or a step of one of these."""
+    """Makes a Hugging Face folder or a safetensors file of whole tensors."""
 
     source: tyro.conf.Positional[Path]
     """A run, a step, a safetensors file or a Hugging Face folder."""
     target: tyro.conf.Positional[Path]
-    """Folder or .safetensors file to make; for a step, the folder of a run."""
-    to: Literal["auto", "huggingface", "step"] = "auto"
-    """Format to make; auto: the one that the source is not."""
+    """Folder or .safetensors file to make."""
     step: Annotated[int | None, AT_LEAST_0] = None
-    """Step of the run, by default the newest; or number of the step to make, by default 0."""
+    """Step of the run, by default the newest."""
     entry: str = "model"
-    """Entry of the step to read or write."""
+    """Entry of the step to read."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
     """Dtype to convert floating-point tensors to; by default they keep theirs."""
     prefix: str = ""

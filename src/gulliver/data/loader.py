@@ -7,7 +7,6 @@ What it does not know: which batches these are, and how they are moved.
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import queue
 import threading
@@ -24,7 +23,16 @@ import torch
 import torch.distributed as dist
 from torch.utils import data as torch_data
 
-from gulliver.data.arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
+from gulliver.data.arena import (
+    DEFAULT_LIMIT,
+    ArenaStatistics,
+    MovedBatch,
+    Mover,
+    PinnedArena,
+    batch_bytes,
+    copy_stream,
+    device_of,
+)
 from gulliver.data.fetch import (
     BatchStream,
     Fetch,
@@ -35,9 +43,8 @@ from gulliver.data.fetch import (
     length_of,
 )
 from gulliver.data.sampler import check_content, check_position, order_of
-from gulliver.data.transfer import MovedBatch, Mover, copy_stream, device_of
-from gulliver.errors import GulliverError, nearest
-from gulliver.options import Options, whole_number
+from gulliver.errors import GulliverError
+from gulliver.options import Options
 
 AT_EXIT_S = 5.0
 """Seconds that an ending interpreter waits for a thread to end its workers."""
@@ -306,12 +313,8 @@ class DataLoader(torch_data.DataLoader):
         **options: Any,
     ) -> None:
         staging = StagingOptions.taken_from(options)
-        _check_names(options)
         if ahead < 1:
             raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
-        factor = options.get("prefetch_factor")
-        if factor is not None and whole_number("prefetch_factor", factor) < 1:
-            raise GulliverError("prefetch_factor must be at least 1: leave it out for torch's 2")
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         if world_size is None:
@@ -565,14 +568,7 @@ class DataLoader(torch_data.DataLoader):
         # allocator sees when they have done.
         aligned = self.pin_memory and not torch.cuda.is_available()
         if arena is None and not (on_device or aligned):
-            if warm_up is not None or limit is not None:
-                raise GulliverError(
-                    "batches pass through as they are and no arena is used: give a device, "
-                    "pin_memory=True or an arena, or leave warm_up and arena_limit out"
-                )
             return None
-        if arena is not None and limit is not None:
-            raise GulliverError("the arena that is given has its limit: leave arena_limit out")
         table = None if warm_up is None else list(warm_up)
         in_flight = self.ahead + USED_AT_ONCE
         if arena is None:
@@ -670,13 +666,3 @@ def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> It
             "with what the run was started with"
         )
     yield from batches
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    known = set(inspect.signature(torch_data.DataLoader.__init__).parameters)
-    own = set(inspect.signature(DataLoader.__init__).parameters) - {"options"}
-    own |= {field.name for field in fields(StagingOptions)}
-    for name in options:
-        if name not in known:
-            meant = nearest(name, (known | own) - {"self"})
-            raise GulliverError(f"the data loader has no argument {name!r}: {meant}")

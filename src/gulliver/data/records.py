@@ -260,16 +260,7 @@ def with_scores(text: str, values: Values, style: str) -> str:
 
 
 def check_scores(table: object, records: Sequence[Values], style: str) -> None:
-    """Refuses a table none of whose rows has a score of a style: captions would stay as they are.
-
-    Args:
-        table: name of the table, for the message.
-        records: rows of the table.
-        style: name of `STYLES`.
-
-    Raises:
-        GulliverError: it names the columns that the style reads, and those with values.
-    """
+    """Refuses a table without scores of a style: its captions would stay as they are."""
     _check_style(style)
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_told(row.get(column)) for row in records for column in columns):

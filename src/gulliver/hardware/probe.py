@@ -32,9 +32,9 @@ from torch import Tensor
 from gulliver._compat import scaled_matmul
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.cluster import Cluster, Curve, Device, Disk, described, described_names
-from gulliver.io.default import default_engine
 from gulliver.io.engine import BLOCK, IoError
 from gulliver.io.files import PARTIAL, cache_folder, require_space, write_text
+from gulliver.io.native import default_engine
 
 Key = TypeVar("Key")
 BATCH_S = 1e-3

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.io.default import default_engine
     from gulliver.io.engine import Engine, IoError, Page
     from gulliver.io.files import atomic_file, write_text
+    from gulliver.io.native import default_engine
 
 __all__ = ["Engine", "IoError", "Page", "atomic_file", "default_engine", "write_text"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "gulliver.io.default": ["default_engine"],
+        "gulliver.io.native": ["default_engine"],
         "gulliver.io.engine": ["Engine", "IoError", "Page"],
         "gulliver.io.files": ["atomic_file", "write_text"],
     },

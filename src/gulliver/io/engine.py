@@ -153,46 +153,20 @@ def check_process(owner: int) -> None:
         )
 
 
-def check_range(offset: int, nbytes: int) -> None:
-    """Refuses a negative range, or one beyond any file."""
-    if offset < 0 or nbytes < 0:
-        raise GulliverError(f"offset {offset} and {nbytes} bytes: neither can be negative")
-    if offset + nbytes >= 2**63:
-        raise GulliverError(f"offset {offset} and {nbytes} bytes: no file is that large")
-
-
 def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.int64]:
-    """Refuses segments that no page can hold."""
-    table = np.ascontiguousarray(segments, dtype=np.int64)
-    if table.size == 0:
-        return table.reshape(0, 2)
-    if table.ndim != 2 or table.shape[1] != 2:
-        raise GulliverError(f"segments have shape {table.shape}: (n, 2), address and bytes")
-    if int(table[:, 1].min()) < 0:
-        raise GulliverError("a segment has a negative size")
+    """Refuses segments that no page can hold: they would be written over other memory."""
+    table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     # Floats: a sum of 64-bit integers could wrap around.
-    if float(table[:, 1].sum(dtype=np.float64)) > page_bytes:
-        total = sum(table[:, 1].tolist())
-        raise GulliverError(f"segments of {total} bytes do not fit a page of {page_bytes}")
+    if len(table) and (table[:, 1].min() < 0 or table[:, 1].sum(dtype=np.float64) > page_bytes):
+        raise GulliverError(f"segments of {table[:, 1].tolist()} bytes do not fit {page_bytes}")
     return table
 
 
-def check_views(table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
-    """Refuses segments that are not whole elements of their views."""
-    for number, view in views.items():
-        begin, nbytes = (int(value) for value in table[number])
-        if begin % view.itemsize or nbytes % view.itemsize:
-            raise GulliverError(f"bytes {begin} to {begin + nbytes} of a view cut its elements")
-        if begin < 0 or begin + nbytes > view.nbytes:
-            raise GulliverError(f"a view of {view.nbytes} bytes has no byte {begin + nbytes}")
-
-
-def check_sizes(page_bytes: int, pages: int, copiers: int, writers: int, queue: int) -> None:
+def check_sizes(page_bytes: int, **counts: int) -> None:
     """Refuses an engine that could not work."""
     if page_bytes < BLOCK or page_bytes % BLOCK:
         raise GulliverError(f"page_bytes {page_bytes} is not a positive multiple of {BLOCK}")
-    sizes = {"pages": pages, "copiers": copiers, "writers": writers, "queue": queue}
-    for name, value in sizes.items():
+    for name, value in counts.items():
         if value < 1:
             raise GulliverError(f"{name} {value}: at least 1")
 
@@ -202,7 +176,7 @@ def check_sizes(page_bytes: int, pages: int, copiers: int, writers: int, queue: 
 # Submitted as (address, bytes, file, offset), completed as the two events of a `Ticket`: `copied`,
 # when the source may change again, and `done`, when the bytes have been handed to the file. Two
 # implementations take the same calls: `NativeEngine` (C++, never touches the GIL) and
-# `PythonEngine` (small and plain; what runs where no compiler was). `_default` chooses.
+# `PythonEngine` (small and plain; what runs where no compiler was). `default_engine` chooses.
 #
 # What is staged goes through a pool of aligned pages::
 #
@@ -321,7 +295,6 @@ class Engine(ABC):
                 refusal of the system.
         """
         self._check_process()
-        check_range(0, nbytes)
         return self._create(Path(path), nbytes)
 
     def open(self, path: str | Path) -> File:
@@ -362,8 +335,6 @@ class Engine(ABC):
         """
         self._check_process()
         table = check_segments(segments, self.page_bytes)
-        check_range(offset, self.page_bytes)
-        check_views(table, views)
         total = int(table[:, 1].sum())
         # Copies: the caller may reuse the table for the next page.
         request = Request("stage", file, offset, 0, total, priority, table.copy(), dict(views))
@@ -388,7 +359,6 @@ class Engine(ABC):
             A ticket with a checksum; it is `copied` once that is known.
         """
         self._check_process()
-        check_range(offset, nbytes)
         if nbytes > page.nbytes:
             raise GulliverError(f"{nbytes} bytes of a page of {page.nbytes}")
         request = Request("page", file, offset, page.address, nbytes, priority, page=page)
@@ -414,7 +384,6 @@ class Engine(ABC):
         has been prefetched. A file that ends early is an error.
         """
         self._check_process()
-        check_range(offset, nbytes)
         request = Request("read", file, offset, address, nbytes, priority, checksum=checksum)
         return self._submit(request)
 
@@ -423,13 +392,11 @@ class Engine(ABC):
     ) -> Ticket:
         """Writes straight from memory, which must not change until `done`."""
         self._check_process()
-        check_range(offset, nbytes)
         return self._submit(Request("write", file, offset, address, nbytes, priority))
 
     def prefetch(self, file: File, offset: int, nbytes: int) -> None:
         """Asks the system to read ahead; from then on this file is read through the page cache."""
         self._check_process()
-        check_range(offset, nbytes)
         self._prefetch(file, offset, nbytes)
 
     def sync(self, file: File) -> Ticket:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import json
 import math
 import mmap
 import os
@@ -17,7 +16,7 @@ import re
 import secrets
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -170,7 +169,8 @@ def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterat
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             wanted = f"{size_text(needed)} needed, " if needed else ""
             raise GulliverError(
-                f"no space left for {path}: {wanted}{_left(path)}, nothing was changed"
+                f"no space left for {path}: {wanted}{size_text(_free(path))} are free, nothing was "
+                "changed"
             ) from error
         raise GulliverError(
             f"{error.filename or path} cannot be {action}: {error.strerror}"
@@ -181,23 +181,11 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
 
 
-def lacks_inodes(path: Path) -> bool:
-    """Whether the disk of a path can hold no more files, however many bytes are free."""
-    found = os.statvfs(_existing(path))
-    # Some systems count none, and say 0 of 0.
-    return found.f_files > 0 and found.f_favail == 0
-
-
 def _existing(path: Path) -> Path:
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
     return existing
-
-
-def _left(path: Path) -> str:
-    free = f"{size_text(_free(path))} are free"
-    return f"{free} but no inodes (remove some files)" if lacks_inodes(path) else free
 
 
 def _swap(one: Path, other: Path) -> None:
@@ -267,70 +255,31 @@ class FileMappings:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), PAGEOUT)
 
 
-# Writing YAML without a library: dicts, lists and plain values, in block style.
-#
-# A list of numbers stands on one line.
-
-
-PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
-"""Words that YAML 1.1 takes for something other than text."""
-
-
 def to_yaml(value: dict[str, Any]) -> str:
-    """Writes a dict as YAML text that PyYAML reads back as equal; tuples come back as lists."""
-    return "\n".join(_block(value, 0)) + "\n" if value else "{}\n"
+    """Writes a dict as YAML for people to edit; tuples become lists."""
+    import yaml
 
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True  # what occurs twice is written twice
 
-def _block(value: Any, depth: int) -> list[str]:
-    pad = "  " * depth
-    lines: list[str] = []
-    entries = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-    for key, item in entries:
-        head = f"{pad}-" if key is None else f"{pad}{_key(key)}:"
-        if _row(item):
-            lines.append(f"{head} [{', '.join(_scalar(part) for part in item)}]")
-        elif isinstance(item, dict | list | tuple) and item:
-            lines += [head, *_block(item, depth + 1)]
-        else:
-            lines.append(f"{head} {_scalar(item)}")
-    return lines
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+            super().increase_indent(flow, indentless=False)
 
+    def text(dumper: Dumper, value: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"')
 
-def _row(value: Any) -> bool:
-    """Whether a value is a list of numbers, which reads best on one line."""
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(isinstance(part, int | float) for part in value)
-    )
+    def row(dumper: Dumper, items: Sequence[Any]) -> yaml.Node:
+        numbers = all(isinstance(item, int | float) for item in items)
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=numbers)
 
+    def mapping(dumper: Dumper, items: dict[str, Any]) -> yaml.Node:
+        node = dumper.represent_mapping("tag:yaml.org,2002:map", items)
+        for key, _ in node.value:
+            key.style = None if key.value.isidentifier() else '"'
+        return node
 
-def _key(key: str) -> str:
-    return key if PLAIN.fullmatch(key) and key.lower() not in WORDS else _scalar(key)
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, float):
-        return _float(value)
-    if isinstance(value, str):
-        # Escapes of 16 bits cannot say all characters in YAML; what is printable stands for itself.
-        return "".join(_escaped(c) for c in json.dumps(value, ensure_ascii=False))
-    return json.dumps(value)
-
-
-def _escaped(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def _float(value: float) -> str:
-    if math.isnan(value):
-        return ".nan"
-    if math.isinf(value):
-        return ".inf" if value > 0 else "-.inf"
-    text = repr(value)
-    # YAML 1.1 reads 1e-05 as text: the point is needed.
-    return text.replace("e", ".0e", 1) if "e" in text and "." not in text else text
+    for kind, represent in ((str, text), (list, row), (tuple, row), (dict, mapping)):
+        Dumper.add_representer(kind, represent)
+    options = {"sort_keys": False, "allow_unicode": True, "width": math.inf}
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=False, **options)

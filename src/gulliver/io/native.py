@@ -1,4 +1,4 @@
-"""The native engine as Python sees it: checks arguments, raises failures; the rest is C++.
+"""The native engine as Python sees it, and the choice between it and Python's engine.
 
 The extension `gulliver.io._core` is built from ``native/`` where there is a compiler. Its calls
 release the GIL and wait at most a tenth of a second, so that signals are heard in between.
@@ -6,11 +6,11 @@ release the GIL and wait at most a tenth of a second, so that signals are heard 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, nearest
 from gulliver.io.engine import (
     Auto,
     Call,
@@ -32,6 +32,7 @@ from gulliver.io.engine import (
     Ticket,
     check_sizes,
 )
+from gulliver.io.python_engine import PythonEngine, gather_slowly
 
 Result = TypeVar("Result")
 INTERFACE = 2
@@ -110,7 +111,7 @@ class NativeEngine(Engine):
         direct: Auto = "auto",
         io_uring: Auto = "auto",
     ) -> None:
-        check_sizes(page_bytes, pages, copiers, writers, queue)
+        check_sizes(page_bytes, pages=pages, copiers=copiers, writers=writers, queue=queue)
         problem = native_problem()
         if problem:
             raise GulliverError(f"there is no native I/O engine here: {problem}")
@@ -296,9 +297,6 @@ def _refusals() -> Iterator[None]:
         raise GulliverError(str(error)) from error
 
 
-# Gathers many small pieces of memory into one, by native threads or by Python.
-
-
 def gather(target: int, segments: NDArray[np.int64]) -> None:
     """Copies pieces of memory one behind the other; returns when all are copied."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
@@ -308,29 +306,34 @@ def gather(target: int, segments: NDArray[np.int64]) -> None:
         gather_slowly(target, table, {})
 
 
-def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
-    """Copies pieces of memory one behind the other, in Python."""
-    for number, (begin, nbytes) in enumerate(table.tolist()):
-        if number in views and nbytes:
-            view = views[number]
-            found = _elements(view)[begin // view.itemsize : (begin + nbytes) // view.itemsize]
-            np.frombuffer(memory_at(target, nbytes), found.dtype)[:] = found
-        else:
-            ctypes.memmove(target, begin, nbytes)
-        target += nbytes
+CHOICES = ("native", "threads", "python")
+"""Values of ``$GULLIVER_IO``: native with io_uring where allowed, native without, Python."""
+_said: set[str] = set()
 
 
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """Returns memory of this process as a writable buffer, without a copy."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
+def default_engine(**options: Any) -> Engine:
+    """Makes the native engine where it was built, else the Python engine, which the log says once.
 
+    ``$GULLIVER_IO`` forces one: ``native``, ``threads`` (native without io_uring) or ``python``.
 
-def _elements(view: StridedView) -> np.flatiter:
-    """Returns the elements of a view in row-major order."""
-    # Opaque elements: numpy has no bfloat16, and a copy needs their size only.
-    kind = np.dtype((np.void, view.itemsize))
-    spans = zip(view.sizes, view.strides, strict=True)
-    reach = 1 + sum((size - 1) * stride for size, stride in spans)
-    memory = np.frombuffer(memory_at(view.address, reach * view.itemsize), kind)
-    steps = [stride * view.itemsize for stride in view.strides]
-    return np.lib.stride_tricks.as_strided(memory, view.sizes, steps, writeable=False).flat
+    Args:
+        options: arguments of `NativeEngine` but for `io_uring`.
+
+    Raises:
+        GulliverError: an unknown choice, or a native engine demanded that was not built.
+    """
+    choice = os.environ.get("GULLIVER_IO", "")
+    if choice and choice not in CHOICES:
+        raise GulliverError(f"GULLIVER_IO={choice!r} is unknown: {nearest(choice, CHOICES)}")
+    problem = native_problem()
+    if problem and choice in ("native", "threads"):
+        raise GulliverError(f"GULLIVER_IO={choice} asks for the native engine, but {problem}")
+    if problem and not choice and problem not in _said:
+        # Once for each reason and process: every checkpointer and reader makes an engine.
+        _said.add(problem)
+        logging.getLogger("gulliver").warning(
+            "I/O runs in Python threads, which compete for the GIL: %s", problem
+        )
+    if choice == "python" or problem:
+        return PythonEngine(**options)
+    return NativeEngine(io_uring=False if choice == "threads" else "auto", **options)

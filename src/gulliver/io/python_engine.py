@@ -18,10 +18,13 @@ import stat
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gulliver.errors import GulliverError
 from gulliver.io.engine import (
@@ -33,10 +36,10 @@ from gulliver.io.engine import (
     IoError,
     Page,
     Request,
+    StridedView,
     Ticket,
     check_sizes,
 )
-from gulliver.io.native import gather_slowly, memory_at
 
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -106,7 +109,7 @@ class PythonEngine(Engine):
         queue: int = 4096,
         direct: Auto = "auto",
     ) -> None:
-        check_sizes(page_bytes, pages, copiers, writers, queue)
+        check_sizes(page_bytes, pages=pages, copiers=copiers, writers=writers, queue=queue)
         self.page_bytes, self._queue = page_bytes, queue
         self._changed, self._numbers = threading.Condition(), itertools.count()
         self._memory: list[mmap.mmap] = []
@@ -423,3 +426,31 @@ def _fallocate(handle: int, nbytes: int) -> None:
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if call(handle, 0, 0, nbytes):
         raise OSError(number := ctypes.get_errno(), os.strerror(number))
+
+
+def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
+    """Copies pieces of memory one behind the other, in Python."""
+    for number, (begin, nbytes) in enumerate(table.tolist()):
+        if number in views and nbytes:
+            view = views[number]
+            found = _elements(view)[begin // view.itemsize : (begin + nbytes) // view.itemsize]
+            np.frombuffer(memory_at(target, nbytes), found.dtype)[:] = found
+        else:
+            ctypes.memmove(target, begin, nbytes)
+        target += nbytes
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Returns memory of this process as a writable buffer, without a copy."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
+
+
+def _elements(view: StridedView) -> np.flatiter:
+    """Returns the elements of a view in row-major order."""
+    # Opaque elements: numpy has no bfloat16, and a copy needs their size only.
+    kind = np.dtype((np.void, view.itemsize))
+    spans = zip(view.sizes, view.strides, strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in spans)
+    memory = np.frombuffer(memory_at(view.address, reach * view.itemsize), kind)
+    steps = [stride * view.itemsize for stride in view.strides]
+    return np.lib.stride_tricks.as_strided(memory, view.sizes, steps, writeable=False).flat

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.io.default import default_engine
 from gulliver.io.engine import BLOCK, Engine, File, Ticket
 from gulliver.io.files import PARTIAL, require_space
+from gulliver.io.native import default_engine
 from gulliver.solve.extents import Extents
 
 WIPE_ON_FORK = 18
