@@ -347,7 +347,6 @@ def _staged(world: World) -> list[str]:
             action()
         told.append(str(error.value))
 
-    say(lambda: DataCentricLoader(plans, Uneven("llama"), model, optimizer, refine=True))
     say(lambda: DataCentricLoader(planned(2), Uneven("llama"), model, optimizer))
     step = next(iter(DataCentricLoader(plans, Uneven("llama"), model, optimizer)))
     say(step.loss)
@@ -370,7 +369,6 @@ def _staged(world: World) -> list[str]:
 def test_stages_refuse_a_loop_and_other_batches(pool: Pool) -> None:
     for told in pool.run(_staged, 4):
         wanted = (
-            "overlap: leave one of both out",
             "plans for 1 stages, and the model has 2",
             "call it afterwards",
             "step.run(criterion)",

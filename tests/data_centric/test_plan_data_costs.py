@@ -15,8 +15,6 @@ from benchmarks._data_centric_costs import TABLE
 from gulliver.cli.dispatch import run
 from gulliver.cli.options import PlanData
 from gulliver.cli.plan_data import load_costs
-from gulliver.data import DataCentricPlanner, Samples
-from gulliver.data_centric.pictures import shares_of
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     HostRoom,
@@ -243,15 +241,3 @@ def test_moves_are_fitted_each_way_and_tell_their_error() -> None:
         fit_moves(points[:2])
     with pytest.raises(GulliverError, match="they are one memory"):
         host_copies(torch.device("cpu"))
-
-
-def test_what_steps_took_refines_what_moves_take_as_well() -> None:
-    costs = SampleCosts(MODEL, FIT, 3e10, host=FIT.host_room(4e10))
-    planner = DataCentricPlanner(costs, [SHAPES[2]] * 4, 1, Samples(2))
-    first = next(iter(planner))
-    before = shares_of([first])
-    assert before.offloaded == 1
-    planner.observe([(SHAPES[2], first.seconds, 2 * first.seconds)])
-    after = next(iter(planner))
-    assert after.seconds == pytest.approx(2 * first.seconds)
-    assert shares_of([after]).moving == pytest.approx(before.moving)

@@ -61,11 +61,6 @@ class PlanData(Options):
     """Groups choose their own degrees; with --no-intra all have --degree."""
     inter: bool = True
     """Groups run several micro-batches in a step; with --no-inter one each."""
-    together: bool = True
-    """Samples of a shape wait in the window for an efficient micro-batch; with --no-together none
-    does."""
-    arrange: Annotated[int | None, Range(1, 4096)] = None
-    """Ranks that steps are put together for, mostly --ranks; with --tokens."""
     degree: Annotated[int | None, Range(1, 4096)] = None
     """Degree of all groups, with --no-intra."""
     unfit: Literal["refuse", "skip"] = "refuse"

@@ -173,12 +173,10 @@ def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: 
     """Says what each change of a setting would gain in samples a second, the most first."""
     settings, budget, costs = _settings(options), _budget(options), loaded.costs
     tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
-    for name in ("intra", "inter", "together"):
+    for name in ("intra", "inter"):
         if not settings[name]:
             changed = {**settings, name: True} | ({"degree": None} if name == "intra" else {})
             tried[f"out --no-{name}"] = costs, budget, changed
-    if options.tokens is not None and options.arrange is None and options.intra and options.inter:
-        tried[f"--arrange {options.ranks}"] = costs, budget, {**settings, "arrange": options.ranks}
     tried["twice the budget of a step"] = costs, _budget(options, 2), dict(settings)
     if options.window is not None:
         tried["twice the window"] = costs, budget, {**settings, "window": 2 * options.window}
@@ -221,7 +219,7 @@ def _fits(costs: Any, shape: Any, options: PlanData) -> bool:
 
 
 def _settings(options: PlanData) -> dict[str, Any]:
-    names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed", "stages")
+    names = ("window", "intra", "inter", "degree", "unfit", "seed", "stages")
     return {name: getattr(options, name) for name in names}
 
 

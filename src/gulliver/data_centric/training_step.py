@@ -77,8 +77,6 @@ class StepContext:
     degree: Degree | None
     # Which blocks the next forward keeps, moves or computes again; None where all are kept.
     switch: RecomputeSwitch | StageSwitch | None
-    # Whether the seconds of micro-batches are wanted: then the device is waited for.
-    timed: bool
 
 
 @dataclass
@@ -240,8 +238,6 @@ class TrainingStep:
             raise GulliverError(
                 "a micro-batch had no backward: call step.backward(loss) once for each"
             )
-        if self.context.timed and current_world().device.type == "cuda":
-            torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         self.measured.append((micro.shape, micro.seconds, seconds))
 

@@ -20,7 +20,7 @@ from gulliver.data_centric.steps import Shape
 from gulliver.errors import GulliverError
 from gulliver.options import whole_number
 
-PARTS = ("epoch", "step", "drawn", "queue", "cuts")
+PARTS = ("epoch", "step", "drawn", "queue")
 
 
 def checked_seed(seed: Any) -> int:
@@ -36,17 +36,9 @@ def digest_of(position: Mapping[str, Any]) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def checked_cuts(found: Any, most: int) -> list[int]:
-    """Numbers of samples of the arranged steps of a position."""
-    whole = isinstance(found, list) and all(type(n) is int and n > 0 for n in found)
-    if not whole or sum(found) > most:
-        raise GulliverError("the saved position is broken: its steps have more samples than wait")
-    return list(found)
-
-
 def check_state(state: Any, model: str, data: str) -> None:
     """Refuses what is no state of a planner of this model and these data."""
-    keys = {"epoch", "step", "drawn", "queue", "data", "model", "refinement"}
+    keys = {"epoch", "step", "drawn", "queue", "data", "model"}
     if not isinstance(state, Mapping) or not keys <= set(state):
         raise GulliverError("this is not the state of a data-centric planner")
     if state["model"] != model:
@@ -163,8 +155,6 @@ class Queue:
         self.indices: list[int] = []
         # Shape of each.
         self.shapes: list[Shape] = []
-        # Samples of the first steps, where it is arranged which make one.
-        self.cuts: list[int] = []
         self._ends = np.zeros(0)
         self._start = 0.0
 
@@ -179,7 +169,7 @@ class Queue:
     def copy(self) -> Queue:
         """The same samples in another queue."""
         other = Queue(self.drawn)
-        other.indices, other.shapes, other.cuts = self.indices[:], self.shapes[:], self.cuts[:]
+        other.indices, other.shapes = self.indices[:], self.shapes[:]
         other._ends, other._start = self._ends, self._start  # never changed in place
         return other
 
@@ -263,11 +253,9 @@ def longer_lots(
 
 
 def lots(
-    shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator, spread: bool
+    shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator
 ) -> np.ndarray:
     """Orders a window: lots of one shape, those of each shape at even distances."""
-    if not spread:
-        return np.arange(len(shapes))
     members: dict[Shape, list[int]] = {}
     for place, shape in enumerate(shapes):
         members.setdefault(shape, []).append(place)
