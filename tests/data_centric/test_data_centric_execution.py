@@ -36,12 +36,12 @@ pytest.importorskip("transformers")
 DEFAULT = {
     1: [Case("stdit3", 3, steps=2), Case("documents", 2, by_tokens=True, steps=2)],
     2: [
-        Case("stdit3", 3, steps=2, offload=True),
+        Case("stdit3", 3, steps=2),
         Case("documents", 0, clip=0.5, by_tokens=True, steps=3),
         Case("qwen2", 3, steps=2, stages=2),
     ],
     4: [
-        Case("llama", 1, clip=0.5, steps=20, offload=True),
+        Case("llama", 1, clip=0.5, steps=6),
         Case("documents", 3, by_tokens=True, mode="ring_attn", steps=3),
         Case("stdit3", 2, steps=2),
         Case("llama", 2, clip=0.5, steps=3, tensor=2),
@@ -50,7 +50,7 @@ DEFAULT = {
     ],
 }
 FULL = [
-    Case(family, stage, clip, tokens, mode, seed=stage, offload=clip > 0)
+    Case(family, stage, clip, tokens, mode, seed=stage)
     for family in KINDS
     for stage in (0, 1, 2, 3)
     for clip in (0.0, 0.5)
@@ -78,16 +78,14 @@ def _several(world: World, cases: list[Case]) -> list[dict[str, float]]:
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("ranks", DEFAULT)
 def test_every_gradient_is_that_of_one_process(pool: Pool, ranks: int) -> None:
-    idle = moved = 0.0
+    idle = 0.0
     for rank, found in enumerate(pool.run(_several, ranks, DEFAULT[ranks], deadline_s=110)):
         for case, of in zip(DEFAULT[ranks], found, strict=True):
             assert of["gradients"] <= 1e-10, (rank, case, of)
             assert of["losses"] <= 1e-10, (rank, case, of)
             assert of["weights"] <= 1e-10, (rank, case, of)
             idle += of["idle"]
-            moved += of["moved"]
     assert ranks == 1 or idle, "some rank had nothing to do in some step"
-    assert ranks == 1 or moved, "some activations went to the host and back"
 
 
 @pytest.mark.full

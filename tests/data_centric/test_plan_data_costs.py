@@ -17,29 +17,19 @@ from gulliver.cli.options import PlanData
 from gulliver.cli.plan_data import load_costs
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
-    HostRoom,
-    SampleCosts,
     SampleShape,
     TableCosts,
-    fit_samples,
-    host_copies,
     load_samples,
-    measure_moves,
-    measure_samples,
     save_samples,
 )
 from gulliver.hardware.batch_costs import BlockKind
-from gulliver.hardware.offload import TierRates, fit_moves
 from gulliver.hardware.probe import planned_memory
 from gulliver.hardware.samples import SampleFit, SampleModel, holds_samples, read_samples
 from gulliver.options import size_text
-from tests.data_centric.test_sample_costs import clock
 
 KINDS = tuple(BlockKind(name, 28, 40.0 * 1152, 0.5) for name in ("spatial", "temporal"))
 MODEL = SampleModel("video", 16 * 1152**2, 1152, KINDS, "bfloat16")
-FIT = SampleFit(
-    0.03, 2e-4, 1 / 3e14, 4e-9, 0.0, 16e9, 6e4, 2304.0, 0.02, 0.05, 1 / 55e9, 1 / 50e9, 0.01
-)
+FIT = SampleFit(0.03, 2e-4, 1 / 3e14, 4e-9, 0.0, 16e9, 6e4, 2304.0, 0.02, 0.05)
 SHAPES = tuple(
     SampleShape.clip(*sizes, text=300) for sizes in ((1, 16, 16), (5, 23, 40), (15, 30, 54))
 )
@@ -65,11 +55,6 @@ def test_kept_costs_are_planned_as_the_planner_plans_them(
     assert "error 2.0%, 5.0% at most; links of h100x4" in out
     assert "memory of a rank: 40.00 GiB, as --memory says" in out
     assert "60 of 60 samples once each" in out
-    assert "with --offload, as much host memory as a rank has of its own: +" in out
-    moving = told(capsys, kept, *options, "--offload", "34")
-    assert "may move to 32.00 GiB of a rank's host memory, at 55 GB/s there and 50 back" in moving
-    assert "off-load some" in moving
-    assert "micro-batches off-load" in moving
 
 
 def test_shapes_of_kept_costs_have_names_tokens_or_sides(
@@ -87,7 +72,6 @@ def test_shapes_of_kept_costs_have_names_tokens_or_sides(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--offload", "1", "--stages", "2"], "activations of stages do not move"),
         (["--memory", "1e-3"], "fits at no degree"),
         (["--cluster", "none"], "there is no cluster 'none'"),
     ],
@@ -119,8 +103,6 @@ def test_tables_refuse_what_they_say_themselves(capsys: pytest.CaptureFixture[st
         told(capsys, TABLE, "--memory", "1")
     with pytest.raises(GulliverError, match="--cluster h100x8 is for costs that a run has kept"):
         told(capsys, TABLE, "--cluster", "h100x8")
-    with pytest.raises(GulliverError, match="does not say what blocks hold that are kept"):
-        told(capsys, TABLE, "--offload", "1")
 
 
 def table(**more: Any) -> dict[str, Any]:
@@ -129,25 +111,17 @@ def table(**more: Any) -> dict[str, Any]:
     return {"cost_model": model, "cost_table": seconds, **more}
 
 
-def test_a_table_may_say_what_moves_and_where_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_may_say_what_kept_blocks_hold(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     again = {"144p/1": {"1": {"1": 1.0, "2": 2.0, "4": 4.0}}}
     kinds = [{"name": "layers", "count": 8, "kept_bytes": 60.0}]
-    host = {"bytes": 1e6, "write_rate": 1e5, "read_rate": 1e5}
-    path.write_text(json.dumps(table(recompute=again, token_bytes=100.0, kinds=kinds, host=host)))
+    path.write_text(json.dumps(table(recompute=again, token_bytes=100.0, kinds=kinds)))
     costs = TableCosts.load(path)
     assert costs.kinds == (BlockKind("layers", 8, 60.0),)
-    assert costs.host == HostRoom(1e6, TierRates("host", 1e5, 1e5))
-    assert costs.batches("144p/1", 1).offloaded.any()
-    out = told(capsys, path, "--count", "24", "--ranks", "2", "--distribution", "short")
-    assert "off-load some" in out
+    assert (costs.batches("144p/1", 1).recomputed < 8).any()
     for more, message in (
         ({"kinds": kinds}, "give token_bytes, too, and a table recompute"),
         ({"kinds": [{"name": "layers"}]}, "kinds must be a list with name, count"),
-        ({"host": {"bytes": 1.0}}, "host a table with bytes, write_rate and read_rate"),
-        ({"host": {**host, "bytes": -1.0}}, "above 0, and finite"),
     ):
         path.write_text(json.dumps(table(**more)))
         with pytest.raises(GulliverError, match=message):
@@ -169,16 +143,6 @@ def test_parts_that_a_table_does_not_tell_are_not_known(
     assert "communicate not known, recompute 12.50 %" in out
     path.write_text(json.dumps(table()))
     assert "do not tell them apart" in told(capsys, path, "--count", "12", "--ranks", "1")
-
-
-def test_more_memory_of_either_kind_never_makes_micro_batches_slower() -> None:
-    for shape in SHAPES:
-        before = math.inf
-        for memory, room in ((3e10, 0), (3e10, 1e9), (4e10, 1e9), (4e10, 1e10), (6e10, 1e10)):
-            host = FIT.host_room(room) if room else None
-            row = SampleCosts(MODEL, FIT, memory, host=host).batches(shape, 1).seconds[0]
-            assert row <= before * (1 + 1e-9)
-            before = row
 
 
 @pytest.mark.parametrize(
@@ -218,26 +182,3 @@ def test_files_that_hold_something_else_are_told_from_costs(kept: Path, tmp_path
     save_samples(kept, MODEL, FIT, SHAPES)
     saved = read_samples(kept)
     assert (saved.model, saved.fit, saved.shapes) == (MODEL, FIT, SHAPES)
-
-
-def test_moves_are_fitted_each_way_and_tell_their_error() -> None:
-    import torch
-
-    points = measure_moves(lambda size, to_host: size / (50e9 if to_host else 40e9))
-    found = fit_moves(points)
-    assert found.to_host_s == pytest.approx(1 / 50e9)
-    assert found.from_host_s == pytest.approx(1 / 40e9)
-    assert found.error < 1e-9
-    slow = measure_moves(lambda size, to_host: 1e-4 + size / 50e9)
-    assert fit_moves(slow).error > 0.1, "small moves are not as fast as large ones"
-    model = SampleModel("tiny", 1000, 64, (BlockKind("block", 4, 500.0),))
-    measured = measure_samples(clock, [SampleShape.document(n) for n in (128, 512)])
-    fit = fit_samples(model, measured, moves=points)
-    room = fit.host_room(17e9)
-    assert room is not None
-    assert (room.bytes, room.rates.write_rate) == (16e9, pytest.approx(50e9))
-    assert fit_samples(model, measured).host_room(1e9) is None
-    with pytest.raises(GulliverError, match="points of both ways"):
-        fit_moves(points[:2])
-    with pytest.raises(GulliverError, match="they are one memory"):
-        host_copies(torch.device("cpu"))

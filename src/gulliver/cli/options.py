@@ -38,8 +38,6 @@ class PlanData(Options):
     memory: Annotated[float | None, POSITIVE] = None
     """GiB of a rank, with kept costs; by default nine tenths of a GPU, or a tenth of the machine's
     memory."""
-    offload: Annotated[float | None, POSITIVE] = None
-    """GiB of a rank's host memory that activations may move to."""
     stages: Annotated[int, Range(1, 4096)] = 1
     """Stages of a pipeline that each of these ranks is."""
     samples: Annotated[int | None, Range(1, 2**24)] = None

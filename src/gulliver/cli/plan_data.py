@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gulliver.cli.options import PlanData
@@ -21,8 +21,6 @@ from gulliver.data_centric.pictures import shares_of, step_lines, steps_page
 from gulliver.data_centric.planner import DataCentricPlanner
 from gulliver.data_centric.steps import StepPlan
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.batch_costs import HostRoom
-from gulliver.hardware.offload import TierRates, host_rates
 from gulliver.hardware.probe import named_cluster, planned_memory
 from gulliver.hardware.sample_tables import TableCosts
 from gulliver.hardware.samples import SampleCosts, SampleShape, holds_samples, read_samples
@@ -39,10 +37,6 @@ class LoadedCosts:
     lines: list[str]
     # Shapes that the file knows; none where it does not say.
     shapes: tuple[Any, ...]
-    # Whether the file says what a kept block holds.
-    keeps: bool
-    # Link to the host's memory; None where it is not known.
-    rates: TierRates | None = None
 
     def drawn(self, options: PlanData) -> list[Any]:
         """Shapes of samples that nobody has given: drawn from those that the file knows."""
@@ -77,25 +71,7 @@ class LoadedCosts:
 
 def load_costs(options: PlanData) -> LoadedCosts:
     """Reads the costs of a command."""
-    found = _samples(options) if holds_samples(options.costs) else _table(options)
-    if options.offload is None:
-        return found
-    if options.stages > 1:
-        raise GulliverError(
-            f"--offload {options.offload:g} and --stages {options.stages}: activations of stages "
-            "do not move to the host: leave one of both out"
-        )
-    missing = "nothing says how fast bytes move to the host: name a --cluster of GPUs"
-    if not found.keeps:
-        missing = f"{options.costs} does not say what blocks hold that are kept"
-    if found.rates is None or not found.keeps:
-        raise GulliverError(f"--offload {options.offload:g}: {missing}")
-    host = HostRoom.within(options.offload * 2**30, found.rates)
-    hint = (
-        f"activations may move to {size_text(host.bytes)} of a rank's host memory, at "
-        f"{host.rates.write_rate / 1e9:.3g} GB/s there and {host.rates.read_rate / 1e9:.3g} back"
-    )
-    return replace(found, costs=replace(found.costs, host=host), lines=[*found.lines, hint])
+    return _samples(options) if holds_samples(options.costs) else _table(options)
 
 
 def _table(options: PlanData) -> LoadedCosts:
@@ -105,16 +81,12 @@ def _table(options: PlanData) -> LoadedCosts:
             f"{options.costs} says itself how many tokens fit"
         )
     costs = TableCosts.load(options.costs)
-    if options.cluster != "here" and (costs.host or not costs.kinds):
-        why = "how fast bytes move to the host" if costs.host else "what takes how long"
+    if options.cluster != "here":
         raise GulliverError(
             f"--cluster {options.cluster} is for costs that a run has kept: the table "
-            f"{options.costs} says itself {why}"
+            f"{options.costs} says itself what takes how long"
         )
-    rates = costs.host.rates if costs.host else None
-    if rates is None and costs.kinds and options.cluster != "here":
-        rates = host_rates(named_cluster(options.cluster, options.ranks).device)
-    return LoadedCosts(costs, [], tuple(costs.seconds), bool(costs.kinds), rates)
+    return LoadedCosts(costs, [], tuple(costs.seconds))
 
 
 def _samples(options: PlanData) -> LoadedCosts:
@@ -131,17 +103,14 @@ def _samples(options: PlanData) -> LoadedCosts:
         f"{saved.fit.error:.1%}, {saved.fit.worst:.1%} at most; links of {options.cluster}",
         f"memory of a rank: {size_text(memory)}, {why}",
     ]
-    room = saved.fit.host_room(1.0)
-    rates = room.rates if room else host_rates(cluster.device)
     costs = SampleCosts(saved.model, saved.fit, memory, cluster, encoded_alike=True)
-    return LoadedCosts(costs, lines, saved.shapes, True, rates)
+    return LoadedCosts(costs, lines, saved.shapes)
 
 
 # ``gulliver plan data``: steps of data-centric training over a table of costs, drawn.
 
 
 MORE = "a quarter more memory"
-HOST = "--offload, as much host memory as a rank has of its own"
 
 
 def plan_data(options: PlanData) -> int:
@@ -181,9 +150,6 @@ def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: 
     if options.window is not None:
         tried["twice the window"] = costs, budget, {**settings, "window": 2 * options.window}
     tried[MORE] = costs, budget, {**settings, "memory": int(1.25 * costs.memory)}
-    if loaded.keeps and loaded.rates is not None and options.stages == 1 and costs.host is None:
-        host = HostRoom.within(costs.memory, loaded.rates)
-        tried[HOST] = replace(costs, host=host), budget, dict(settings)
     found = []
     for name, (costs, other, changed) in tried.items():
         try:
@@ -193,7 +159,7 @@ def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: 
         summary = shares_of(plans)
         gain = summary.samples / summary.seconds / speed - 1
         # The plan of now fits into more memory, too.
-        found.append((max(gain, 0.0) if name in (MORE, HOST) else gain, name))
+        found.append((max(gain, 0.0) if name == MORE else gain, name))
     found.sort(key=lambda pair: (-pair[0], pair[1]))
     return [f"with {name}: {100 * gain:+.1f} % samples/s" for gain, name in found]
 

@@ -12,7 +12,7 @@ import numpy as np
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.batch_costs import BatchCosts
 from gulliver.hardware.sample_tables import TableCosts
-from gulliver.options import positive_number, size_text, whole_number
+from gulliver.options import positive_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,6 @@ def checked_window(budget: Budget, window: int | None) -> int:
     if window < 1:
         raise GulliverError(f"window={window}: give at least 1 sample")
     return window
-
-
-def costs_text(costs: Costs, pac: bool) -> str:
-    """Says whose costs they are, and what host memory activations may move to, if they may."""
-    host = getattr(costs, "host", None)
-    text = f"costs of {costs.identity}"
-    if host is None or not pac:
-        return text
-    return f"{text}, {size_text(host.bytes)} of a rank's host memory for activations"
 
 
 # Samples drawn for planning without a data set, and the time that no plan of them can be under.

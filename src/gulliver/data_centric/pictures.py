@@ -17,7 +17,7 @@ COLUMNS = 60
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 WIDTH, ROW, LEFT = 760, 22, 90
 COLORS = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#66ccee", "#ee8866", "#999933", "#882255")
-SENT, AGAIN, MOVED, WAIT = "#ee6677", "#bbccee", "#ffddaa", "#eeeeee"
+SENT, AGAIN, WAIT = "#ee6677", "#bbccee", "#eeeeee"
 PARTS = ("communication", "recompute")
 STYLE = """body{font:15px sans-serif;max-width:1000px;margin:2em auto;color:#222}
 table{border-collapse:collapse}
@@ -41,10 +41,6 @@ class Shares:
     gap: float
     # Samples of the steps.
     samples: int
-    # Share in which they wait for activations on their way to the host or back.
-    moving: float = 0.0
-    # Share of micro-batches with activations in the host's memory.
-    offloaded: float = 0.0
     # Parts of the seconds that the costs tell of: ``communication``, ``recompute``; None: both,
     # where there is any of one.
     known: tuple[str, ...] | None = None
@@ -54,11 +50,6 @@ class Shares:
         if self.known or (self.known is None and (self.communication or self.recompute)):
             parts = {"communicate": "communication", "recompute": "recompute"}
             inside = ", ".join(f"{word} {self.percent(name)}" for word, name in parts.items())
-        if self.offloaded:
-            inside += (
-                f", wait for activations to move {100 * self.moving:.2f} % "
-                f"({100 * self.offloaded:.0f} % of micro-batches off-load some)"
-            )
         return (
             f"{self.seconds:.4g} s, {_counted(self.samples)}; ranks wait {100 * self.wait:.2f} %, "
             f"{inside}; {100 * self.gap:.2f} % over the bound"
@@ -73,8 +64,8 @@ class Shares:
 
 def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] | None = None) -> Shares:
     """Sums steps."""
-    seconds = whole = busy = sent = again = moved = bound = 0.0
-    samples = batches = away = 0
+    seconds = whole = busy = sent = again = bound = 0.0
+    samples = 0
     for plan in plans:
         seconds += plan.seconds
         whole += plan.ranks * plan.seconds
@@ -84,11 +75,9 @@ def shares_of(plans: Iterable[StepPlan], known: tuple[str, ...] | None = None) -
             busy += group.degree * batch.seconds
             sent += group.degree * batch.communication
             again += group.degree * batch.recomputing
-            moved += group.degree * batch.moving
-            batches, away = batches + 1, away + (batch.offload > 0)
     whole = whole or 1.0
     gap = seconds / bound - 1 if bound else 0.0
-    parts = (sent / whole, again / whole, gap, samples, moved / whole, away / max(1, batches))
+    parts = (sent / whole, again / whole, gap, samples)
     return Shares(seconds, max(0.0, 1 - busy / whole), *parts, known)
 
 
@@ -108,8 +97,6 @@ def step_lines(
             letter = LETTERS[names[str(batch.shape)] % len(LETTERS)]
             bar += letter * (round(COLUMNS * begun / longest) - len(bar))
         label = f"{group.seconds:.4g} s"
-        if away := sum(batch.offload > 0 for batch in group.micro_batches):
-            label += f", {away} of {len(group.micro_batches)} micro-batches off-load"
         if measured is not None:
             label += f", measured {measured[number]:.4g} s"
         lines.append(f"  {_ranks(group):>9} |{bar.ljust(COLUMNS, '.')}| {label}")
@@ -129,8 +116,7 @@ def steps_page(
     names = _names(shown)
     parts = [f"<p>{escape(line)}</p>" for line in lines]
     parts.append(f"<p>All {len(plans):,} steps: {escape(str(shares_of(plans, known)))}</p>")
-    away = any(batch.offload for plan in shown for _, batch in plan)
-    parts += [_legend(names, away)]
+    parts += [_legend(names)]
     for plan in shown:
         parts.append(f"<h2>Step {plan.step}</h2><p>{escape(str(shares_of([plan], known)))}</p>")
         parts.append(_chart(plan, names))
@@ -172,19 +158,13 @@ def _chart(plan: StepPlan, names: dict[str, int]) -> str:
                     f", of that messages {batch.communication:.3g} s and recompute "
                     f"{batch.recomputing:.3g} s ({batch.recompute} blocks)"
                 )
-            if batch.offload:
-                label += (
-                    f", {batch.offload} blocks off-loaded, {batch.host_bytes / 2**30:.3g} GiB of "
-                    f"host memory, waits for their moves {batch.moving:.3g} s"
-                )
             if batch.bytes >= 2**20:  # less are those of a table that counts in tokens
                 label += f", {batch.bytes / 2**30:.3g} GiB"
             color = COLORS[names[name] % len(COLORS)]
-            plain = batch.seconds - batch.communication - batch.recomputing - batch.moving
+            plain = batch.seconds - batch.communication - batch.recomputing
             for seconds, fill in (
                 (plain, color),
                 (batch.recomputing, AGAIN),
-                *([(batch.moving, MOVED)] if batch.moving else []),
                 (batch.communication, SENT),
             ):
                 drawn.append(_bar(LEFT + scale * at, y, scale * seconds, fill, label))
@@ -211,9 +191,8 @@ def _bar(x: float, y: float, width: float, fill: str, label: str) -> str:
     )
 
 
-def _legend(names: dict[str, int], away: bool) -> str:
+def _legend(names: dict[str, int]) -> str:
     kinds = [("messages", SENT), ("recompute", AGAIN), ("wait", WAIT)]
-    kinds += [("moves to the host", MOVED)] if away else []
     kinds += [(name, COLORS[number % len(COLORS)]) for name, number in names.items()]
     drawn = []
     for number, (name, fill) in enumerate(kinds):
@@ -225,8 +204,6 @@ def _legend(names: dict[str, int], away: bool) -> str:
 
 def _table(plans: Sequence[StepPlan], known: tuple[str, ...] | None) -> str:
     heads = ["step", "groups", "samples", "seconds", "bound", "wait", "messages", "recompute"]
-    away = any(batch.offload for plan in plans for _, batch in plan)
-    heads += ["off-load"] if away else []
     rows = []
     for plan in plans:
         label = shares_of([plan], known)
@@ -234,7 +211,7 @@ def _table(plans: Sequence[StepPlan], known: tuple[str, ...] | None) -> str:
         row = [str(plan.step), degrees, str(plan.samples)]
         row += [f"{plan.seconds:.4g}", f"{plan.bound:.4g}", f"{100 * label.wait:.2f} %"]
         row += [label.percent("communication"), label.percent("recompute")]
-        rows.append(row + ([f"{100 * label.moving:.2f} %"] if away else []))
+        rows.append(row)
     head = "".join(f"<th>{name}</th>" for name in heads)
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

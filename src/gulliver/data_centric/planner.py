@@ -32,7 +32,6 @@ from gulliver.data_centric.costs import (
     check_sample,
     checked_degrees,
     checked_window,
-    costs_text,
     lot_of,
     total,
     weight,
@@ -76,8 +75,7 @@ class DataCentricOptions(Options):
         intra: groups may have different degrees; else all have `degree`.
         inter: groups may run several micro-batches; else one each, and what finds no place is set
             aside for the next step.
-        pac: memory that is left, and host memory of `costs`, keeps activations; else all blocks are
-            computed again.
+        pac: memory that is left keeps activations; else all blocks are computed again.
         degree: degree of every group without `intra`.
         unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
             `skipped`.
@@ -342,8 +340,7 @@ class DataCentricPlanner:
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.unfit, self.costs.memory
-        host, packer = getattr(self.costs, "host", None), self._solver.packer
-        inputs = (*settings, *more, self.stages, host, packer)
+        inputs = (*settings, *more, self.stages, self._solver.packer)
         digest.update(repr((inputs, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
@@ -420,5 +417,5 @@ class DataCentricPlanner:
             ranks += f" of {self.stages} stages each"
         return (
             f"{ranks}, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
-            f"{ahead}, {costs_text(self.costs, self.pac)}"
+            f"{ahead}, costs of {self.costs.identity}"
         )

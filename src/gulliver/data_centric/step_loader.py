@@ -22,11 +22,10 @@ from gulliver.comm.world import current_world
 from gulliver.data.arena import move_tensors
 from gulliver.data.documents import pack_documents
 from gulliver.data_centric.planner import DataCentricPlanner
-from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch, offload_for
+from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch
 from gulliver.data_centric.steps import MicroBatch, StepPlan
 from gulliver.data_centric.training_step import LoadedBatch, StepContext, TrainingStep
 from gulliver.errors import GulliverError
-from gulliver.memory.streams import Copier
 from gulliver.parallel.optimizer import BoostedOptimizer, persistent_buffers
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.parallel.zero.step import LEFT, check_uneven
@@ -92,8 +91,6 @@ class DataCentricLoader:
         weight: what each sample counts, such as its number of labels, equal on all ranks; a loss
             then is a mean over that. None: samples count alike.
         shape_of: finds the shape of a loaded sample, to be held against the table.
-        copier: copies activations to the host and back, where the planner's costs have memory for
-            them there; None: on streams of the GPU.
         begin: called on all ranks with each plan before its samples are weighed, such as to read
             them: those that some rank could not read then weigh 0 on all.
 
@@ -115,7 +112,6 @@ class DataCentricLoader:
         collate: Callable[[list[Any]], Any] | None = None,
         weight: Weight | None = None,
         shape_of: Callable[[Any], Any] | None = None,
-        copier: Copier | None = None,
         begin: Callable[[StepPlan], None] | None = None,
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
@@ -130,7 +126,10 @@ class DataCentricLoader:
         _check(self)
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
-        switch = _switch(self, named, copier) if named else None
+        stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
+        switch = None
+        if named:
+            switch = StageSwitch(stage, named) if stage else RecomputeSwitch(self.model, named)
         self._context = StepContext(model, optimizer, self.degree, switch)
         self._reading = Lock()
         self._given: tuple[TrainingStep, Any] | None = None
@@ -245,20 +244,6 @@ class DataCentricLoader:
         """
         self.planner.load_state_dict(state)
         self._given = self._first = None
-
-
-def _switch(
-    loader: DataCentricLoader, kinds: Sequence[tuple[str, int]], copier: Copier | None
-) -> RecomputeSwitch | StageSwitch:
-    """Switches the blocks of a model, or of its stage of a pipeline."""
-    optimizer = loader.optimizer
-    offload = offload_for(loader.planner, optimizer, copier)
-    stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
-    return (
-        RecomputeSwitch(loader.model, kinds, offload)
-        if stage is None
-        else StageSwitch(stage, kinds, offload)
-    )
 
 
 def _check(loader: DataCentricLoader) -> None:

@@ -38,14 +38,6 @@ class MicroBatch:
     recomputing: float = 0.0
     # Predicted bytes of a rank, at most.
     bytes: int = 0
-    # Number of blocks whose activations move to the host until their backward.
-    offload: int = 0
-    # How many of those are of each kind of block.
-    offloaded: tuple[int, ...] = ()
-    # Seconds in `seconds` of waiting for such moves.
-    moving: float = 0.0
-    # Predicted bytes of a rank in the host's memory.
-    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +130,18 @@ class StepPlan:
                 yield group, batch
 
 
-Facts = tuple[int, tuple[int, ...], float, float, float, int, int, tuple[int, ...], float, int]
+Facts = tuple[int, tuple[int, ...], float, float, float, int]
 """What a `MicroBatch` has in addition to its samples, in its order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
     """Facts of a `MicroBatch` without its samples, for every size of batch."""
-    again, away = _counted(row.recomputed), _counted(row.offloaded)
-    parts = row.seconds, row.communication, row.recomputing, row.moving
-    *seconds, moving = ((factor * part).tolist() for part in parts)
-    here, there = (np.ceil(b).astype(np.int64).tolist() for b in (row.bytes, row.host_bytes))
-    return list(zip(*again, *seconds, here, *away, moving, there, strict=True))
-
-
-def _counted(blocks: np.ndarray) -> tuple[list[int], list[tuple[int, ...]]]:
-    """All blocks of each size of batch, and those of each kind."""
-    return blocks.sum(axis=1).tolist(), [tuple(kinds) for kinds in blocks.tolist()]
+    again = row.recomputed
+    parts = row.seconds, row.communication, row.recomputing
+    seconds = ((factor * part).tolist() for part in parts)
+    held = np.ceil(row.bytes).astype(np.int64).tolist()
+    counts = again.sum(axis=1).tolist(), [tuple(kinds) for kinds in again.tolist()]
+    return list(zip(*counts, *seconds, held, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         split_attention_seconds,
         two_ring_bytes,
     )
-    from gulliver.hardware.batch_costs import HostRoom, place_blocks
     from gulliver.hardware.cluster import Cluster, described, described_names
     from gulliver.hardware.costs import (
         Transfers,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
         resharding_bytes,
         torus_seconds,
     )
-    from gulliver.hardware.offload import host_copies, measure_moves
     from gulliver.hardware.operators import fp8_seconds
     from gulliver.hardware.probe import current_cluster, memory_bytes
     from gulliver.hardware.sample_tables import TableCosts
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster",
-    "HostRoom",
     "SampleCosts",
     "SampleShape",
     "Scaling",
@@ -55,14 +52,11 @@ __all__ = [
     "fit_samples",
     "fit_scaling",
     "fp8_seconds",
-    "host_copies",
     "linear_flops",
     "linear_seconds",
     "load_samples",
-    "measure_moves",
     "measure_samples",
     "memory_bytes",
-    "place_blocks",
     "probe_transfers",
     "resharding_bytes",
     "save_samples",
@@ -80,7 +74,6 @@ __getattr__, __dir__ = lazy_exports(
             "split_attention_seconds",
             "two_ring_bytes",
         ],
-        "gulliver.hardware.batch_costs": ["HostRoom", "place_blocks"],
         "gulliver.hardware.cluster": ["Cluster", "described", "described_names"],
         "gulliver.hardware.costs": [
             "Transfers",
@@ -92,7 +85,6 @@ __getattr__, __dir__ = lazy_exports(
             "resharding_bytes",
             "torus_seconds",
         ],
-        "gulliver.hardware.offload": ["host_copies", "measure_moves"],
         "gulliver.hardware.operators": ["fp8_seconds"],
         "gulliver.hardware.probe": ["current_cluster", "memory_bytes"],
         "gulliver.hardware.sample_tables": ["TableCosts"],

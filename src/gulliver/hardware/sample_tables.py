@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.batch_costs import BatchCosts, BlockKind, HostRoom, place_blocks
-from gulliver.hardware.offload import HOST, TierRates
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
@@ -61,7 +60,6 @@ class TableCosts:
         parts: what the seconds consist of; `kinds` need it.
         beyond: whether batches larger than the table's last are allowed where memory is.
         model: name of the model, for files and states.
-        host: host memory that activations may move to; None: they are kept or computed again.
     """
 
     seconds: Mapping[str, Mapping[int, Mapping[int, float]]]
@@ -72,7 +70,6 @@ class TableCosts:
     parts: Parts = field(default=no_parts, compare=False)
     beyond: bool = True
     model: str = "table"
-    host: HostRoom | None = None
 
     def __post_init__(self) -> None:
         _check(self.seconds, self.lengths)
@@ -85,8 +82,7 @@ class TableCosts:
 
         Tables named ``communication`` and ``recompute``, of the same form, may say what the seconds
         consist of; with ``recompute``, a list ``kinds`` of what blocks hold that are kept (name,
-        count, kept_bytes, share) and a ``token_bytes``, and ``host`` of host memory that they
-        may move to (bytes, write_rate, read_rate).
+        count, kept_bytes, share) and a ``token_bytes``.
 
         Args:
             path: path to the file.
@@ -201,7 +197,7 @@ class TableCosts:
         Args:
             shape: name of the shape.
             degree: ranks of the group.
-            pac: keep or move activations where memory is left; else all blocks are recomputed.
+            pac: keep activations where memory is left; else all blocks are recomputed.
             most: largest batch that is looked at.
 
         Raises:
@@ -226,7 +222,7 @@ class TableCosts:
         costs = BatchCosts(total, tokens * self.token_bytes * batches, sent, repeated, counts)
         if not pac:
             return costs
-        return place_blocks(costs, tokens, self.memory, self.kinds, self.host)
+        return keep_blocks(costs, tokens, self.memory, self.kinds)
 
     def _known(self, shape: Any) -> None:
         if shape not in self.seconds:
@@ -240,21 +236,16 @@ class TableCosts:
 
 
 def _blocks(path: Path | str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads what a table says of its blocks and of host memory behind them."""
+    """Reads what a table says of its blocks."""
     found: dict[str, Any] = {}
     try:
         if "token_bytes" in values:
             found["token_bytes"] = float(values["token_bytes"])
         if "kinds" in values:
             found["kinds"] = tuple(BlockKind(**kind) for kind in values["kinds"])
-        if "host" in values:
-            host = values["host"]
-            rates = TierRates(HOST, float(host["read_rate"]), float(host["write_rate"]))
-            found["host"] = HostRoom(float(host["bytes"]), rates)
     except (KeyError, TypeError, ValueError) as error:
         raise GulliverError(
-            f"{path}: kinds must be a list with name, count, kept_bytes and share of each, host a "
-            f"table with bytes, write_rate and read_rate ({error!r})"
+            f"{path}: kinds must be a list with name, count, kept_bytes and share ({error!r})"
         ) from None
     if "kinds" in found and not {"recompute", "token_bytes"} <= values.keys():
         raise GulliverError(

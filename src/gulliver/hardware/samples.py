@@ -30,10 +30,9 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.hardware.batch_costs import BatchCosts, BlockKind, HostRoom, place_blocks
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import ITEM_BYTES, all_reduce_seconds, all_to_all_seconds
-from gulliver.hardware.offload import HOST, MovePoint, TierRates, fit_moves
 from gulliver.hardware.probe import machine_facts
 from gulliver.io.files import write_text
 
@@ -158,29 +157,6 @@ class SampleFit:
     error: float = 0.0
     # Largest of those.
     worst: float = 0.0
-    # Seconds of a byte that moves to the host's memory; 0: not known.
-    to_host_s: float = 0.0
-    # Seconds of a byte that comes back; 0: not known.
-    from_host_s: float = 0.0
-    # Largest relative error of those.
-    move_error: float = 0.0
-
-    def host_room(self, limit: float) -> HostRoom | None:
-        """Room for activations in so many bytes of the host; None where no rate is known."""
-        if not (self.to_host_s and self.from_host_s):
-            return None
-        rates = TierRates(HOST, 1 / self.from_host_s, 1 / self.to_host_s)
-        return HostRoom.within(limit, rates)
-
-    def with_moves(self, moves: Sequence[MovePoint]) -> SampleFit:
-        """These rates, and those of measured moves to the host and back."""
-        found = fit_moves(moves)
-        return replace(
-            self,
-            to_host_s=found.to_host_s,
-            from_host_s=found.from_host_s,
-            move_error=found.error,
-        )
 
 
 @dataclass(frozen=True)
@@ -196,7 +172,6 @@ class SampleCosts:
         encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
         tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are given
             as without them: never too few.
-        host: host memory that activations may move to; None: they are kept or computed again.
     """
 
     model: SampleModel
@@ -206,7 +181,6 @@ class SampleCosts:
     allowed: tuple[int, ...] | None = None
     encoded_alike: bool = False
     tensor: int = 1
-    host: HostRoom | None = None
 
     @property
     def alone(self) -> SampleCosts:
@@ -245,7 +219,7 @@ class SampleCosts:
         Args:
             shape: shape of the samples.
             degree: ranks of the group.
-            pac: keep or move activations where memory is left; else all blocks are recomputed.
+            pac: keep activations where memory is left; else all blocks are recomputed.
             most: largest batch that is looked at.
         """
         fit, model = self.fit, self.model
@@ -267,7 +241,7 @@ class SampleCosts:
         costs = BatchCosts(seconds, fit.states + each * size, sent, repeated, counts)
         if not pac:
             return costs
-        return place_blocks(costs, tokens, self.memory, model.kinds, self.host)
+        return keep_blocks(costs, tokens, self.memory, model.kinds)
 
     def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
         """Seconds of exchanges of heads: [B]; a line through two sizes, which they are."""
@@ -298,7 +272,6 @@ def fit_samples(
     model: SampleModel,
     points: Sequence[SamplePoint],
     states: float | None = None,
-    moves: Sequence[MovePoint] = (),
 ) -> SampleFit:
     """Fits rates to measured points.
 
@@ -306,7 +279,6 @@ def fit_samples(
         model: sizes of the model.
         points: points of at least two depths times two sizes of batch.
         states: bytes of the states at full depth, where points do not tell.
-        moves: measured moves to the host and back; none: nothing is planned to move.
 
     Raises:
         GulliverError: too few points, or points that are no measurements.
@@ -329,10 +301,9 @@ def fit_samples(
     whole = held[0] + held[1] * model.depth if states is None else states
     fixed, call, flop, token, pixel = map(float, rates)
     told = float(np.median(errors)), float(np.max(errors))
-    fit = SampleFit(
+    return SampleFit(
         fixed, call, flop, token, pixel, float(whole), float(held[2]), float(held[3]), *told
     )
-    return fit.with_moves(moves) if moves else fit
 
 
 def measure_samples(
