@@ -23,13 +23,42 @@ from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from gulliver.comm.world import current_world, init_world
 from gulliver.errors import GulliverError
-from gulliver.integrations.refusals import refuse_arguments
 from gulliver.parallel.optimizer import BoostedOptimizer
 
 # What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``.
 LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 Options = Plugin | Mapping[str, Any] | str | None
+
+_OTHER = "leave it out, or gulliver"
+# Arguments by the class that takes them. None, 0 and False ask for nothing, and pass.
+REFUSED: dict[str, dict[str, str]] = {
+    "Accelerator": {
+        "deepspeed_plugin": f"it lets DeepSpeed run the model; {_OTHER}",
+        "deepspeed_plugins": f"it lets DeepSpeed run the model; {_OTHER}",
+        "fsdp_plugin": f"it lets FSDP run the model; {_OTHER}",
+        "megatron_lm_plugin": f"it lets Megatron-LM run the model; {_OTHER}",
+        "torch_tp_plugin": f"it lets transformers cut the model; {_OTHER}",
+        "parallelism_config": f"it lets accelerate cut the model; {_OTHER}",
+    },
+    "TrainingArguments": {
+        "deepspeed": f"it lets DeepSpeed run the model; {_OTHER}",
+        "fsdp": f"it lets FSDP run the model; {_OTHER}",
+        "parallelism_config": f"it lets accelerate cut the model; {_OTHER}",
+        "fp16": "use bf16=True, or gulliver={'precision': 'fp16'} for a model in float16",
+        "fp16_full_eval": "it converts the model itself; use bf16=True",
+        "bf16_full_eval": "it converts the model itself; use bf16=True",
+        "auto_find_batch_size": "it retries in the middle of a step; give memory_limit=, or a size",
+        "save_on_each_node": "a checkpoint is one folder of all ranks; save to a shared disk",
+    },
+}
+
+
+def refuse_arguments(owner: str, given: Mapping[str, Any]) -> None:
+    """Refuses arguments of a class that would let something else run the model."""
+    for name, instead in REFUSED[owner].items():
+        if given.get(name):
+            raise GulliverError(f"{owner}({name}={given[name]!r}) is not supported: {instead}")
 
 
 def plugin_of(options: Options) -> Plugin:
