@@ -17,14 +17,13 @@ from gulliver.embedding import (
     CachedEmbeddingBag,
     ShardedEmbeddingBag,
     TablesJob,
-    budget_tables,
     plan_tables,
 )
 from gulliver.embedding.planning import DATA_SETS
 from gulliver.errors import GulliverError
 from gulliver.hardware.operators import LookupLoad, lookup_seconds
 from gulliver.hardware.probe import named_cluster
-from gulliver.solve.tables import MissCurve, TableOption, lru_misses, place_tables, share_cache
+from gulliver.solve.tables import TableOption, place_tables
 
 
 def test_placements_are_near_the_best_of_all_and_never_below_the_bound() -> None:
@@ -65,69 +64,6 @@ def test_placements_keep_within_memory_or_are_refused() -> None:
     assert [o.name for o in place_tables(tables, 8).options] == ["row", "row"]
     with pytest.raises(GulliverError, match="which has 7"):
         place_tables(tables, 7)
-
-
-def test_misses_of_all_sizes_are_those_of_caches_that_were_run() -> None:
-    for seed in range(60):
-        uses = np.random.default_rng(seed).zipf(1.4, 120) % 25
-        sizes, expected = list(range(1, 27)), []
-        for size in sizes:
-            held: list[int] = []
-            missed = 0
-            for row in uses.tolist():
-                missed += row not in held
-                held = [row, *(other for other in held if other != row)][:size]
-            expected.append(missed)
-        assert lru_misses(uses, sizes) == expected
-
-
-def test_memory_is_shared_as_well_as_by_trying_all_shares() -> None:
-    draw, best_found = np.random.default_rng(1), 0
-    for _ in range(150):
-        curves = []
-        for _ in range(int(draw.integers(1, 4))):
-            count = int(draw.integers(2, 6))
-            sizes = np.cumsum(draw.integers(1, 6, count))
-            misses = np.sort(draw.integers(0, 60, count))[::-1]
-            curves.append(
-                MissCurve(
-                    tuple(sizes.tolist()), tuple(map(float, misses)), int(draw.integers(1, 4))
-                )
-            )
-        budget = int(draw.integers(5, 70))
-        costs = [
-            (
-                sum(c.sizes[p] * c.row_bytes for c, p in zip(curves, places, strict=True)),
-                sum(c.misses[p] for c, p in zip(curves, places, strict=True)),
-            )
-            for places in product(*(range(len(c.sizes)) for c in curves))
-        ]
-        fitting = [misses for cost, misses in costs if cost <= budget]
-        found = share_cache(curves, budget)
-        assert (found is None) == (not fitting)
-        if found is None:
-            continue
-        spent = sum(size * c.row_bytes for size, c in zip(found.sizes, curves, strict=True))
-        assert spent <= budget
-        assert found.misses == sum(
-            c.misses[c.sizes.index(size)] for size, c in zip(found.sizes, curves, strict=True)
-        )
-        assert found.bound - 1e-9 <= min(fitting) <= found.misses
-        best_found += found.misses == min(fitting)
-    assert best_found >= 90
-
-
-def test_a_budget_goes_to_the_table_whose_rows_recur() -> None:
-    draw = np.random.default_rng(0)
-    recurring = [torch.from_numpy(draw.integers(0, 300, 200)) for _ in range(20)]
-    never = [torch.arange(200) + 200 * n for n in range(20)]
-    rows, row_bytes = {"hot": 10_000, "cold": 10_000}, {"hot": 64, "cold": 64}
-    found = budget_tables({"hot": recurring, "cold": never}, rows, row_bytes, 64 * 600)
-    assert found["hot"] >= 290
-    assert found["cold"] < found["hot"] + 100
-    assert sum(found.values()) <= 600
-    with pytest.raises(GulliverError, match="give at least"):
-        budget_tables({"hot": recurring, "cold": never}, rows, row_bytes, 64 * 250)
 
 
 def test_criteo_1tb_on_one_gpu_takes_the_bytes_that_were_counted_by_hand() -> None:

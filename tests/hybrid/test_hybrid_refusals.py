@@ -187,7 +187,7 @@ def _dropped(world: World, plugin: dict[str, Any]) -> tuple[list[float], dict[st
     model = build("gpt2")
     model.transformer.drop.p = model.transformer.h[0].mlp.dropout.p = 0.3
     torch.manual_seed(world.rank)
-    booster, model, optimizer = _boosted({**plugin, "allow_dropout": True}, model)
+    booster, model, optimizer = _boosted({**plugin, "dropout": "alike"}, model)
     data = batch("gpt2", 4, seed=0)
     losses = [_step(booster, model, optimizer, data) for _ in range(3)]
     gradients = optimizer.full_gradients()

@@ -6,12 +6,12 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.offload import host_rates, seconds_text
 from gulliver.hardware.probe import current_cluster, memory_bytes
@@ -23,91 +23,41 @@ from gulliver.planner.ranks import largest_residency, rank_states, rank_work, st
 from gulliver.planner.residency import chunk_sizes, tier_rates
 from gulliver.planner.resolve import cut_model
 
-POLICIES = ("auto", "static")
-ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 _ANY = 2**60
 """Memory that a share is of while only its text is checked."""
 
 
+@dataclass(frozen=True)
 class TierOptions:
-    """Memory arguments of a plugin.
+    """Memory options of a plugin, as `LimitOptions`, `PlacementOptions` and `StepOptions` say."""
 
-    Args:
-        memory_limit: bytes, text such as ``6GiB`` or ``70%``; see `gulliver.options.byte_size`.
-        host_limit: the same of page-locked host memory; None for none.
-        disk: folder and size, such as ``/scratch:100GiB``, behind the host's memory if there is
-            some; None for none.
-        placement_policy: ``auto``, or ``static`` for the shares that follow.
-        shard_param_frac: share of the parameters that is sharded.
-        offload_optim_frac: share of the optimizer's state that may leave the first memory; None
-            for all of it.
-        offload_param_frac: the same of parameters.
-        step_in_backward: step a chunk as soon as its gradient is complete.
-        activations: what is done with what forward keeps.
-        keep_freed: whether freed memory may stay with the process.
+    memory_limit: int | float | str
+    host_limit: int | float | str | None = None
+    disk: Path | str | None = None
+    placement_policy: str = "auto"
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float | None = None
+    offload_param_frac: float | None = None
+    step_in_backward: bool = False
+    activations: str = "keep"
+    keep_freed: bool = True
 
-    Raises:
-        GulliverError: a size, a share or a name of no sense, or shares without ``static``.
-    """
-
-    def __init__(
-        self,
-        memory_limit: int | float | str,
-        host_limit: int | float | str | None = None,
-        disk: Path | str | None = None,
-        placement_policy: str = "auto",
-        shard_param_frac: float = 1.0,
-        offload_optim_frac: float | None = None,
-        offload_param_frac: float | None = None,
-        step_in_backward: bool = False,
-        activations: str = "keep",
-        keep_freed: bool = True,
-    ) -> None:
-        self.memory_limit, self.host_limit = memory_limit, host_limit
-        byte_size("memory_limit", memory_limit, _ANY)
-        if host_limit is not None:
-            byte_size("host_limit", host_limit, _ANY)
-        self.disk = None if disk is None else split_disk(str(disk))
-        for name, value, known in (
-            ("placement_policy", placement_policy, POLICIES),
-            ("activations", activations, ACTIVATIONS),
-        ):
-            if value not in known:
-                raise GulliverError(f"{name}={value!r} is not known: {nearest(str(value), known)}")
-        self.policy, self.activations = placement_policy, activations
-        self.step_in_backward, self.keep_freed = step_in_backward, keep_freed
-        if shard_param_frac != 1:
+    def __post_init__(self) -> None:
+        byte_size("memory_limit", self.memory_limit, _ANY)
+        if self.host_limit is not None:
+            byte_size("host_limit", self.host_limit, _ANY)
+        if self.disk is not None:
+            split_disk(str(self.disk))
+        if self.shard_param_frac != 1:
             raise GulliverError(
-                f"shard_param_frac={shard_param_frac} is not supported: 1.0 shards all parameters; "
-                "LowLevelZeroPlugin(stage=2) keeps them whole on every rank"
+                f"shard_param_frac={self.shard_param_frac} is not supported: 1.0 shards all "
+                "parameters; LowLevelZeroPlugin(stage=2) keeps them whole on every rank"
             )
-        given = {"offload_optim_frac": offload_optim_frac, "offload_param_frac": offload_param_frac}
-        for name, share in given.items():
-            if share is not None and placement_policy != "static":
+        for name in ("offload_optim_frac", "offload_param_frac"):
+            if (share := getattr(self, name)) is not None and self.placement_policy != "static":
                 raise GulliverError(
                     f"{name}={share} needs placement_policy='static': 'auto' finds the shares"
                 )
-            if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
-                raise GulliverError(f"{name}={share!r} is no share: give a number from 0 to 1")
-        self.shares = {name: 1.0 if s is None else float(s) for name, s in given.items()}
-
-    @classmethod
-    def within(
-        cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
-    ) -> Self | None:
-        """The options of a plugin whose limit is optional; None without a limit."""
-        if limit is None and disk is not None:
-            raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
-        if limit is None and host is not None:
-            raise GulliverError(f"host_limit={host!r} needs a memory_limit: what fits it stays")
-        if limit is None:
-            return None
-        if stage != 3:
-            raise GulliverError(
-                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
-                f"leave its memory; take {right}"
-            )
-        return cls(limit, host, disk, **options)
 
     def tiers(self, device: str) -> Tiers:
         """The section of a plan."""
@@ -120,15 +70,16 @@ class TierOptions:
         host = 0
         if self.host_limit is not None:
             host = byte_size("host_limit", self.host_limit, memory_bytes("cpu"))
-        folder, size = self.disk or (None, None)
+        folder, size = (None, None) if self.disk is None else split_disk(str(self.disk))
+        optim, param = self.offload_optim_frac, self.offload_param_frac
         return Tiers(
             limit=byte_size("memory_limit", self.memory_limit, whole),
             host=host,
             disk=folder,
             disk_bytes=0 if folder is None or size is None else _disk_bytes(folder, size),
-            policy=self.policy,
-            offload_optim=self.shares["offload_optim_frac"],
-            offload_param=self.shares["offload_param_frac"],
+            policy=self.placement_policy,
+            offload_optim=1.0 if optim is None else float(optim),
+            offload_param=1.0 if param is None else float(param),
             step_in_backward=self.step_in_backward,
             activations=self.activations,
             keep_freed=self.keep_freed,
