@@ -18,7 +18,6 @@ from gulliver.cli.plan_data import load_costs
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     SampleShape,
-    TableCosts,
     load_samples,
     save_samples,
 )
@@ -103,46 +102,6 @@ def test_tables_refuse_what_they_say_themselves(capsys: pytest.CaptureFixture[st
         told(capsys, TABLE, "--memory", "1")
     with pytest.raises(GulliverError, match="--cluster h100x8 is for costs that a run has kept"):
         told(capsys, TABLE, "--cluster", "h100x8")
-
-
-def table(**more: Any) -> dict[str, Any]:
-    model = {"resolutions": {"144p": [144, 256]}, "cap_tokens_per_gpu": 600}
-    seconds = {"144p/1": {"1": {"1": 4.0, "2": 8.0, "4": 16.0}}}
-    return {"cost_model": model, "cost_table": seconds, **more}
-
-
-def test_a_table_may_say_what_kept_blocks_hold(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    again = {"144p/1": {"1": {"1": 1.0, "2": 2.0, "4": 4.0}}}
-    kinds = [{"name": "layers", "count": 8, "kept_bytes": 60.0}]
-    path.write_text(json.dumps(table(recompute=again, token_bytes=100.0, kinds=kinds)))
-    costs = TableCosts.load(path)
-    assert costs.kinds == (BlockKind("layers", 8, 60.0),)
-    assert (costs.batches("144p/1", 1).recomputed < 8).any()
-    for more, message in (
-        ({"kinds": kinds}, "give token_bytes, too, and a table recompute"),
-        ({"kinds": [{"name": "layers"}]}, "kinds must be a list with name, count"),
-    ):
-        path.write_text(json.dumps(table(**more)))
-        with pytest.raises(GulliverError, match=message):
-            TableCosts.load(path)
-
-
-def test_parts_that_a_table_does_not_tell_are_not_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, html = tmp_path / "table.json", tmp_path / "steps.html"
-    sent = {"144p/1": {"1": {"1": 0.5, "2": 1.0, "4": 2.0}}}
-    path.write_text(json.dumps(table(communication=sent)))
-    out = told(capsys, path, "--count", "12", "--ranks", "1", "--html", str(html))
-    assert "communicate 12.50 %, recompute not known" in out
-    assert "recompute 0.00 %" not in out
-    assert "<td>not known</td>" in html.read_text()
-    path.write_text(json.dumps(table(recompute=sent)))
-    out = told(capsys, path, "--count", "12", "--ranks", "1")
-    assert "communicate not known, recompute 12.50 %" in out
-    path.write_text(json.dumps(table()))
-    assert "do not tell them apart" in told(capsys, path, "--count", "12", "--ranks", "1")
 
 
 @pytest.mark.parametrize(

@@ -34,20 +34,6 @@ def no_parts(shape: str, degree: int, batch: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Looked:
-    """Parts of seconds that a file has tables of; what is not in them is 0."""
-
-    communication: Mapping[str, Any]
-    recompute: Mapping[str, Any]
-
-    def __call__(self, shape: str, degree: int, batch: int) -> tuple[float, float]:
-        tables = (self.communication, self.recompute)
-        found = (t.get(shape, {}).get(str(degree), {}).get(str(batch), 0.0) for t in tables)
-        sent, again = map(float, found)
-        return sent, again
-
-
-@dataclass(frozen=True)
 class TableCosts:
     """Costs of samples from a table.
 
@@ -80,10 +66,6 @@ class TableCosts:
     def load(cls, path: Path | str, **changes: Any) -> TableCosts:
         """Reads a JSON file with a `cost_table`, and resolutions and frames in its `cost_model`.
 
-        Tables named ``communication`` and ``recompute``, of the same form, may say what the seconds
-        consist of; with ``recompute``, a list ``kinds`` of what blocks hold that are kept (name,
-        count, kept_bytes, share) and a ``token_bytes``.
-
         Args:
             path: path to the file.
             changes: fields that the file says nothing of.
@@ -111,11 +93,6 @@ class TableCosts:
                 f"{path} is no cost table: it needs cost_table, by shape, degree and batch, and "
                 f"cost_model with resolutions and cap_tokens_per_gpu ({error!r})"
             ) from None
-        if "parts" not in changes and ("communication" in values or "recompute" in values):
-            tables = (values.get("communication", {}), values.get("recompute", {}))
-            changes["parts"] = _Looked(*tables)
-            _check_parts(path, seconds, changes["parts"])
-        changes = _blocks(path, values) | changes
         token = float(changes.pop("token_bytes", 1.0))
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
 
@@ -164,12 +141,7 @@ class TableCosts:
     @property
     def known(self) -> tuple[str, ...]:
         """Parts of the seconds that are known: ``communication``, ``recompute``."""
-        if self.parts is no_parts:
-            return ()
-        if not isinstance(self.parts, _Looked):
-            return "communication", "recompute"
-        tables = vars(self.parts)
-        return tuple(name for name in ("communication", "recompute") if tables[name])
+        return () if self.parts is no_parts else ("communication", "recompute")
 
     @property
     def room(self) -> str:
@@ -233,48 +205,6 @@ class TableCosts:
     @cached_property
     def _names(self) -> tuple[str, ...]:
         return tuple(map(str, self.seconds))
-
-
-def _blocks(path: Path | str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads what a table says of its blocks."""
-    found: dict[str, Any] = {}
-    try:
-        if "token_bytes" in values:
-            found["token_bytes"] = float(values["token_bytes"])
-        if "kinds" in values:
-            found["kinds"] = tuple(BlockKind(**kind) for kind in values["kinds"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise GulliverError(
-            f"{path}: kinds must be a list with name, count, kept_bytes and share ({error!r})"
-        ) from None
-    if "kinds" in found and not {"recompute", "token_bytes"} <= values.keys():
-        raise GulliverError(
-            f"{path}: with kinds give token_bytes, too, and a table recompute: nothing else says "
-            "what a kept block saves"
-        )
-    return found
-
-
-def _check_parts(
-    path: Path | str, seconds: Mapping[str, Mapping[int, Mapping[int, float]]], parts: Parts
-) -> None:
-    """Refuses parts that are no parts of the seconds."""
-    for shape, degrees in seconds.items():
-        for degree, row in degrees.items():
-            for batch, whole in row.items():
-                try:
-                    sent, again = parts(shape, degree, batch)
-                except (AttributeError, TypeError, ValueError) as error:
-                    raise GulliverError(
-                        f"{path}: communication and recompute must be tables by shape, degree and "
-                        f"batch, as cost_table is ({error!r})"
-                    ) from None
-                if sent < 0 or again < 0 or sent + again > whole * (1 + 1e-9):
-                    raise GulliverError(
-                        f"{path}: {batch} of {shape} on {degree} ranks take {whole:g} s, of which "
-                        f"{sent:g} s of communication and {again:g} s of recompute are no parts: "
-                        "give numbers from 0 on that are together at most as much"
-                    )
 
 
 def _along(sizes: np.ndarray, values: np.ndarray, at: np.ndarray) -> np.ndarray:
