@@ -168,9 +168,6 @@ def test_documents_are_packed_without_padding() -> None:
     assert len({shape.tokens for shape in document_shapes(range(1, 4097))}) <= 80
     with pytest.raises(GulliverError, match="text 1 has 0 tokens"):
         document_shapes([3, 0])
-    for length in (2.5, math.nan):
-        with pytest.raises(GulliverError, match="the length of text 0 must be a whole number"):
-            document_shapes([length])  # type: ignore[list-item]
     with pytest.raises(GulliverError, match="equal lengths"):
         pack_documents([{"input_ids": [1, 2], "labels": [1]}])
     padded = pack_documents([[5, 6]], least=5)
@@ -179,21 +176,8 @@ def test_documents_are_packed_without_padding() -> None:
     assert padded["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
     whole = {"input_ids": [5, 6], "labels": None, "attention_mask": [1, 1]}
     assert pack_documents([whole])["labels"].tolist() == [[-100, 6]]
-    for text, told in (
-        ({"input_ids": [0, 5], "attention_mask": [0, 1]}, "leave padding out"),
-        (
-            {"input_ids": [5, 6], "token_type_ids": [0, 0]},
-            r"has \['token_type_ids'\]: give input_ids",
-        ),
-        ({"labels": [5, 6]}, "has no input_ids"),
-        ("text", "the input_ids of a text are a str"),
-    ):
-        with pytest.raises(GulliverError, match=told):
-            pack_documents([text])
-    with pytest.raises(GulliverError, match="no texts to pack"):
-        pack_documents([])
-    with pytest.raises(GulliverError, match="give whole numbers"):
-        pack_documents([[1.5, 2.0]])
+    with pytest.raises(GulliverError, match="leave padding out"):
+        pack_documents([{"input_ids": [0, 5], "attention_mask": [0, 1]}])
 
 
 def test_costs_of_functions_are_a_line_through_samples() -> None:

@@ -94,34 +94,6 @@ def test_shapes_of_a_file_are_planned(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "4 of 4 samples once each" in capsys.readouterr().out
 
 
-def test_files_that_cannot_be_read_or_written_are_refused_at_once(tmp_path: Path) -> None:
-    shapes = tmp_path / "shapes.txt"
-    shapes.write_bytes(b"\xff\xfe\x00")
-    for options, told in (
-        (["--shapes", str(shapes)], "is no text in UTF-8"),
-        (["--html", str(tmp_path)], "name a file in a folder that exists"),
-        (["--html", str(tmp_path / "none" / "steps.html")], "name a file in a folder that exists"),
-    ):
-        with pytest.raises(GulliverError, match=told):
-            run(["plan", "data", "--costs", str(TABLE), "--samples", "4", *options])
-    assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ([], "give one budget of a step"),
-        (["--samples", "9", "--tokens", "9"], "give one budget of a step"),
-        (["--samples", "9", "--ranks", "2"], "fits at no degree of up to 2 ranks"),
-        (["--samples", "9", "--degree", "2"], "degree= is for intra=False"),
-        (["--samples", "9", "--shapes", "none.txt"], "none.txt"),
-    ],
-)
-def test_the_command_refuses_what_no_plan_meets(options: list[str], told: str) -> None:
-    with pytest.raises(GulliverError, match=told):
-        run(["plan", "data", "--costs", str(TABLE), "--distribution", "long", *options])
-
-
 def test_skipped_samples_are_counted_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--ranks", "2", "--samples", "9", "--count", "600", "--unfit", "skip"]
     assert run(["plan", "data", "--costs", str(TABLE), *options]) == 0

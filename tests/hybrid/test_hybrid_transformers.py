@@ -183,7 +183,9 @@ def _masked(world: World, family: str, plan: SequencePlan) -> list[float]:
     return _both(world, plan, partial(make, family), calls, _logits_loss)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "opt", "bert"])
+@pytest.mark.parametrize(
+    "family", some(["llama", "mistral", "gpt2", "opt", "bert"], ["llama", "gpt2", "bert"])
+)
 def test_padding_may_stand_anywhere_and_the_criterion_may_be_ones_own(
     pool: Pool, family: str
 ) -> None:
@@ -249,7 +251,10 @@ def _recomputed(world: World, family: str, reentrant: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("family", "reentrant"),
-    [("mistral", False), ("gpt2", False), ("vit", False), ("mistral", True), ("gpt2", True)],
+    some(
+        [("mistral", False), ("gpt2", False), ("vit", False), ("mistral", True), ("gpt2", True)],
+        [("gpt2", False), ("vit", False), ("mistral", True)],
+    ),
 )
 def test_micro_batches_in_flight_and_recomputed_blocks_keep_their_own_call(
     pool: Pool, family: str, reentrant: bool
@@ -303,7 +308,7 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "base", "labels"), CLASSES, ids=str)
+@pytest.mark.parametrize(("name", "base", "labels"), some(CLASSES, CLASSES[::3]), ids=str)
 def test_other_classes_get_whole_hidden_states(
     pool: Pool, name: str, base: str, labels: int | None
 ) -> None:
@@ -443,18 +448,23 @@ def _tensor_too(world: World, family: str, sequence: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("family", "sequence"),
-    [("llama", False), ("bloom", False), *((family, True) for family in WIRED)],
+    some(
+        [("llama", False), ("bloom", False), *((family, True) for family in WIRED)],
+        [("bloom", False), ("llama", True), ("gpt2", True), ("vit", True)],
+    ),
 )
 def test_tensors_may_be_cut_as_well(pool: Pool, family: str, sequence: bool) -> None:
     for errors in pool.run(_tensor_too, 4 if sequence else 2, family, sequence):
         assert max(errors) <= 1e-12, errors
 
 
-def _refused(world: World, kind: str) -> str:
-    groups = make_groups(PLANS["ring 2"])
-    with pytest.raises(GulliverError) as raised:
-        REFUSED[kind][0](groups)
-    return str(raised.value)
+def _refused(world: World) -> dict[str, str]:
+    groups, said = make_groups(PLANS["ring 2"]), {}
+    for kind, (use, _) in REFUSED.items():
+        with pytest.raises(GulliverError) as raised:
+            use(groups)
+        said[kind] = str(raised.value)
+    return said
 
 
 def _wired(groups: Any, family: str = "llama", **settings: Any) -> Any:
@@ -510,11 +520,10 @@ def _refuse_later_dropout(groups: Any) -> None:
     model(**batch("llama", 2, 0, 12))
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_exact_is_refused_by_name(pool: Pool, kind: str) -> None:
-    for said in pool.run(_refused, 2, kind):
-        assert re.search(REFUSED[kind][1], said), said
-        assert "\n" not in said
+def test_what_cannot_be_exact_is_refused_by_name(pool: Pool) -> None:
+    for found in pool.run(_refused, 2):
+        for kind, said in found.items():
+            assert re.search(REFUSED[kind][1], said), said
 
 
 def _apart(world: World) -> tuple[bool, str]:

@@ -118,32 +118,6 @@ def test_more_look_ahead_never_has_more_misses_than_the_fewest_by_much() -> None
     assert totals[-1] < totals[0]
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "dataset"])
-def test_policies_to_compare_with_are_those_of_dictionaries(policy: str) -> None:
-    frequencies = np.arange(40, dtype=np.int64)[::-1] // 3
-    for seed in range(100):
-        trace = random_trace(seed, 40, 30, 6)
-        given = frequencies if policy == "dataset" else None
-        found = misses(RowReplacement(12, 40, policy, given), trace, 0)
-        held: dict[int, float] = {}
-        expected = []
-        for number, batch in enumerate(trace):
-            wanted = set(map(int, batch))
-            missing = wanted - held.keys()
-            idle = sorted(held.keys() - wanted, key=lambda row: (held[row], row))
-            for row in idle[: max(len(held) + len(missing) - 12, 0)]:
-                del held[row]
-            for row in wanted:
-                if policy == "lru":
-                    held[row] = number
-                elif policy == "lfu":
-                    held[row] = held.get(row, 0) + 1
-                else:
-                    held[row] = frequencies[row]
-            expected.append(len(missing))
-        assert found == expected, (policy, seed)
-
-
 def test_a_sudden_batch_changes_nothing_of_what_was_announced() -> None:
     for seed in range(50):
         trace = random_trace(seed, 20, 20, 4)
