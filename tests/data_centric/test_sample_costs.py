@@ -130,9 +130,7 @@ def test_tensor_ranks_share_blocks_and_sum_their_outputs() -> None:
         replace(costs, cluster=None).batches(shape, 1)
 
 
-def test_packed_documents_pay_for_their_own_attention_only() -> None:
-    assert SampleShape.documents([3, 5]).pairs == (9 + 25) / 2
-    assert SampleShape.documents([3, 5]).tokens == 8
+def test_pairs_are_those_that_attention_looks_at() -> None:
     assert SampleShape.document(8).pairs == 32
     assert SampleShape.clip(4, 3, 5).pairs == 60 * (15 + 4) / 2
 

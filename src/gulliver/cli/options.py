@@ -66,9 +66,7 @@ class PlanData(Options):
     seed: Annotated[int, AT_LEAST_0] = 0
     """Seed of all orders."""
     steps: Annotated[int, Range(0, 1000)] = 2
-    """Number of steps to draw as text."""
-    html: Path | None = None
-    """File to write a report with pictures to."""
+    """Number of steps to draw."""
 
 
 # Options of the commands: frozen dataclasses, which are also the command line.

@@ -17,14 +17,14 @@ from gulliver.data_centric.costs import (
     draw_shapes,
     least_time,
 )
-from gulliver.data_centric.pictures import shares_of, step_lines, steps_page
+from gulliver.data_centric.pictures import shares_of, step_lines
 from gulliver.data_centric.planner import DataCentricPlanner
 from gulliver.data_centric.steps import StepPlan
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.probe import named_cluster, planned_memory
 from gulliver.hardware.sample_tables import TableCosts
 from gulliver.hardware.samples import SampleCosts, SampleShape, holds_samples, read_samples
-from gulliver.io.files import named_errors, write_text
+from gulliver.io.files import named_errors
 from gulliver.options import size_text
 
 
@@ -115,11 +115,9 @@ MORE = "a quarter more memory"
 
 def plan_data(options: PlanData) -> int:
     """Plans an epoch, prints its first steps, its shares, and what other settings would gain."""
-    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise GulliverError(f"--html {options.html}: name a file in a folder that exists")
     loaded = load_costs(options)
     shapes = _shapes(options, loaded)
-    settings, known = _settings(options), loaded.costs.known
+    settings = _settings(options)
     planner = DataCentricPlanner(loaded.costs, shapes, options.ranks, _budget(options), **settings)
     plans = list(planner)
     lines = [planner.describe(), *loaded.lines, *_whole(plans, loaded, shapes, options)]
@@ -128,13 +126,8 @@ def plan_data(options: PlanData) -> int:
     now = shares_of(plans)
     lines += gains(options, loaded, shapes, now.samples / now.seconds)
     for plan in plans[: options.steps]:
-        print("\n".join(step_lines(plan, known=known)))
+        print("\n".join(step_lines(plan)))
     print("\n".join(lines))
-    if options.html is not None:
-        title = f"Steps of {options.ranks} ranks"
-        with named_errors(options.html):
-            write_text(options.html, steps_page(title, lines, plans, known=known))
-        print(f"report: {options.html}")
     return 0
 
 
@@ -168,7 +161,7 @@ def _whole(
     plans: Sequence[StepPlan], loaded: LoadedCosts, shapes: Sequence[Any], options: PlanData
 ) -> list[str]:
     costs = loaded.costs
-    summary = shares_of(plans, costs.known)
+    summary = shares_of(plans)
     used = len({index for plan in plans for _, batch in plan for index in batch.samples})
     fits = [shape for shape in shapes if _fits(costs, shape, options)]
     least = least_time(costs, fits, options.ranks)

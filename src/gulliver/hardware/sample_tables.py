@@ -139,11 +139,6 @@ class TableCosts:
         return cls(seconds, lengths, memory=memory, parts=sent)
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are known: ``communication``, ``recompute``."""
-        return () if self.parts is no_parts else ("communication", "recompute")
-
-    @property
     def room(self) -> str:
         """The memory of a rank in words: tokens, where nothing says what bytes they have."""
         return f"the {self.memory:,.0f} tokens" if self.token_bytes == 1 else size_text(self.memory)

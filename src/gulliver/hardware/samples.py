@@ -80,12 +80,6 @@ class SampleShape:
         """One text of so many tokens."""
         return cls(length, length * length / (2 if causal else 1), name=f"{length} tokens")
 
-    @classmethod
-    def documents(cls, lengths: Sequence[int], causal: bool = True) -> SampleShape:
-        """Texts that are packed into one row and do not see each other."""
-        pairs = sum(length * length for length in lengths) / (2 if causal else 1)
-        return cls(sum(lengths), pairs, name=f"{len(lengths)} in {sum(lengths)} tokens")
-
     def __str__(self) -> str:
         return self.name or f"{self.tokens} tokens"
 
@@ -186,11 +180,6 @@ class SampleCosts:
     def alone(self) -> SampleCosts:
         """Costs without tensor ranks: which samples make a step depends on these."""
         return replace(self, tensor=1)
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are known."""
-        return "communication", "recompute"
 
     @property
     def identity(self) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from gulliver.comm.world import current_world, init_world
 from gulliver.errors import GulliverError
 from gulliver.parallel.optimizer import BoostedOptimizer
+
+if TYPE_CHECKING:
+    from gulliver.integrations.accelerate import Accelerator
 
 # What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``.
 LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
@@ -153,22 +156,10 @@ def join_group(device: torch.device) -> None:
 _KEY = "_gulliver_owned"
 
 
-class Owner(Protocol):
-    """The accelerator that has boosted a model."""
-
-    booster: Booster
-
-    def get_state_dict(
-        self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
-    ) -> dict[str, Any]: ...
-    def has_ended(self, model: nn.Module) -> bool: ...
-    def release(self, model: nn.Module) -> None: ...
-
-
 class _Owned:
     """Entry of a module that names its accelerator; a copy of the module has none."""
 
-    def __init__(self, owner: Owner | None = None) -> None:
+    def __init__(self, owner: Accelerator | None = None) -> None:
         self.owner = owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Owned:
@@ -178,13 +169,13 @@ class _Owned:
         return _Owned, ()
 
 
-def mark_owned(model: nn.Module, owner: Owner | None) -> None:
+def mark_owned(model: nn.Module, owner: Accelerator | None) -> None:
     """Sets the accelerator that runs a model."""
     # Not by setattr, nor in a table: it lives as long as the model, and is no part of it.
     vars(model)[_KEY] = _Owned(owner)
 
 
-def owner_of(model: nn.Module) -> tuple[nn.Module, Owner] | None:
+def owner_of(model: nn.Module) -> tuple[nn.Module, Accelerator] | None:
     """Finds the part of a model that is boosted, and the accelerator that runs it."""
     for part in model.modules():
         mark = vars(part).get(_KEY)
@@ -210,7 +201,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
     return found[0]
 
 
-def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) -> None:
+def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Accelerator) -> None:
     """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
     found = owner_of(model)
     if found is None:
@@ -239,21 +230,10 @@ def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) 
 # Boosted models and optimizers as a loop of accelerate calls them.
 
 
-class Accelerating(Protocol):
-    """What an optimizer reads of the accelerator that prepared it."""
-
-    @property
-    def num_processes(self) -> int: ...
-    @property
-    def sync_gradients(self) -> bool: ...
-    @property
-    def holds_back(self) -> bool: ...
-
-
 class PreparedOptimizer(AcceleratedOptimizer):
     """A boosted optimizer that steps when gradients are complete."""
 
-    def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerating) -> None:
+    def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerator) -> None:
         super().__init__(boosted, device_placement=False)
         self.boosted, self._accelerator = boosted, accelerator
 

@@ -94,40 +94,6 @@ def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
     return unshard_tail(x, groups, tail, gradient="alike")
 
 
-class NotGatheredError(GulliverError, AttributeError):
-    """Something was asked of logits that are not there."""
-
-
-class NotGathered:
-    """Stands for logits that were used for the loss and not brought together."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise NotGatheredError(
-            "logits are not brought together in training with labels, because each rank has its "
-            "part only: call gulliver.booster.keep_logits(model) to have them beside the loss, or "
-            "leave labels out of the model's call, or model.eval() to look at them"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return self._refuse()
-
-    __getitem__ = __iter__ = __len__ = __add__ = __sub__ = __mul__ = __matmul__ = _refuse
-    __array__ = __float__ = __bool__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls()._refuse()
-
-    def __repr__(self) -> str:
-        return "NotGathered()"
-
-    def __reduce__(self) -> Any:
-        return NotGathered, ()
-
-    def __deepcopy__(self, memo: Any) -> NotGathered:
-        return self
-
-
 # Attention of Hugging Face models over shared sequences, and what it must know of a forward.
 #
 # A `SequenceCall` is made for each forward and passed with the keyword arguments that transformers

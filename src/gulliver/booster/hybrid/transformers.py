@@ -35,7 +35,6 @@ from gulliver.booster.hybrid.inputs import (
     NAME,
     WHOLE,
     CallArguments,
-    NotGathered,
     OpenedForward,
     SequenceCall,
     attend,
@@ -69,7 +68,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
     # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
     # once they are averaged over the ranks of the sequence.
     #
-    # In training with labels, logits are not brought together (`NotGathered`); without labels, and
+    # In training with labels, logits are None, for nobody has them whole; without labels, and
     # in evaluation, they are whole.
     task = type(model).__name__.endswith(TASKS)
     shared = groups.plan.degree > 1
@@ -205,7 +204,7 @@ class SequenceAdapter:
         if opened.balances:
             self._balance(module, fields, opened)
         if opened.hold:
-            fields["logits"] = NotGathered()
+            fields["logits"] = None
         if opened.shared:
             self._gather(fields, opened)
         found = type(output)(**fields)
