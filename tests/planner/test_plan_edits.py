@@ -162,7 +162,6 @@ def _told(world: World) -> list[str]:
 def test_what_differs_is_told_unless_the_booster_is_quiet(pool: Pool) -> None:
     loud, quiet = pool.run(_told, 2)[0]
     assert "computed anew: " in loud
-    assert "plugin: Foo (line 2) is no plugin here: it is a label" in loud
     assert "no seconds are predicted" in loud or "predicted messages of a step" in loud
     assert quiet == ""
 

@@ -160,9 +160,9 @@ class Plugin(ABC):
         plan = resolved.plan
         boosted, wrapped = apply_plan(resolved, model, world, self.verbose)
         if self.verbose and world.is_main:
-            for told in (differences(choices, plan), _unknown_label(choices)):
-                if told is not None:
-                    print(told, file=sys.stderr)
+            told = differences(choices, plan)
+            if told is not None:
+                print(told, file=sys.stderr)
         return boosted, wrapped, plan
 
     def prepare_dataloader(
@@ -213,18 +213,6 @@ class Plugin(ABC):
         """This rank's number among those that read different samples, and how many there are."""
         world = current_world()
         return world.rank, world.size
-
-
-def _unknown_label(plan: Plan) -> str | None:
-    """What to tell of a plan that no plugin here has made: the name chooses nothing."""
-    kinds = [Plugin]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    # "operators" is what `find_operators` writes, which is no plugin.
-    if plan.plugin in ("", "operators", *(kind.__name__ for kind in kinds)):
-        return None
-    label = plan.describe_field("plugin")
-    return f"plan: {label} is no plugin here: it is a label, the other values run"
 
 
 class TorchDDPPlugin(Plugin):
