@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +94,6 @@ def _check_offload(grid: Grid, limit: int) -> None:
 #     for inputs in loader:                    # of this rank: engine.samples of them
 #         loss = engine.model(**inputs).loss
 #         engine.booster.backward(loss, engine.optimizer)
-
-
-T = TypeVar("T")
 
 
 @dataclass
