@@ -231,14 +231,6 @@ def test_kernels_and_compilers_that_hide_dropout_are_refused() -> None:
         check_positions(model, None)
 
 
-def test_the_knob_is_one() -> None:
-    assert HybridParallelPlugin(allow_dropout=True).dropout == "alike"
-    with pytest.raises(GulliverError, match=r"dropout is 'exct'.*'exact'"):
-        HybridParallelPlugin(dropout="exct")
-    with pytest.raises(GulliverError, match="allow_dropout=True is dropout='alike'"):
-        HybridParallelPlugin(dropout="exact", allow_dropout=True)
-
-
 class Shared(nn.Module):
     """A module that drops twice in each forward, and draws masks by itself if asked."""
 
