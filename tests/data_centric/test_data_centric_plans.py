@@ -321,11 +321,6 @@ def test_what_no_plan_can_meet_is_refused(changes: dict[str, Any], told: str) ->
         planner(case)
 
 
-def test_a_window_of_one_makes_steps_of_one() -> None:
-    made = DataCentricPlanner(LengthCosts(), [3, 8, 20], 2, Samples(1), window=1)
-    assert [plan.samples for plan in made] == [1, 1, 1]
-
-
 def test_another_model_or_other_data_do_not_resume() -> None:
     made = DataCentricPlanner(LengthCosts(), [3, 8, 20, 3], 2, Samples(2))
     next(iter(made))
