@@ -127,9 +127,11 @@ class DataCentricLoader:
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
         stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
-        switch = None
-        if named:
-            switch = StageSwitch(stage, named) if stage else RecomputeSwitch(self.model, named)
+        switch: RecomputeSwitch | StageSwitch | None = None
+        if named and stage is not None:
+            switch = StageSwitch(stage, named)
+        elif named:
+            switch = RecomputeSwitch(self.model, named)
         self._context = StepContext(model, optimizer, self.degree, switch)
         self._reading = Lock()
         self._given: tuple[TrainingStep, Any] | None = None
