@@ -27,7 +27,7 @@ from gulliver.options import (
 )
 from gulliver.plan.tree import Fp8Plan, ZeroPlan
 from gulliver.planner.fp8 import fp8_plan
-from gulliver.planner.tiers import TierOptions
+from gulliver.planner.tiers import MemoryTiers
 from gulliver.planner.wires import WireOptions
 
 MIB = 2**20
@@ -106,7 +106,7 @@ class LimitOptions(Options):
     host_limit: int | float | str | None = None
     disk: str | Path | None = None
 
-    def tiers(self, stage: int, right: str, **others: Any) -> TierOptions | None:
+    def tiers(self, stage: int, right: str, **others: Any) -> MemoryTiers | None:
         """Returns the memory tiers of a plugin; None without a limit."""
         limit = self.memory_limit
         for name in ("disk", "host_limit"):
@@ -119,7 +119,7 @@ class LimitOptions(Options):
                 f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
                 f"leave its memory; take {right}"
             )
-        return TierOptions(limit, self.host_limit, self.disk, **others)
+        return MemoryTiers(limit, self.host_limit, self.disk, **others)
 
 
 @dataclass(frozen=True)

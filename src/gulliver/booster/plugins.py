@@ -43,7 +43,7 @@ from gulliver.plan.tree import DDPPlan, Mesh, Precision, Work
 from gulliver.planner.model import unwrapped
 from gulliver.planner.predict import predict, with_mixed, with_work
 from gulliver.planner.resolve import cut_model, differences, resolve
-from gulliver.planner.tiers import TierOptions, plan_tiers
+from gulliver.planner.tiers import MemoryTiers, plan_tiers
 from gulliver.planner.wires import WireOptions, decide
 
 
@@ -440,7 +440,7 @@ class GeminiPlugin(Plugin):
         self.fp8, self.wires = groups[4].plan(), groups[5].wires()
         # Sizes of chunks are planned: a step of the tuner would not keep to the limit.
         self.zero.refuse_tuning()
-        self.memory = TierOptions(
+        self.memory = MemoryTiers(
             **asdict(limits),
             step_in_backward=steps.step_in_backward,
             activations=steps.activations,

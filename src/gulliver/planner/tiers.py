@@ -28,7 +28,7 @@ _ANY = 2**60
 
 
 @dataclass(frozen=True)
-class TierOptions:
+class MemoryTiers:
     """Memory options of a plugin, as `LimitOptions`, `PlacementOptions` and `StepOptions` say."""
 
     memory_limit: int | float | str
