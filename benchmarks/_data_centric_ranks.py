@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._models import llama
-from gulliver.data import StepEnds
 from gulliver.hardware import TableCosts
 
 
@@ -112,6 +111,30 @@ AGAIN, MOST = 4, 12
 """Micro-batches of a step that is measured, of large and of small ones: the first warms up, the
 last sends gradients. Ranks that share cores have to run beside each other long enough."""
 SMALL = 256  # Tokens of a rank below which a micro-batch is small
+
+
+@dataclass(frozen=True)
+class StepEnds:
+    """Seconds of a step before its first and after its last micro-batch, of messages and update.
+
+    They are longer where groups of the first or last phase have messages of their own.
+    """
+
+    first_alone: float
+    first_shared: float
+    last_alone: float
+    last_shared: float
+
+    def first(self, groups: Any) -> float:
+        return self.first_shared if _shared(groups) else self.first_alone
+
+    def last(self, groups: Any) -> float:
+        return self.last_shared if _shared(groups) else self.last_alone
+
+
+def _shared(groups: Any) -> bool:
+    return any(group.degree > 1 and group.micro_batches for group in groups)
+
 
 Run = Callable[[list[Any]], list[tuple[list[float], float]]]
 """Runs plans one after the other; gives seconds of this rank's micro-batches and of each step."""
@@ -247,9 +270,9 @@ def _compared(
     shapes, budget = table(work), Samples(work.step)
     longest = max(work.shapes.values())
     fixed = next(d for d in (1, 2, 4) if d * work.memory >= longest)
-    one: dict[str, Any] = {"pac": False, "intra": False, "degree": fixed, "ends": ends}
+    one: dict[str, Any] = {"pac": False, "intra": False, "degree": fixed}
     planners = {
-        "ours": DataCentricPlanner(costs, shapes, ranks, budget, pac=False, ends=ends),
+        "ours": DataCentricPlanner(costs, shapes, ranks, budget, pac=False),
         "fixed degree, packed": DataCentricPlanner(costs, shapes, ranks, budget, **one),
         "bucketing": DataCentricPlanner(costs, shapes, ranks, budget, inter=False, **one),
     }
@@ -285,4 +308,5 @@ def _compared(
 
 def _predicted(plan: Any, ends: StepEnds, is_first: bool) -> float:
     """Predicted seconds of a step; before the first of an epoch nothing is on its way."""
-    return plan.seconds + plan.ends - (ends.first(plan.groups) if is_first else 0.0)
+    begin = 0.0 if is_first else ends.first(plan.phases[0])
+    return plan.seconds + begin + ends.last(plan.phases[-1])

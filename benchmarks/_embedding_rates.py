@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gulliver.solve.rows import RowPolicy, RowReplacement
+from gulliver.solve.rows import RowReplacement
 
 Trace = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
@@ -38,15 +38,12 @@ def make_trace(config: TraceConfig, draws: int = 0) -> Trace:
 
 
 def hit_rate(
-    trace: Trace, rows: int, slots: int, policy: RowPolicy, ahead: int, ranked: Trace | None = None
+    trace: Trace, rows: int, slots: int, policy: str, ahead: int, ranked: Trace | None = None
 ) -> float:
     """Share of the uses, after the first quarter of the batches, that found their row."""
-    frequencies = None
-    if policy == "dataset":
-        frequencies = np.zeros(rows, np.int64)
-        for batch, counts in ranked or trace:
-            frequencies[batch] += counts
-    cache = RowReplacement(slots, rows, policy, frequencies)
+    if policy != "lookahead":
+        return _plain_rate(trace, rows, slots, policy, ranked or trace)
+    cache = RowReplacement(slots, rows)
     queue, before = [], (0, 0)
     for number in range(len(trace) + ahead):
         if number < len(trace):
@@ -56,6 +53,31 @@ def hit_rate(
                 before = cache.counts.uses, cache.counts.missed_uses
             cache.commit(cache.decide(queue.pop(0)))
     uses, missed = cache.counts.uses - before[0], cache.counts.missed_uses - before[1]
+    return 1 - missed / uses
+
+
+def _plain_rate(trace: Trace, rows: int, slots: int, policy: str, ranked: Trace) -> float:
+    """The same of rows that leave by last use (lru), uses (lfu) or a rank counted beforehand."""
+    keys, held = np.zeros(rows), np.zeros(rows, bool)
+    if policy == "dataset":
+        for batch, counts in ranked:
+            keys[batch] += counts
+    uses = missed = 0
+    for number, (batch, counts) in enumerate(trace):
+        new = batch[~held[batch]]
+        if number >= len(trace) // 4:
+            uses, missed = uses + int(counts.sum()), missed + int(counts[~held[batch]].sum())
+        over = int(held.sum()) + len(new) - slots
+        if over > 0:
+            held[batch] = False
+            idle = np.flatnonzero(held)
+            held[idle[np.argsort(keys[idle], kind="stable")[:over]]] = False
+        held[batch] = True
+        if policy == "lru":
+            keys[batch] = number
+        elif policy == "lfu":
+            keys[new] = 0
+            keys[batch] += counts
     return 1 - missed / uses
 
 

@@ -75,7 +75,6 @@ def replay(options: Options) -> Report:
     report = Report("data-centric-replay", "Planners over the same table of costs", COLUMNS)
     costs = video_costs()
     speeds: dict[str, list[float]] = {name: [] for name in METHODS}
-    in_order: dict[str, list[float]] = {name: [] for name in METHODS}
     waits: dict[int, list[float]] = {devices: [] for devices in DEVICES}
     planned, unused = 0.0, 0
     for distribution in DISTRIBUTIONS:
@@ -89,39 +88,22 @@ def replay(options: Options) -> Report:
                 replay_ours(costs, shapes, devices, _budget(one, tokens, shapes), f"as {one.name}")
                 for one in theirs
             ]
-            arranged = [
-                replay_ours(
-                    costs,
-                    shapes,
-                    devices,
-                    _budget(one, tokens, shapes),
-                    f"as {one.name}, arranged",
-                    arrange=devices,
-                )
-                for one in theirs
-            ]
-            for one in [*theirs, *ours, *arranged]:
+            for one in [*theirs, *ours]:
                 report.rows.append(_row(place, one, theirs[0], options, devices))
             limit = tokens / least_time(costs, shapes, devices) / theirs[0].speed
             report.rows.append((place, "no plan above", f"{limit:.2f}", *("",) * 9))
-            found = {one.name: _figures(one, theirs[0]) for one in [*theirs, *ours, *arranged]}
+            found = {one.name: _figures(one, theirs[0]) for one in [*theirs, *ours]}
             report.figures[place] = {**found, "limit": limit}
-            for peer, plain, one in zip(theirs, ours, arranged, strict=True):
+            for peer, one in zip(theirs, ours, strict=True):
                 speeds[peer.name].append(one.speed / peer.speed)
-                in_order[peer.name].append(plain.speed / peer.speed)
-                unused += one.dropped + plain.dropped
-            for one in [*ours, *arranged]:
+                unused += one.dropped
                 planned = max(planned, one.planning * 1e5 / options.samples)
                 if one.name.startswith("as inter"):
                     waits[devices].append(one.imbalance)
     report.bars = [
         *(
-            at_least(f"ours arranged, as {name}, over {name}, worst row", min(speeds[name]), 1.0)
+            at_least(f"ours, as {name}, over {name}, worst row", min(speeds[name]), 1.0)
             for name in METHODS
-        ),
-        *(
-            at_least(f"ours in order, as {name}, over {name}, worst row", min(found), 1.0)
-            for name, found in in_order.items()
         ),
         *(
             at_most(f"imbalance, {n} devices, worst row", max(waits[n]), MOST_IMBALANCE[n])
@@ -136,9 +118,9 @@ def replay(options: Options) -> Report:
 
 NOTES = (
     "'as X' is ours with as many steps, and so as many samples in the mean one, as X takes: of "
-    "samples as they arrive, each shape in lots; 'arranged' puts samples together that fill the "
-    "devices. Bars of imbalance are of 'as inter' and 'as inter+pac', in order and arranged. A "
-    "planner without a row has dropped all samples: no bucket held what one step accumulates.",
+    "samples as they arrive, each shape in lots. Bars of imbalance are of 'as inter' and 'as "
+    "inter+pac'. A planner without a row has dropped all samples: no bucket held what one step "
+    "accumulates.",
     "Samples a step: the mean, and in brackets those of small and of large steps, one in twenty of "
     "which has fewer or more. Steps of all are of about equal work, not of equal samples.",
     "Published speed-ups are over bucketing on 32 H100s, from another table: in this one large "

@@ -260,25 +260,6 @@ class Packing {
     return {found ? std::optional(told(*found)) : std::nullopt, std::move(degrees)};
   }
 
-  std::pair<std::vector<Count>, double> follow(
-      const std::vector<std::pair<int, double>>& groups, double until) {
-    if (!turns_) {
-      std::vector<int> members(counts_.size());
-      for (std::size_t n = 0; n < members.size(); ++n) members[n] = static_cast<int>(n);
-      turns_ = std::make_unique<Order>(std::move(members), shapes_);
-    }
-    std::vector<Count> left = counts_;
-    double longest = 0.0;
-    Taken taken;
-    for (const auto& [degree, seconds] : groups) {
-      taken.clear();
-      const double spent = turns_->fill(left, 0, degree, until - seconds, repeat_, taken);
-      for (const auto& [shape, count] : taken) left[static_cast<std::size_t>(shape)] -= count;
-      longest = std::max(longest, seconds + spent);
-    }
-    return {std::move(left), longest};
-  }
-
   std::optional<Answer> search(double bound, const Tries& tries) {
     std::optional<Packed> best;
     double longest = bisected(bound, tries, best);
@@ -440,7 +421,7 @@ class Packing {
   int ranks_;
   bool repeat_;
   double needed_ = 0.0;
-  std::unique_ptr<Order> order_, turns_;
+  std::unique_ptr<Order> order_;
   std::vector<int> ordered_by_;
 };
 
@@ -501,7 +482,6 @@ NB_MODULE(_packer, module) {
   nb::class_<Packing>(module, "Packing")
       .def("pack", &Packing::pack, nb::arg("limit"), nb::arg("degrees"), nb::arg("lost"),
            nb::arg("partly"), nb::arg("most").none())
-      .def("follow", &Packing::follow)
       .def("search", &Packing::search);
   nb::class_<Tables>(module, "Tables")
       .def(nb::init<int, bool>())

@@ -80,16 +80,9 @@ def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
     ("make", "message"),
     [
         (lambda: LowLevelZeroPlugin(stagee=1), "did you mean 'stage'"),
-        (lambda: TorchDDPPlugin(bucket_mb=1), "did you mean 'bucket_cap_mb'"),
-        (lambda: LowLevelZeroPlugin(stage=-1), "choose from 0, 1, 2, 3"),
-        (lambda: LowLevelZeroPlugin(chunk_mb=0), "chunk_mb.* must be positive"),
-        (lambda: LowLevelZeroPlugin(max_norm=float("nan")), "max_norm.*must be"),
         (lambda: Booster(mixed_precision="fp16"), "did you mean 'bf16'"),
-        (lambda: Booster(mixed_precision="fp8"), "'bf16'"),
-        (lambda: Booster(mixed_precision=torch.bfloat16), "'bf16'"),
         (lambda: Booster(plugin="zero"), r"LowLevelZeroPlugin\(\.\.\.\)"),
         (lambda: Booster().plan, "call boost first"),
-        (lambda: Booster().no_sync(nn.Linear(1, 1)), "has boosted"),
         (lambda: Booster().backward(torch.ones(()), torch.optim.SGD([torch.ones(1)])), "boosted"),
         (lambda: boost()[0].boost(*boost()[1:]), "boosted already"),
         (lambda: boost(model=nn.Linear(3, 2, device="meta")), "is on meta"),
@@ -100,16 +93,6 @@ def test_a_mistake_is_one_line_that_says_what_is_right(make: Any, message: str) 
     with pytest.raises(GulliverError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(), TorchDDPPlugin()])
-def test_the_plan_is_printed_when_the_model_is_boosted(plugin: Any, capfd: Any) -> None:
-    booster, *_ = boost(plugin)
-    printed = capfd.readouterr()
-    assert booster.plan.summary() in printed.err
-    assert type(plugin).__name__ in printed.err
-    assert "8 parameters" in printed.err
-    assert printed.out == ""
 
 
 def _print_plan(world: World) -> str:
@@ -279,8 +262,6 @@ def test_not_strict_takes_what_fits_and_returns_the_rest(tmp_path: Path) -> None
 LR = torch.optim.lr_scheduler
 SCHEDULERS = {
     "lambda": lambda o: LR.LambdaLR(o, lambda k: 1 / (k + 1)),
-    "multi step": lambda o: LR.MultiStepLR(o, [2, 2, 6], 0.5),
-    "one cycle": lambda o: LR.OneCycleLR(o, 0.3, total_steps=20, cycle_momentum=False),
     "cosine": lambda o: LR.CosineAnnealingLR(o, 9),
     "sequence": lambda o: LR.SequentialLR(
         o, [LR.LinearLR(o, 0.1, total_iters=3), LR.LambdaLR(o, lambda k: 0.9**k)], [3]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +22,7 @@ from gulliver.booster import limited as _limited
 from gulliver.comm import World, current_world
 from gulliver.data import DataCentricPlanner, Samples, pack_documents
 from gulliver.data_centric.steps import MicroBatch, RankGroup, StepPlan
-from gulliver.hardware import HostRoom
 from gulliver.hardware.batch_costs import BlockKind
-from gulliver.hardware.offload import TierRates
 from tests.data_centric.data_centric_costs import line_costs
 from tests.hybrid.hybrid_cells import (
     exact_norms,
@@ -34,7 +32,6 @@ from tests.hybrid.hybrid_cells import (
     saved_weights,
 )
 from tests.hybrid.hybrid_models import VOCABULARY, build
-from tests.memory.test_memory_stores import LateCopier
 from tests.random_limits import Watched
 from tests.references import computed_once
 
@@ -105,12 +102,10 @@ class RandomPlans:
     signature: str = "random"
     step: int = 0
     skipped: tuple[int, ...] = ()
-    offload: bool = False
     costs: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        host = HostRoom(1 << 22, TierRates("host", 1e9, 1e9)) if self.offload else None
-        self.costs = SimpleNamespace(kinds=KINDS[self.family], host=host)
+        self.costs = SimpleNamespace(kinds=KINDS[self.family])
 
     def position(self) -> int:
         """The next step."""
@@ -150,10 +145,6 @@ class RandomPlans:
                 count = draw.randint(1, len(indices))
                 again = tuple(draw.randint(0, kind.count) for kind in KINDS[self.family])
                 batch = MicroBatch(shape, tuple(indices[:count]), sum(again), again)
-                if self.offload:
-                    pairs = zip(KINDS[self.family], again, strict=True)
-                    away = tuple(draw.randint(0, kind.count - n) for kind, n in pairs)
-                    batch = replace(batch, offload=sum(away), offloaded=away)
                 work[draw.randrange(len(rows))].append(batch)
                 del indices[:count]
         pairs = zip(rows, work, strict=True)
@@ -189,7 +180,6 @@ class Case:
     seed: int = 0
     tensor: int = 1
     stages: int = 1
-    offload: bool = False
     disk: str = ""
 
 
@@ -230,19 +220,14 @@ def errors(world: World, case: Case) -> dict[str, float]:
     watched = None if manager is None else Watched(manager)
     inside = case.tensor * case.stages
     ranks = world.size // inside
-    plans = RandomPlans(case.family, ranks, case.steps, case.seed, offload=case.offload)
+    plans = RandomPlans(case.family, ranks, case.steps, case.seed)
     counted = weights(case.family, case.by_tokens)
     collate = pack_documents if case.family == "documents" else None
     data = Uneven(case.family)
     planner: Any = plans
-    copier = LateCopier() if case.offload and world.device.type == "cpu" else None
-    loader = DataCentricLoader(
-        planner, data, model, optimizer, collate=collate, weight=counted, copier=copier
-    )
-    if case.offload:
-        loader._context.switch._offload.least = 256  # type: ignore[union-attr]
+    loader = DataCentricLoader(planner, data, model, optimizer, collate=collate, weight=counted)
     wanted = alone(case.family, case.clip, case.by_tokens, case.steps, case.seed)
-    found = {"gradients": 0.0, "losses": 0.0, "idle": 0.0, "moved": 0.0}
+    found = {"gradients": 0.0, "losses": 0.0, "idle": 0.0}
     for step in loader:
         batches = 0
         if case.stages > 1:
@@ -266,11 +251,6 @@ def errors(world: World, case: Case) -> dict[str, float]:
             optimizer.clip_grad_by_norm(case.clip)
         optimizer.step()
         optimizer.zero_grad()
-    if case.offload:
-        found["moved"] = loader._context.switch._offload.moved  # type: ignore[union-attr]
-        assert loader._context.switch._stack.held == 0  # type: ignore[union-attr]
-        loader._context.switch.settle()  # type: ignore[union-attr]
-        assert loader._context.switch._stack.store.used == 0  # type: ignore[union-attr]
     whole = dict(model.named_parameters()) if inside == 1 else saved_weights(booster, model)
     found["weights"] = max(relative(whole[n].detach(), w) for n, w in wanted[2].items())
     if watched is not None:

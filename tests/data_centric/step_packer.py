@@ -90,17 +90,6 @@ class Packing:
                 return (groups, left) if partly else None
         return groups, left
 
-    def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
-        """Fills groups that are busy up to some seconds, shapes in their own order."""
-        order = self._order([1] * len(self.counts), in_turn=True)
-        left, longest = list(self.counts), 0.0
-        for degree, seconds in groups:
-            spent, taken = order.fill(left, 0, degree, until - seconds, self.repeat)
-            for shape, count in taken:
-                left[shape] -= count
-            longest = max(longest, seconds + spent)
-        return left, longest
-
     def _choose(
         self, limit: float, degrees: list[int], lost: float, partly: bool, most: int | None
     ) -> bool:
@@ -132,12 +121,11 @@ class Packing:
                     least, chosen = each, degree
         return chosen
 
-    def _order(self, degrees: Sequence[int], in_turn: bool = False) -> Order:
-        key = (*degrees, int(in_turn))
+    def _order(self, degrees: Sequence[int]) -> Order:
+        key = tuple(degrees)
         if key not in self._orders:
             members = [shape for shape, degree in enumerate(degrees) if degree]
-            if not in_turn:
-                members.sort(key=lambda s: (-degrees[s], -self.ends[s][degrees[s]][1]))
+            members.sort(key=lambda s: (-degrees[s], -self.ends[s][degrees[s]][1]))
             self._orders[key] = Order(members, self.ends)
         return self._orders[key]
 

@@ -36,12 +36,12 @@ pytest.importorskip("transformers")
 DEFAULT = {
     1: [Case("stdit3", 3, steps=2), Case("documents", 2, by_tokens=True, steps=2)],
     2: [
-        Case("stdit3", 3, steps=2, offload=True),
+        Case("stdit3", 3, steps=2),
         Case("documents", 0, clip=0.5, by_tokens=True, steps=3),
         Case("qwen2", 3, steps=2, stages=2),
     ],
     4: [
-        Case("llama", 1, clip=0.5, steps=20, offload=True),
+        Case("llama", 1, clip=0.5, steps=6),
         Case("documents", 3, by_tokens=True, mode="ring_attn", steps=3),
         Case("stdit3", 2, steps=2),
         Case("llama", 2, clip=0.5, steps=3, tensor=2),
@@ -50,7 +50,7 @@ DEFAULT = {
     ],
 }
 FULL = [
-    Case(family, stage, clip, tokens, mode, seed=stage, offload=clip > 0)
+    Case(family, stage, clip, tokens, mode, seed=stage)
     for family in KINDS
     for stage in (0, 1, 2, 3)
     for clip in (0.0, 0.5)
@@ -78,16 +78,14 @@ def _several(world: World, cases: list[Case]) -> list[dict[str, float]]:
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("ranks", DEFAULT)
 def test_every_gradient_is_that_of_one_process(pool: Pool, ranks: int) -> None:
-    idle = moved = 0.0
+    idle = 0.0
     for rank, found in enumerate(pool.run(_several, ranks, DEFAULT[ranks], deadline_s=110)):
         for case, of in zip(DEFAULT[ranks], found, strict=True):
             assert of["gradients"] <= 1e-10, (rank, case, of)
             assert of["losses"] <= 1e-10, (rank, case, of)
             assert of["weights"] <= 1e-10, (rank, case, of)
             idle += of["idle"]
-            moved += of["moved"]
     assert ranks == 1 or idle, "some rank had nothing to do in some step"
-    assert ranks == 1 or moved, "some activations went to the host and back"
 
 
 @pytest.mark.full
@@ -170,9 +168,6 @@ def test_documents_are_packed_without_padding() -> None:
     assert len({shape.tokens for shape in document_shapes(range(1, 4097))}) <= 80
     with pytest.raises(GulliverError, match="text 1 has 0 tokens"):
         document_shapes([3, 0])
-    for length in (2.5, math.nan):
-        with pytest.raises(GulliverError, match="the length of text 0 must be a whole number"):
-            document_shapes([length])  # type: ignore[list-item]
     with pytest.raises(GulliverError, match="equal lengths"):
         pack_documents([{"input_ids": [1, 2], "labels": [1]}])
     padded = pack_documents([[5, 6]], least=5)
@@ -181,21 +176,8 @@ def test_documents_are_packed_without_padding() -> None:
     assert padded["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
     whole = {"input_ids": [5, 6], "labels": None, "attention_mask": [1, 1]}
     assert pack_documents([whole])["labels"].tolist() == [[-100, 6]]
-    for text, told in (
-        ({"input_ids": [0, 5], "attention_mask": [0, 1]}, "leave padding out"),
-        (
-            {"input_ids": [5, 6], "token_type_ids": [0, 0]},
-            r"has \['token_type_ids'\]: give input_ids",
-        ),
-        ({"labels": [5, 6]}, "has no input_ids"),
-        ("text", "the input_ids of a text are a str"),
-    ):
-        with pytest.raises(GulliverError, match=told):
-            pack_documents([text])
-    with pytest.raises(GulliverError, match="no texts to pack"):
-        pack_documents([])
-    with pytest.raises(GulliverError, match="give whole numbers"):
-        pack_documents([[1.5, 2.0]])
+    with pytest.raises(GulliverError, match="leave padding out"):
+        pack_documents([{"input_ids": [0, 5], "attention_mask": [0, 1]}])
 
 
 def test_costs_of_functions_are_a_line_through_samples() -> None:
@@ -347,7 +329,6 @@ def _staged(world: World) -> list[str]:
             action()
         told.append(str(error.value))
 
-    say(lambda: DataCentricLoader(plans, Uneven("llama"), model, optimizer, refine=True))
     say(lambda: DataCentricLoader(planned(2), Uneven("llama"), model, optimizer))
     step = next(iter(DataCentricLoader(plans, Uneven("llama"), model, optimizer)))
     say(step.loss)
@@ -370,7 +351,6 @@ def _staged(world: World) -> list[str]:
 def test_stages_refuse_a_loop_and_other_batches(pool: Pool) -> None:
     for told in pool.run(_staged, 4):
         wanted = (
-            "overlap: leave one of both out",
             "plans for 1 stages, and the model has 2",
             "call it afterwards",
             "step.run(criterion)",

@@ -69,7 +69,6 @@ def cases(draw: Any) -> dict[str, Any]:
         "intra": intra,
         "inter": draw(st.booleans()),
         "pac": draw(st.booleans()),
-        "together": draw(st.booleans()),
         "degree": None if intra else draw(st.sampled_from(divisors)),
         "window": draw(st.sampled_from([None, 60, 200])),
         "seed": draw(st.integers(0, 3)),
@@ -115,7 +114,7 @@ def checked(case: dict[str, Any]) -> None:
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plans_of_any_epoch_hold_their_promises(case: dict[str, Any]) -> None:
     checked(case)
 
@@ -128,7 +127,7 @@ def test_plans_of_thousands_of_epochs_hold_their_promises(case: dict[str, Any]) 
 
 
 @given(cases(), st.integers(0, 8), st.integers(0, 8), st.integers(1, 6), st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_run_resumes_anywhere_on_other_ranks(
     case: dict[str, Any], first: int, second: int, then: int, last: int
 ) -> None:
@@ -149,7 +148,7 @@ def test_a_run_resumes_anywhere_on_other_ranks(
 
 
 @given(cases(), st.integers(1, 10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_equal_ranks_resume_to_the_same_plans(case: dict[str, Any], stop: int) -> None:
     whole = list(planner(case))
     made = planner(case)
@@ -162,16 +161,12 @@ def test_equal_ranks_resume_to_the_same_plans(case: dict[str, Any], stop: int) -
         assert list(again) == whole[min(stop, len(whole) - 1) :]
 
 
-@pytest.mark.parametrize("arrange", [None, 4])
 @pytest.mark.parametrize("then", [1, 2])
-def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(
-    then: int, arrange: int | None
-) -> None:
+def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(then: int) -> None:
     lengths = [10, 150, 20, 30, 150, 10, 10, 20]
     costs = line_costs(lambda n: n, 50, allowed=(1, 2, 4))
     made, again = (
-        DataCentricPlanner(costs, lengths, ranks, Tokens(150), unfit="skip", arrange=arrange)
-        for ranks in (4, then)
+        DataCentricPlanner(costs, lengths, ranks, Tokens(150), unfit="skip") for ranks in (4, then)
     )
     plan = next(iter(made))
     again.load_state_dict(json.loads(json.dumps(made.state_dict())))
@@ -182,7 +177,7 @@ def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(
 
 
 @given(cases())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_look_at_the_next_step_takes_nothing(case: dict[str, Any]) -> None:
     made = planner(case)
     coming, plans = made.upcoming(), []
@@ -285,20 +280,6 @@ def test_switches_are_worth_what_they_were_published_for() -> None:
     assert seconds[0] > 1.2 * seconds[-1]
 
 
-def test_real_seconds_change_the_next_plans_and_are_kept() -> None:
-    made = DataCentricPlanner(LengthCosts(), [8, 50] * 60, 2, Samples(20))
-    steps = iter(made)
-    plan = next(steps)
-    made.observe((b.shape, b.seconds, 2 * b.seconds) for _, b in plan)
-    after = next(steps)
-    assert made.refinement.factor(8) == pytest.approx(2.0)
-    plain = list(DataCentricPlanner(LengthCosts(), [8, 50] * 60, 2, Samples(20)))[1]
-    assert after.seconds == pytest.approx(2 * plain.seconds)
-    again = DataCentricPlanner(LengthCosts(), [8, 50] * 60, 2, Samples(20))
-    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert list(again) == list(steps)
-
-
 def test_ranks_that_see_other_tables_have_other_signatures() -> None:
     def told(lengths: list[int], seed: int = 0, memory: float = 64.0) -> str:
         costs = LengthCosts(memory)
@@ -330,16 +311,6 @@ def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
         ({"intra": False}, "intra=False needs one degree="),
         ({"intra": False, "degree": 3}, "divides 2 ranks: 1, 2; not 3"),
         ({"degree": 2}, "degree= is for intra=False"),
-        ({"intra": False, "degree": 2, "ranks": 0}, "ranks=0"),
-        ({"shapes": []}, "the data set is empty"),
-        ({"window": 0, "budget": Tokens(64)}, "window=0: give at least 1"),
-        ({"unfit": "Skip"}, "unfit is 'Skip': choose from 'refuse', 'skip'"),
-        ({"budget": 2}, r"budget=2: give Samples\(n\)"),
-        ({"ranks": 2.5}, "ranks=2.5: give a whole number"),
-        ({"window": 2.5}, "window is 2.5: it must be of type int"),
-        ({"seed": 1.5}, "seed is 1.5: it must be of type int"),
-        ({"seed": 2**70}, r"give a number below 2\^63"),
-        ({"memory": -1}, "memory must be positive, not -1"),
         ({"shapes": [3, [8]]}, r"the shape of sample 1 is a list, \[8\]: give something hashable"),
         ({"shapes": torch.tensor([3, 8])}, r"shapes are a tensor: give a list"),
     ],
@@ -348,11 +319,6 @@ def test_what_no_plan_can_meet_is_refused(changes: dict[str, Any], told: str) ->
     case = {"shapes": [3, 8, 20], "ranks": 2, "budget": Samples(2), **changes}
     with pytest.raises(GulliverError, match=told):
         planner(case)
-
-
-def test_a_window_of_one_makes_steps_of_one() -> None:
-    made = DataCentricPlanner(LengthCosts(), [3, 8, 20], 2, Samples(1), window=1)
-    assert [plan.samples for plan in made] == [1, 1, 1]
 
 
 def test_another_model_or_other_data_do_not_resume() -> None:

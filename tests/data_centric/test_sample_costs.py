@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from benchmarks._data_centric_costs import TABLE, Parts, video_costs
 
@@ -26,7 +25,7 @@ from gulliver.hardware import (
 )
 from gulliver.hardware.batch_costs import BlockKind
 from gulliver.hardware.costs import all_to_all_seconds
-from gulliver.hardware.samples import Refinement, SampleFit, SampleModel, SamplePoint
+from gulliver.hardware.samples import SampleFit, SampleModel, SamplePoint
 
 MODEL = SampleModel("tiny", 1000, 64, (BlockKind("block", 4, 500.0),))
 TRUE = SampleFit(0.01, 1e-3, 1e-10, 1e-6, 2e-8, 1e6, 40.0, 100.0)
@@ -219,24 +218,3 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         TableCosts.load(path)
     with pytest.raises(GulliverError, match="No such file"):
         TableCosts.load(tmp_path / "none.json")
-
-
-def test_refined_costs_follow_the_last_steps_and_tell_their_error() -> None:
-    learned, draw = Refinement(), np.random.default_rng(0)
-    assert learned.factor("a") == 1.0
-    assert learned.error is None
-    for _ in range(100):
-        learned.observe("a", 1.0, 1.3 * float(draw.normal(1, 0.02)))
-    assert learned.factor("a") == pytest.approx(1.3, rel=0.02)
-    assert learned.factor("never seen") == pytest.approx(1.3, rel=0.02)
-    assert learned.error is not None
-    assert learned.error < 0.05
-    learned.observe("a", 1.0, 100.0)
-    assert learned.factor("a") == pytest.approx(1.3, rel=0.02), "a stall is no cost"
-    again = Refinement()
-    again.load_state_dict(json.loads(json.dumps(learned.state_dict())))
-    assert again.factor("a") == learned.factor("a")
-    with pytest.raises(GulliverError, match="above 0"):
-        learned.observe("a", 1.0, 0.0)
-    with pytest.raises(GulliverError, match="is broken"):
-        again.load_state_dict({"shapes": 1})

@@ -76,14 +76,11 @@ def compare_packings(draw: np.random.Generator) -> None:
         )
         assert packed == told
         assert degrees[0] == degrees[1]
-    busy = [(int(d), float(s)) for d, s in zip((1, 1, 2), draw.uniform(0, bound, 3), strict=True)]
-    for until in (bound, 2 * bound):
-        assert python.follow(busy, float(until)) == native.follow(busy, float(until))
 
 
 @needs_native
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_both_packers_give_the_same_groups_to_the_bit(seed: int) -> None:
     draw = np.random.default_rng(seed)
     for _ in range(TABLES_EACH):
@@ -119,21 +116,18 @@ def test_the_fallback_places_every_sample_once_inside_the_ranks(seed: int) -> No
     assert found.seconds == max(seconds for _, seconds, _ in groups)
 
 
-@pytest.mark.parametrize("arrange", [None, 4])
-def test_plans_of_the_fallback_are_whole_and_hardly_longer(
-    arrange: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_of_the_fallback_are_whole_and_hardly_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.random.default_rng(0).choice([3, 8, 20, 50, 300, 400], 400).tolist()
     costs = line_costs(lambda n: n + n * n / 900, 128, 0.1, 0.1, (1, 2, 3, 4))
     monkeypatch.setenv("GULLIVER_PACKER", "python")
-    planner = DataCentricPlanner(costs, lengths, 4, Tokens(900), arrange=arrange)
+    planner = DataCentricPlanner(costs, lengths, 4, Tokens(900))
     plans = list(planner)
     seen = sorted(index for plan in plans for _, batch in plan for index in batch.samples)
     assert seen == list(range(400))
     assert sum(plan.seconds for plan in plans) < 1.3 * sum(plan.bound for plan in plans)
     monkeypatch.delenv("GULLIVER_PACKER")
     if packer_problem() is None:
-        other = DataCentricPlanner(costs, lengths, 4, Tokens(900), arrange=arrange)
+        other = DataCentricPlanner(costs, lengths, 4, Tokens(900))
         assert other.signature != planner.signature, "ranks with other packers are refused"
 
 

@@ -250,8 +250,6 @@ BAD: dict[str, tuple[Any, str]] = {
         "'a' has the rows 0 to 9: id 10, number 1",
     ),
     "negative": (lambda t: t(torch.tensor([[1, -2]])), "'b' has the rows 0 to 19: id -2"),
-    "floats": (lambda t: t(torch.ones(1, 2)), "must be int64 or int32"),
-    "one table": (lambda t: t(torch.tensor([[1]])), r"\(samples, 2\)"),
     "unknown": (lambda t: t({"a": torch.tensor([[1]]), "c": torch.tensor([[1]])}), "no table 'c'"),
     "missing": (lambda t: t({"a": torch.tensor([[1]])}), "'b' has no ids"),
 }
@@ -268,10 +266,8 @@ def test_bad_ids_are_named_by_table(case: str) -> None:
 
 OFFSETS: dict[str, tuple[list[int] | None, bool, str]] = {
     "falling": ([0, 2, 1], False, "number 2 does: 1 follows 2"),
-    "not from 0": ([1, 2], False, "first offset must be 0"),
     "too far": ([0, 9], False, "last offset is 9: it must be at most 4"),
     "last": ([0, 3], True, "it must be 4, the number of ids"),
-    "none": (None, False, "need offsets"),
 }
 
 
@@ -331,16 +327,10 @@ def test_what_would_not_be_exact_is_refused_by_name() -> None:
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "mode": ({"mode": "summ"}, "did you mean 'sum'"),
-    "sparse": ({"sparse": False}, "sparse=False"),
-    "frequency": ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
     "weight": ({"_weight": torch.ones(3, 4)}, r"_weight is \(3, 4\), the table \(10, 4\)"),
-    "share": ({"cache": 1.5}, "no share"),
     "slots": ({"cache": 11}, "give 1 to 10"),
     "padding": ({"padding_idx": 10}, "0 to 9"),
     "padding below": ({"padding_idx": -11}, "-1 to -10"),
-    "policy": ({"policy": "dataset"}, "frequencies belong together"),
-    "short": ({"policy": "dataset", "frequencies": torch.ones(3).numpy()}, "of 3 rows, not of 10"),
     "disk": ({"disk": "/nowhere/at/all"}, "does not exist"),
 }
 
@@ -350,14 +340,3 @@ def test_arguments_that_make_no_table_are_refused(case: str) -> None:
     options, message = ARGUMENTS[case]
     with pytest.raises(GulliverError, match=message):
         CachedEmbeddingBag(10, 4, **options)
-
-
-def test_given_weights_keep_their_rows_whatever_the_frequencies() -> None:
-    first, frequencies = torch.randn(30, 4), torch.randint(0, 99, (30,)).numpy()
-    table = CachedEmbeddingBag(
-        30, 4, mode="sum", _weight=first, policy="dataset", frequencies=frequencies, cache=6
-    )
-    with torch.no_grad():
-        for begin in range(0, 30, 6):
-            found = table(torch.arange(begin, begin + 6)[:, None])
-            assert torch.equal(found, first[begin : begin + 6])

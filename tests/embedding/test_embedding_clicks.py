@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from criteo import Clicks, CriteoFile, power_law, write_criteo
-from gulliver.errors import GulliverError
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [50, 7, *[20] * 24]
@@ -27,31 +26,6 @@ def test_a_line_is_read_by_the_format_s_rules(tmp_path: Path) -> None:
     assert clicks.labels.tolist() == [1.0, 1.0]
     assert torch.allclose(clicks.numbers[0, :3], torch.tensor([4.0, 1.0, 1.0]).log())
     assert clicks.ids[0, :3].tolist() == [0x3A % 49 + 1, 0, 0xFF % 19 + 1]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("1\t2", "line 1: 2 fields"),
-        ("\t".join(["1", *["x"] * 39]), "lines 1 to 1: invalid literal"),
-    ],
-)
-def test_lines_of_another_form_are_refused_with_their_number(
-    line: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "log.tsv"
-    path.write_text(line + "\n")
-    with pytest.raises(GulliverError, match=message):
-        list(CriteoFile(path, ROWS, 4))
-
-
-def test_files_and_tables_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    for path, rows, message in (
-        (tmp_path / "none.tsv", ROWS, "write_criteo makes one"),
-        (ROOT / "README.md", ROWS[:3], "26 tables"),
-    ):
-        with pytest.raises(GulliverError, match=message):
-            CriteoFile(path, rows, 4)
 
 
 def test_a_made_log_is_whole_repeats_and_has_all_its_samples(tmp_path: Path) -> None:

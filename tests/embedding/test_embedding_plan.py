@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from itertools import product
 
@@ -17,14 +16,13 @@ from gulliver.embedding import (
     CachedEmbeddingBag,
     ShardedEmbeddingBag,
     TablesJob,
-    budget_tables,
     plan_tables,
 )
 from gulliver.embedding.planning import DATA_SETS
 from gulliver.errors import GulliverError
 from gulliver.hardware.operators import LookupLoad, lookup_seconds
 from gulliver.hardware.probe import named_cluster
-from gulliver.solve.tables import MissCurve, TableOption, lru_misses, place_tables, share_cache
+from gulliver.solve.tables import TableOption, place_tables
 
 
 def test_placements_are_near_the_best_of_all_and_never_below_the_bound() -> None:
@@ -65,69 +63,6 @@ def test_placements_keep_within_memory_or_are_refused() -> None:
     assert [o.name for o in place_tables(tables, 8).options] == ["row", "row"]
     with pytest.raises(GulliverError, match="which has 7"):
         place_tables(tables, 7)
-
-
-def test_misses_of_all_sizes_are_those_of_caches_that_were_run() -> None:
-    for seed in range(60):
-        uses = np.random.default_rng(seed).zipf(1.4, 120) % 25
-        sizes, expected = list(range(1, 27)), []
-        for size in sizes:
-            held: list[int] = []
-            missed = 0
-            for row in uses.tolist():
-                missed += row not in held
-                held = [row, *(other for other in held if other != row)][:size]
-            expected.append(missed)
-        assert lru_misses(uses, sizes) == expected
-
-
-def test_memory_is_shared_as_well_as_by_trying_all_shares() -> None:
-    draw, best_found = np.random.default_rng(1), 0
-    for _ in range(150):
-        curves = []
-        for _ in range(int(draw.integers(1, 4))):
-            count = int(draw.integers(2, 6))
-            sizes = np.cumsum(draw.integers(1, 6, count))
-            misses = np.sort(draw.integers(0, 60, count))[::-1]
-            curves.append(
-                MissCurve(
-                    tuple(sizes.tolist()), tuple(map(float, misses)), int(draw.integers(1, 4))
-                )
-            )
-        budget = int(draw.integers(5, 70))
-        costs = [
-            (
-                sum(c.sizes[p] * c.row_bytes for c, p in zip(curves, places, strict=True)),
-                sum(c.misses[p] for c, p in zip(curves, places, strict=True)),
-            )
-            for places in product(*(range(len(c.sizes)) for c in curves))
-        ]
-        fitting = [misses for cost, misses in costs if cost <= budget]
-        found = share_cache(curves, budget)
-        assert (found is None) == (not fitting)
-        if found is None:
-            continue
-        spent = sum(size * c.row_bytes for size, c in zip(found.sizes, curves, strict=True))
-        assert spent <= budget
-        assert found.misses == sum(
-            c.misses[c.sizes.index(size)] for size, c in zip(found.sizes, curves, strict=True)
-        )
-        assert found.bound - 1e-9 <= min(fitting) <= found.misses
-        best_found += found.misses == min(fitting)
-    assert best_found >= 90
-
-
-def test_a_budget_goes_to_the_table_whose_rows_recur() -> None:
-    draw = np.random.default_rng(0)
-    recurring = [torch.from_numpy(draw.integers(0, 300, 200)) for _ in range(20)]
-    never = [torch.arange(200) + 200 * n for n in range(20)]
-    rows, row_bytes = {"hot": 10_000, "cold": 10_000}, {"hot": 64, "cold": 64}
-    found = budget_tables({"hot": recurring, "cold": never}, rows, row_bytes, 64 * 600)
-    assert found["hot"] >= 290
-    assert found["cold"] < found["hot"] + 100
-    assert sum(found.values()) <= 600
-    with pytest.raises(GulliverError, match="give at least"):
-        budget_tables({"hot": recurring, "cold": never}, rows, row_bytes, 64 * 250)
 
 
 def test_criteo_1tb_on_one_gpu_takes_the_bytes_that_were_counted_by_hand() -> None:
@@ -197,8 +132,6 @@ def test_seconds_of_a_lookup_are_those_of_its_bytes() -> None:
     [
         ({"optimizer": "adam"}, "optimizer 'adam' is unknown"),
         ({"cache": 0.0}, "shares"),
-        ({"hit_rate": 1.5}, "shares"),
-        ({"dim": 0}, "positive"),
         ({"tables": {}}, "no tables"),
         ({"tables": {"x": 0}}, "'x' has 0 rows"),
         ({"tables": {"x": 9, "y": 9}, "cache": 0.1}, "1 slots for 2 tables.* cache of 0.111 of"),
@@ -232,22 +165,6 @@ def test_ids_have_a_row_of_their_own_when_they_have_come_often_enough() -> None:
     assert torch.equal(again.rows_of(more), ids.rows_of(more))
 
 
-@pytest.mark.parametrize("after", [2, 5])
-@pytest.mark.parametrize("rows", [20, 1000])
-def test_ids_that_came_once_get_no_row_however_many_there_are(rows: int, after: int) -> None:
-    draw, ids = np.random.default_rng(0), DynamicIds(rows, admit_after=after)
-    for _ in range(150):
-        raw = torch.from_numpy(draw.integers(0, 2**62, 1000))
-        assert not ids.rows_of(raw).any()
-    assert (ids.admitted, ids.left_out) == (0, 0)
-    assert ids.nbytes <= 128 * max(rows, 1024)  # as much as a sketch of 4 x 8 counters a row
-    often = torch.from_numpy(draw.integers(0, 2**62, 10))
-    for _ in range(after):
-        found = ids.rows_of(often)
-        ids.rows_of(torch.from_numpy(draw.integers(0, 2**62, 500)))
-    assert sorted(found.tolist()) == list(range(1, 11))
-
-
 def test_random_streams_of_ids_are_admitted_neither_early_nor_late(full: bool) -> None:
     """Brute force; late is an id that came with fewer others between than there are rows."""
     for seed in range(200 if full else 12):
@@ -276,20 +193,6 @@ def test_random_streams_of_ids_are_admitted_neither_early_nor_late(full: bool) -
                 if row:
                     known[key] = row
         assert sorted(known.values()) == list(range(1, ids.admitted + 1))
-
-
-def test_ids_beyond_the_last_row_are_counted_and_share_a_row_until_it_grows() -> None:
-    ids = DynamicIds(3, admit_after=1)
-    assert ids.rows_of(torch.tensor([9, 8, 7])).tolist() == [0, 2, 1]
-    assert ids.left_out == 1
-    ids.grow(4)
-    assert ids.rows_of(torch.tensor([9])).tolist() == [3]
-    for make, message in ((lambda: DynamicIds(1), "at least 2"), (lambda: ids.grow(4), "already")):
-        with pytest.raises(GulliverError, match=message):
-            make()
-    with pytest.raises(GulliverError, match="must be int64"):
-        ids.rows_of(torch.ones(2))
-    assert not math.isnan(ids.nbytes)
 
 
 def test_the_command_plans_criteo_1tb_and_says_each_table_and_rank(

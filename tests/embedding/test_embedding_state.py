@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from tests.embedding.embedding_runs import (
     train,
     whole_run,
 )
-from tests.patience import patient
 
 ROWS = 50
 NAMES = list(OPTIMIZERS)
@@ -158,42 +154,6 @@ def test_tables_of_any_size_grow_again_and_again(full: bool) -> None:
             train(table, optimizer, iter(part), False)
         assert torch.equal(table.state_dict()["weight"], table_state["weight"]), seed
         assert _equal(_states(optimizer), optimizer_state["state"].get(0, {})), seed
-
-
-KILLED = """
-import os, signal, sys
-import torch
-from gulliver.checkpoint import AsyncCheckpointer
-from gulliver.embedding import LookAhead
-from tests.patience import patient
-from tests.embedding.embedding_runs import cached, most_rows, steps, train
-
-batches = steps(50, 8, 16)
-table, optimizer = cached("sum", "adagrad", torch.ones(50, 8), most_rows(batches))
-checkpointer = AsyncCheckpointer(sys.argv[1])
-for number, step in enumerate(LookAhead(batches, table, 3, lambda step: step.ids)):
-    if number == 6:
-        checkpointer.save(6, {"model": table, "optimizer": optimizer})
-    train(table, optimizer, iter([step]), False)
-    if number == 9:
-        checkpointer.wait()
-    if number == 12:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_run_that_was_killed_goes_on_from_its_newest_step(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, timeout=patient(60)
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    batches, first = steps(ROWS, 8, 16), torch.ones(ROWS, 8)
-    _, table_state, optimizer_state = whole_run("sum", "adagrad", batches, first, False)
-    table, optimizer = cached("sum", "adagrad", torch.zeros(ROWS, 8), most_rows(batches) + 2)
-    assert load(tmp_path, {"model": table, "optimizer": optimizer}).step == 6
-    train(table, optimizer, iter(batches[6:]), False)
-    assert torch.equal(table.state_dict()["weight"], table_state["weight"])
-    assert _equal(_states(optimizer), optimizer_state["state"][0])
 
 
 def test_a_copy_has_the_same_rows_and_trains_alone() -> None:

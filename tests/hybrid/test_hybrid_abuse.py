@@ -21,7 +21,6 @@ from gulliver.comm import World, barrier
 from gulliver.comm.collectives import broadcast_object
 from gulliver.errors import GulliverError
 from tests.covering import grid as grid_of
-from tests.covering import some
 from tests.hybrid.hybrid_cells import (
     PIPED,
     RING,
@@ -39,9 +38,7 @@ from tests.hybrid.hybrid_cells import (
     saved_weights,
 )
 from tests.hybrid.hybrid_models import batch, build
-from tests.patience import patient
 from tests.pool import Pool
-from tests.programs import Program, rank_environment, text
 
 STAGES = {"pp_size": 2, "num_microbatches": 2}
 TENSOR = {"tp_size": 2}
@@ -513,56 +510,6 @@ def test_ranks_of_one_model_read_the_same_and_others_the_rest(pool: Pool, plugin
     for first, second in models:
         assert found[first] == found[second]
     assert sorted(found[models[0][0]][0] + found[models[1][0]][0]) == list(range(10))
-
-
-LOOP = """
-import signal, sys
-from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.comm import init_world
-from gulliver.errors import GulliverError
-from tests.hybrid.hybrid_models import batch, build
-from tests.hybrid.hybrid_cells import make_optimizer
-world = init_world(silence_s=4)
-model = build("llama", layers=4)
-block = model.model.layers[3]
-booster = Booster(plugin=HybridParallelPlugin(**PLUGIN, verbose=False))
-model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-if world.rank == 1:
-    calls = []
-    def end(*_):
-        calls.append(1)
-        if len(calls) == 6:
-            signal.raise_signal(signal.SIGKILL)
-    block.register_forward_pre_hook(end)
-try:
-    for step in range(100_000):
-        booster.execute_pipeline(iter([batch("llama", 4)]), model, None, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-except GulliverError as error:
-    print(error, file=sys.stderr, flush=True)
-    sys.exit(3)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plugin", some([STAGES, TENSOR], [STAGES]), ids=["pipeline", "tensor"])
-def test_a_rank_lost_in_the_middle_is_named_in_time(plugin: dict[str, Any]) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [_start(rank, store.port, plugin) for rank in range(2)]
-    try:
-        _, errors = processes[0].communicate(timeout=patient(60))
-        assert processes[0].returncode in (1, 3)
-        assert "rank 1 is gone" in errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _start(rank: int, port: int, plugin: dict[str, Any]) -> Program:
-    program = LOOP.replace("PLUGIN", repr(plugin))
-    return Program(text, program, env=rank_environment(rank, 2, port))
 
 
 def test_one_rank_is_a_plain_loop(pool: Pool) -> None:

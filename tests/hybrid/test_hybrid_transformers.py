@@ -183,7 +183,9 @@ def _masked(world: World, family: str, plan: SequencePlan) -> list[float]:
     return _both(world, plan, partial(make, family), calls, _logits_loss)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "opt", "bert"])
+@pytest.mark.parametrize(
+    "family", some(["llama", "mistral", "gpt2", "opt", "bert"], ["llama", "gpt2", "bert"])
+)
 def test_padding_may_stand_anywhere_and_the_criterion_may_be_ones_own(
     pool: Pool, family: str
 ) -> None:
@@ -249,7 +251,10 @@ def _recomputed(world: World, family: str, reentrant: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("family", "reentrant"),
-    [("mistral", False), ("gpt2", False), ("vit", False), ("mistral", True), ("gpt2", True)],
+    some(
+        [("mistral", False), ("gpt2", False), ("vit", False), ("mistral", True), ("gpt2", True)],
+        [("gpt2", False), ("vit", False), ("mistral", True)],
+    ),
 )
 def test_micro_batches_in_flight_and_recomputed_blocks_keep_their_own_call(
     pool: Pool, family: str, reentrant: bool
@@ -303,7 +308,7 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "base", "labels"), CLASSES, ids=str)
+@pytest.mark.parametrize(("name", "base", "labels"), some(CLASSES, CLASSES[::3]), ids=str)
 def test_other_classes_get_whole_hidden_states(
     pool: Pool, name: str, base: str, labels: int | None
 ) -> None:
@@ -378,113 +383,17 @@ def test_the_last_logits_may_be_all_that_is_wanted(pool: Pool, plan: str) -> Non
         assert max(errors) <= 1e-12, errors
 
 
-def _held(world: World) -> list[str]:
+def _held(world: World) -> None:
     model = make("llama")
     wire_sequence(model, make_groups(PLANS["ring 2"]))
     data = batch("llama", 2, 0, 12)
-    out, said = model(**data), []
-    uses: list[Any] = [
-        lambda: out.logits.shape,
-        lambda: out.logits[0],
-        lambda: torch.argmax(out.logits, -1),
-        lambda: F.cross_entropy(out.logits, data["labels"]),
-        lambda: out.logits + 1,
-    ]
-    for use in uses:
-        with pytest.raises(GulliverError) as raised:
-            use()
-        said.append(str(raised.value))
-    assert not hasattr(out.logits, "detach")
+    assert model(**data).logits is None
     keep_logits(model)
     assert model(**data).logits.shape == (2, 12, 67)
-    return said
 
 
-def test_logits_that_were_not_gathered_say_so_when_they_are_used(pool: Pool) -> None:
-    for said in pool.run(_held, 2):
-        assert all("leave labels out" in text for text in said)
-
-
-def _generated(world: World, family: str, plan: SequencePlan, padded: bool) -> tuple[Any, Any]:
-    model, twin = make(family).eval(), make(family).eval()
-    for each in (model, twin):
-        each.generation_config.eos_token_id = None
-        each.generation_config.pad_token_id = 0
-    wire_sequence(model, make_groups(plan))
-    ids = _ids(2, 11)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, :5] = 0
-    wanted = twin.generate(
-        ids, attention_mask=mask, max_new_tokens=9, do_sample=False, use_cache=False
-    )
-    found = model.generate(ids, attention_mask=mask, max_new_tokens=9)
-    again = model.generate(ids[:1, 2:8], max_new_tokens=4)
-    assert torch.equal(again, twin.generate(ids[:1, 2:8], max_new_tokens=4, do_sample=False))
-    return found.tolist(), wanted.tolist()
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(
-    ("family", "plan"),
-    [
-        ("llama", "Ulysses 2 x ring 2"),
-        ("mistral", "ring 3"),
-        ("qwen2", "Ulysses 2"),
-        ("gpt2", "ring 3"),
-        ("opt", "ring 2"),
-    ],
-)
-def test_generation_gives_the_tokens_of_one_process(
-    pool: Pool, family: str, plan: str, padded: bool
-) -> None:
-    for found, wanted in pool.run(_generated, PLANS[plan].degree, family, PLANS[plan], padded):
-        assert found == wanted
-
-
-def _decoded(world: World, family: str) -> float:
-    """The largest error of the logits of each new token."""
-    from gulliver.booster.hybrid.generate import _logits
-    from gulliver.booster.hybrid.inputs import ShardedCache
-
-    model, twin = make(family).eval(), make(family).eval()
-    groups = make_groups(PLANS["ring 3"])
-    wire_sequence(model, groups)
-    ids, cache, errors = _ids(2, 20), ShardedCache(groups), []
-    with torch.no_grad():
-        for stop in range(9, 21):
-            new = ids[:, cache.length : stop]
-            wanted = twin(input_ids=ids[:, :stop]).logits[:, -1]
-            errors.append(relative(_logits(model, new, None, cache), wanted))
-    return max(errors)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "opt"])
-def test_logits_token_by_token_are_those_of_the_whole(pool: Pool, family: str) -> None:
-    assert max(pool.run(_decoded, 3, family)) <= 1e-12
-
-
-def _sampled(world: World) -> tuple[list[Any], list[Any]]:
-    model = make("llama").eval()
-    wire_sequence(model, make_groups(PLANS["ring 2"]))
-    torch.manual_seed(world.rank)
-    drawn = model.generate(
-        _ids(2, 7), max_new_tokens=8, do_sample=True, temperature=0.7, top_k=9, top_p=0.9
-    )
-    first = model.generate(_ids(2, 7), max_new_tokens=8)
-    end = int(first[0, 9])
-    ended = model.generate(_ids(2, 7), max_new_tokens=8, eos_token_id=end, pad_token_id=0)
-    return drawn.tolist(), [end, first.tolist(), ended.tolist()]
-
-
-def test_ranks_draw_alike_and_rows_end(pool: Pool) -> None:
-    one, other = pool.run(_sampled, 2)
-    assert one == other
-    end, first, ended = one[1]
-    for row, cut in zip(first, ended, strict=True):
-        stop = row.index(end, 7) + 1 if end in row[7:] else len(row)
-        assert cut[:stop] == row[:stop][: len(cut)]
-        assert all(token == 0 for token in cut[stop:])
+def test_logits_stay_apart_in_training_with_labels_unless_they_are_kept(pool: Pool) -> None:
+    pool.run(_held, 2)
 
 
 def _tensor_too(world: World, family: str, sequence: bool) -> list[float]:
@@ -525,18 +434,23 @@ def _tensor_too(world: World, family: str, sequence: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("family", "sequence"),
-    [("llama", False), ("bloom", False), *((family, True) for family in WIRED)],
+    some(
+        [("llama", False), ("bloom", False), *((family, True) for family in WIRED)],
+        [("bloom", False), ("llama", True), ("gpt2", True), ("vit", True)],
+    ),
 )
 def test_tensors_may_be_cut_as_well(pool: Pool, family: str, sequence: bool) -> None:
     for errors in pool.run(_tensor_too, 4 if sequence else 2, family, sequence):
         assert max(errors) <= 1e-12, errors
 
 
-def _refused(world: World, kind: str) -> str:
-    groups = make_groups(PLANS["ring 2"])
-    with pytest.raises(GulliverError) as raised:
-        REFUSED[kind][0](groups)
-    return str(raised.value)
+def _refused(world: World) -> dict[str, str]:
+    groups, said = make_groups(PLANS["ring 2"]), {}
+    for kind, (use, _) in REFUSED.items():
+        with pytest.raises(GulliverError) as raised:
+            use(groups)
+        said[kind] = str(raised.value)
+    return said
 
 
 def _wired(groups: Any, family: str = "llama", **settings: Any) -> Any:
@@ -573,7 +487,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "rope": (lambda g: _wired(g, rope_parameters={"rope_type": "dynamic"}), "'dynamic'"),
     "upcast": (lambda g: _wired(g, "gpt2", reorder_and_upcast_attn=True), "reorder_and_upcast"),
     "dense mask": (lambda g: _call(g, attention_mask=torch.ones(2, 1, 12, 12)), "expected 0 and 1"),
-    "cache": (lambda g: _call(g, use_cache=True), "model.generate"),
+    "cache": (lambda g: _call(g, use_cache=True), "gulliver.LLM"),
     "past": (lambda g: _call(g, past_key_values=()), "past_key_values"),
     "weights": (lambda g: _call(g, output_attentions=True), "no rank has them"),
     "short": (lambda g: _call(g, input_ids=_ids(2, 1), labels=_ids(2, 1)), "1 tokens is too short"),
@@ -582,13 +496,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda g: _call(g, "bert", encoder_hidden_states=torch.ones(2, 3, 32)),
         "encoder_hidden_states is not supported",
     ),
-    "beams": (lambda g: _wired(g).generate(_ids(1, 9), max_new_tokens=2, num_beams=3), "num_beams"),
-    "right padding": (
-        lambda g: _wired(g).generate(
-            _ids(1, 4), attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=1
-        ),
-        "on the left",
-    ),
+    "generate": (lambda g: _wired(g).generate(_ids(1, 9), max_new_tokens=2), "gulliver.LLM"),
 }
 
 
@@ -598,11 +506,10 @@ def _refuse_later_dropout(groups: Any) -> None:
     model(**batch("llama", 2, 0, 12))
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_exact_is_refused_by_name(pool: Pool, kind: str) -> None:
-    for said in pool.run(_refused, 2, kind):
-        assert re.search(REFUSED[kind][1], said), said
-        assert "\n" not in said
+def test_what_cannot_be_exact_is_refused_by_name(pool: Pool) -> None:
+    for found in pool.run(_refused, 2):
+        for kind, said in found.items():
+            assert re.search(REFUSED[kind][1], said), said
 
 
 def _apart(world: World) -> tuple[bool, str]:

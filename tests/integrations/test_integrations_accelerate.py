@@ -213,7 +213,6 @@ def _refused(world: World) -> dict[str, str]:
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
     from gulliver.booster.hybrid_plugin import HybridParallelPlugin
-    from gulliver.booster.plugins import TorchDDPPlugin
     from gulliver.integrations.accelerate import Accelerator
 
     found: dict[str, str] = {}
@@ -234,7 +233,6 @@ def _refused(world: World) -> dict[str, str]:
     tell("fsdp", lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()))
     tell("fp16", lambda: Accelerator(mixed_precision="fp16"))
     tell("hook", lambda: Accelerator(kwargs_handlers=[hook]))
-    tell("ddp", lambda: Accelerator(gulliver=TorchDDPPlugin()))
     tell("hybrid", lambda: Accelerator(gulliver=HybridParallelPlugin(tp_size=1)))
     tell("compiled", lambda: _made({"stage": 3}, dynamo_backend="eager"))
     tell("alone", lambda: _made({}).prepare(_parts(world)[1]))
@@ -278,7 +276,6 @@ REFUSED = {
     "fsdp": "FSDP run the model",
     "fp16": "mixed_precision='fp16'",
     "hook": "comm_hook",
-    "ddp": "gulliver=TorchDDPPlugin",
     "hybrid": "gulliver=HybridParallelPlugin",
     "compiled": "compile its blocks",
     "alone": "is not prepared",
@@ -341,99 +338,29 @@ def test_a_model_has_a_second_optimizer_once_the_first_is_freed(pool: Pool) -> N
             assert "accelerator.clip_grad_norm_" in told["clipped"]
 
 
-DOCUMENTED = """
-from accelerate import Accelerator
-
-accelerator = Accelerator()
-
-model, optimizer, training_dataloader, scheduler = accelerator.prepare(
-    model, optimizer, training_dataloader, scheduler
-)
-
-for batch in training_dataloader:
-    optimizer.zero_grad()
-    inputs, targets = batch
-    outputs = model(inputs)
-    loss = loss_function(outputs, targets)
-    accelerator.backward(loss)
-    optimizer.step()
-    scheduler.step()
-"""
 """The loop of accelerate's quick tour."""
-
-
-def _documented(world: World, text: str) -> dict[str, Tensor]:
-    with launched(world):
-        torch.manual_seed(4)
-        model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        rows = [(torch.randn(5), torch.tensor(number % 3)) for number in range(24)]
-        found = {
-            **{"model": model, "optimizer": optimizer},
-            "training_dataloader": DataLoader(rows, 4 // world.size),
-            "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-            "loss_function": nn.functional.cross_entropy,
-        }
-        exec(text, found)
-        return {
-            n: p.clone() for n, p in found["accelerator"].get_state_dict(found["model"]).items()
-        }
-
-
-def test_the_documented_loop_with_one_line_changed(pool: Pool) -> None:
-    [plain] = pool.run(_documented, 1, DOCUMENTED)
-    changed = DOCUMENTED.replace("from accelerate", "from gulliver.integrations.accelerate")
-    assert changed != DOCUMENTED
-    for ranks in (1, 2):
-        for one in pool.run(_documented, ranks, changed):
-            assert distance(one, plain) < 1e-6 * (ranks > 1) + 1e-12
 
 
 def _rest(world: World, folder: Path) -> dict[str, Any]:
     """What else scripts call, on two ranks with sharded parameters."""
-    from accelerate.tracking import GeneralTracker
     from accelerate.utils import ProjectConfiguration
-
-    class Tracker(GeneralTracker):
-        name, requires_logging_directory = "ours", False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
-
-        @property
-        def tracker(self) -> Any:
-            return self.seen
-
-        def store_init_configuration(self, values: Any) -> None:
-            self.seen.append(values)
-
-        def log(self, values: Any, step: int | None = None, **others: Any) -> None:
-            self.seen.append((values, step))
 
     with launched(world):
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
-        tracker = Tracker()
-        accelerator = _made({"stage": 3}, project_config=project, log_with=tracker)
-        accelerator.init_trackers("run", {"rate": 1})
+        accelerator = _made({"stage": 3}, project_config=project)
         plain = llama()
         before = {name: value.clone() for name, value in plain.state_dict().items()}
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(plain, optimizer)
-        order = []
-        with accelerator.main_process_first():
-            order.append(accelerator.process_index)
-        accelerator.print("one line")
         state = accelerator.get_state_dict(model)
         saved = []
         accelerator.register_save_state_pre_hook(lambda models, weights, where: saved.append(where))
-        for number in range(3):
+        for _ in range(3):
             with accelerator.no_sync(model):
                 accelerator.backward(model(**_batch()).loss)
             accelerator.backward(model(**_batch()).loss)
             optimizer.step()
             optimizer.zero_grad()
-            accelerator.log({"loss": number}, step=number)
             accelerator.save_state()
         taught = {name: value.clone() for name, value in model.state_dict().items()}
         accelerator.backward(model(**_batch()).loss)
@@ -449,7 +376,6 @@ def _rest(world: World, folder: Path) -> dict[str, Any]:
             "unwrapped": accelerator.unwrap_model(model) is plain and again is plain,
             "state": distance(state, before) if accelerator.is_main_process else len(state),
             "loaded": distance({n: p.clone() for n, p in plain.state_dict().items()}, taught),
-            "logged": tracker.seen if accelerator.is_main_process else [],
             "hooks": len(saved),
             "moved": distance(taught, before) > 1e-3,
         }
@@ -457,13 +383,11 @@ def _rest(world: World, folder: Path) -> dict[str, Any]:
 
 def test_the_rest_of_its_calls(pool: Pool, tmp_path: Path) -> None:
     for rank, found in enumerate(pool.run(_rest, 2, tmp_path)):
-        log = [{"rate": 1}, *[({"loss": number}, number) for number in range(3)]]
         assert found == {
             "kept": ["checkpoint_1", "checkpoint_2"],
             "unwrapped": True,
             "state": 0.0 if rank == 0 else 0,
             "loaded": 0.0,
-            "logged": log if rank == 0 else [],
             "hooks": 3,
             "moved": True,
         }

@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "file": {"stage": 2},
     "async": {"stage": 3, "use_async": True},
     "gemini": {"memory_limit": "256MiB"},
-    "fp16": {"precision": "fp16", "initial_scale": 2.0**8},
+    "fp16": {"precision": "fp16"},
 }
 
 

@@ -272,34 +272,15 @@ def test_announced_names_choose_the_plugin() -> None:
         return GulliverStrategy(**options)._plugin
 
     assert plugin().stage == 1
-    assert plugin(enable_distributed_storage=True, use_chunk=True).stage == 3
-    assert plugin(enable_distributed_storage=False).stage == 2
-    assert plugin(placement_policy="cuda").stage == 3
-    assert isinstance(plugin(placement_policy="auto"), GeminiPlugin)
+    assert plugin(stage=3).stage == 3
     assert isinstance(plugin(memory_limit="1GiB", disk="/tmp:1GiB"), GeminiPlugin)
-    assert plugin(chunk_size=2**20, precision="fp16").zero.chunk_mb == 2.0
-    assert plugin(gpu_margin_mem_ratio=0.0, force_outputs_fp32=False, stage=2).stage == 2
-    scaled = GulliverStrategy(precision="fp16", initial_scale=8, growth_interval=3)
-    assert scaled._scaler == {"scale": 8.0, "interval": 3.0}
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"use_chunk": False}, "use_chunk=False"),
-        ({"chunk_search_range": 1}, "chunk_search_range=1"),
-        ({"chunk_search_n_grids": 1}, "chunk_search_n_grids=1"),
-        ({"min_chunk_size": 1}, "min_chunk_size=1"),
-        ({"gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio=0.5"),
-        ({"force_outputs_fp32": True}, "force_outputs_fp32=True"),
-        ({"hysteresis": 2}, "hysteresis=2"),
-        ({"placement_policy": "cpu"}, "placement_policy='cpu'"),
-        ({"initial_scale": 2.0}, "initial_scale is of the loss scale"),
-        ({"precision": "fp16", "growth_factor": 0}, "growth_factor must be positive"),
         ({"disk": "/tmp:1GiB"}, "disk=.* needs a memory_limit"),
         ({"stage": 1, "memory_limit": "1GiB"}, "needs stage 3"),
-        ({"stage": 3, "enable_distributed_storage": False}, "contradict"),
-        ({"chunk_size": 1, "chunk_mb": 1}, "say the same"),
         ({"find_unused_parameters": True}, "no argument 'find_unused_parameters'"),
         ({"plugin": LowLevelZeroPlugin(), "stage": 2}, "plugin= and stage="),
         ({"plugin": HybridParallelPlugin(tp_size=1)}, "cannot run a LightningModule"),

@@ -35,7 +35,6 @@ from gulliver.parallel.sequence import (
     swap_sharded_dim,
     unshard,
 )
-from gulliver.parallel.sequence.attend import decode
 from gulliver.parallel.sequence.choice import predict, volume
 from gulliver.parallel.sequence.heads import deal_heads
 from gulliver.parallel.sequence.kernels import (
@@ -555,34 +554,6 @@ def test_the_sharded_dim_is_swapped_and_back(pool: Pool) -> None:
         pool.run(_swapping, 4, plan)
 
 
-def _decoding(world: World) -> tuple[float, bytes]:
-    groups = make_groups(SequencePlan(inner=world.size))
-    q, k, v, _ = tensors(torch.float64, 2, 21, (4, 2))
-    # The last rank has no keys yet.
-    own = torch.arange(21).tensor_split(world.size - 1)
-    mine = own[world.rank] if world.rank < world.size - 1 else torch.arange(0)
-    out = decode(q, k[:, :, mine], v[:, :, mine], groups)
-    error = float((out - full_attention(q, k, v, q, Mask())[0]).abs().max())
-    mask = Mask(causal=True, window=(9, None), key_lengths=torch.tensor([21, 15]))
-    at = torch.tensor([17, 20])
-    out = decode(
-        *(q, k[:, :, mine], v[:, :, mine], groups),
-        mask=mask,
-        query_positions=at,
-        key_positions=mine,
-        length=21,
-    )
-    long = q.new_zeros(2, 4, 21, 8).index_copy(2, at, q)
-    expected = full_attention(long, k, v, long, mask)[0][:, :, at]
-    return max(error, float((out - expected).abs().max())), out.numpy().tobytes()
-
-
-def test_decoding_merges_what_ranks_found_in_their_keys(pool: Pool) -> None:
-    found = pool.run(_decoding, 4)
-    assert max(error for error, _ in found) < 1e-12
-    assert len({bits for _, bits in found}) == 1, "every rank goes on with the same bits"
-
-
 intervals = st.tuples(st.integers(0, 25), st.integers(1, 15)).map(lambda p: (p[0], p[0] + p[1]))
 
 
@@ -788,7 +759,6 @@ def test_bad_input_is_one_line_that_says_what_would_be_right() -> None:
         (Mask(key_documents=torch.zeros(6)), "give both"),
     ):
         _raises(match, lambda m=mask: attention(q, q, q, groups, mask=m))
-    _raises("no_grad", lambda: decode(q.requires_grad_(), q, q, groups))
     _raises("unknown gradient", lambda: shard(q, groups, gradient="sum"))  # type: ignore[arg-type]
 
 

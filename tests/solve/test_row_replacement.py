@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from benchmarks._embedding_rates import TraceConfig, make_trace
 
-from gulliver.errors import GulliverError
 from gulliver.solve import HashIndex
 from gulliver.solve.rows import (
     HALF_LIVES,
@@ -91,7 +90,7 @@ class ExactPolicy:
 
 
 def test_with_the_whole_future_misses_are_the_fewest_there_can_be(full: bool) -> None:
-    for seed in range(3000 if full else 700):
+    for seed in range(3000 if full else 150):
         rows, most = 4 + seed % 5, 1 + seed % 3
         trace = random_trace(seed, rows, 8, most)
         slots = min(most + seed % 3, rows)
@@ -101,7 +100,7 @@ def test_with_the_whole_future_misses_are_the_fewest_there_can_be(full: bool) ->
 
 def test_misses_and_rows_are_those_of_the_exact_policy_batch_by_batch(full: bool) -> None:
     # With a half-life of one batch counts are exact in 32 bits, so that equal ones are equal.
-    for seed in range(3000 if full else 500):
+    for seed in range(3000 if full else 120):
         rows, most, ahead = 6 + seed % 20, 1 + seed % 5, seed % 6
         trace = random_trace(seed, rows, 20, most)
         slots = min(most + seed % 4, rows)
@@ -120,32 +119,6 @@ def test_more_look_ahead_never_has_more_misses_than_the_fewest_by_much() -> None
     totals = [sum(misses(RowReplacement(60, 300), trace, k)) for k in (0, 2, 8, 80)]
     assert totals == sorted(totals, reverse=True)
     assert totals[-1] < totals[0]
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu", "dataset"])
-def test_policies_to_compare_with_are_those_of_dictionaries(policy: str) -> None:
-    frequencies = np.arange(40, dtype=np.int64)[::-1] // 3
-    for seed in range(100):
-        trace = random_trace(seed, 40, 30, 6)
-        given = frequencies if policy == "dataset" else None
-        found = misses(RowReplacement(12, 40, policy, given), trace, 0)
-        held: dict[int, float] = {}
-        expected = []
-        for number, batch in enumerate(trace):
-            wanted = set(map(int, batch))
-            missing = wanted - held.keys()
-            idle = sorted(held.keys() - wanted, key=lambda row: (held[row], row))
-            for row in idle[: max(len(held) + len(missing) - 12, 0)]:
-                del held[row]
-            for row in wanted:
-                if policy == "lru":
-                    held[row] = number
-                elif policy == "lfu":
-                    held[row] = held.get(row, 0) + 1
-                else:
-                    held[row] = frequencies[row]
-            expected.append(len(missing))
-        assert found == expected, (policy, seed)
 
 
 def test_a_sudden_batch_changes_nothing_of_what_was_announced() -> None:
@@ -175,8 +148,6 @@ def test_pinned_rows_stay_and_a_batch_that_does_not_fit_names_the_smallest_cache
         policy.decide(policy.sudden(*one_row_each(np.array([6, 7]))), pinned=first.slots)
     with pytest.raises(TooSmall, match="smallest legal cache has 5"):
         policy.decide(policy.sudden(*one_row_each(np.arange(5))))
-    with pytest.raises(GulliverError, match="did you mean 'lfu'"):
-        RowReplacement(4, 10, "lfuu")  # type: ignore[arg-type]
 
 
 def test_the_hash_index_is_a_dictionary() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from gulliver.booster.booster import Booster
 from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from gulliver.booster.running import own_loss
-from gulliver.comm.collectives import broadcast_object, gather_objects
+from gulliver.comm.collectives import broadcast_object, raise_on_any_rank
 from gulliver.comm.world import init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware.cluster import Cluster
@@ -94,9 +94,6 @@ def _check_offload(grid: Grid, limit: int) -> None:
 #     for inputs in loader:                    # of this rank: engine.samples of them
 #         loss = engine.model(**inputs).loss
 #         engine.booster.backward(loss, engine.optimizer)
-
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -187,7 +184,9 @@ def auto_engine(
             number of ranks; or none of the grids found can be run, with the reasons.
     """
     world = init_world()
-    cluster = _on_all(lambda: _of_size(cluster or current_cluster(world.size), world.size))
+    cluster = raise_on_any_rank(
+        lambda: _of_size(cluster or current_cluster(world.size), world.size)
+    )
     if operators:
         if host is not None or disk is not None:
             raise GulliverError(
@@ -196,7 +195,7 @@ def auto_engine(
             )
         return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
     kind = precision or ("bf16" if world.device.type == "cuda" else "fp32")
-    behind = _on_all(lambda: OffloadTiers.of(host, disk))
+    behind = raise_on_any_rank(lambda: OffloadTiers.of(host, disk))
 
     def search() -> Found:
         found = search_grids(model, optimizer, batch, cluster, samples, memory, kind, behind=behind)
@@ -204,7 +203,7 @@ def auto_engine(
             raise GulliverError(found.why_none())
         return found
 
-    return _of_grids(_on_all(search), model, optimizer, samples, kind, verbose)
+    return _of_grids(raise_on_any_rank(search), model, optimizer, samples, kind, verbose)
 
 
 def _of_grids(
@@ -220,7 +219,7 @@ def _of_grids(
     # Ranks may know different link rates: the order of rank 0 counts.
     for scored in broadcast_object(found.best):
         try:
-            plan = _on_all(partial(plan_of, scored, found, model, optimizer, precision))
+            plan = raise_on_any_rank(partial(plan_of, scored, found, model, optimizer, precision))
         except GulliverError as error:
             left_out.append((scored.grid, str(error)))
             continue
@@ -245,23 +244,6 @@ def _of_size(cluster: Cluster, size: int) -> Cluster:
             f"pass cluster.resized({size}), or none"
         )
     return cluster
-
-
-def _on_all(make: Callable[[], T]) -> T:
-    """Runs a function on every rank; if one fails, all raise its error."""
-    made: T | None = None
-    failure: Exception | None = None
-    try:
-        made = make()
-    except Exception as error:
-        failure = error
-    told = gather_objects(None if failure is None else str(failure) or type(failure).__name__)
-    failed = [rank for rank, reason in enumerate(told) if reason is not None]
-    if failed:
-        reason = told[failed[0]]
-        where = "" if len(failed) == len(told) else f"rank {failed[0]} failed: "
-        raise GulliverError(f"{where}{reason}") from failure
-    return made  # type: ignore[return-value]
 
 
 def _of_operators(
@@ -289,7 +271,7 @@ def _of_operators(
         plans = (find_operators(model, batch, cluster, axes, memory, optimizer) for axes in meshes)
         return min(plans, key=lambda found: found.predicted.seconds.step)
 
-    plan = broadcast_object(_on_all(search))
+    plan = broadcast_object(raise_on_any_rank(search))
     booster = Booster(plan=plan, verbose=verbose)
     boosted, stepper, *_ = booster.boost(model, optimizer)
     return AutoEngine(booster, boosted, stepper, None, None, 1, samples, ())

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster.wire_state import WIRE, restore_wire, wire_entry
 from gulliver.checkpoint.collect import PerRank, refuse_boosted
 from gulliver.checkpoint.files import read_json, write_json
 from gulliver.checkpoint.loading import (
@@ -162,6 +161,7 @@ def _is_code(value: Any) -> bool:
 
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
+WIRE = "wire"
 RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM, WIRE)
 
 
@@ -523,3 +523,72 @@ def restore_random(reader: StepReader) -> bool:
     if "cuda" in state and init_world().device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], init_world().device)
     return True
+
+
+# Error feedback of packed messages, one entry per rank.
+#
+# A rank feeds back the packing errors of its own gradients, and its parameters differ from its
+# shards by the packing errors of their changes. Neither makes sense on another number of ranks:
+# there errors are dropped, and all ranks begin with the parameters as saved.
+
+
+def _feedback(optimizer: BoostedOptimizer) -> Any:
+    """The object that feeds packing errors back; None without one."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.shards.reducer.sender
+    return optimizer.feedback
+
+
+def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
+    """The checkpoint entry of packing errors, if messages are packed."""
+    feedback = _feedback(optimizer)
+    lost = feedback.lost() if feedback is not None and feedback.feeds else None
+    shown = optimizer.checkpoint.shown_parts() if isinstance(optimizer, ZeroOptimizer) else {}
+    if lost is None and not shown:
+        return {}
+    # Copied, because the next backward overwrites them.
+    return {WIRE: PerRank({"lost": _copied(lost or {}), "shown": _copied(shown)})}
+
+
+def _copied(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
+    """Restores packing errors, or warns that they are dropped; every rank calls it."""
+    world, feedback = init_world(), _feedback(optimizer)
+    if feedback is not None:
+        feedback.take_lost({})
+    if not reader.is_per_rank(WIRE):
+        return
+    saved = reader.manifest.world_size
+    found: dict[str, Any] = {}
+    if saved == world.size:
+        found = reader.value(WIRE, world.rank)
+    fits = bool(found) and _fits(optimizer, found)
+    if not all(gather_objects(fits)):
+        if world.is_main:
+            where = (
+                f"this run of {world.size}" if saved != world.size else "chunks are cut elsewhere"
+            )
+            logging.getLogger("gulliver").warning(
+                "%s: what packing had lost is left out: it is of %d ranks, %s",
+                reader.folder,
+                saved,
+                where,
+            )
+        return
+    if feedback is not None:
+        feedback.take_lost(found["lost"])
+    if isinstance(optimizer, ZeroOptimizer):
+        optimizer.checkpoint.take_shown_parts(found["shown"])
+
+
+def _fits(optimizer: BoostedOptimizer, found: dict[str, Any]) -> bool:
+    shapes = {name: p.shape for p, name in optimizer.names.items()}
+    if any(shapes.get(name) != tensor.shape for name, tensor in found["lost"].items()):
+        return False
+    if not isinstance(optimizer, ZeroOptimizer):
+        return True
+    ours = {name: tensor.shape for name, tensor in optimizer.checkpoint.shown_parts().items()}
+    return ours == {name: tensor.shape for name, tensor in found["shown"].items()}

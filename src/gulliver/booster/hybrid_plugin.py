@@ -109,7 +109,7 @@ class HybridParallelPlugin(Plugin):
         self.sp_size = 1 if sp_size is None or repeated else sp_size
         default_stage = 0 if memory_limit is None else 3
         self.zero_stage = default_stage if zero_stage is None else zero_stage
-        self.dropout = "alike" if self.hybrid.allow_dropout else self.hybrid.dropout
+        self.dropout = self.hybrid.dropout
         self.verbose = verbose
         self._check()
         self.memory = limits.tiers(
@@ -121,8 +121,6 @@ class HybridParallelPlugin(Plugin):
     def _check(self) -> None:
         """Refuses what is wrong whatever the model is."""
         self.zero.refuse_tuning()
-        if self.hybrid.allow_dropout and self.hybrid.dropout == "exact":
-            raise GulliverError("allow_dropout=True is dropout='alike': leave dropout='exact' out")
         if self.pipeline.pp_style not in STYLES:
             style = self.pipeline.pp_style
             raise GulliverError(f"pp_style={style!r} is not known: {nearest(style, STYLES)}")

@@ -27,7 +27,7 @@ from gulliver.options import (
 )
 from gulliver.plan.tree import Fp8Plan, ZeroPlan
 from gulliver.planner.fp8 import fp8_plan
-from gulliver.planner.tiers import TierOptions
+from gulliver.planner.tiers import MemoryTiers
 from gulliver.planner.wires import WireOptions
 
 MIB = 2**20
@@ -106,10 +106,20 @@ class LimitOptions(Options):
     host_limit: int | float | str | None = None
     disk: str | Path | None = None
 
-    def tiers(self, stage: int, right: str, **others: Any) -> TierOptions | None:
+    def tiers(self, stage: int, right: str, **others: Any) -> MemoryTiers | None:
         """Returns the memory tiers of a plugin; None without a limit."""
-        limits = self.memory_limit, self.disk, self.host_limit
-        return TierOptions.within(stage, right, *limits, **others)
+        limit = self.memory_limit
+        for name in ("disk", "host_limit"):
+            if limit is None and (value := getattr(self, name)) is not None:
+                raise GulliverError(f"{name}={value!r} needs a memory_limit: what fits it stays")
+        if limit is None:
+            return None
+        if stage != 3:
+            raise GulliverError(
+                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
+                f"leave its memory; take {right}"
+            )
+        return MemoryTiers(limit, self.host_limit, self.disk, **others)
 
 
 @dataclass(frozen=True)
@@ -295,7 +305,6 @@ class HybridOptions(Options):
             ``alike``: as torch does, which is cheaper, but other masks than one process draws:
             ranks that share tensors or a sequence take one seed at each call, stages draw by
             themselves.
-        allow_dropout: the same as ``dropout="alike"``.
     """
 
     zero_stage: Stage | None = None
@@ -303,7 +312,6 @@ class HybridOptions(Options):
     checkpoint_activations: bool = False
     check_batches: bool = True
     dropout: Literal["exact", "alike"] | None = None
-    allow_dropout: bool = False
 
 
 def take_options(

@@ -43,7 +43,7 @@ from gulliver.plan.tree import DDPPlan, Mesh, Precision, Work
 from gulliver.planner.model import unwrapped
 from gulliver.planner.predict import predict, with_mixed, with_work
 from gulliver.planner.resolve import cut_model, differences, resolve
-from gulliver.planner.tiers import TierOptions, plan_tiers
+from gulliver.planner.tiers import MemoryTiers, plan_tiers
 from gulliver.planner.wires import WireOptions, decide
 
 
@@ -160,9 +160,9 @@ class Plugin(ABC):
         plan = resolved.plan
         boosted, wrapped = apply_plan(resolved, model, world, self.verbose)
         if self.verbose and world.is_main:
-            for told in (differences(choices, plan), _unknown_label(choices)):
-                if told is not None:
-                    print(told, file=sys.stderr)
+            told = differences(choices, plan)
+            if told is not None:
+                print(told, file=sys.stderr)
         return boosted, wrapped, plan
 
     def prepare_dataloader(
@@ -213,18 +213,6 @@ class Plugin(ABC):
         """This rank's number among those that read different samples, and how many there are."""
         world = current_world()
         return world.rank, world.size
-
-
-def _unknown_label(plan: Plan) -> str | None:
-    """What to tell of a plan that no plugin here has made: the name chooses nothing."""
-    kinds = [Plugin]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    # "operators" is what `find_operators` writes, which is no plugin.
-    if plan.plugin in ("", "operators", *(kind.__name__ for kind in kinds)):
-        return None
-    label = plan.describe_field("plugin")
-    return f"plan: {label} is no plugin here: it is a label, the other values run"
 
 
 class TorchDDPPlugin(Plugin):
@@ -452,7 +440,7 @@ class GeminiPlugin(Plugin):
         self.fp8, self.wires = groups[4].plan(), groups[5].wires()
         # Sizes of chunks are planned: a step of the tuner would not keep to the limit.
         self.zero.refuse_tuning()
-        self.memory = TierOptions(
+        self.memory = MemoryTiers(
             **asdict(limits),
             step_in_backward=steps.step_in_backward,
             activations=steps.activations,

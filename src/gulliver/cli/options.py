@@ -38,8 +38,6 @@ class PlanData(Options):
     memory: Annotated[float | None, POSITIVE] = None
     """GiB of a rank, with kept costs; by default nine tenths of a GPU, or a tenth of the machine's
     memory."""
-    offload: Annotated[float | None, POSITIVE] = None
-    """GiB of a rank's host memory that activations may move to."""
     stages: Annotated[int, Range(1, 4096)] = 1
     """Stages of a pipeline that each of these ranks is."""
     samples: Annotated[int | None, Range(1, 2**24)] = None
@@ -61,11 +59,6 @@ class PlanData(Options):
     """Groups choose their own degrees; with --no-intra all have --degree."""
     inter: bool = True
     """Groups run several micro-batches in a step; with --no-inter one each."""
-    together: bool = True
-    """Samples of a shape wait in the window for an efficient micro-batch; with --no-together none
-    does."""
-    arrange: Annotated[int | None, Range(1, 4096)] = None
-    """Ranks that steps are put together for, mostly --ranks; with --tokens."""
     degree: Annotated[int | None, Range(1, 4096)] = None
     """Degree of all groups, with --no-intra."""
     unfit: Literal["refuse", "skip"] = "refuse"
@@ -73,9 +66,7 @@ class PlanData(Options):
     seed: Annotated[int, AT_LEAST_0] = 0
     """Seed of all orders."""
     steps: Annotated[int, Range(0, 1000)] = 2
-    """Number of steps to draw as text."""
-    html: Path | None = None
-    """File to write a report with pictures to."""
+    """Number of steps to draw."""
 
 
 # Options of the commands: frozen dataclasses, which are also the command line.

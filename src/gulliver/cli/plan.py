@@ -1,6 +1,6 @@
 """``gulliver plan MODEL``: the fastest grids of a model on a cluster, explained.
 
-What is searched is in `gulliver.booster.search`; models by their names are in `plan_models.py`,
+What is searched is in `gulliver.planner.search`; models by their names are in `plan_models.py`,
 what is printed in `plan_text.py`.
 """
 

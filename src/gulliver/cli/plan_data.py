@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gulliver.cli.options import PlanData
@@ -17,16 +17,14 @@ from gulliver.data_centric.costs import (
     draw_shapes,
     least_time,
 )
-from gulliver.data_centric.pictures import shares_of, step_lines, steps_page
+from gulliver.data_centric.pictures import shares_of, step_lines
 from gulliver.data_centric.planner import DataCentricPlanner
 from gulliver.data_centric.steps import StepPlan
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.batch_costs import HostRoom
-from gulliver.hardware.offload import TierRates, host_rates
 from gulliver.hardware.probe import named_cluster, planned_memory
 from gulliver.hardware.sample_tables import TableCosts
 from gulliver.hardware.samples import SampleCosts, SampleShape, holds_samples, read_samples
-from gulliver.io.files import named_errors, write_text
+from gulliver.io.files import named_errors
 from gulliver.options import size_text
 
 
@@ -39,10 +37,6 @@ class LoadedCosts:
     lines: list[str]
     # Shapes that the file knows; none where it does not say.
     shapes: tuple[Any, ...]
-    # Whether the file says what a kept block holds.
-    keeps: bool
-    # Link to the host's memory; None where it is not known.
-    rates: TierRates | None = None
 
     def drawn(self, options: PlanData) -> list[Any]:
         """Shapes of samples that nobody has given: drawn from those that the file knows."""
@@ -77,25 +71,7 @@ class LoadedCosts:
 
 def load_costs(options: PlanData) -> LoadedCosts:
     """Reads the costs of a command."""
-    found = _samples(options) if holds_samples(options.costs) else _table(options)
-    if options.offload is None:
-        return found
-    if options.stages > 1:
-        raise GulliverError(
-            f"--offload {options.offload:g} and --stages {options.stages}: activations of stages "
-            "do not move to the host: leave one of both out"
-        )
-    missing = "nothing says how fast bytes move to the host: name a --cluster of GPUs"
-    if not found.keeps:
-        missing = f"{options.costs} does not say what blocks hold that are kept"
-    if found.rates is None or not found.keeps:
-        raise GulliverError(f"--offload {options.offload:g}: {missing}")
-    host = HostRoom.within(options.offload * 2**30, found.rates)
-    hint = (
-        f"activations may move to {size_text(host.bytes)} of a rank's host memory, at "
-        f"{host.rates.write_rate / 1e9:.3g} GB/s there and {host.rates.read_rate / 1e9:.3g} back"
-    )
-    return replace(found, costs=replace(found.costs, host=host), lines=[*found.lines, hint])
+    return _samples(options) if holds_samples(options.costs) else _table(options)
 
 
 def _table(options: PlanData) -> LoadedCosts:
@@ -110,7 +86,7 @@ def _table(options: PlanData) -> LoadedCosts:
             f"{options.costs} says itself what takes how long"
         )
     costs = TableCosts.load(options.costs)
-    return LoadedCosts(costs, [], tuple(costs.seconds), keeps=False)
+    return LoadedCosts(costs, [], tuple(costs.seconds))
 
 
 def _samples(options: PlanData) -> LoadedCosts:
@@ -127,26 +103,21 @@ def _samples(options: PlanData) -> LoadedCosts:
         f"{saved.fit.error:.1%}, {saved.fit.worst:.1%} at most; links of {options.cluster}",
         f"memory of a rank: {size_text(memory)}, {why}",
     ]
-    room = saved.fit.host_room(1.0)
-    rates = room.rates if room else host_rates(cluster.device)
     costs = SampleCosts(saved.model, saved.fit, memory, cluster, encoded_alike=True)
-    return LoadedCosts(costs, lines, saved.shapes, True, rates)
+    return LoadedCosts(costs, lines, saved.shapes)
 
 
 # ``gulliver plan data``: steps of data-centric training over a table of costs, drawn.
 
 
 MORE = "a quarter more memory"
-HOST = "--offload, as much host memory as a rank has of its own"
 
 
 def plan_data(options: PlanData) -> int:
     """Plans an epoch, prints its first steps, its shares, and what other settings would gain."""
-    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise GulliverError(f"--html {options.html}: name a file in a folder that exists")
     loaded = load_costs(options)
     shapes = _shapes(options, loaded)
-    settings, known = _settings(options), loaded.costs.known
+    settings = _settings(options)
     planner = DataCentricPlanner(loaded.costs, shapes, options.ranks, _budget(options), **settings)
     plans = list(planner)
     lines = [planner.describe(), *loaded.lines, *_whole(plans, loaded, shapes, options)]
@@ -155,13 +126,8 @@ def plan_data(options: PlanData) -> int:
     now = shares_of(plans)
     lines += gains(options, loaded, shapes, now.samples / now.seconds)
     for plan in plans[: options.steps]:
-        print("\n".join(step_lines(plan, known=known)))
+        print("\n".join(step_lines(plan)))
     print("\n".join(lines))
-    if options.html is not None:
-        title = f"Steps of {options.ranks} ranks"
-        with named_errors(options.html):
-            write_text(options.html, steps_page(title, lines, plans, known=known))
-        print(f"report: {options.html}")
     return 0
 
 
@@ -169,19 +135,14 @@ def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: 
     """Says what each change of a setting would gain in samples a second, the most first."""
     settings, budget, costs = _settings(options), _budget(options), loaded.costs
     tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
-    for name in ("intra", "inter", "together"):
+    for name in ("intra", "inter"):
         if not settings[name]:
             changed = {**settings, name: True} | ({"degree": None} if name == "intra" else {})
             tried[f"out --no-{name}"] = costs, budget, changed
-    if options.tokens is not None and options.arrange is None and options.intra and options.inter:
-        tried[f"--arrange {options.ranks}"] = costs, budget, {**settings, "arrange": options.ranks}
     tried["twice the budget of a step"] = costs, _budget(options, 2), dict(settings)
     if options.window is not None:
         tried["twice the window"] = costs, budget, {**settings, "window": 2 * options.window}
     tried[MORE] = costs, budget, {**settings, "memory": int(1.25 * costs.memory)}
-    if loaded.keeps and loaded.rates is not None and options.stages == 1 and costs.host is None:
-        host = HostRoom.within(costs.memory, loaded.rates)
-        tried[HOST] = replace(costs, host=host), budget, dict(settings)
     found = []
     for name, (costs, other, changed) in tried.items():
         try:
@@ -191,7 +152,7 @@ def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: 
         summary = shares_of(plans)
         gain = summary.samples / summary.seconds / speed - 1
         # The plan of now fits into more memory, too.
-        found.append((max(gain, 0.0) if name in (MORE, HOST) else gain, name))
+        found.append((max(gain, 0.0) if name == MORE else gain, name))
     found.sort(key=lambda pair: (-pair[0], pair[1]))
     return [f"with {name}: {100 * gain:+.1f} % samples/s" for gain, name in found]
 
@@ -200,7 +161,7 @@ def _whole(
     plans: Sequence[StepPlan], loaded: LoadedCosts, shapes: Sequence[Any], options: PlanData
 ) -> list[str]:
     costs = loaded.costs
-    summary = shares_of(plans, costs.known)
+    summary = shares_of(plans)
     used = len({index for plan in plans for _, batch in plan for index in batch.samples})
     fits = [shape for shape in shapes if _fits(costs, shape, options)]
     least = least_time(costs, fits, options.ranks)
@@ -217,7 +178,7 @@ def _fits(costs: Any, shape: Any, options: PlanData) -> bool:
 
 
 def _settings(options: PlanData) -> dict[str, Any]:
-    names = ("window", "intra", "inter", "together", "arrange", "degree", "unfit", "seed", "stages")
+    names = ("window", "intra", "inter", "degree", "unfit", "seed", "stages")
     return {name: getattr(options, name) for name in names}
 
 

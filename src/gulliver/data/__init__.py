@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from gulliver.data.sampler import BucketSampler, ResumableSampler, Step
     from gulliver.data_centric.costs import Samples, Seconds, Tokens
     from gulliver.data_centric.planner import DataCentricOptions, DataCentricPlanner
-    from gulliver.data_centric.steps import StepEnds
 
 __all__ = [
     "STYLES",
@@ -30,7 +29,6 @@ __all__ = [
     "Seconds",
     "StagingOptions",
     "Step",
-    "StepEnds",
     "Tokens",
     "document_shapes",
     "pack_documents",
@@ -48,6 +46,5 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.data.sampler": ["BucketSampler", "ResumableSampler", "Step"],
         "gulliver.data_centric.costs": ["Samples", "Seconds", "Tokens"],
         "gulliver.data_centric.planner": ["DataCentricOptions", "DataCentricPlanner"],
-        "gulliver.data_centric.steps": ["StepEnds"],
     },
 )

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from gulliver.data_centric.planner import DataCentricOptions, DataCentricPlanner
     from gulliver.data_centric.plugin import DataCentricPlugin
     from gulliver.data_centric.step_loader import DataCentricLoader, LoadedBatch, TrainingStep
-    from gulliver.data_centric.steps import StepEnds
 
 __all__ = [
     "DataCentricLoader",
@@ -19,7 +18,6 @@ __all__ = [
     "LoadedBatch",
     "Samples",
     "Seconds",
-    "StepEnds",
     "Tokens",
     "TrainingStep",
 ]
@@ -31,6 +29,5 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.data_centric.planner": ["DataCentricOptions", "DataCentricPlanner"],
         "gulliver.data_centric.plugin": ["DataCentricPlugin"],
         "gulliver.data_centric.step_loader": ["DataCentricLoader", "LoadedBatch", "TrainingStep"],
-        "gulliver.data_centric.steps": ["StepEnds"],
     },
 )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from gulliver.data_centric.steps import Shape
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.batch_costs import BatchCosts
 from gulliver.hardware.sample_tables import TableCosts
-from gulliver.options import positive_number, size_text, whole_number
-from gulliver.solve.steps import StepArranger, StepSolver
+from gulliver.options import positive_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -96,74 +94,11 @@ def check_sample(
         )
 
 
-# Samples of a window put into steps that fill some number of ranks; see `gulliver.solve`.
-#
-# It knows which number of ranks it arranges for, which need not be the number that runs: which
-# samples a step has depends on the former alone, so that a run on other ranks has the same steps.
-
-
-WINDOW = 16_384
-"""Samples that are looked at ahead by default: the more there are, the better some fit."""
-
-
-class Arrangement:
-    """Chooses which samples of a window make a step."""
-
-    def __init__(
-        self,
-        ranks: int,
-        budget: Budget,
-        seconds: Callable[[Shape, int], Mapping[int, np.ndarray]],
-    ) -> None:
-        if whole_number("arrange", ranks) < 1:
-            raise GulliverError(f"arrange={ranks}: give a number of ranks of at least 1")
-        if not isinstance(budget, Tokens):
-            raise GulliverError(
-                f"arrange={ranks} makes steps somewhat larger and smaller than asked for, which "
-                f"{budget} forbids: give a budget of Tokens(n)"
-            )
-        self.ranks, self._budget, self._seconds = ranks, budget, seconds
-        self._solver = StepSolver({}, ranks)
-        self._tokens: dict[Shape, float] = {}
-
-    def meet(self, shape: Shape, tokens: int) -> None:
-        """Takes the costs of a shape."""
-        rows = self._seconds(shape, self.ranks)
-        if not any(map(len, rows.values())):
-            raise GulliverError(
-                f"{shape} ({tokens:,} tokens) fits on no group of arrange={self.ranks} ranks: "
-                "arrange for more"
-            )
-        self._solver.add(shape, rows)
-        self._tokens[shape] = tokens
-
-    def order(
-        self, shapes: Sequence[Shape], draw: np.random.Generator
-    ) -> tuple[np.ndarray, list[int]]:
-        """Orders waiting samples by step, steps in random order."""
-        members: dict[Shape, list[int]] = {}
-        for place, shape in enumerate(shapes):
-            members.setdefault(shape, []).append(place)
-        counts = {shape: len(places) for shape, places in members.items()}
-        arranger = StepArranger(self._solver, self._tokens, self._budget.count)
-        steps = arranger.arrange(counts)
-        taken = dict.fromkeys(members, 0)
-        order, cuts = [], []
-        for number in draw.permutation(len(steps)).tolist():
-            cuts.append(sum(steps[number].values()))
-            for shape, count in steps[number].items():
-                start = taken[shape]
-                order += members[shape][start : start + count]
-                taken[shape] = start + count
-        left = sorted(place for shape in members for place in members[shape][taken[shape] :])
-        return np.array(order + left, dtype=np.int64), cuts
-
-
 # What a planner of data-centric steps asks of costs, and checks of its degrees and window.
 
 
-STEPS_AHEAD = 16
-"""Steps that the default window is as long as."""
+WINDOW, STEPS_AHEAD = 4096, 16
+"""Samples, or steps of samples, that are looked at ahead by default."""
 
 
 class Costs(Protocol):
@@ -227,29 +162,15 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
     return (degree,)
 
 
-def checked_window(budget: Budget, arrange: int | None, window: int | None) -> int:
+def checked_window(budget: Budget, window: int | None) -> int:
     """Samples that are looked at ahead."""
     if isinstance(budget, Samples):
         window = STEPS_AHEAD * budget.count if window is None else window
-        window = whole_number("window", window)
         if window < budget.count:
             raise GulliverError(
                 f"window={window} holds no step of {budget}: give at least {budget.count}"
             )
-    usual = 4096 if arrange is None else WINDOW
-    window = usual if window is None else whole_number("window", window)
-    if window < 1:
-        raise GulliverError(f"window={window}: give at least 1 sample")
-    return window
-
-
-def costs_text(costs: Costs, pac: bool) -> str:
-    """Says whose costs they are, and what host memory activations may move to, if they may."""
-    host = getattr(costs, "host", None)
-    text = f"costs of {costs.identity}"
-    if host is None or not pac:
-        return text
-    return f"{text}, {size_text(host.bytes)} of a rank's host memory for activations"
+    return WINDOW if window is None else window
 
 
 # Samples drawn for planning without a data set, and the time that no plan of them can be under.

@@ -7,8 +7,7 @@
 Samples are drawn in the order of arrival into a window. Inside it, samples of a shape wait for each
 other until they make an efficient micro-batch, and such lots are spread evenly over the window, so
 that all its steps are of a kind (`windows.py`); a step takes the next ones up to its budget and
-`gulliver.solve.steps.StepSolver` deals them to groups of ranks. With ``arrange=`` samples are put
-together that fill so many ranks (`costs.py`).
+`gulliver.solve.steps.StepSolver` deals them to groups of ranks.
 """
 
 from __future__ import annotations
@@ -18,48 +17,42 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from gulliver.data.sampler import check_position
 from gulliver.data_centric.costs import (
-    Arrangement,
     Budget,
     Costs,
     Samples,
     Seconds,
     Tokens,
-    alone,
     check_key,
     check_sample,
     checked_degrees,
     checked_window,
-    costs_text,
     lot_of,
     total,
     weight,
 )
-from gulliver.data_centric.steps import Facts, Phases, Shape, StepEnds, StepPlan, facts_of, place
+from gulliver.data_centric.steps import Facts, Phases, Shape, StepPlan, facts_of, place
 from gulliver.data_centric.windows import (
     Queue,
     SampleStream,
     SampleWindow,
     check_state,
-    checked_cuts,
-    checked_seed,
     digest_of,
     longer_lots,
     lots,
 )
 from gulliver.errors import GulliverError
-from gulliver.hardware.samples import Refinement
 from gulliver.options import (
     AT_LEAST_1,
+    POSITIVE,
+    SEED,
     Options,
     from_keywords,
-    positive_number,
     size_text,
 )
 from gulliver.solve.steps import StepSolver
@@ -82,17 +75,8 @@ class DataCentricOptions(Options):
         intra: groups may have different degrees; else all have `degree`.
         inter: groups may run several micro-batches; else one each, and what finds no place is set
             aside for the next step.
-        pac: memory that is left, and host memory of `costs`, keeps activations; else all blocks are
-            computed again.
+        pac: memory that is left keeps activations; else all blocks are computed again.
         degree: degree of every group without `intra`.
-        together: samples of a shape wait in the window for an efficient micro-batch; else a step
-            takes them as they come.
-        arrange: number of ranks, mostly `ranks`: samples of the window are put together that fill
-            these ranks, in steps of up to 45 % more or fewer tokens than the budget, which has to
-            be of tokens. None: in the order of arrival. Which samples a step has then depends on
-            this number and the costs: keep both where a run goes on on other ranks.
-        ends: seconds of a step besides its micro-batches. With them, samples that need wide groups
-            run first, last, or between those of single ranks, whatever ends soonest.
         unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
             `skipped`.
         shuffle: samples of a table come in random order; else in the table's.
@@ -103,26 +87,19 @@ class DataCentricOptions(Options):
             micro-batches as let the stages end soonest. The samples of a step do not depend on it.
     """
 
-    window: int | None = None
-    memory: int | None = None
+    window: Annotated[int | None, AT_LEAST_1] = None
+    memory: Annotated[int | None, POSITIVE] = None
     intra: bool = True
     inter: bool = True
     pac: bool = True
     degree: int | None = None
-    together: bool = True
-    arrange: int | None = None
-    ends: StepEnds | None = None
     unfit: Literal["refuse", "skip"] = "refuse"
     shuffle: bool = True
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     stages: Annotated[int, AT_LEAST_1] = 1
 
     def check_combinations(self) -> None:
         """Refuses options that exclude each other."""
-        if self.memory is not None:
-            positive_number("memory", self.memory)
-        if self.arrange is not None and not (self.intra and self.inter):
-            raise GulliverError("arrange= needs intra and inter: it chooses degrees and repeats")
         if self.stages > 1 and not self.inter:
             raise GulliverError(
                 f"stages={self.stages}: a pipeline needs several micro-batches: inter=True"
@@ -170,9 +147,7 @@ class DataCentricPlanner:
             costs = replace(costs, memory=chosen.memory)  # type: ignore[type-var]
         self.costs, self.ranks, self.budget = costs, ranks, budget
         self.intra, self.inter, self.pac = chosen.intra, chosen.inter, chosen.pac
-        self.together, self.arrange, self.stages = chosen.together, chosen.arrange, chosen.stages
-        self.unfit, self.seed, self.ends = chosen.unfit, checked_seed(chosen.seed), chosen.ends
-        self.refinement = Refinement()
+        self.unfit, self.seed, self.stages = chosen.unfit, chosen.seed, chosen.stages
         self.skipped: Counter[Shape] = Counter()
         self.left_out: Counter[Shape] = Counter()
         self.epoch, self.step = 0, 0
@@ -184,25 +159,12 @@ class DataCentricPlanner:
         self._most_lots: dict[Shape, float] = {}
         self._fits: dict[Shape, bool] = {}
         self._least: dict[Shape, int] = {}
-        self._phases = self._new_phases()
+        several = self.intra and self.inter
+        self._phases = Phases(self._solver, self._least, several, self.stages)
         self._queue = Queue()
-        self._arranged = self._new_arrangement()
         if self._stream.counts is not None:
             self._check_table(self._stream.counts)
-        self.window = checked_window(budget, chosen.arrange, chosen.window)
-
-    def _new_phases(self) -> Phases:
-        several = self.intra and self.inter
-        return Phases(self._solver, self._least, self.ends, several, self.stages)
-
-    def _new_arrangement(self) -> Arrangement | None:
-        return None if self.arrange is None else Arrangement(self.arrange, self.budget, self._rows)
-
-    def _rows(self, shape: Shape, ranks: int) -> dict[int, np.ndarray]:
-        """Seconds of a shape's micro-batches on so many ranks, as far as they are known now."""
-        factor, costs = self.refinement.factor(shape), alone(self.costs)
-        rows = {d: costs.batches(shape, d, self.pac) for d in costs.degrees(ranks)}
-        return {d: factor * row.seconds for d, row in rows.items() if len(row)}
+        self.window = checked_window(budget, chosen.window)
 
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
         """Looks at every shape of a table: (first sample, number of samples) by shape."""
@@ -245,46 +207,21 @@ class DataCentricPlanner:
                     "or unfit='skip'"
                 )
             return
-        factor = self.refinement.factor(shape) / self.stages
+        # A stage takes an equal share.
+        factor = 1 / self.stages
         self._phases.forget()
         self._solver.add(shape, {d: factor * row.seconds for d, row in rows.items()})
         if inside:
             check_sample(self.budget, index, shape, *self._needs(shape), self.ranks)
         for degree, row in rows.items():
             self._facts[shape, degree] = facts_of(row, factor)
-        if self.together:
-            most = MOST_LOT * total(self.budget, self.ranks) / self._weights(shape)
-            self._lots[shape] = max(1, min(lot_of(self.costs, shape, self.pac), int(most)))
-            self._most_lots[shape] = most
-        if self._arranged is not None:
-            self._arranged.meet(shape, tokens)
+        most = MOST_LOT * total(self.budget, self.ranks) / self._weights(shape)
+        self._lots[shape] = max(1, min(lot_of(self.costs, shape, self.pac), int(most)))
+        self._most_lots[shape] = most
 
     @property
     def _room(self) -> str:
         return getattr(self.costs, "room", None) or size_text(self.costs.memory)
-
-    def observe(self, measured: Iterable[tuple[Shape, float, float]]) -> None:
-        """Refines the costs by real seconds; every rank must get the same.
-
-        Args:
-            measured: shape, predicted and measured seconds of micro-batches; predicted ones as
-                their `MicroBatch` has them.
-        """
-        # All were predicted before any of them was measured.
-        plain = [(s, p / self.refinement.factor(s), seconds) for s, p, seconds in measured]
-        for shape, predicted, seconds in plain:
-            self.refinement.observe(shape, predicted, seconds)
-        if plain:
-            self._again()
-
-    def _again(self) -> None:
-        """Takes the costs of all known shapes again."""
-        known = [shape for shape, fits in self._fits.items() if fits]
-        self._solver = StepSolver({}, self.ranks, self.inter)
-        self._phases = self._new_phases()
-        self._arranged = self._new_arrangement()
-        for shape in known:
-            self._meet(shape, -1)
 
     def __iter__(self) -> Iterator[StepPlan]:
         epoch = self.epoch
@@ -299,7 +236,7 @@ class DataCentricPlanner:
             plan = self._planned(epoch)
             # Counted before the plan is given out: a state taken with it says that it is done.
             self.step += 1
-            if not len(self._queue) and window.ends(self._queue.drawn):
+            if not len(self._queue) and window.is_over:
                 self.epoch, self._queue = epoch + 1, Queue()
             yield plan
             if self.epoch != epoch:
@@ -314,11 +251,6 @@ class DataCentricPlanner:
                 if shape not in self._fits:
                     self._meet(shape, index)
             indices, shapes = self._usable(indices, shapes)
-            if self._arranged is not None:
-                # What is in no arranged step yet waits for better company.
-                waiting, others = self._queue.take(len(self._queue))
-                indices = np.concatenate((np.array(waiting, dtype=np.int64), indices))
-                shapes = others + shapes
             if not len(indices):
                 continue
             key = [abs(self.seed), window.epoch]
@@ -326,35 +258,14 @@ class DataCentricPlanner:
             counts = Counter(shapes)
             weights = {shape: self._weights(shape) for shape in counts}
             steps = sum(n * weights[s] for s, n in counts.items()) / total(self.budget, self.ranks)
-            order = self._ordered(shapes, counts, steps, draw, window.is_over)
+            order = lots(shapes, longer_lots(counts, self._lots, self._most_lots, steps), draw)
             names = [shapes[place] for place in order.tolist()]
             self._queue.extend(indices[order], names, np.array([weights[name] for name in names]))
 
     @property
     def _has_step(self) -> bool:
         """Whether a whole step is in the queue."""
-        if self._arranged is not None:
-            return bool(self._queue.cuts)
         return self._queue.weight >= total(self.budget, self.ranks)
-
-    def _ordered(
-        self,
-        shapes: list[Shape],
-        counts: Mapping[Shape, int],
-        steps: float,
-        draw: np.random.Generator,
-        is_last: bool,
-    ) -> np.ndarray:
-        """Order in which steps take waiting samples, of so many steps."""
-        if self._arranged is None:
-            sizes = longer_lots(counts, self._lots, self._most_lots, steps) if self.together else {}
-            return lots(shapes, sizes, draw, self.together)
-        order, self._queue.cuts = self._arranged.order(shapes, draw)
-        first = sum(self._queue.cuts)
-        if is_last:  # what waits for nothing more
-            rest = [shapes[place] for place in order[first:]]
-            order[first:] = order[first:][lots(rest, self._lots, draw, self.together)]
-        return order
 
     def _time_of(self, shape: Shape) -> float:
         return self._solver.rank_seconds(shape) if isinstance(self.budget, Seconds) else 0.0
@@ -386,9 +297,6 @@ class DataCentricPlanner:
         aside = [(index, shape) for shape in members for index in members[shape]]
         if aside:
             self._queue.put_back(aside, self._weights)
-        ends = 0.0
-        if self.ends is not None:
-            ends = self.ends.first(phases[0]) + self.ends.last(phases[-1])
         return StepPlan(
             self.step,
             epoch,
@@ -397,13 +305,10 @@ class DataCentricPlanner:
             solved.bound,
             tuple(index for index, _ in aside),
             tuple(phases[1:]),
-            ends,
         )
 
     def _count(self) -> int:
         """Samples of the next step, the first ones of the queue."""
-        if self._queue.cuts:
-            return self._queue.cuts.pop(0)
         nearest = isinstance(self.budget, Tokens)
         return self._queue.up_to(total(self.budget, self.ranks), nearest)
 
@@ -432,9 +337,8 @@ class DataCentricPlanner:
         """Digest of all that plans depend on: ranks with the same one plan the same."""
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
-        more = self._degrees, self.together, self.arrange, self.unfit, self.costs.memory
-        host, packer = getattr(self.costs, "host", None), self._solver.packer
-        inputs = (*settings, *more, self.ends, self.stages, host, packer)
+        more = self._degrees, self.unfit, self.costs.memory
+        inputs = (*settings, *more, self.stages, self._solver.packer)
         digest.update(repr((inputs, self._stream.digest, self.costs.identity)).encode())
         for (shape, degree), facts in sorted(self._facts.items(), key=repr):
             digest.update(repr((shape, degree, facts[0], facts[-1])).encode())
@@ -467,14 +371,12 @@ class DataCentricPlanner:
             "step": step,
             "drawn": queue.drawn,
             "queue": list(queue.indices),
-            "cuts": list(queue.cuts),
         }
         return {
             **position_now,
             "digest": digest_of(position_now),
             "data": self._stream.digest,
             "model": self.costs.identity,
-            "refinement": self.refinement.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -486,41 +388,27 @@ class DataCentricPlanner:
         check_state(state, self.costs.identity, self._stream.digest)
         check_position(state["epoch"], state["step"], None)
         queue = self._stream.restored(state["epoch"], state["drawn"], state["queue"])
-        cuts = checked_cuts(state.get("cuts", []), len(queue))
-        if state.get("digest", digest_of(state)) != digest_of(state):
-            raise GulliverError(
-                "the saved position is broken: it is not the one that was saved, samples would be "
-                "left out or come twice"
-            )
-        self.refinement.load_state_dict(state["refinement"])
         self.epoch, self.step = state["epoch"], state["step"]
         for index, shape in queue:
             if shape not in self._fits:
                 self._meet(shape, index)
-        self._again()
         self._queue = Queue(state["drawn"])
         indices = np.array([index for index, _ in queue], dtype=np.int64)
         shapes = [shape for _, shape in queue]
         # Fewer ranks, or less memory, may be too small for what others have drawn.
-        fits = [self._fits[shape] for shape in shapes]
-        ends = [0, *accumulate(cuts)]
-        cuts = [sum(fits[start:end]) for start, end in pairwise(ends)]
         indices, shapes = self._usable(indices, shapes)
         weights = np.array([self._weights(shape) for shape in shapes])
         self._queue.extend(indices, shapes, weights)
-        self._queue.cuts = [count for count in cuts if count]
 
     def describe(self) -> str:
         """Says in one line what is planned and with what."""
         on = [name for name in ("intra", "inter", "pac") if getattr(self, name)]
         degrees = ", ".join(map(str, self._degrees))
         ahead = f"{self.window:,} samples looked at ahead"
-        if self.arrange is not None:
-            ahead += f" and arranged for {self.arrange} ranks"
         ranks = f"{self.ranks} ranks"
         if self.stages > 1:
             ranks += f" of {self.stages} stages each"
         return (
             f"{ranks}, {self.budget}, degrees {degrees}, {' + '.join(on) or 'none'} on, "
-            f"{ahead}, {costs_text(self.costs, self.pac)}"
+            f"{ahead}, costs of {self.costs.identity}"
         )

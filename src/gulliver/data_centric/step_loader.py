@@ -22,11 +22,10 @@ from gulliver.comm.world import current_world
 from gulliver.data.arena import move_tensors
 from gulliver.data.documents import pack_documents
 from gulliver.data_centric.planner import DataCentricPlanner
-from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch, offload_for
+from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch
 from gulliver.data_centric.steps import MicroBatch, StepPlan
 from gulliver.data_centric.training_step import LoadedBatch, StepContext, TrainingStep
 from gulliver.errors import GulliverError
-from gulliver.memory.streams import Copier
 from gulliver.parallel.optimizer import BoostedOptimizer, persistent_buffers
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.parallel.zero.step import LEFT, check_uneven
@@ -92,16 +91,11 @@ class DataCentricLoader:
         weight: what each sample counts, such as its number of labels, equal on all ranks; a loss
             then is a mean over that. None: samples count alike.
         shape_of: finds the shape of a loaded sample, to be held against the table.
-        refine: tell the planner what micro-batches took, so that it plans with that. Plans then
-            hang on times: a run that is resumed does not repeat them.
-        copier: copies activations to the host and back, where the planner's costs have memory for
-            them there; None: on streams of the GPU.
         begin: called on all ranks with each plan before its samples are weighed, such as to read
             them: those that some rank could not read then weigh 0 on all.
 
     Attributes:
         degree: degree of the model; None where no sequences are shared.
-        refines: whether the planner is told what micro-batches took.
         passed_over: samples of steps in which every sample weighs 0; such a step is not given out.
 
     Raises:
@@ -118,8 +112,6 @@ class DataCentricLoader:
         collate: Callable[[list[Any]], Any] | None = None,
         weight: Weight | None = None,
         shape_of: Callable[[Any], Any] | None = None,
-        refine: bool = False,
-        copier: Copier | None = None,
         begin: Callable[[StepPlan], None] | None = None,
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
@@ -130,12 +122,17 @@ class DataCentricLoader:
         self.planner, self.dataset, self.model = planner, dataset, unwrapped(model)
         self.optimizer, self.degree = optimizer, degree_of(self.model)
         self._collate, self._weight = collate or default_collate, weight
-        self._shape_of, self.refines, self._begin = shape_of, refine, begin
+        self._shape_of, self._begin = shape_of, begin
         _check(self)
         kinds = getattr(planner.costs, "kinds", ())
         named = [(kind.name, kind.count) for kind in kinds]
-        switch = _switch(self, named, copier) if named else None
-        self._context = StepContext(model, optimizer, self.degree, switch, timed=refine)
+        stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
+        switch: RecomputeSwitch | StageSwitch | None = None
+        if named and stage is not None:
+            switch = StageSwitch(stage, named)
+        elif named:
+            switch = RecomputeSwitch(self.model, named)
+        self._context = StepContext(model, optimizer, self.degree, switch)
         self._reading = Lock()
         self._given: tuple[TrainingStep, Any] | None = None
         self._first: tuple[int, Any] | None = None
@@ -172,8 +169,6 @@ class DataCentricLoader:
                 raise GulliverError("a step was not looped over: its samples would be left out")
             if not step.ended:
                 raise GulliverError(LEFT)
-            if self.refines:
-                self._observe(step.measured)
             warn_of_own_buffers(self.model, self.optimizer)
 
     def weigh(self, index: int) -> float:
@@ -219,13 +214,6 @@ class DataCentricLoader:
         told = f"{self.planner.seed} {epoch} {index}".encode()
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest())
 
-    def _observe(self, measured: Sequence[tuple[Any, float, float]]) -> None:
-        """Tells the planner what all ranks have measured."""
-        # The last one of several ranks ends with the reduction of gradients over all of them.
-        own = list(measured[:-1] if self.optimizer.size > 1 else measured)
-        # Of the whole world: tensor ranks have to plan alike as well.
-        self.planner.observe([one for rank in gather_objects(own) for one in rank])
-
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: after the step that was given out last, if it was taken.
 
@@ -260,20 +248,6 @@ class DataCentricLoader:
         self._given = self._first = None
 
 
-def _switch(
-    loader: DataCentricLoader, kinds: Sequence[tuple[str, int]], copier: Copier | None
-) -> RecomputeSwitch | StageSwitch:
-    """Switches the blocks of a model, or of its stage of a pipeline."""
-    optimizer = loader.optimizer
-    offload = offload_for(loader.planner, optimizer, copier)
-    stage = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
-    return (
-        RecomputeSwitch(loader.model, kinds, offload)
-        if stage is None
-        else StageSwitch(stage, kinds, offload)
-    )
-
-
 def _check(loader: DataCentricLoader) -> None:
     """Refuses what would go wrong in some step, on all ranks."""
     planner, optimizer = loader.planner, loader.optimizer
@@ -289,11 +263,6 @@ def _check(loader: DataCentricLoader) -> None:
         raise GulliverError(
             f"the planner plans for {planner.stages} stages, and the model has {stages}: give it "
             f"stages={stages}, DataCentricPlugin's pp_size"
-        )
-    if loader.refines and optimizer.pipeline is not None:
-        raise GulliverError(
-            "refine=True needs the seconds of single micro-batches, and those of a pipeline "
-            "overlap: leave one of both out"
         )
     mixing = [n for n, m in loader.model.named_modules() if is_batch_norm(m) and m.training]
     if mixing:

@@ -6,15 +6,13 @@ after the other. It is plain data, equal on all ranks, and knows nothing of how 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from gulliver.errors import GulliverError
 from gulliver.hardware.batch_costs import BatchCosts
 from gulliver.solve.steps import BalancedStep, StepSolver, fill_stages
-from gulliver.solve.timeline import halves
 
 Shape = Hashable
 """Name of a size of samples, such as ``480p/51`` or a `SampleShape`; equal ones share batches."""
@@ -40,14 +38,6 @@ class MicroBatch:
     recomputing: float = 0.0
     # Predicted bytes of a rank, at most.
     bytes: int = 0
-    # Number of blocks whose activations move to the host until their backward.
-    offload: int = 0
-    # How many of those are of each kind of block.
-    offloaded: tuple[int, ...] = ()
-    # Seconds in `seconds` of waiting for such moves.
-    moving: float = 0.0
-    # Predicted bytes of a rank in the host's memory.
-    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +86,6 @@ class StepPlan:
     # Other groups of the same ranks that follow, such as single ranks after a sample that takes all
     # of them. A rank goes on when its own group has ended.
     later: tuple[tuple[RankGroup, ...], ...] = ()
-    # Predicted seconds besides, of messages at both ends of the step and of the update; 0 where
-    # they are not known.
-    ends: float = 0.0
 
     @property
     def phases(self) -> tuple[tuple[RankGroup, ...], ...]:
@@ -143,22 +130,18 @@ class StepPlan:
                 yield group, batch
 
 
-Facts = tuple[int, tuple[int, ...], float, float, float, int, int, tuple[int, ...], float, int]
+Facts = tuple[int, tuple[int, ...], float, float, float, int]
 """What a `MicroBatch` has in addition to its samples, in its order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
     """Facts of a `MicroBatch` without its samples, for every size of batch."""
-    again, away = _counted(row.recomputed), _counted(row.offloaded)
-    parts = row.seconds, row.communication, row.recomputing, row.moving
-    *seconds, moving = ((factor * part).tolist() for part in parts)
-    here, there = (np.ceil(b).astype(np.int64).tolist() for b in (row.bytes, row.host_bytes))
-    return list(zip(*again, *seconds, here, *away, moving, there, strict=True))
-
-
-def _counted(blocks: np.ndarray) -> tuple[list[int], list[tuple[int, ...]]]:
-    """All blocks of each size of batch, and those of each kind."""
-    return blocks.sum(axis=1).tolist(), [tuple(kinds) for kinds in blocks.tolist()]
+    again = row.recomputed
+    parts = row.seconds, row.communication, row.recomputing
+    seconds = ((factor * part).tolist() for part in parts)
+    held = np.ceil(row.bytes).astype(np.int64).tolist()
+    counts = again.sum(axis=1).tolist(), [tuple(kinds) for kinds in again.tolist()]
+    return list(zip(*counts, *seconds, held, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,55 +178,6 @@ def place(
     return tuple(groups)
 
 
-# What a step takes besides its micro-batches: messages of ZeRO at both of its ends.
-#
-# Parameters that the last step has changed are on their way when the next one begins, and
-# gradients leave with the last backward. Both hide behind what a rank computes alone. Groups of
-# several ranks have messages of their own, for which the links are then busy. So a step of both
-# kinds runs best with single ranks first and last and the wide groups between.
-
-
-@dataclass(frozen=True)
-class StepEnds:
-    """Measured seconds at the ends of a step, in addition to those of its micro-batches.
-
-    Attributes:
-        first_alone: seconds by which the first micro-batch is longer, where every group of the
-            step's first phase has one rank.
-        first_shared: the same where some group has several.
-        last_alone: seconds from the end of the last micro-batch until the optimizer has stepped,
-            where every group of the last phase has one rank.
-        last_shared: the same where some group has several.
-    """
-
-    first_alone: float = 0.0
-    first_shared: float = 0.0
-    last_alone: float = 0.0
-    last_shared: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not all(0 <= seconds < float("inf") for seconds in astuple(self)):
-            raise GulliverError(f"{self}: seconds at the ends of a step cannot be below 0")
-
-    def first(self, groups: Sequence[RankGroup]) -> float:
-        """Seconds at the beginning, by the groups of the first phase."""
-        return self.first_shared if _shared(groups) else self.first_alone
-
-    def last(self, groups: Sequence[RankGroup]) -> float:
-        """Seconds at the end, by the groups of the last phase."""
-        return self.last_shared if _shared(groups) else self.last_alone
-
-    def around(self, parts: Sequence[BalancedStep]) -> float:
-        """Seconds at both ends, by the parts of a step in their order."""
-        first, last = (any(work.degree > 1 for work in parts[n].groups) for n in (0, -1))
-        begin = self.first_shared if first else self.first_alone
-        return begin + (self.last_shared if last else self.last_alone)
-
-
-def _shared(groups: Sequence[RankGroup]) -> bool:
-    return any(group.degree > 1 and group.micro_batches for group in groups)
-
-
 # Samples of a step dealt to groups that follow one another, and to stages of a pipeline.
 #
 # A sample that needs many ranks would hold them in one group, and every short sample with them. So
@@ -264,11 +198,10 @@ class Phases:
         self,
         solver: StepSolver,
         least: Mapping[Shape, int],
-        ends: StepEnds | None,
         several: bool,
         stages: int = 1,
     ) -> None:
-        self._solver, self._least, self._ends = solver, least, ends
+        self._solver, self._least = solver, least
         self._several, self._stages = several, stages
         self._known: dict[frozenset[tuple[Shape, int]], tuple[dict[Shape, int], ...]] = {}
 
@@ -278,8 +211,7 @@ class Phases:
 
     def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:
         """Deals so many samples of each shape: all in one phase, or wide groups and then others."""
-        # Whatever ends sooner, with the micro-batches that suit stages.
-        if self._ends is not None or self._stages > 1:
+        if self._stages > 1:
             return self._compared(shapes)
         # Kept as counts: thousands of whole plans would be looked through by the garbage collector.
         key = frozenset(shapes.items())
@@ -316,7 +248,7 @@ class Phases:
         return best
 
     def _compared(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """The phases, in the order, that end soonest with stages and both ends of the step."""
+        """The phases that end soonest with the micro-batches that suit stages."""
         solver = self._solver
         whole = solver.plan_step(shapes)
         best = self._filled((whole,), whole.bound)
@@ -328,10 +260,9 @@ class Phases:
             first = solver.plan_step(wide)
             if self._hopeless(best, first.seconds, solver.bound(others)):
                 continue
-            for parts in self._orders(first, solver.plan_step(others)):
-                found = self._filled(parts, whole.bound)
-                if self._time(found) < self._time(best):
-                    best = found
+            found = self._filled((first, solver.plan_step(others)), whole.bound)
+            if found.seconds < best.seconds:
+                best = found
         return best
 
     def _filled(self, parts: tuple[BalancedStep, ...], bound: float) -> SolvedStep:
@@ -341,21 +272,6 @@ class Phases:
             parts = tuple(fill_stages(part, seconds, self._stages) for part in parts)
         return SolvedStep(parts, sum(part.seconds for part in parts), bound)
 
-    def _time(self, step: SolvedStep) -> float:
-        """Seconds of a step with its ends."""
-        return step.seconds + (0.0 if self._ends is None else self._ends.around(step.parts))
-
     def _hopeless(self, best: SolvedStep, *seconds: float) -> bool:
-        """Whether parts of at least so many seconds cannot be shorter, where ends do not count."""
-        return self._ends is None and sum(seconds) >= best.seconds * (1 + 1e-9)
-
-    def _orders(
-        self, wide: BalancedStep, others: BalancedStep
-    ) -> Iterator[tuple[BalancedStep, ...]]:
-        """Ways in which two parts of a step may follow one another."""
-        yield wide, others
-        if self._ends is None:
-            return
-        yield others, wide
-        for early, late in halves(others, self._solver.seconds_of):
-            yield early, wide, late
+        """Whether parts of at least so many seconds cannot be shorter."""
+        return sum(seconds) >= best.seconds * (1 + 1e-9)

@@ -75,10 +75,8 @@ class StepContext:
     optimizer: ZeroOptimizer
     # Degree of the model; None where no sequences are shared.
     degree: Degree | None
-    # Which blocks the next forward keeps, moves or computes again; None where all are kept.
+    # Which blocks the next forward keeps or computes again; None where all are kept.
     switch: RecomputeSwitch | StageSwitch | None
-    # Whether the seconds of micro-batches are wanted: then the device is waited for.
-    timed: bool
 
 
 @dataclass
@@ -180,9 +178,6 @@ class TrainingStep:
                 # Made by all ranks together: later in the step they are at different places.
                 degree.of_rows(phase)
         with ExitStack() as stack:
-            if self.context.switch is not None:
-                # Nothing that was to move to the host may stay on the device.
-                stack.callback(self.context.switch.settle)
             self._uneven = stack.enter_context(uneven_step(optimizer))
             stack.callback(self.coming.close)
             yield list(zip(rows, own, strict=True))
@@ -193,9 +188,9 @@ class TrainingStep:
         return nullcontext() if degree is None else sequence_rows(degree, rows)
 
     def _recompute(self, micro: MicroBatch) -> None:
-        """Lets the next forward keep, move or compute again what the plan says."""
+        """Lets the next forward keep or compute again what the plan says."""
         if self.context.switch is not None:
-            self.context.switch.set(micro.kinds, micro.offloaded)
+            self.context.switch.set(micro.kinds)
 
     def _run_stages(
         self,
@@ -240,8 +235,6 @@ class TrainingStep:
             raise GulliverError(
                 "a micro-batch had no backward: call step.backward(loss) once for each"
             )
-        if self.context.timed and current_world().device.type == "cuda":
-            torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         self.measured.append((micro.shape, micro.seconds, seconds))
 

@@ -18,16 +18,8 @@ import torch
 
 from gulliver.data_centric.steps import Shape
 from gulliver.errors import GulliverError
-from gulliver.options import whole_number
 
-PARTS = ("epoch", "step", "drawn", "queue", "cuts")
-
-
-def checked_seed(seed: Any) -> int:
-    """A seed as an int."""
-    if not -(2**63) < whole_number("seed", seed) < 2**63:
-        raise GulliverError(f"seed={seed}: give a number below 2^63")
-    return int(seed)
+PARTS = ("epoch", "step", "drawn", "queue")
 
 
 def digest_of(position: Mapping[str, Any]) -> str:
@@ -36,17 +28,9 @@ def digest_of(position: Mapping[str, Any]) -> str:
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def checked_cuts(found: Any, most: int) -> list[int]:
-    """Numbers of samples of the arranged steps of a position."""
-    whole = isinstance(found, list) and all(type(n) is int and n > 0 for n in found)
-    if not whole or sum(found) > most:
-        raise GulliverError("the saved position is broken: its steps have more samples than wait")
-    return list(found)
-
-
 def check_state(state: Any, model: str, data: str) -> None:
     """Refuses what is no state of a planner of this model and these data."""
-    keys = {"epoch", "step", "drawn", "queue", "data", "model", "refinement"}
+    keys = {*PARTS, "digest", "data", "model"}
     if not isinstance(state, Mapping) or not keys <= set(state):
         raise GulliverError("this is not the state of a data-centric planner")
     if state["model"] != model:
@@ -58,6 +42,11 @@ def check_state(state: Any, model: str, data: str) -> None:
         raise GulliverError(
             "the saved position belongs to other data or another seed: resume with what the "
             "run was started with"
+        )
+    if state["digest"] != digest_of(state):
+        raise GulliverError(
+            "the saved position is broken: it is not the one that was saved, samples would be "
+            "left out or come twice"
         )
 
 
@@ -103,22 +92,9 @@ class SampleStream:
         shapes = self._shapes
         return ((index, shapes[index]) for index in order[start:].tolist())
 
-    def restored(self, epoch: int, drawn: Any, queue: Any) -> list[tuple[int, Shape]]:
+    def restored(self, epoch: int, drawn: int, queue: Sequence[int]) -> list[tuple[int, Shape]]:
         """Finds the shapes of samples in a saved queue."""
-        whole = isinstance(drawn, int) and not isinstance(drawn, bool) and drawn >= 0
-        if not whole or not isinstance(queue, Sequence):
-            raise GulliverError("the saved position is broken: it has no queue of samples")
         seen = dict(itertools.islice(self.epoch(epoch), drawn))
-        if len(seen) < drawn:
-            raise GulliverError(
-                f"the saved position is broken: {drawn:,} samples were drawn, and an epoch has "
-                f"{len(seen):,}"
-            )
-        if len(set(queue)) != len(queue) or not all(index in seen for index in queue):
-            raise GulliverError(
-                "the saved position is broken: its queue has samples twice, or some that were not "
-                "drawn"
-            )
         return [(index, seen[index]) for index in queue]
 
 
@@ -144,10 +120,6 @@ class SampleWindow:
         indices = np.fromiter((index for index, _ in found), np.int64, len(found))
         return indices, [shape for _, shape in found]
 
-    def ends(self, drawn: int) -> bool:
-        """Whether nothing comes after the samples that were drawn."""
-        return self.is_over
-
     def _advance(self) -> None:
         # One sample is held ahead, so that the end is known with the last one drawn.
         self._next = next(self._samples, None)
@@ -163,8 +135,6 @@ class Queue:
         self.indices: list[int] = []
         # Shape of each.
         self.shapes: list[Shape] = []
-        # Samples of the first steps, where it is arranged which make one.
-        self.cuts: list[int] = []
         self._ends = np.zeros(0)
         self._start = 0.0
 
@@ -179,7 +149,7 @@ class Queue:
     def copy(self) -> Queue:
         """The same samples in another queue."""
         other = Queue(self.drawn)
-        other.indices, other.shapes, other.cuts = self.indices[:], self.shapes[:], self.cuts[:]
+        other.indices, other.shapes = self.indices[:], self.shapes[:]
         other._ends, other._start = self._ends, self._start  # never changed in place
         return other
 
@@ -263,11 +233,9 @@ def longer_lots(
 
 
 def lots(
-    shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator, spread: bool
+    shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator
 ) -> np.ndarray:
     """Orders a window: lots of one shape, those of each shape at even distances."""
-    if not spread:
-        return np.arange(len(shapes))
     members: dict[Shape, list[int]] = {}
     for place, shape in enumerate(shapes):
         members.setdefault(shape, []).append(place)

@@ -11,7 +11,7 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.embedding.bag import CachedEmbeddingBag, EmbeddingCacheOptions, LookAhead
     from gulliver.embedding.optimizers import RowState, RowWiseAdagrad
-    from gulliver.embedding.planning import TablesJob, TablesPlan, budget_tables, plan_tables
+    from gulliver.embedding.planning import TablesJob, TablesPlan, plan_tables
     from gulliver.embedding.sharded import ShardedEmbeddingBag
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "ShardedEmbeddingBag",
     "TablesJob",
     "TablesPlan",
-    "budget_tables",
     "plan_tables",
 ]
 
@@ -32,7 +31,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "gulliver.embedding.bag": ["CachedEmbeddingBag", "EmbeddingCacheOptions", "LookAhead"],
         "gulliver.embedding.optimizers": ["RowState", "RowWiseAdagrad"],
-        "gulliver.embedding.planning": ["TablesJob", "TablesPlan", "budget_tables", "plan_tables"],
+        "gulliver.embedding.planning": ["TablesJob", "TablesPlan", "plan_tables"],
         "gulliver.embedding.sharded": ["ShardedEmbeddingBag"],
     },
 )

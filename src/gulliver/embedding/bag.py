@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,7 +25,7 @@ from gulliver.embedding.records import WEIGHT, Column, RecordStore, RowStorage
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory.parts import set_state_shape
 from gulliver.options import Options, from_keywords, size_text, whole_number
-from gulliver.solve.rows import RowCounts, RowPolicy, RowReplacement, TooSmall
+from gulliver.solve.rows import RowCounts, RowReplacement, TooSmall
 
 Mode = Literal["sum", "mean", "max"]
 MODES = ("sum", "mean", "max")
@@ -40,11 +38,6 @@ class EmbeddingCacheOptions(Options):
     Attributes:
         max_norm: largest norm of a row, as of torch.
         norm_type: kind of that norm.
-        policy: rule by which rows leave: ``lookahead``, or to compare with it ``lru``, ``lfu`` or
-            ``dataset``.
-        frequencies: uses of each row, for ``dataset``. Rows keep their numbers.
-        half_life: batches after which a use counts half, of rows that no announced batch uses; None
-            takes the better of two by trying both on a sixteenth of the rows.
         disk: folder on a local disk for the rows, instead of host memory.
         split: whether a forward without gradients goes in parts where the cache is too small.
         stable: whether the gradients of a row are summed in the order of its uses, rather than in
@@ -56,9 +49,6 @@ class EmbeddingCacheOptions(Options):
 
     max_norm: float | None = None
     norm_type: float = 2.0
-    policy: RowPolicy = "lookahead"
-    frequencies: NDArray[Any] | None = None
-    half_life: float | None = None
     disk: Path | str | None = None
     split: bool = False
     stable: bool = False
@@ -135,11 +125,8 @@ class CachedEmbeddingBag(nn.Module):
         self.mode, self.include_last_offset = mode, include_last_offset
         self._storage, self._attached = RowStorage(chosen.disk), cast("Attached | None", None)
         column = Column(self._storage, self._first(_weight, dtype))
-        frequencies = chosen.frequencies
-        if frequencies is not None and len(frequencies) != self.rows:
-            raise GulliverError(f"frequencies are of {len(frequencies)} rows, not of {self.rows}")
         slots = slots_of(cache, self.rows)
-        replacement = RowReplacement(slots, self.rows, chosen.policy, frequencies, chosen.half_life)
+        replacement = RowReplacement(slots, self.rows)
         spare = any(table.padding is not None for table in self.tables)
         kind = _weight.dtype if _weight is not None else (dtype or torch.get_default_dtype())
         self._store = RecordStore(
@@ -278,7 +265,6 @@ class CachedEmbeddingBag(nn.Module):
         self.flush()
         rows = {table.name: table.rows for table in self.tables}
         padding = {t.name: t.padding for t in self.tables if t.padding is not None}
-        options = {**vars(self.options), "frequencies": self._frequencies()}
         made = type(self)(
             rows if self.several else self.rows,
             self.embedding_dim,
@@ -288,17 +274,12 @@ class CachedEmbeddingBag(nn.Module):
             padding_idx=(padding or None) if self.several else self.tables[0].padding,  # type: ignore[arg-type]
             device=self.weight.device,
             cache=self._store.slots,
-            **options,
+            **vars(self.options),
         )
         made.weight.requires_grad_(self.weight.requires_grad)
         memo[id(self)] = made
         made.training = self.training
         return made
-
-    def _frequencies(self) -> NDArray[Any] | None:
-        """Returns the uses of each row that were given; none of rows that have come since."""
-        given = self.options.frequencies
-        return None if given is None else np.pad(given, (0, self.rows - len(given)))
 
     @property
     def counts(self) -> RowCounts:

@@ -141,10 +141,6 @@ class RecordTraffic:
     written: int = 0
     # Rows that left unchanged, without being written.
     clean: int = 0
-    # Rows that were there before they were asked for.
-    early: int = 0
-    # Rows that a batch had to wait for.
-    late: int = 0
     # Seconds in which rows were read and brought to the device.
     fetching: float = 0.0
     # Seconds in which a batch waited for them.
@@ -349,10 +345,6 @@ class RecordStore:
         if fetched is None:
             rows = torch.from_numpy(plan.request.rows[plan.missing])
             fetched = self._mover.submit(self._fetch, rows)
-        if fetched.done():
-            self.moved.early += len(plan.missing)
-        else:
-            self.moved.late += len(plan.missing)
         begun = time.perf_counter()
         staged = fetched.result()
         self.moved.waiting += time.perf_counter() - begun

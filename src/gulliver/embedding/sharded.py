@@ -128,7 +128,7 @@ class ShardedEmbeddingBag(nn.Module):
         include_last_offset: option of torch's EmbeddingBag.
         seed: seed of the first values.
         device: device of the caches.
-        options: further options of `CachedEmbeddingBag`, such as `cache` and `policy`.
+        options: further options of `CachedEmbeddingBag`, such as `cache` and `disk`.
 
     Attributes:
         device: device of the caches.

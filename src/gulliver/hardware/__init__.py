@@ -7,7 +7,6 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.hardware.attention import AttentionShape as Shape
     from gulliver.hardware.attention import attention_seconds, split_attention_seconds
-    from gulliver.hardware.batch_costs import HostRoom, place_blocks
     from gulliver.hardware.cluster import Cluster, described, described_names
     from gulliver.hardware.costs import (
         all_reduce_seconds,
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
         resharding_bytes,
         torus_seconds,
     )
-    from gulliver.hardware.offload import host_copies, measure_moves
     from gulliver.hardware.operators import fp8_seconds
     from gulliver.hardware.probe import current_cluster, memory_bytes
     from gulliver.hardware.sample_tables import TableCosts
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster",
-    "HostRoom",
     "SampleCosts",
     "SampleShape",
     "Scaling",
@@ -48,14 +45,11 @@ __all__ = [
     "fit_samples",
     "fit_scaling",
     "fp8_seconds",
-    "host_copies",
     "linear_flops",
     "linear_seconds",
     "load_samples",
-    "measure_moves",
     "measure_samples",
     "memory_bytes",
-    "place_blocks",
     "resharding_bytes",
     "save_samples",
     "split_attention_seconds",
@@ -70,7 +64,6 @@ __getattr__, __dir__ = lazy_exports(
             "attention_seconds",
             "split_attention_seconds",
         ],
-        "gulliver.hardware.batch_costs": ["HostRoom", "place_blocks"],
         "gulliver.hardware.cluster": ["Cluster", "described", "described_names"],
         "gulliver.hardware.costs": [
             "all_reduce_seconds",
@@ -80,7 +73,6 @@ __getattr__, __dir__ = lazy_exports(
             "resharding_bytes",
             "torus_seconds",
         ],
-        "gulliver.hardware.offload": ["host_copies", "measure_moves"],
         "gulliver.hardware.operators": ["fp8_seconds"],
         "gulliver.hardware.probe": ["current_cluster", "memory_bytes"],
         "gulliver.hardware.sample_tables": ["TableCosts"],

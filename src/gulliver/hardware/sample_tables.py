@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.batch_costs import BatchCosts, BlockKind, HostRoom, place_blocks
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
@@ -45,7 +45,6 @@ class TableCosts:
         kinds: kinds of blocks whose activations can be kept; none: all are always recomputed.
         parts: what the seconds consist of; `kinds` need it.
         model: name of the model, for files and states.
-        host: host memory that activations may move to; None: they are kept or computed again.
     """
 
     seconds: Mapping[str, Mapping[int, Mapping[int, float]]]
@@ -55,7 +54,6 @@ class TableCosts:
     kinds: tuple[BlockKind, ...] = ()
     parts: Parts = field(default=no_parts, compare=False)
     model: str = "table"
-    host: HostRoom | None = None
 
     def __post_init__(self) -> None:
         _check(self.seconds, self.lengths)
@@ -139,11 +137,6 @@ class TableCosts:
         return cls(seconds, lengths, memory=memory, parts=sent)
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are known: ``communication``, ``recompute``."""
-        return () if self.parts is no_parts else ("communication", "recompute")
-
-    @property
     def room(self) -> str:
         """The memory of a rank in words: tokens, where nothing says what bytes they have."""
         return f"the {self.memory:,.0f} tokens" if self.token_bytes == 1 else size_text(self.memory)
@@ -169,7 +162,7 @@ class TableCosts:
         Args:
             shape: name of the shape.
             degree: ranks of the group.
-            pac: keep or move activations where memory is left; else all blocks are recomputed.
+            pac: keep activations where memory is left; else all blocks are recomputed.
             most: largest batch that is looked at.
 
         Raises:
@@ -192,7 +185,7 @@ class TableCosts:
         costs = BatchCosts(total, tokens * self.token_bytes * batches, sent, repeated, counts)
         if not pac:
             return costs
-        return place_blocks(costs, tokens, self.memory, self.kinds, self.host)
+        return keep_blocks(costs, tokens, self.memory, self.kinds)
 
     def _known(self, shape: Any) -> None:
         if shape not in self.seconds:

@@ -11,7 +11,6 @@ of two. Two depths tell the blocks from the rest, two sizes of batch what is fix
 four points fix the lot, more points give an error. Messages are Ulysses's: four exchanges of heads
 in each of three passes. Where each rank is several, which share each layer's tensors, blocks take
 as much less, and their outputs are summed in each pass; what lies around them is on each whole.
-`samples.py` corrects the seconds by real steps.
 
 Read `fit_samples` first, then `SampleCosts.batches`. It does not know how anything is measured:
 `measure_samples` calls back.
@@ -23,8 +22,7 @@ import itertools
 import json
 import math
 import statistics
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,9 @@ from typing import Any
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.hardware.batch_costs import BatchCosts, BlockKind, HostRoom, place_blocks
+from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import ITEM_BYTES, all_reduce_seconds, all_to_all_seconds
-from gulliver.hardware.offload import HOST, MovePoint, TierRates, fit_moves
 from gulliver.hardware.probe import machine_facts
 from gulliver.io.files import write_text
 
@@ -154,29 +151,6 @@ class SampleFit:
     error: float = 0.0
     # Largest of those.
     worst: float = 0.0
-    # Seconds of a byte that moves to the host's memory; 0: not known.
-    to_host_s: float = 0.0
-    # Seconds of a byte that comes back; 0: not known.
-    from_host_s: float = 0.0
-    # Largest relative error of those.
-    move_error: float = 0.0
-
-    def host_room(self, limit: float) -> HostRoom | None:
-        """Room for activations in so many bytes of the host; None where no rate is known."""
-        if not (self.to_host_s and self.from_host_s):
-            return None
-        rates = TierRates(HOST, 1 / self.from_host_s, 1 / self.to_host_s)
-        return HostRoom.within(limit, rates)
-
-    def with_moves(self, moves: Sequence[MovePoint]) -> SampleFit:
-        """These rates, and those of measured moves to the host and back."""
-        found = fit_moves(moves)
-        return replace(
-            self,
-            to_host_s=found.to_host_s,
-            from_host_s=found.from_host_s,
-            move_error=found.error,
-        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +166,6 @@ class SampleCosts:
         encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
         tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are given
             as without them: never too few.
-        host: host memory that activations may move to; None: they are kept or computed again.
     """
 
     model: SampleModel
@@ -202,17 +175,11 @@ class SampleCosts:
     allowed: tuple[int, ...] | None = None
     encoded_alike: bool = False
     tensor: int = 1
-    host: HostRoom | None = None
 
     @property
     def alone(self) -> SampleCosts:
         """Costs without tensor ranks: which samples make a step depends on these."""
         return replace(self, tensor=1)
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """Parts of the seconds that are known."""
-        return "communication", "recompute"
 
     @property
     def identity(self) -> str:
@@ -241,7 +208,7 @@ class SampleCosts:
         Args:
             shape: shape of the samples.
             degree: ranks of the group.
-            pac: keep or move activations where memory is left; else all blocks are recomputed.
+            pac: keep activations where memory is left; else all blocks are recomputed.
             most: largest batch that is looked at.
         """
         fit, model = self.fit, self.model
@@ -263,7 +230,7 @@ class SampleCosts:
         costs = BatchCosts(seconds, fit.states + each * size, sent, repeated, counts)
         if not pac:
             return costs
-        return place_blocks(costs, tokens, self.memory, model.kinds, self.host)
+        return keep_blocks(costs, tokens, self.memory, model.kinds)
 
     def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
         """Seconds of exchanges of heads: [B]; a line through two sizes, which they are."""
@@ -294,7 +261,6 @@ def fit_samples(
     model: SampleModel,
     points: Sequence[SamplePoint],
     states: float | None = None,
-    moves: Sequence[MovePoint] = (),
 ) -> SampleFit:
     """Fits rates to measured points.
 
@@ -302,7 +268,6 @@ def fit_samples(
         model: sizes of the model.
         points: points of at least two depths times two sizes of batch.
         states: bytes of the states at full depth, where points do not tell.
-        moves: measured moves to the host and back; none: nothing is planned to move.
 
     Raises:
         GulliverError: too few points, or points that are no measurements.
@@ -325,10 +290,9 @@ def fit_samples(
     whole = held[0] + held[1] * model.depth if states is None else states
     fixed, call, flop, token, pixel = map(float, rates)
     told = float(np.median(errors)), float(np.max(errors))
-    fit = SampleFit(
+    return SampleFit(
         fixed, call, flop, token, pixel, float(whole), float(held[2]), float(held[3]), *told
     )
-    return fit.with_moves(moves) if moves else fit
 
 
 def measure_samples(
@@ -521,73 +485,3 @@ def _told(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {item}" for name, item in value.items())
     return str(value)
-
-
-# Predictions that learn from real steps: a factor for each shape, on top of the fitted costs.
-#
-# Clocks, neighbours and kernels make real seconds differ from a fit by a factor that hardly
-# depends on the batch. So each shape has one, a mean in logarithms of measured over predicted
-# seconds in which the last ones count most; shapes not seen yet take the mean of all.
-
-
-LEAST_WEIGHT = 0.1
-"""Weight of the last measurement in the mean, once there are many."""
-FARTHEST = 8.0
-"""Factor beyond which a measurement is taken for a stall, not for a cost."""
-LAST = 64
-"""Measurements that the error is the median of."""
-
-
-class Refinement:
-    """Factors from predicted to measured seconds, and the error that is left."""
-
-    # All ranks must get the same measurements, for they plan with what they have learned.
-
-    def __init__(self) -> None:
-        self._means: dict[str, tuple[float, int]] = {}
-        self._all = (0.0, 0)
-        self._errors: deque[float] = deque(maxlen=LAST)
-
-    def observe(self, shape: Hashable, predicted: float, measured: float) -> None:
-        """Learns from one micro-batch."""
-        if not (
-            math.isfinite(predicted) and math.isfinite(measured) and min(predicted, measured) > 0
-        ):
-            raise GulliverError(f"seconds must be above 0, not {predicted} and {measured}")
-        self._errors.append(abs(predicted * self.factor(shape) / measured - 1))
-        ratio = measured / predicted
-        if not 1 / FARTHEST <= ratio <= FARTHEST:
-            return
-        name = repr(shape)
-        self._means[name] = _with(self._means.get(name, self._all), math.log(ratio))
-        self._all = _with(self._all, math.log(ratio))
-
-    def factor(self, shape: Hashable) -> float:
-        """Measured over predicted seconds of a shape; 1 before anything was measured."""
-        return math.exp(self._means.get(repr(shape), self._all)[0])
-
-    @property
-    def error(self) -> float | None:
-        """Median relative error of the last predictions, each made before its measurement."""
-        return statistics.median(self._errors) if self._errors else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what was learned, as plain values."""
-        means = {name: list(mean) for name, mean in self._means.items()}
-        return {"shapes": means, "all": list(self._all), "errors": list(self._errors)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was learned before."""
-        try:
-            means = {str(k): (float(v[0]), int(v[1])) for k, v in state["shapes"].items()}
-            whole = float(state["all"][0]), int(state["all"][1])
-            errors = [float(error) for error in state["errors"]]
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            raise GulliverError("the saved refinement of costs is broken") from None
-        self._means, self._all = means, whole
-        self._errors = deque(errors, maxlen=LAST)
-
-
-def _with(mean: tuple[float, int], value: float) -> tuple[float, int]:
-    weight = max(LEAST_WEIGHT, 1 / (mean[1] + 1))
-    return mean[0] + weight * (value - mean[0]), mean[1] + 1

@@ -7,7 +7,7 @@ and checkpoints are whole files or folders. Read `setup`, then `backward`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import Tensor, nn
 
 from gulliver.booster.booster import Booster
-from gulliver.booster.plugins import Plugin, TorchDDPPlugin
+from gulliver.booster.hybrid_plugin import HybridParallelPlugin
+from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.comm.world import guard, init_world, shutdown
 from gulliver.errors import GulliverError
 from gulliver.integrations.lightning_checkpoints import (
@@ -26,14 +27,14 @@ from gulliver.integrations.lightning_checkpoints import (
     rest_of,
     to_lightning,
 )
-from gulliver.integrations.lightning_options import AFTER, choose_plugin, refuse_moves
 from gulliver.planner.model import unwrapped
 
 # Names for ``Trainer(strategy=)``, with the arguments that they stand for.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gulliver": {},
     "gulliver_zero3": {"stage": 3},
-    "gulliver_gemini": {"placement_policy": "auto"},
+    # Of what the device or this process may have.
+    "gulliver_gemini": {"memory_limit": "80%"},
 }
 
 # Arguments of Lightning's strategies that are passed on.
@@ -60,11 +61,10 @@ class GulliverStrategy(DDPStrategy):
             parameters.
         use_async: whether folders are written while training goes on.
         options: further arguments of the plugin, such as ``disk``, ``precision``, ``chunk_mb`` and
-            ``activations``, those that Colossal-AI's strategy had, and those of `DDPStrategy` that
-            `LIGHTNING` names.
+            ``activations``, and those of `DDPStrategy` that `LIGHTNING` names.
 
     Raises:
-        GulliverError: an argument that has no counterpart, or contradicts another.
+        GulliverError: an argument that the plugin does not have, or that contradicts another.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GulliverStrategy(DDPStrategy):
         if use_async and checkpoint == "file":
             raise GulliverError("use_async=True writes folders: leave out checkpoint='file'")
         own = {name: options.pop(name) for name in LIGHTNING if name in options}
-        self._plugin, self._scaler = choose_plugin(plugin, stage, memory_limit, options)
+        self._plugin = choose_plugin(plugin, stage, memory_limit, options)
         super().__init__(**own)
         self._form = "folder" if use_async else checkpoint
         self._use_async = use_async
@@ -156,8 +156,6 @@ class GulliverStrategy(DDPStrategy):
                 continue
             members = [list(group["params"]) for group in optimizer.param_groups]
             model, boosted, *_ = self._booster.boost(model, optimizer)
-            for field, value in self._scaler.items():
-                setattr(boosted.scaler, field, value)  # type: ignore[attr-defined]
             stepped.append(SteppedOptimizer(boosted, members))
             self._boosted = model
         if not any(isinstance(o, SteppedOptimizer) for o in stepped) and self._has_parameters():
@@ -452,6 +450,83 @@ class _Resumed:
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)
         self.filled = True
+
+
+def choose_plugin(
+    plugin: Plugin | None,
+    stage: int | None,
+    memory_limit: int | float | str | None,
+    given: Mapping[str, Any],
+) -> Plugin:
+    """Returns the plugin that arguments of a strategy ask for."""
+    if plugin is not None:
+        rest = [*given, *(["stage"] if stage is not None else [])]
+        _check_plugin(plugin, rest + (["memory_limit"] if memory_limit is not None else []))
+        return plugin
+    options = {"verbose": False, **given}  # Lightning prints a summary of its own
+    if memory_limit is None:
+        # By default values and messages of DDP, the optimizer's state sharded.
+        return LowLevelZeroPlugin(1 if stage is None else stage, **options)
+    if stage not in (None, 3):
+        raise GulliverError(
+            f"stage={stage} and a memory limit exclude each other: a limit needs stage 3"
+        )
+    return GeminiPlugin(memory_limit, **options)
+
+
+def _check_plugin(plugin: Plugin, rest: list[str]) -> None:
+    if rest:
+        raise GulliverError(f"plugin= and {rest[0]}= exclude each other: give it to the plugin")
+    if isinstance(plugin, HybridParallelPlugin) or not isinstance(
+        plugin, TorchDDPPlugin | LowLevelZeroPlugin | GeminiPlugin
+    ):
+        what = type(plugin).__name__ if isinstance(plugin, Plugin) else repr(plugin)
+        raise GulliverError(
+            f"plugin={what} cannot run a LightningModule: LowLevelZeroPlugin, GeminiPlugin and "
+            "TorchDDPPlugin can; models are cut over ranks by a Booster in a loop of your own"
+        )
+
+
+# Refuses modules that move or convert their parameters while these lie in chunks.
+#
+# Under stage 3 a parameter is a view of memory that comes and goes: ``.to`` or ``.cpu()`` would
+# make a whole copy that nobody trains. Below stage 3 the step refuses parameters that were
+# replaced.
+
+
+DURING = (
+    "and {strategy} keeps its parameters where they are: remove the call, or make it in __init__ "
+    "or configure_model; batches are moved by Lightning"
+)
+AFTER = (
+    "and a fit of {strategy} has left its parameters sharded: give other Trainers a new module, "
+    "with the checkpoint (ckpt_path=)"
+)
+
+
+class _Unmoved:
+    """Replaces the method of a module that ``.to``, ``.cpu()`` and others call."""
+
+    def __init__(self, module: nn.Module, message: str) -> None:
+        self._module, self._message = module, message
+
+    def __call__(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        raise GulliverError(self._message)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copy = memo[id(self._module)]  # a copy of the module may be moved
+        return type(copy)._apply.__get__(copy)
+
+
+def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
+    """Refuses moves of a module and of each part that has parameters."""
+    for name, part in module.named_modules():
+        if next(part.parameters(), None) is not None:
+            told = type(part).__name__ + (f" ({name})" if name else "")
+            moves = "is moved or converted (.to, .cpu(), .half() ...)"
+            message = f"{told} {moves}, {why.format(strategy=strategy)}"
+            # In the instance, so that its class and other modules of it are left alone.
+            vars(part)["_apply"] = _Unmoved(part, message)
 
 
 def shutdown_alone(size: int) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,45 @@ from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from gulliver.comm.world import current_world, init_world
 from gulliver.errors import GulliverError
-from gulliver.integrations.refusals import refuse_arguments
 from gulliver.parallel.optimizer import BoostedOptimizer
+
+if TYPE_CHECKING:
+    from gulliver.integrations.accelerate import Accelerator
 
 # What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``.
 LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 Options = Plugin | Mapping[str, Any] | str | None
+
+_OTHER = "leave it out, or gulliver"
+# Arguments by the class that takes them. None, 0 and False ask for nothing, and pass.
+REFUSED: dict[str, dict[str, str]] = {
+    "Accelerator": {
+        "deepspeed_plugin": f"it lets DeepSpeed run the model; {_OTHER}",
+        "deepspeed_plugins": f"it lets DeepSpeed run the model; {_OTHER}",
+        "fsdp_plugin": f"it lets FSDP run the model; {_OTHER}",
+        "megatron_lm_plugin": f"it lets Megatron-LM run the model; {_OTHER}",
+        "torch_tp_plugin": f"it lets transformers cut the model; {_OTHER}",
+        "parallelism_config": f"it lets accelerate cut the model; {_OTHER}",
+    },
+    "TrainingArguments": {
+        "deepspeed": f"it lets DeepSpeed run the model; {_OTHER}",
+        "fsdp": f"it lets FSDP run the model; {_OTHER}",
+        "parallelism_config": f"it lets accelerate cut the model; {_OTHER}",
+        "fp16": "use bf16=True, or gulliver={'precision': 'fp16'} for a model in float16",
+        "fp16_full_eval": "it converts the model itself; use bf16=True",
+        "bf16_full_eval": "it converts the model itself; use bf16=True",
+        "auto_find_batch_size": "it retries in the middle of a step; give memory_limit=, or a size",
+        "save_on_each_node": "a checkpoint is one folder of all ranks; save to a shared disk",
+    },
+}
+
+
+def refuse_arguments(owner: str, given: Mapping[str, Any]) -> None:
+    """Refuses arguments of a class that would let something else run the model."""
+    for name, instead in REFUSED[owner].items():
+        if given.get(name):
+            raise GulliverError(f"{owner}({name}={given[name]!r}) is not supported: {instead}")
 
 
 def plugin_of(options: Options) -> Plugin:
@@ -124,22 +156,10 @@ def join_group(device: torch.device) -> None:
 _KEY = "_gulliver_owned"
 
 
-class Owner(Protocol):
-    """The accelerator that has boosted a model."""
-
-    booster: Booster
-
-    def get_state_dict(
-        self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
-    ) -> dict[str, Any]: ...
-    def has_ended(self, model: nn.Module) -> bool: ...
-    def release(self, model: nn.Module) -> None: ...
-
-
 class _Owned:
     """Entry of a module that names its accelerator; a copy of the module has none."""
 
-    def __init__(self, owner: Owner | None = None) -> None:
+    def __init__(self, owner: Accelerator | None = None) -> None:
         self.owner = owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Owned:
@@ -149,13 +169,13 @@ class _Owned:
         return _Owned, ()
 
 
-def mark_owned(model: nn.Module, owner: Owner | None) -> None:
+def mark_owned(model: nn.Module, owner: Accelerator | None) -> None:
     """Sets the accelerator that runs a model."""
     # Not by setattr, nor in a table: it lives as long as the model, and is no part of it.
     vars(model)[_KEY] = _Owned(owner)
 
 
-def owner_of(model: nn.Module) -> tuple[nn.Module, Owner] | None:
+def owner_of(model: nn.Module) -> tuple[nn.Module, Accelerator] | None:
     """Finds the part of a model that is boosted, and the accelerator that runs it."""
     for part in model.modules():
         mark = vars(part).get(_KEY)
@@ -181,7 +201,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
     return found[0]
 
 
-def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) -> None:
+def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Accelerator) -> None:
     """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
     found = owner_of(model)
     if found is None:
@@ -210,21 +230,10 @@ def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) 
 # Boosted models and optimizers as a loop of accelerate calls them.
 
 
-class Accelerating(Protocol):
-    """What an optimizer reads of the accelerator that prepared it."""
-
-    @property
-    def num_processes(self) -> int: ...
-    @property
-    def sync_gradients(self) -> bool: ...
-    @property
-    def holds_back(self) -> bool: ...
-
-
 class PreparedOptimizer(AcceleratedOptimizer):
     """A boosted optimizer that steps when gradients are complete."""
 
-    def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerating) -> None:
+    def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerator) -> None:
         super().__init__(boosted, device_placement=False)
         self.boosted, self._accelerator = boosted, accelerator
 

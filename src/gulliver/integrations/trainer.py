@@ -22,8 +22,13 @@ from transformers.trainer_callback import TrainerCallback
 from gulliver.comm.world import init_world
 from gulliver.errors import GulliverError
 from gulliver.integrations.accelerate import FOLDER, Accelerator
-from gulliver.integrations.prepared import Options, one_of, owner_of, plugin_of
-from gulliver.integrations.refusals import refuse_arguments
+from gulliver.integrations.prepared import (
+    Options,
+    one_of,
+    owner_of,
+    plugin_of,
+    refuse_arguments,
+)
 
 # Files of transformers' checkpoints.
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

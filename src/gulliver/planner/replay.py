@@ -38,7 +38,6 @@ from gulliver.planner.state_bytes import (
     StateBytes,
 )
 from gulliver.solve.replacement import Action, MiddleReplacement, Move, Policy, Replacement
-from gulliver.solve.timeline import UPDATE_LAG
 
 WINDOW = 2
 """Chunks whose parameters are in use at once at least: the present one, and the one before it."""

@@ -6,7 +6,7 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -28,8 +28,8 @@ _ANY = 2**60
 
 
 @dataclass(frozen=True)
-class TierOptions:
-    """Memory options of a plugin, whose choices and ranges the plugin has checked."""
+class MemoryTiers:
+    """Memory options of a plugin, as `LimitOptions`, `PlacementOptions` and `StepOptions` say."""
 
     memory_limit: int | float | str
     host_limit: int | float | str | None = None
@@ -54,29 +54,10 @@ class TierOptions:
                 "parameters; LowLevelZeroPlugin(stage=2) keeps them whole on every rank"
             )
         for name in ("offload_optim_frac", "offload_param_frac"):
-            share = getattr(self, name)
-            if share is not None and self.placement_policy != "static":
+            if (share := getattr(self, name)) is not None and self.placement_policy != "static":
                 raise GulliverError(
                     f"{name}={share} needs placement_policy='static': 'auto' finds the shares"
                 )
-
-    @classmethod
-    def within(
-        cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
-    ) -> Self | None:
-        """The options of a plugin whose limit is optional; None without a limit."""
-        if limit is None and disk is not None:
-            raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
-        if limit is None and host is not None:
-            raise GulliverError(f"host_limit={host!r} needs a memory_limit: what fits it stays")
-        if limit is None:
-            return None
-        if stage != 3:
-            raise GulliverError(
-                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
-                f"leave its memory; take {right}"
-            )
-        return cls(limit, host, disk, **options)
 
     def tiers(self, device: str) -> Tiers:
         """The section of a plan."""
@@ -89,16 +70,16 @@ class TierOptions:
         host = 0
         if self.host_limit is not None:
             host = byte_size("host_limit", self.host_limit, memory_bytes("cpu"))
-        folder, size = (None, "") if self.disk is None else split_disk(str(self.disk))
-        optim, parameters = self.offload_optim_frac, self.offload_param_frac
+        folder, size = (None, None) if self.disk is None else split_disk(str(self.disk))
+        optim, param = self.offload_optim_frac, self.offload_param_frac
         return Tiers(
             limit=byte_size("memory_limit", self.memory_limit, whole),
             host=host,
             disk=folder,
-            disk_bytes=0 if folder is None else _disk_bytes(folder, size),
+            disk_bytes=0 if folder is None or size is None else _disk_bytes(folder, size),
             policy=self.placement_policy,
             offload_optim=1.0 if optim is None else float(optim),
-            offload_param=1.0 if parameters is None else float(parameters),
+            offload_param=1.0 if param is None else float(param),
             step_in_backward=self.step_in_backward,
             activations=self.activations,
             keep_freed=self.keep_freed,

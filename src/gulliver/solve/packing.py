@@ -129,14 +129,6 @@ class FallbackPacking:
                 free -= degree
         return groups, left
 
-    def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
-        """Fills groups that are busy up to some seconds, shapes in their own order."""
-        left, longest = list(self._counts), 0.0
-        for degree, seconds in groups:
-            spent, _ = self._fill(left, range(len(left)), degree, until - seconds)
-            longest = max(longest, seconds + spent)
-        return left, longest
-
     def search(self, bound: float) -> FallbackAnswer | None:
         """Packs all samples in as little time as bisection finds."""
         low, limit = bound, 1.05 * bound
@@ -151,8 +143,14 @@ class FallbackPacking:
             if best is not None and best.seconds - low < CLOSE * bound:
                 break
         if best is None:
-            packed = self.pack(float("inf"), [], partly=not self._repeat)
-            # No time was long enough, as where two shapes need more ranks together than there are.
+            # No time was long enough, as where two shapes need more ranks together than there are:
+            # one group of a degree that all shapes have can take them one after the other.
+            shared = min(set[int].intersection(*map(set, self._ends)), default=0)
+            last = self
+            if shared and self._repeat:
+                ends = [{shared: row[shared]} for row in self._ends]
+                last = FallbackPacking(ends, self._counts, self._ranks, self._repeat)
+            packed = last.pack(float("inf"), [], partly=not self._repeat)
             best = None if packed is None else _answer(packed)
         return best
 
@@ -233,10 +231,6 @@ class NativePacking:
         """Fills groups up to a time."""
         packed, degrees[:] = self._core.pack(limit, degrees, lost, partly, most)
         return packed
-
-    def follow(self, groups: Sequence[tuple[int, float]], until: float) -> tuple[list[int], float]:
-        """Fills groups that are busy up to some seconds."""
-        return self._core.follow(groups, until)
 
     def search(self, bound: float) -> Any:
         """Packs all samples in as little time as is found; None where they do not fit."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
 
 Keys = NDArray[np.int64]
 Values = NDArray[np.int64]
@@ -241,7 +240,6 @@ class DecayedCounts:
 # committing it lies in the window. All rows of a batch are in the cache at once.
 
 
-RowPolicy = Literal["lookahead", "lfu", "lru", "dataset"]
 NEVER = 2**50
 _SOON = 1e15
 """Key of what is used at once; what is used later has smaller ones. Counts are far smaller."""
@@ -323,24 +321,15 @@ class RowReplacement:
         self,
         slots: int,
         rows: int,
-        policy: RowPolicy = "lookahead",
-        frequencies: NDArray[np.int64] | None = None,
         half_life: float | None = None,
         counters: int | None = None,
     ) -> None:
-        if policy not in get_args(RowPolicy):
-            raise GulliverError(
-                f"unknown policy {policy!r}: {nearest(policy, get_args(RowPolicy))}"
-            )
-        if (policy == "dataset") != (frequencies is not None):
-            raise GulliverError("policy 'dataset' and frequencies belong together: give both")
-        self.policy, self.slots = policy, slots
+        self.slots = slots
         # Row in each slot, -1 for none.
         self.slot_rows = np.full(slots, -1, np.int64)
         # What has happened so far.
         self.counts = RowCounts()
         self.index = make_index(rows, slots)
-        self._frequencies = frequencies
         # What an empty slot has is never the smallest key.
         self._keys = np.full(slots, np.inf)
         self._scores = np.zeros(slots)
@@ -349,19 +338,16 @@ class RowReplacement:
         self._latest = HashIndex(1024, wide_keys=True, wide_values=True)
         self._announced = 0
         self._next_use = np.full(slots, NEVER, np.int64)
-        self._sketch: DecayedCounts | None = None
-        self._duel: Duel | None = None
-        if policy == "lookahead":
-            lives = HALF_LIVES if half_life is None else (half_life,)
-            self._sketches = [DecayedCounts(counters or 4 * slots, life) for life in lives]
-            self._sketch = self._sketches[0]
-            self._duel = Duel(slots, rows) if half_life is None else None
+        lives = HALF_LIVES if half_life is None else (half_life,)
+        self._sketches = [DecayedCounts(counters or 4 * slots, life) for life in lives]
+        self._sketch = self._sketches[0]
+        self._duel = Duel(slots, rows) if half_life is None else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the decisions' own state, in addition to the index."""
         arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
-        sketches = sum(sketch.nbytes for sketch in self._sketches) if self._sketch else 0
+        sketches = sum(sketch.nbytes for sketch in self._sketches)
         duel = self._duel.nbytes if self._duel else 0
         return sum(array.nbytes for array in arrays) + sketches + duel
 
@@ -370,8 +356,6 @@ class RowReplacement:
         number, self._announced = self._announced, self._announced + 1
         request = RowRequest(rows, counts, number, np.full(len(rows), NEVER, np.int64))
         self._window.append(request)
-        if self._sketch is None:
-            return request
         places = self._latest.lookup(rows)
         again = places >= 0
         first = self._window[0].number
@@ -390,7 +374,7 @@ class RowReplacement:
     def sudden(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
         """Makes a request of a batch that was not announced and is decided at once."""
         next_use = np.full(len(rows), NEVER, np.int64)
-        for request in reversed(self._window if self._sketch else ()):
+        for request in reversed(self._window):
             if not len(request.rows):  # a batch of empty bags
                 continue
             places = np.searchsorted(request.rows, rows)
@@ -421,13 +405,14 @@ class RowReplacement:
         if request.number >= 0:
             assert self._window[0] is request, "batches are committed in the order of announcing"
             self._window.popleft()
-            if self._sketch is not None:
-                self._latest.remove(request.rows[request.next_use == NEVER])
+            self._latest.remove(request.rows[request.next_use == NEVER])
         self._free -= len(missing) - len(plan.victims)
         self.index.remove(self.slot_rows[plan.victims])
         self.index.insert(request.rows[missing], slots[missing])
         self.slot_rows[slots[missing]] = request.rows[missing]
-        self._touch(request, slots, missing)
+        self._age(request)
+        self._scores[slots] = self._count(request)
+        self._expect(slots, request.next_use)
         counts = self.counts
         counts.batches += 1
         counts.rows += len(slots)
@@ -439,8 +424,6 @@ class RowReplacement:
         """Drops the first batch of the window, which does not come after all."""
         assert self._window[0] is request, "batches are skipped in the order of announcing"
         self._window.popleft()
-        if self._sketch is None:
-            return
         self._latest.remove(request.rows[request.next_use == NEVER])
         slots = self.index.lookup(request.rows)
         here = slots >= 0
@@ -449,9 +432,6 @@ class RowReplacement:
     def grow(self, rows: int) -> None:
         """Knows of more rows from now on."""
         self.index.grow(rows)
-        if self._frequencies is not None:
-            more = np.zeros(rows - len(self._frequencies), self._frequencies.dtype)
-            self._frequencies = np.concatenate([self._frequencies, more])
         for cache in self._duel.caches if self._duel else ():
             cache.grow(rows)
 
@@ -462,23 +442,8 @@ class RowReplacement:
         self.slot_rows[:], self._keys[:], self._free = -1, np.inf, self.slots
         self._next_use[:] = NEVER
 
-    def _touch(self, request: RowRequest, slots: Slots, missing: NDArray[np.int64]) -> None:
-        if self.policy == "lru":
-            self._keys[slots] = self.counts.batches
-        elif self.policy == "lfu":
-            self._scores[slots[missing]] = 0
-            self._scores[slots] += request.counts
-            self._keys[slots] = self._scores[slots]
-        elif self._frequencies is not None:
-            self._keys[slots] = self._frequencies[request.rows]
-        elif self._sketch is not None:
-            self._age(request)
-            self._scores[slots] = self._count(request)
-            self._expect(slots, request.next_use)
-
     def _age(self, request: RowRequest) -> None:
         """Lets counts age, and takes those of the half-life that does better by now."""
-        assert self._sketch is not None
         factors = [sketch.tick() for sketch in self._sketches]
         factor = factors[self._sketches.index(self._sketch)]
         best = self._sketches[self._duel.see(request.rows, request.counts)] if self._duel else None
@@ -496,7 +461,7 @@ class RowReplacement:
     def _count(self, request: RowRequest) -> NDArray[np.float32]:
         """Counts a batch by all half-lives; returns the counts of the one that is taken."""
         found = [sketch.add(request.rows, request.counts) for sketch in self._sketches]
-        return found[self._sketches.index(self._sketch)]  # type: ignore[arg-type]
+        return found[self._sketches.index(self._sketch)]
 
     def _expect(self, slots: Slots, next_use: NDArray[np.int64]) -> None:
         self._next_use[slots] = next_use

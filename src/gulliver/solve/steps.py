@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.solve.packing import FallbackAnswer, StepPacking, step_tables
+from gulliver.solve.packing import FallbackAnswer, step_tables
 
 
 def accumulated(seconds: np.ndarray, most: int) -> np.ndarray:
@@ -107,7 +107,7 @@ def _ways(seconds: np.ndarray, counts: np.ndarray) -> tuple[list[np.ndarray], np
 
 
 REMEMBERED = 4096
-"""Steps whose plans are kept: arranged ones come again."""
+"""Steps whose plans are kept: some come again."""
 
 
 class WorkPiece(NamedTuple):
@@ -179,7 +179,6 @@ class StepSolver:
         self._rate: dict[Hashable, float] = {}
         self._one: dict[Hashable, float] = {}
         self._plans: dict[frozenset[tuple[Hashable, int]], _Found] = {}
-        self._packings: dict[str, tuple[dict[Hashable, int], StepPacking]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._tables = step_tables(ranks, repeat)
         self.packer = type(self._tables).__name__
@@ -196,7 +195,6 @@ class StepSolver:
         self._one[shape] = min(float(t.min()) for t in fit.values())
         # Plans that were found are of other costs.
         self._plans.clear()
-        self._packings.clear()
         self._learn(shape, 16)
 
     def _learn(self, shape: Hashable, count: int) -> None:
@@ -229,52 +227,6 @@ class StepSolver:
     def seconds(self) -> Mapping[Hashable, Mapping[int, np.ndarray]]:
         """Seconds of micro-batches of 1, 2, ... samples, by shape and degree."""
         return self._seconds
-
-    def seconds_of(self, shape: Hashable, degree: int, samples: int) -> float:
-        """Seconds of a micro-batch."""
-        return float(self._seconds[shape][degree][samples - 1])
-
-    def first_ends(self, shape: Hashable, count: int) -> list[float]:
-        """Seconds in which 1, 2, ... samples of a shape end on a group, at every degree."""
-        return [end for ends in self._ends[shape].values() for end in ends[1 : count + 1]]
-
-    def lot_seconds(self, shape: Hashable) -> float:
-        """Seconds of the micro-batch of least rank seconds a sample, at the least degree."""
-        seconds = next(iter(self._seconds[shape].values()))
-        return float(seconds[int(np.argmin(seconds / np.arange(1, len(seconds) + 1)))])
-
-    def fill(
-        self,
-        counts: Mapping[Hashable, int],
-        limit: float,
-        small: Mapping[Hashable, int] | None = None,
-        until: float = 0.0,
-    ) -> tuple[dict[Hashable, int], float] | None:
-        """Fills all ranks up to a time with some of many samples, the largest first."""
-        packing = self._packing("large", counts)
-        packed = packing.pack(limit, [0] * len(counts), partly=True)
-        assert packed is not None, "what does not fit is left"
-        groups, left = packed
-        longest = max((seconds for _, seconds, _ in groups), default=0.0)
-        taken = _less(counts, counts, left)
-        if small:
-            free = self.ranks - sum(degree for degree, *_ in groups)
-            busy = [(degree, seconds) for degree, seconds, _ in groups] + [(1, 0.0)] * free
-            rest, after = self._packing("small", small).follow(busy, until)
-            longest = max(longest, after)
-            taken |= _less(small, small, rest)
-        return (taken, longest) if taken else None
-
-    def _packing(self, kind: str, counts: Mapping[Hashable, int]) -> StepPacking:
-        """The packing of samples; the last one of a kind is kept, which many times are tried on."""
-        known = self._packings.get(kind)
-        if known is None or known[0] != counts or list(known[0]) != list(counts):
-            for shape, count in counts.items():
-                self._learn(shape, count)
-            numbers = [self._numbers[shape] for shape in counts]
-            known = dict(counts), self._tables.packing(numbers, list(counts.values()))
-            self._packings[kind] = known
-        return known[1]
 
     def bound(self, counts: Mapping[Hashable, int]) -> float:
         """Seconds that no plan of so many samples of each shape can be under."""

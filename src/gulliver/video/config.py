@@ -76,8 +76,6 @@ class PlannerConfig(Options):
     pac: bool = True
     """Memory that is left keeps activations; with --planner.no-pac every block is computed
     again."""
-    arrange: Annotated[int | None, Range(1, 4096)] = None
-    """Ranks that steps are put together for, in steps of unequal tokens; with --planner.tokens."""
     unfit: Literal["refuse", "skip"] = "refuse"
     """What becomes of clips that fit at no degree."""
     costs: Path | None = None
@@ -85,16 +83,11 @@ class PlannerConfig(Options):
     and kept in its folder as costs.json."""
     memory: Annotated[float | None, POSITIVE] = None
     """GiB of a rank; by default nine tenths of a GPU, or for each rank a tenth of the machine's."""
-    offload: Annotated[float | None, POSITIVE] = None
-    """GiB of a rank's host memory that activations may move to, where that saves time; on GPUs."""
-    refine: bool = False
-    """Correct the costs by what steps took; a resumed run then plans otherwise."""
 
 
 NAMES = tuple(field.name for field in fields(PlannerConfig))
 PLANS_MAY_CHANGE = frozenset(
-    f"planner.{name}"
-    for name in ("intra", "degree", "inter", "pac", "costs", "memory", "offload", "refine")
+    f"planner.{name}" for name in ("intra", "degree", "inter", "pac", "costs", "memory")
 )
 """Options that change who runs a sample, and not which samples there are."""
 
@@ -109,10 +102,8 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
     needs["data.batch_size"] = other, budget
     stages = centric and config.pp_size > 1
     if stages:
-        several, overlap = "need several micro-batches a group", "run several at once"
-        apart = "keep activations or compute them again"
-        for name, why in {"inter": several, "refine": overlap, "offload": apart}.items():
-            needs[f"planner.{name}"] = False, f"leave it out: stages of a pipeline {why}"
+        why = "leave it out: stages of a pipeline need several micro-batches a group"
+        needs["planner.inter"] = False, why
     told = "leave it out with --data-centric: "
     for name, why in {
         "plugin": f"{told}its steps need ZeRO",
@@ -132,17 +123,6 @@ def check_planner(config: Any) -> None:
         raise GulliverError(
             f"--planner.tokens {planner.tokens} and --planner.seconds {planner.seconds:g} exclude "
             "each other: give one budget of a step"
-        )
-    whole = planner.tokens is not None and planner.intra and planner.inter
-    if planner.arrange is not None and not whole:
-        raise GulliverError(
-            f"--planner.arrange {planner.arrange} needs --planner.tokens, and neither "
-            "--planner.no-intra nor --planner.no-inter"
-        )
-    if planner.offload is not None and not planner.pac:
-        raise GulliverError(
-            f"--planner.offload {planner.offload:g} and --planner.no-pac exclude each other: with "
-            "the latter every block is computed again"
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(

@@ -6,7 +6,6 @@ Read `StepClips.begin`; `ClipOrder` says which row of a table a planner's sample
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,9 +28,8 @@ from gulliver.data.clips import BrokenClip, Bucket, Clip
 from gulliver.data.table import ClipTable
 from gulliver.data_centric.steps import StepPlan
 from gulliver.errors import GulliverError
-from gulliver.hardware.batch_costs import BlockKind, HostRoom
-from gulliver.hardware.offload import host_copies, measure_moves
-from gulliver.hardware.probe import current_cluster, memory_bytes, planned_memory
+from gulliver.hardware.batch_costs import BlockKind
+from gulliver.hardware.probe import current_cluster, planned_memory
 from gulliver.hardware.samples import (
     SampleCosts,
     SampleFit,
@@ -170,59 +168,6 @@ def stack_clips(clips: Sequence[Read]) -> dict[str, Any]:
     }
 
 
-# Host memory that the activations of planned steps may move to: ``--planner.offload``.
-
-
-LARGEST = 0.8
-"""Share of a machine's memory that may be locked for activations."""
-
-
-def check_host(offload: float | None, device: torch.device, ranks: int, memory: int) -> None:
-    """Refuses host memory that is not there."""
-    if offload is None:
-        return
-    if device.type != "cuda":
-        raise GulliverError(
-            f"--planner.offload {offload:g}: this run computes on its {device.type}, whose memory "
-            "is the host's: leave it out, or train on GPUs"
-        )
-    asked = offload * 2**30 * ranks
-    if asked > LARGEST * memory:
-        most = LARGEST * memory / ranks / 2**30
-        raise GulliverError(
-            f"--planner.offload {offload:g} for {ranks} ranks of this machine are "
-            f"{size_text(asked)}, and it has {size_text(memory)}: give at most {most:.3g}"
-        )
-
-
-def check_machine(offload: float | None, world: World) -> None:
-    """The same for this machine; every rank calls it."""
-    names = gather_objects(socket.gethostname())
-    ranks = names.count(socket.gethostname())
-    check_host(offload, world.device, ranks, memory_bytes("cpu"))
-
-
-def with_moves(fit: SampleFit, device: torch.device) -> SampleFit:
-    """Measures how fast bytes move to the host and back, on all ranks at once; rank 0's counts."""
-    if device.type != "cuda" or fit.to_host_s:
-        return fit
-    barrier()
-    return fit.with_moves(measure_moves(host_copies(device)))
-
-
-def host_of(offload: float | None, pac: bool, fit: SampleFit) -> tuple[HostRoom | None, str]:
-    """Host memory to plan with, and what is told of it; nothing where nothing moves."""
-    room = None if offload is None or not pac else fit.host_room(offload * 2**30)
-    if room is None:
-        return None, ""
-    return room, (
-        f"activations may move to {size_text(room.bytes)} of a rank's host memory, of "
-        f"{size_text(room.locked)} as --planner.offload says, at "
-        f"{room.rates.write_rate / 1e9:.3g} GB/s there and {room.rates.read_rate / 1e9:.3g} back, "
-        f"measured; error {fit.move_error:.1%} at most"
-    )
-
-
 # Costs of clips for data-centric steps: measured on this run's model when it begins, and kept.
 #
 # Few blocks of the model run, forward and backward, on the smallest and the largest of the run's
@@ -305,7 +250,6 @@ def ready_costs(
     world: World,
 ) -> tuple[SampleCosts, list[str]]:
     """Costs of a run's clips: those of the file that is named, those kept, or measured now."""
-    check_machine(config.planner.offload, world)
     kept, extra = _saved_bytes(model, shapes, losses)
     known = _sizes(config, model, *broadcast_object((kept, extra)))
     if shapes.are_kept:  # rates that were fitted without pixels are of no use with them
@@ -325,17 +269,13 @@ def ready_costs(
         fit = broadcast_object(_measured(model, known, shapes, losses, extra, world))
         if world.is_main:
             save_samples(path, known, fit, shapes.buckets)
-    if config.planner.offload is not None:  # a file of a CPU, or an old one, does not tell
-        fit = broadcast_object(with_moves(fit, world.device))
     told += f": error of points left out {fit.error:.1%}, {fit.worst:.1%} at most"
     memory, why = _memory(config, world)
-    host, moves = host_of(config.planner.offload, config.planner.pac, fit)
     cluster = current_cluster(world.size) if world.size > 1 else None
-    more = {"encoded_alike": True, "tensor": config.tp_size, "host": host}
+    more = {"encoded_alike": True, "tensor": config.tp_size}
     shares = isinstance(model, STDiT3)
     costs = SampleCosts(known, fit, memory, cluster, None if shares else (1,), **more)
-    lines = [told, f"memory of a rank: {size_text(memory)}, {why}", moves]
-    return costs, [line for line in lines if line]
+    return costs, [told, f"memory of a rank: {size_text(memory)}, {why}"]
 
 
 def _sizes(config: TrainConfig, model: Any, kept: dict[str, float], extra: float) -> SampleModel:
@@ -368,7 +308,7 @@ def _measured(
     depths = [n * len(kinds_of(model)) for n in (1, 2)]
     points = measure_samples(run, dict.fromkeys((ordered[0], ordered[-1])), depths=depths)
     model.zero_grad(set_to_none=True)
-    return with_moves(fit_samples(known, points, states), world.device)
+    return fit_samples(known, points, states)
 
 
 def _point(

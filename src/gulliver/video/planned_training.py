@@ -87,7 +87,6 @@ class PlannedTrainer(Trainer):
             inter=config.planner.inter,
             pac=config.planner.pac,
             degree=config.planner.degree,
-            arrange=config.planner.arrange,
             unfit=config.planner.unfit,
             seed=derive(config.seed, 6),
             stages=config.pp_size,
@@ -109,7 +108,6 @@ class PlannedTrainer(Trainer):
             self.optimizer,
             collate=stack_clips,
             weight=self.clips.weight,
-            refine=self.config.planner.refine,
             begin=self._begin,
         )
         self.ratios: list[float] = []

@@ -21,7 +21,7 @@ from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.families.loss import OwnLoss
 from gulliver.families.record import Sequences
-from gulliver.parallel.sequence.attend import attention, decode
+from gulliver.parallel.sequence.attend import attention
 from gulliver.parallel.sequence.layout import SequenceGroups, Tail
 from gulliver.parallel.sequence.mask import Mask
 from gulliver.parallel.sequence.sharding import position_ids, shard, show, unshard, unshard_tail
@@ -94,102 +94,6 @@ def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
     return unshard_tail(x, groups, tail, gradient="alike")
 
 
-class NotGatheredError(GulliverError, AttributeError):
-    """Something was asked of logits that are not there."""
-
-
-class NotGathered:
-    """Stands for logits that were used for the loss and not brought together."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise NotGatheredError(
-            "logits are not brought together in training with labels, because each rank has its "
-            "part only: call gulliver.booster.keep_logits(model) to have them beside the loss, or "
-            "leave labels out of the model's call, or model.eval() to look at them"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return self._refuse()
-
-    __getitem__ = __iter__ = __len__ = __add__ = __sub__ = __mul__ = __matmul__ = _refuse
-    __array__ = __float__ = __bool__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls()._refuse()
-
-    def __repr__(self) -> str:
-        return "NotGathered()"
-
-    def __reduce__(self) -> Any:
-        return NotGathered, ()
-
-    def __deepcopy__(self, memo: Any) -> NotGathered:
-        return self
-
-
-# Keys and values of a generation, shared out over ranks.
-#
-# A prompt's tokens stay where the layout puts them. Of new tokens, the one at position p is kept
-# by rank p modulo their count, so that no rank grows faster than another.
-
-
-# Tokens that a layer's memory grows by at least.
-SPARE = 64
-
-
-class ShardedCache:
-    """This rank's keys and values of all layers."""
-
-    def __init__(self, groups: SequenceGroups) -> None:
-        # Tokens that all ranks have seen together.
-        self.length = 0
-        self.positions = self.asked = torch.empty(0, dtype=torch.int64)
-        self._groups = groups
-        self._own = torch.empty(0, dtype=torch.int64)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def begin(self, count: int) -> None:
-        """A forward of the next tokens begins."""
-        # Positions of the tokens of the forward under way, ``[tokens]``.
-        self.asked = torch.arange(self.length, self.length + count)
-        if self.length == 0:
-            held = self._groups.plan.lay(count).positions(self._groups.rank)
-            self._own = torch.arange(len(held))
-        else:
-            held = self.asked[self.asked % self._groups.all.size == self._groups.rank]
-            self._own = held - self.length
-        # Positions of the tokens that this rank keeps, ``[kept]``.
-        self.positions = torch.cat([self.positions, held])
-        self.length += count
-
-    def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds a layer's new keys and values."""
-        count = len(self.positions)
-        buffers = self._layers.get(id(module))
-        if buffers is None or buffers[0].shape[2] < count:
-            buffers = tuple(
-                _grown(x, count, old)
-                for x, old in zip((key, value), buffers or (None,) * 2, strict=True)
-            )
-            self._layers[id(module)] = buffers[0], buffers[1]
-        first = count - len(self._own)
-        if len(self._own):
-            index = self._own.to(key.device)
-            for buffer, new in zip(buffers, (key, value), strict=True):
-                buffer[:, :, first:count] = new.detach().index_select(2, index)
-        return buffers[0][:, :, :count], buffers[1][:, :, :count]
-
-
-def _grown(like: Tensor, count: int, old: Tensor | None) -> Tensor:
-    batch, heads, _, dim = like.shape
-    room = count + max(SPARE, count // 4)
-    buffer = like.new_empty(batch, heads, room, dim)
-    if old is not None:
-        buffer[:, :, : old.shape[2]] = old
-    return buffer
-
-
 # Attention of Hugging Face models over shared sequences, and what it must know of a forward.
 #
 # A `SequenceCall` is made for each forward and passed with the keyword arguments that transformers
@@ -216,16 +120,12 @@ class SequenceCall:
 
     # Ranks that share the sequence.
     groups: SequenceGroups
-    # Length of the whole sequence, in tokens; with a cache, of all that was seen.
+    # Length of the whole sequence, in tokens.
     length: int = 0
     # Tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
     keys: Tensor | None = None
     # Document of each token, ``[batch or 1, length]`` on the CPU; None for one.
     documents: Tensor | None = None
-    # Keys and values of this rank, where the call is part of a generation.
-    cache: ShardedCache | None = None
-    # New tokens, the same on all ranks, look at what the cache holds.
-    decoding: bool = False
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None) -> Mask:
@@ -258,42 +158,17 @@ def attend(
     _check(module, call, attention_mask, causal, sliding_window, others)
     assert call is not None
     mask = call.mask(causal, sliding_window)
-    if call.cache is not None:
-        key, value = call.cache.keep(module, key, value)
-    if call.decoding:
-        out = _decode(query, key, value, call, mask, scaling)
-    else:
-        out = attention(
-            query,
-            key,
-            value,
-            call.groups,
-            mask=mask,
-            scale=scaling,
-            length=call.length,
-            dropout=dropout,
-        )
-    return out.transpose(1, 2), None
-
-
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, call: SequenceCall, mask: Mask, scaling: float | None
-) -> Tensor:
-    """New tokens, which all ranks have, look at the keys of all ranks."""
-    assert call.cache is not None
-    positions = call.cache.asked
-    everything = mask.window is None and mask.keys is None and len(positions) == 1
-    return decode(
+    out = attention(
         query,
         key,
         value,
         call.groups,
-        mask=None if everything else mask,
-        query_positions=positions,
-        key_positions=call.cache.positions,
-        length=call.length,
+        mask=mask,
         scale=scaling,
+        length=call.length,
+        dropout=dropout,
     )
+    return out.transpose(1, 2), None
 
 
 def _check(
@@ -460,15 +335,6 @@ def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -
             # Nobody reduces the gradient of what a user gives: each rank gets it as one process.
             batch.kwargs[name] = shard(batch.kwargs[name], groups, gradient="mean")
     return call
-
-
-def next_tokens(batch: CallArguments, groups: SequenceGroups, cache: ShardedCache) -> SequenceCall:
-    """A call of new tokens, which all ranks have, after those in the cache."""
-    count, length, _ = batch.shape()
-    cache.begin(length)
-    mask = _padding(batch, count, cache.length)
-    keys = None if mask is None or bool(mask.all()) else mask
-    return SequenceCall(groups, cache.length, keys, None, cache, decoding=True)
 
 
 def _padding(batch: CallArguments, count: int, length: int) -> Tensor | None:

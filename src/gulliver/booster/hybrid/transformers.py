@@ -25,19 +25,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid.generate import generate
 from gulliver.booster.hybrid.inputs import (
     ALONG_TOKENS,
     KEY,
     NAME,
     WHOLE,
     CallArguments,
-    NotGathered,
     OpenedForward,
     SequenceCall,
     attend,
@@ -46,7 +43,6 @@ from gulliver.booster.hybrid.inputs import (
     leave,
     leave_tail,
     mean_over_ranks,
-    next_tokens,
     take_targets,
     token_losses,
 )
@@ -72,7 +68,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
     # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
     # once they are averaged over the ranks of the sequence.
     #
-    # In training with labels, logits are not brought together (`NotGathered`); without labels, and
+    # In training with labels, logits are None, for nobody has them whole; without labels, and
     # in evaluation, they are whole.
     task = type(model).__name__.endswith(TASKS)
     shared = groups.plan.degree > 1
@@ -100,8 +96,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
         _use_attention(model)
         _hook_inside(_base_of(model), adapter, whole_region=task)
         if hasattr(model, "generate"):
-            made = partial(generate, model) if task else partial(_refuse_generating, model)
-            object.__setattr__(model, "generate", made)
+            object.__setattr__(model, "generate", _refuse_generating)
 
 
 def check_sequence(model: nn.Module) -> Sequences:
@@ -178,23 +173,15 @@ class SequenceAdapter:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns the arguments that the model is called with on this rank."""
         batch = CallArguments.of(module, args, dict(kwargs))
-        cache = batch.take("gulliver_cache")
         if self.shared:
             self._check_call(module, batch)
-        decoding = cache is not None and cache.length > 0
-        opened = OpenedForward(SequenceCall(self.groups), shared=self.shared and not decoding)
+        opened = OpenedForward(SequenceCall(self.groups), shared=self.shared)
         opened.as_tuple = not batch.take("return_dict", _returns_dict(module))
         own = self._own_loss(module, batch)
         if own is not None:
             opened.targets = take_targets(batch, self.groups, own)
-        if decoding:
-            assert cache is not None
-            opened.call = next_tokens(batch, self.groups, cache)
-        elif self.shared and self.known.entry is None:
+        if self.shared and self.known.entry is None:
             opened.call = cut_tokens(batch, self.groups, self.known)
-            opened.call.cache = cache
-            if cache is not None:
-                cache.begin(opened.call.length)
         if self.shared:
             known = (*ALONG_TOKENS, *WHOLE, "logits_to_keep")
             batch.refuse_rest(known)
@@ -217,7 +204,7 @@ class SequenceAdapter:
         if opened.balances:
             self._balance(module, fields, opened)
         if opened.hold:
-            fields["logits"] = NotGathered()
+            fields["logits"] = None
         if opened.shared:
             self._gather(fields, opened)
         found = type(output)(**fields)
@@ -330,8 +317,8 @@ class SequenceAdapter:
             check_dropout(module, self.known)
         if batch.take("use_cache"):
             raise GulliverError(
-                "use_cache=True: keys and values lie on several ranks; generate with "
-                "model.generate(input_ids, max_new_tokens=...)"
+                "use_cache=True: keys and values lie on several ranks, and nothing is generated "
+                "there: save the model, and generate with gulliver.LLM"
             )
         if _accepts(module, "use_cache"):
             batch.kwargs["use_cache"] = False
@@ -378,10 +365,10 @@ def _check_config(model: nn.Module, known: Sequences) -> None:
         check_dropout(model, known)
 
 
-def _refuse_generating(model: nn.Module, *_: Any, **__: Any) -> None:
+def _refuse_generating(*_: Any, **__: Any) -> None:
     raise GulliverError(
-        f"{type(model).__name__} has a forward or a loss of its own, and generates on shared "
-        "sequences only with those of transformers: generate in one process"
+        "nothing is generated where ranks share sequences: save the model, and generate with "
+        "gulliver.LLM(folder, tensor=...)"
     )
 
 
