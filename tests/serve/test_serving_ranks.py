@@ -20,8 +20,7 @@ from gulliver.quantize import save_quantized
 from gulliver.serve import LLM, Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.options import ModelOptions
-from gulliver.serve.ranks import best_in_flight
-from gulliver.serve.ranks.controller import RanksRunner, Seen
+from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.layout import Layout, plan_ranks
 from gulliver.serve.ranks.stage import RankSizes
 from gulliver.serve.ranks.worker import RankMessage, work
@@ -165,16 +164,6 @@ def test_stages_of_given_speeds_get_layers_to_match(tmp_path: Path) -> None:
     even = plan_ranks(tmp_path / "llama", None, 1, 2, None)
     uneven = plan_ranks(tmp_path / "llama", None, 1, 2, (3.0, 1.0))
     assert (even.bounds, uneven.bounds) == ((0, 2, 4), (0, 3, 4))
-
-
-def test_depth_covers_the_slowest_server() -> None:
-    assert best_in_flight([], 3) == 5
-    assert best_in_flight([Seen((1.0,), ())], 1) == 1
-    # Four equal servers (two stages would be three): all are in use, and the controller has one.
-    assert best_in_flight([Seen((1.0, 1.0, 1.0), (1.0, 1.0))], 3) == 6
-    # A slow link is the bottleneck: more in flight would only wait.
-    assert best_in_flight([Seen((0.1, 0.1), (1.0,))], 2) == 3
-    assert best_in_flight([Seen((1.0, 1.0), (0.0,))], 2) == 3
 
 
 class Stub:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gulliver.errors import GulliverError
@@ -25,11 +25,10 @@ WEIGHT = 0.1
 
 
 class Gate:
-    """Counts answers from their request to their end, and bytes of bodies while they are held."""
+    """Counts answers from their request to their end."""
 
-    def __init__(self, most: int, body_bytes: int) -> None:
-        self.most, self._body_bytes = most, body_bytes
-        self.inside = self.bodies = 0
+    def __init__(self, most: int) -> None:
+        self.most, self.inside = most, 0
         self.draining = False
         self._left: float | None = None
         self._between = 1.0
@@ -59,16 +58,6 @@ class Gate:
             self._between += WEIGHT * (each - self._between)
         self._left = now
 
-    def hold(self, count: int) -> None:
-        """Counts bytes of a body."""
-        if self.bodies + count > self._body_bytes:
-            raise overloaded("the bodies of requests take too much memory: ask again later", 1)
-        self.bodies += count
-
-    def release(self, count: int) -> None:
-        """Releases bytes of a body."""
-        self.bodies -= count
-
 
 # `Metrics`: what a server counts, as Prometheus reads it.
 
@@ -81,6 +70,8 @@ GAUGES = {
     "blocks": "Blocks of the cache",
     "free_blocks": "Blocks that can be taken",
     "kept_blocks": "Free blocks whose keys and values can still be found",
+    "answers": "Answers that were taken on and have not ended",
+    "connections": "Open connections",
 }
 COUNTERS = {
     "steps": "Batches that were run",
@@ -106,8 +97,6 @@ class Metrics:
         made = {"registry": self._registry, "namespace": "gulliver"}
         self.requests = Counter("requests", "Requests, by their end", ["path", "status"], **made)
         self.left = Counter("clients_left", "Requests whose client left", **made)
-        self.inside = Gauge("answers", "Answers that were taken on and have not ended", **made)
-        self.connections = Gauge("connections", "Open connections", **made)
         self.first = Histogram(
             "first_token_seconds", "From request to first token", buckets=SECONDS, **made
         )
