@@ -41,15 +41,12 @@ class Noted(Speculator):
 class Foretold(Proposer):
     """Guesses of a chosen quality that take no time: what is known to come, some of it spoilt."""
 
-    name, free, apart = "foretold", True, 0.0
+    name, free = "foretold", True
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
         self._answers, self._right = answers, right
         random = torch.Generator().manual_seed(0)
         self._draws = torch.rand(1 << 12, generator=random).tolist()
-
-    def begin(self, runner: Any) -> None:
-        """Needs nothing of the runner."""
 
     def propose(self, wanted: Any, depth: int) -> dict[int, Proposal]:
         found = {}
@@ -63,12 +60,6 @@ class Foretold(Proposer):
             if tokens:
                 found[one.sequence] = chain(tokens, [self._right] * len(tokens))
         return found
-
-    def dropped(self, sequence: int) -> None:
-        """Knows nothing of sequences."""
-
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 def held_out(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 Read `Pages.attend`, which every attention layer calls: it writes the new keys and values of all
 packed tokens, then runs attention sequence by sequence kind: the native kernel reads the blocks in
 place for sequences with few new tokens; longer ones are computed by torch's attention on their
-blocks gathered. `_attend_gathered` does all of it without the kernel, and is what the kernel is
+blocks gathered. `attend_gathered` does all of it without the kernel, and is what the kernel is
 held against.
 """
 
@@ -116,7 +116,7 @@ class Pages:
             # From the first token on, what is attended to is what has just been computed.
             whole = piece.start == 0 and piece.mask is None
             near = (key[:, at], value[:, at]) if whole else self._gathered(piece, keys, values)
-            out[at] = _attend_gathered(query[:, at], *near, piece, scale, window, slopes)
+            out[at] = attend_gathered(query[:, at], *near, piece, scale, window, slopes)
         return out
 
     def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class Pages:
         return key, value
 
 
-def _attend_gathered(
+def attend_gathered(
     query: Tensor,
     key: Tensor,
     value: Tensor,

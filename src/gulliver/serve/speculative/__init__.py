@@ -13,7 +13,7 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.serve.speculative.cost import AcceptanceRate, GuessChoice
     from gulliver.serve.speculative.proposers import Proposer
-    from gulliver.serve.speculative.report import Load, measure_draft
+    from gulliver.serve.speculative.report import measure_draft
     from gulliver.serve.speculative.speculator import (
         SpeculationOptions,
         Speculator,
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceptanceRate",
     "GuessChoice",
-    "Load",
     "Proposer",
     "SpeculationOptions",
     "Speculator",
@@ -38,7 +37,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "gulliver.serve.speculative.cost": ["AcceptanceRate", "GuessChoice"],
         "gulliver.serve.speculative.proposers": ["Proposer"],
-        "gulliver.serve.speculative.report": ["Load", "measure_draft"],
+        "gulliver.serve.speculative.report": ["measure_draft"],
         "gulliver.serve.speculative.speculator": [
             "SpeculationOptions",
             "Speculator",

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from gulliver.checkpoint.files import read_json, write_json, write_tensors
 from gulliver.errors import GulliverError
 from gulliver.options import Options
-from gulliver.serve.attention import LayerShape, ModelShape, Pages, likeness
+from gulliver.serve.attention import LayerShape, ModelShape, Pages, attend_gathered, likeness
 from gulliver.serve.batch import Batch, Runner, Span
-from gulliver.serve.kernels import NativeAttention, native_attention
+from gulliver.serve.kernels import NativeAttention, PagedSpan, native_attention
 from gulliver.serve.speculative.small_model import Beside, DraftCache, ModelDraft, New
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -295,20 +295,6 @@ ALIKE = 0.9
 """Least likeness of a draft's target: other weights are at 0, those in int4 or tuned above this."""
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Tokens of a sequence that look at the target's cache."""
-
-    # Each sees a key more than the one before it, the last all `start + count`. The names are those
-    # that the kernel reads.
-
-    first: int
-    count: int
-    start: int
-    blocks: Tensor
-    mask: None = None
-
-
 class Glimpses:
     """Attention over keys and values that the target has cached; nothing is written."""
 
@@ -320,7 +306,7 @@ class Glimpses:
         fits = kernel is not None and kernel.takes(keys.dtype, keys.shape[-1])
         self._native: NativeAttention | None = kernel if fits else None
 
-    def begin(self, looks: Sequence[_Look], tokens: int) -> None:
+    def begin(self, looks: Sequence[PagedSpan], tokens: int) -> None:
         """Takes the tokens that look, among so many packed ones."""
         self._looks = [look for look in looks if look.count > 0]
         self._all = sum(look.count for look in looks) == tokens
@@ -345,19 +331,9 @@ class Glimpses:
         for look in self._looks:
             at, end = slice(look.first, look.first + look.count), look.start + look.count
             key, value = (
-                kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end].to(query.dtype)
-                for kept in (keys, values)
+                kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
             )
-            seen = torch.ones(look.count, end, dtype=torch.bool, device=query.device)
-            near = F.scaled_dot_product_attention(
-                query[None, :, at],
-                key[None],
-                value[None],
-                attn_mask=seen.tril(look.start),
-                scale=scale,
-                enable_gqa=query.shape[0] != key.shape[0],
-            )
-            out[at] = near[0].transpose(0, 1)
+            out[at] = attend_gathered(query[:, at], key, value, look, scale, None, None)
         return out[None]
 
 
@@ -412,7 +388,9 @@ class GlideDraft(ModelDraft):
             looking = min(1 if only_last else count, seen)
             table = torch.tensor(new.one.blocks, dtype=torch.int64)
             at = index if only_last else first + count - looking
-            looks.append(_Look(at, looking, seen - looking, table))
+            # Each sees a key more than the one before it.
+            sees = torch.arange(seen - looking, seen)
+            looks.append(PagedSpan(at, looking, seen - looking, table, None, sees))
             first += count
             ends.append(first - 1)
         pages, device = self._pages, self._model.embedding.weight.device

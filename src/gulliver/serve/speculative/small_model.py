@@ -83,6 +83,8 @@ class DraftCache:
 
 CHUNK = 512
 """Most tokens of prompts in a forward of a draft model."""
+SHORT = 16
+"""Tokens that are run with the last one of a text, not before it."""
 
 CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
 """Alternatives to a guess of the path, by tenths of how sure the draft is of it: those of the
@@ -135,10 +137,6 @@ class ModelDraft(Proposer):
         """Keeps the cache."""
         self._cache, self._context, self.beside = cache, context, beside
         self._known: dict[int, int] = {}
-        self.apart = 0.0
-
-    def begin(self, runner: Runner) -> None:
-        """Needs nothing of the runner."""
 
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
         """Runs new tokens."""
@@ -146,7 +144,6 @@ class ModelDraft(Proposer):
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposes the first path of each sequence, and alternatives to its tokens."""
-        self.apart = 0.0
         numbers = {one.sequence for one in wanted}
         news = []
         for one in wanted:
@@ -218,19 +215,10 @@ class ModelDraft(Proposer):
             history = (*one.tokens, *paths[one.sequence].tokens)
         return DrawRow(one.sampling, one.seed, one.sample, place, history, one.prompt)
 
-    def unread(self, one: Wanted) -> int:
-        """Tokens that the model's cache lacks, where they are many."""
-        lacking = len(one.tokens) - self._known.get(one.sequence, 0)
-        return lacking if lacking > SHORT else 0
-
     def dropped(self, sequence: int) -> None:
         """Forgets a sequence."""
         self._known.pop(sequence, None)
         self._cache.drop(sequence)
-
-
-SHORT = 16
-"""Tokens that are run with the last one of a text, not before it."""
 
 
 # `SmallModel`: a draft by another, smaller language model of transformers.

@@ -27,8 +27,6 @@ from gulliver.serve.speculative.cost import (
     Mean,
     StepCost,
     best,
-    measure_proposals,
-    measure_steps,
 )
 from gulliver.serve.speculative.glide import GlideDraft, is_draft, load_draft
 from gulliver.serve.speculative.proposers import LookUp, Proposal, Proposer
@@ -40,8 +38,8 @@ LEAST_GAIN = 1.02
 TRIAL = 0.01
 """Share of the time that is spent on finding out whether drafting has begun to pay."""
 FEW, SHARE = 4, 8
-"""A trial is made on one of `SHARE` sequences, at most `FEW`: it reads their texts, and is to be
-short compared with the steps of the batch."""
+"""A trial is made on one of `SHARE` sequences, at most `FEW`, the oldest: a draft model reads their
+texts, which is to be short compared with the steps of the batch."""
 ROUNDS = 8
 """Rounds whose gains are averaged."""
 LOOKED_AT = 16
@@ -126,19 +124,14 @@ class Speculator(Drafter):
         self._gains: dict[int, Mean] = {}
         self._rest_until: dict[int, float] = {}
         self._clock = 0.0
-        # Seconds of guesses: of one sequence where they are looked up, otherwise of one depth, by
-        # the number of sequences; and of a token of a text that is read.
-        self._each, self._deeper, self._reading = Mean(), StepCost(), Mean(memory=50)
+        # Seconds of guesses by the number of sequences, of one depth where a model makes them.
+        self._guessing = StepCost()
         # Chance that a path is right down to a depth, of what was proposed.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
     def begin(self, runner: Runner) -> None:
-        """Measures what forwards and guesses cost, where it can be before requests come."""
-        if runner.facts.blocks and not self.cost.known:
-            measure_steps(runner, self.cost)
+        """Tells the proposer which runner verifies."""
         self.proposer.begin(runner)
-        if not self.proposer.free and not self._deeper.known and self.cost.known:
-            measure_proposals(self.proposer, runner.facts, self._deeper, self._reading)
 
     def pays(self, sequences: int) -> bool:
         """Whether drafting has paid in the last rounds with about so many sequences."""
@@ -166,13 +159,11 @@ class Speculator(Drafter):
         if self._resting(sequences):
             return {}
         trial = not self.pays(sequences)
-        asked = self._few(wanted) if trial else self._worth_reading(wanted)
-        if not asked:
-            return {}
+        asked = wanted[: max(1, min(FEW, sequences // SHARE))] if trial else wanted
         depth = self._depth(sequences)
-        unread = sum(self.proposer.unread(one) for one in asked)
         proposals = self.proposer.propose(asked, depth)
-        self._note_drafting(len(asked), depth, perf_counter() - begun, unread)
+        spent = max(perf_counter() - begun - self.proposer.apart, 1e-9)
+        self._guessing.note(len(asked), spent / (1 if self.proposer.free else depth))
         for one in asked:
             proposal = proposals.get(one.sequence)
             if proposal is not None and one.sequence not in self._pending:
@@ -223,20 +214,6 @@ class Speculator(Drafter):
             state = f"off: {self.why}" if self.why else "on"
             log.info("speculation (%s) is %s", self.proposer.name, state)
 
-    def _few(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
-        """Sequences that a trial is made on: texts that are read already cost nothing."""
-        few = max(1, min(FEW, len(wanted) // SHARE))
-        return sorted(wanted, key=self.proposer.unread)[:few]
-
-    def _worth_reading(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
-        """Leaves out texts that would take longer to read than guesses for their rest can save."""
-        gain = self._gains.get(_level(len(wanted)))
-        if self.options.fixed or gain is None:
-            return wanted
-        plain, each = float(self.cost.seconds(len(wanted))), self._reading.value
-        saved = plain / len(wanted) * (1 - 1 / max(gain.value, 1.0))
-        return [one for one in wanted if self.proposer.unread(one) * each <= saved * one.most]
-
     def _depth(self, sequences: int) -> int:
         """Depth with the most tokens per second, by how far guesses have been right lately."""
         plain = float(self.cost.seconds(sequences))
@@ -251,19 +228,8 @@ class Speculator(Drafter):
 
     def drafting(self, sequences: int, depth: int) -> float:
         """Seconds of making guesses for so many sequences, as they were lately."""
-        if self.proposer.free:
-            return self._each.value * sequences
-        return float(self._deeper.seconds(sequences)) * depth
-
-    def _note_drafting(self, sequences: int, depth: int, seconds: float, unread: int) -> None:
-        """Learns what guesses took, and what reading did."""
-        apart = self.proposer.apart
-        if unread and apart:
-            self._reading.add(apart / unread)
-        if self.proposer.free:
-            self._each.add((seconds - apart) / sequences)
-        else:
-            self._deeper.note(sequences, (seconds - apart) / depth)
+        each = float(self._guessing.seconds(sequences))
+        return each if self.proposer.free else each * depth
 
     def _ranked(
         self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
