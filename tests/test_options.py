@@ -230,35 +230,6 @@ def test_values_outside_of_an_annotation_are_refused_by_name(kind: type) -> None
     assert allowed >= fields - set(REQUIRED)
 
 
-def test_the_generator_covers_all_choices() -> None:
-    cases = [(kind, *case) for kind in CLASSES for case in _cases(kind)]
-    wrong = [case for case in cases if not case[-1]]
-    choices = [case for case in wrong if "Literal" in repr(case[2])]
-    print(f"{len(cases)} cases, {len(wrong)} wrong, {len(choices)} of choices")
-    assert len(wrong) > 5000
-    assert len(choices) > 1000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option", "right"),
-    [
-        ("finetune --method LoRA", "--method", "lora"),
-        ("dreambooth --plugin nonsense", "--plugin", "zero1"),
-        ("train --flow.timesteps Uniform", "--flow.timesteps", "uniform"),
-        ("quantize folder --mode INT8", "--mode", "int8_dynamic"),
-    ],
-)
-def test_the_command_line_refuses_choices_by_name(
-    arguments: str, option: str, right: str, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments.split())
-    assert stop.value.code
-    said = capsys.readouterr().err
-    assert option in said
-    assert right in said
-
-
 def test_nested_options_are_named_as_the_command_line_names_them(
     capsys: pytest.CaptureFixture,
 ) -> None:

@@ -203,25 +203,6 @@ def test_a_position_that_does_not_fit_is_refused() -> None:
         loader.load_state_dict({**inside, "inner": {"done": 1}})
 
 
-@pytest.mark.parametrize(
-    ("counts", "options", "message"),
-    [
-        ([], {}, "no sequences"),
-        ([13], {}, "a:0 has 13 tokens, the batches' length is 12"),
-        ([3], {"rows": 0}, "hold no sequence of 12"),
-        ([3], {"rank": 2}, "rank 2 is not one of 1 ranks"),
-    ],
-)
-def test_what_makes_no_batches_is_refused(
-    counts: list[int], options: dict[str, Any], message: str
-) -> None:
-    rows = options.pop("rows", 2)
-    with pytest.raises(GulliverError, match=message):
-        make_batches(
-            examples_of(counts), tokens=rows * LENGTH, length=LENGTH, packing=True, **options
-        )
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_losses_over_num_items_add_up_to_the_mean_of_the_step(packing: bool) -> None:
     """The gradient of a step is that of the mean over its tokens, however it is cut."""

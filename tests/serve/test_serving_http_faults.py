@@ -8,24 +8,19 @@ import random
 import socket
 import struct
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gulliver.cli.dispatch import run
 from gulliver.errors import GulliverError
 from gulliver.serve import SamplingParameters
 from gulliver.serve.batch import RunnerLost
 from tests.patience import patient
 from tests.serve.serving_server import address, idle, reference, request, serving, within
-from tests.serve.test_serving import small
-from tests.texts import tokenizer_of
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
-from gulliver.serve.http import Server  # noqa: E402
 
 ASKED = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 FIRST = {**ASKED, "max_tokens": 100, "stream": True}
@@ -265,32 +260,6 @@ def test_a_runner_that_is_lost_is_started_again_and_no_client_notices() -> None:
         assert "gulliver_drafted_tokens_total 0.0" in page
         assert "gulliver_accepted_tokens_total 0.0" in page
         assert server.dead is None
-
-
-def test_a_runner_that_cannot_be_started_again_ends_the_server() -> None:
-    def gone() -> None:
-        raise GulliverError("rank 1 ended with 1 as it started")
-
-    with serving() as (server, steered, _):
-        steered.restarted = gone
-        steered.fails = RunnerLost("rank 1 was ended by SIGKILL")
-        failed = ask(server)
-        assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_dead")
-        assert "rank 1 ended with 1 as it started" in failed.json()["error"]["message"]
-    assert server.dead is not None
-
-
-def test_the_command_says_why_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small().save_pretrained(tmp_path)
-    tokenizer_of().save_pretrained(tmp_path)
-
-    def dies(server: Server) -> int:
-        server._worker.dead = "the engine cannot go on: rank 1 was ended by SIGKILL"
-        return 1
-
-    monkeypatch.setattr(Server, "run", dies)
-    with pytest.raises(GulliverError, match="cannot go on: rank 1 was ended by SIGKILL"):
-        run(["serve", "--model", str(tmp_path), "--port", "0", "--speculation", "ngram"])
 
 
 def test_the_end_lets_what_runs_finish_and_refuses_what_comes() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import http.server
-import itertools
 import json
 import math
 import re
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -206,53 +204,3 @@ def test_the_command_serves_a_folder_and_drains(
         assert said.endswith("gulliver: the server has ended\n")
     finally:
         program.kill()
-
-
-def test_the_help_of_serve_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run(["serve", "--help"])
-    said = capsys.readouterr().out
-    assert all(option in said for option in ("--model", "--sequences", "--tensor", "serve bench"))
-
-
-def test_folders_that_cannot_be_served_end_in_one_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(place: Path, *more: str) -> str:
-        with pytest.raises(GulliverError) as caught:
-            run(["serve", "--model", str(place), "--port", "0", *more])
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    assert "has no config.json" in refused(tmp_path)
-    bare = tmp_path / "bare"
-    small().save_pretrained(bare)
-    assert "has no tokenizer" in refused(bare)
-    config = json.loads((bare / "config.json").read_text())
-    (bare / "config.json").write_text(json.dumps({**config, "model_type": "lama"}))
-    assert "did you mean 'llama'" in refused(bare)
-    assert "--context 500" in refused(folder, "--context", "500")
-    assert "no size above 0" in refused(folder, "--cache", "0MiB")
-    size = sum(p.numel() for p in small().parameters())
-    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: size * 5 // 4)
-    assert "--quantize int8_dynamic would fit" in refused(folder)
-    monkeypatch.undo()
-    free = itertools.cycle([1 << 30, 100_000])  # weights fit, keys and values do not
-    monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: next(free))
-    assert "give a --context of at most 96" in refused(folder)
-    assert "give --cache-tokens of at most" in refused(folder, "--cache", "1GiB")
-    monkeypatch.undo()
-
-    def lost(*_: Any, **__: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 GB")
-
-    monkeypatch.setattr("gulliver.serve.llm.load_model", lost)
-    assert "memory ran out while it was loaded: try --quantize int8_dynamic" in refused(folder)
-
-
-def test_medians_of_lines_are_read_by_people() -> None:
-    samples = [RequestTiming(0.0, 0.0, [0.1 * n, 0.2 * n], 0.3 * n, 5, 2) for n in (1, 2, 3)]
-    lines = Measured(samples, 7.0, 1).lines()
-    assert "7 a second, Poisson, seed 1" in lines[0]
-    row = next(line for line in lines if line.startswith("first token")).split()
-    assert float(row[2]) == pytest.approx(1000 * statistics.median(s.heard[0] for s in samples))

@@ -17,16 +17,15 @@ from torch import Tensor
 from gulliver.errors import GulliverError
 from gulliver.precision.int8.replace import replace_module
 from gulliver.quantize import save_quantized
-from gulliver.serve import LLM, Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
+from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
 from gulliver.serve.batch import RunnerLost
-from gulliver.serve.options import ModelOptions
 from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.layout import Layout, plan_ranks
 from gulliver.serve.ranks.stage import RankSizes
 from gulliver.serve.ranks.worker import RankMessage, work
 from gulliver.serve.weights import SERVED
 from tests.pool import Pool
-from tests.serve.serving_models import Slots, filled, next_token, prompts, tiny
+from tests.serve.serving_models import Slots, filled, next_token, prompts
 from tests.serve.serving_ranks import COUNT, Case, answers, reference, save, texts
 
 CLOSE = 1e-5
@@ -138,25 +137,6 @@ def test_files_that_are_not_whole_are_refused_before_a_rank_is_started(tmp_path:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(GulliverError, match=r"model\.safetensors"):
         plan_ranks(folder, None, 1, 2, None)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"tensor": 0}, "tensor is 0"),
-        ({"disk": "/tmp"}, "needs memory="),
-        ({"speeds": (1.0,)}, "give pipeline= as well"),
-        ({"timeout_s": 0}, "timeout_s is 0"),
-    ],
-)
-def test_ways_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(GulliverError, match=said):
-        ModelOptions(**wrong)
-
-
-def test_a_loaded_model_is_not_cut() -> None:
-    with pytest.raises(GulliverError, match="are for folders"):
-        LLM(tiny("llama"), tensor=2)
 
 
 def test_stages_of_given_speeds_get_layers_to_match(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gulliver.errors import GulliverError
 from gulliver.serve import LocalRunner
 from gulliver.serve.kernels import MOST_ROWS, FewRows, few_rows, rows_problem, take_few_rows
 from tests.serve.serving_models import tiny
@@ -79,13 +78,3 @@ def test_layers_with_a_forward_of_their_own_keep_it() -> None:
     give_back()
     assert model[0].forward is own
     assert "forward" not in vars(model[1])
-
-
-def test_unknown_instructions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    if rows_problem():
-        pytest.skip("the extension is not built")
-    monkeypatch.setenv("GULLIVER_ROWS", "avx51")
-    with pytest.raises(GulliverError, match="GULLIVER_ROWS='avx51' is unknown"):
-        rows_problem()
-    monkeypatch.setenv("GULLIVER_ROWS", "none")
-    assert rows_problem() == "GULLIVER_ROWS=none"

@@ -39,7 +39,7 @@ def chain(tokens: Sequence[int], sure: Sequence[float]) -> Proposal:
 
 
 class Proposer:
-    """Guesses what follows sequences; subclasses write `propose`, and of the rest what they need."""
+    """Guesses what follows sequences; subclasses write `propose`, the rest as they need."""
 
     name: str
     """Name in what is said to the user."""
