@@ -37,8 +37,7 @@ from gulliver.comm.messages import post
 from gulliver.serve import Batch, LocalRunner, Span
 from gulliver.serve.batch import Facts
 from gulliver.serve.ranks.controller import RanksRunner
-from gulliver.serve.ranks.layout import Layout
-from gulliver.serve.ranks.stage import RankSizes
+from gulliver.serve.ranks.stage import Layout, RankSizes
 from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, work
 
 WAYS = ("blocking", "non-blocking")

@@ -20,8 +20,7 @@ from gulliver.quantize import save_quantized
 from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.ranks.controller import RanksRunner
-from gulliver.serve.ranks.layout import Layout, plan_ranks
-from gulliver.serve.ranks.stage import RankSizes
+from gulliver.serve.ranks.stage import Layout, RankSizes, plan_ranks
 from gulliver.serve.ranks.worker import RankMessage, work
 from gulliver.serve.weights import SERVED
 from tests.pool import Pool

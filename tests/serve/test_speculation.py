@@ -26,9 +26,9 @@ from gulliver.serve.speculative import (
     Speculator,
     make_speculator,
 )
-from gulliver.serve.speculative.cost import StepCost, best
 from gulliver.serve.speculative.proposers import Followers, LookUp, Proposal
 from gulliver.serve.speculative.small_model import SmallModel
+from gulliver.serve.speculative.speculator import StepCost, best
 from tests.serve.serving_models import Slots, one_by_one, prompts, tiny
 
 COUNT = 16

@@ -17,6 +17,7 @@ from gulliver.errors import GulliverError
 from gulliver.serve.batch import Facts
 from gulliver.serve.sampling import SamplingParameters
 
+MESSAGE = ("role", "content")
 UNFINISHED = "\ufffd"
 """What tokenizers write for bytes that are not a whole character yet."""
 
@@ -192,13 +193,12 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
             "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
             "of an instruct model"
         )
-    for place, message in enumerate(_messages(messages)):
-        for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise GulliverError(
-                    f"message {place} has no {key}: give dictionaries of role and content, both "
-                    "texts"
-                )
+    # Templates write what is missing as nothing, and the model would answer that.
+    known = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
+    if not known or not all(isinstance(m.get(k), str) for m in messages for k in MESSAGE):
+        raise GulliverError(
+            "a conversation is a list of dictionaries of role and content, as texts"
+        )
     from jinja2 import TemplateError
 
     try:
@@ -212,12 +212,3 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
         said = f"{type(error).__name__}: {error}"
         raise GulliverError(f"the chat template fails with this conversation: {said}") from None
     return list(found["input_ids"])
-
-
-def _messages(messages: Any) -> Sequence[Any]:
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise GulliverError(
-            f"a conversation is a list of messages, not {type(messages).__name__}: give "
-            '[{"role": "user", "content": ...}]'
-        )
-    return messages

@@ -30,7 +30,7 @@ from gulliver.comm.launcher import listen_on_localhost
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Batch, Facts, RunnerLost
 from gulliver.serve.options import ModelOptions
-from gulliver.serve.ranks.layout import Layout, plan_ranks
+from gulliver.serve.ranks.stage import Layout, plan_ranks
 from gulliver.serve.ranks.worker import RankMessage
 from gulliver.serve.weights import BLOCK, check_memory
 
