@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gulliver.serve import Engine, EngineOptions, SamplingParameters
-from gulliver.serve.sampling import DrawRow, draw, draw_key, probabilities
-from tests.serve.serving_models import Slots
+from gulliver.serve.sampling import DrawRow, draw, draw_key
+from tests.serve.serving_models import Slots, probabilities
 
 LOGITS = torch.tensor([[1.0, -0.5, 2.0, 0.3, 1.4, -2.0]])
 

@@ -13,7 +13,7 @@ from gulliver.errors import GulliverError
 from gulliver.serve import Draft, Drafter, Engine, EngineOptions, SamplingParameters
 from gulliver.serve.batch import Wanted, walk
 from gulliver.serve.scheduler import BlockPool, extend_digests
-from tests.serve.serving_models import Slots, next_token
+from tests.serve.serving_models import Slots, check_pool, next_token
 
 
 def expected(prompt: Sequence[int], count: int, vocabulary: int) -> list[int]:
@@ -120,7 +120,7 @@ def test_any_schedule_answers_as_one_request_alone_and_loses_no_block(
                 assert at not in ends, "an answer has ended twice"
                 ends[at] = event.finish
         scheduler = engine._scheduler
-        engine._pool.check([s.blocks for s in [*scheduler.running, *scheduler.waiting]])
+        check_pool(engine._pool, [s.blocks for s in [*scheduler.running, *scheduler.waiting]])
         if not engine.busy and not waiting:
             break
     assert not engine.busy

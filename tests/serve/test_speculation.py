@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gulliver.errors import GulliverError
 from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
 from gulliver.serve.batch import Wanted, walk
-from gulliver.serve.sampling import DrawRow, draw, probabilities
+from gulliver.serve.sampling import DrawRow, draw
 from gulliver.serve.speculative import (
     AcceptanceRate,
     Proposer,
@@ -29,7 +29,7 @@ from gulliver.serve.speculative import (
 from gulliver.serve.speculative.proposers import Followers, LookUp, Proposal
 from gulliver.serve.speculative.small_model import SmallModel
 from gulliver.serve.speculative.speculator import StepCost, best
-from tests.serve.serving_models import Slots, one_by_one, prompts, tiny
+from tests.serve.serving_models import Slots, one_by_one, probabilities, prompts, tiny
 
 COUNT = 16
 ALWAYS = SpeculationOptions(depth=4, fixed=True)

@@ -9,7 +9,6 @@ held against.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -331,10 +330,6 @@ def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Te
 # Shapes of a model's keys and values, and its vocabulary, by a forward of one token.
 
 
-SIGNS = 64
-"""Numbers of a sign, at most."""
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model's keys, values and logits, measured by a forward of one token."""
@@ -344,36 +339,11 @@ class ModelShape:
     dtype: torch.dtype
     # Columns of the logits; 0 on a stage without them.
     vocabulary: int
-    # Some of the last layer's values, see `sign_of`.
-    sign: tuple[float, ...] = ()
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token."""
         return sum(2 * s.heads * s.dim for s in self.layers) * self.dtype.itemsize
-
-
-def sign_token(model: Any) -> int:
-    """Token whose values identify a model; the first ones may be padding, of zeros."""
-    return int(model.config.vocab_size) // 2
-
-
-def sign_of(values: Tensor) -> tuple[float, ...]:
-    """Some of a layer's values of `sign_token` at place 0, which identify a model."""
-    # They depend on the weights of all layers below and on no position; another dtype or quantised
-    # weights change them little.
-    flat = values.detach().float().flatten().cpu()
-    some = torch.linspace(0, len(flat) - 1, min(SIGNS, len(flat))).long()
-    return tuple(float(f"{value:.4g}") for value in flat[some].tolist())
-
-
-def likeness(one: Sequence[float], other: Sequence[float]) -> float:
-    """Cosine of two signs; 1 where one of them says nothing."""
-    mine, theirs = (torch.tensor(sign, dtype=torch.float64) for sign in (one, other))
-    if len(mine) != len(theirs):
-        return 0.0 if len(mine) and len(theirs) else 1.0
-    scale = float(mine.norm() * theirs.norm())
-    return float(mine @ theirs) / scale if math.isfinite(scale) and scale > 0 else 1.0
 
 
 class Recorder:
@@ -382,7 +352,6 @@ class Recorder:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.dtype = torch.float32
-        self.values: dict[int, Tensor] = {}
 
     def attend(
         self,
@@ -403,7 +372,6 @@ class Recorder:
             )
         self.shapes[layer] = LayerShape(key.shape[0], key.shape[2])
         self.dtype = key.dtype
-        self.values[layer] = value
         return value.repeat_interleave(query.shape[0] // value.shape[0], 0).transpose(0, 1)
 
 
@@ -422,5 +390,4 @@ def measure(
     # A layer keeps its number on every stage.
     none = LayerShape(0, 0)
     shapes = tuple(recorder.shapes.get(number, none) for number in range(layers.stop))
-    sign = sign_of(recorder.values[layers.stop - 1])
-    return ModelShape(shapes, recorder.dtype, out.shape[-1] if logits else 0, sign)
+    return ModelShape(shapes, recorder.dtype, out.shape[-1] if logits else 0)

@@ -334,17 +334,6 @@ def _below(weights: Tensor, height: float) -> int:
     return int(torch.searchsorted(heights, mark, right=True))
 
 
-def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
-    """Returns the distributions [R, V] that tokens are drawn from."""
-    changed = penalised(logits, sampling, rows)
-    if sampling.greedy:
-        return torch.nn.functional.one_hot(changed.argmax(-1), logits.shape[-1]).to(logits.dtype)
-    chances, order = _cut(changed, sampling)
-    if order is not None:
-        chances = torch.zeros_like(logits).scatter(-1, order, chances)
-    return chances / chances.sum(-1, keepdim=True)
-
-
 def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor | None]:
     """Applies temperature, top_k, top_p and min_p."""
     # From the largest down: with a tiny temperature quotients become inf, and inf - inf is NaN.

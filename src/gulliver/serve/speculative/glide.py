@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint.files import read_json, write_json, write_tensors
 from gulliver.errors import GulliverError
 from gulliver.options import Options
-from gulliver.serve.attention import LayerShape, ModelShape, Pages, attend_gathered, likeness
+from gulliver.serve.attention import LayerShape, Pages, attend_gathered
 from gulliver.serve.batch import Batch, Runner, Span
 from gulliver.serve.kernels import NativeAttention, PagedSpan, native_attention
 from gulliver.serve.speculative.small_model import Beside, DraftCache, ModelDraft, New
@@ -65,7 +65,6 @@ class GlideConfig(Options):
         target_dim: size of a head of the target.
         target_hidden: width of the target, compared when the draft is loaded.
         block: tokens of a block of the mask it was trained with.
-        target_sign: what the target is known by (`sign_of`); empty where it is not.
     """
 
     vocabulary: int
@@ -79,7 +78,6 @@ class GlideConfig(Options):
     target_dim: int
     target_hidden: int
     block: int = 5
-    target_sign: tuple[float, ...] = ()
 
     @property
     def dim(self) -> int:
@@ -162,11 +160,11 @@ class Glide(nn.Module):
         theirs = self.target_frequencies if len(self.target_frequencies) else None
         # The head has the same weights, and wants them small: Vaswani and others, 2017, 3.4.
         x = self.embedding(tokens) * self.config.hidden**0.5
-        for number, layer in enumerate(self.layers):
+        for layer in self.layers:
             assert isinstance(layer, GlideLayer)
             x = layer.attend(x, positions, self.frequencies, attend)
-            if last is not None and number == len(self.layers) - 1:
-                # Keys and values of the last layer are there; nobody reads what follows of others.
+            if last is not None:
+                # Of a single layer: keys and values are there, and nobody reads what follows.
                 x, positions = x[:, last], positions[:, last]
             x = layer.look(x, positions, theirs, glimpse)
         return self.norm(x)
@@ -267,7 +265,7 @@ def load_draft(folder: Path) -> Glide:
     if lacking:
         raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft again")
     known = {name: values[name] for name in names}
-    known |= {name: tuple(known[name]) for name in ("glimpses", "target_sign")}
+    known["glimpses"] = tuple(known["glimpses"])
     weights = load_file(folder / "model.safetensors")
     frequencies = weights.get("target_frequencies")
     model = Glide(GlideConfig(**known), [] if frequencies is None else frequencies.tolist())
@@ -289,10 +287,6 @@ def _check_version(folder: Path, values: dict[str, Any]) -> None:
 
 
 # `GlideDraft`: a `Glide` that guesses for the engine, over its own pages and the target's.
-
-
-ALIKE = 0.9
-"""Least likeness of a draft's target: other weights are at 0, those in int4 or tuned above this."""
 
 
 class Glimpses:
@@ -355,9 +349,6 @@ class GlideDraft(ModelDraft):
                 f"the draft has a vocabulary of {config.vocabulary} tokens and the model one of "
                 f"{facts.vocabulary}: give a draft that was trained for this model"
             )
-        measured: ModelShape | None = getattr(runner, "measured", None)
-        if measured is not None:
-            check_sign(config.target_sign, measured.sign)
         pages: Pages | None = getattr(runner, "pages", None)
         if config.glimpses:
             if pages is None:
@@ -378,6 +369,7 @@ class GlideDraft(ModelDraft):
     @torch.inference_mode()
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
         spans, looks, ends, first = [], [], [], 0
+        # Nobody reads what the only layer makes of other tokens than the last.
         only_last = self._model.config.layers == 1
         for index, new in enumerate(news):
             count = len(new.tokens)
@@ -408,40 +400,16 @@ class GlideDraft(ModelDraft):
         glimpse: Any = none
         if self._model.config.glimpses:
             self._glimpses.begin(looks, len(looks) if only_last else first)
-            glimpse = _last_of(self._glimpses, last, self._model.config.layers, only_last, first)
-        x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, last)
-        return self._model.logits(x[0]).float() if rows else torch.empty(0)
+            glimpse = self._glimpses
+        wanted = last if only_last else None
+        x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, wanted)[0]
+        x = x if only_last else x[last]
+        return self._model.logits(x).float() if rows else torch.empty(0)
 
     def close(self) -> None:
         """Lets go of the pages."""
         self._pages.keys.clear()
         self._pages.values.clear()
-
-
-def _last_of(glimpses: Glimpses, last: Tensor, layers: int, only_last: bool, tokens: int) -> Any:
-    """Glimpses of a draft whose last layer has the last tokens of sequences alone."""
-    if only_last:
-        return glimpses
-
-    def glimpse(layer: int, query: Tensor) -> Tensor:
-        if layer < layers - 1:
-            return glimpses(layer, query)
-        # Put where their keys are counted, and taken out again.
-        whole = query.new_zeros(*query.shape[:2], tokens, query.shape[-1])
-        whole[:, :, last] = query
-        return glimpses(layer, whole)[:, last]
-
-    return glimpse
-
-
-def check_sign(mine: Sequence[float], theirs: Sequence[float]) -> None:
-    """Refuses a model that a draft was not trained for, though its sizes are the target's."""
-    if (found := likeness(mine, theirs)) < ALIKE:
-        raise GulliverError(
-            "the draft was trained for another model: what that one has of a token is unlike what "
-            f"this one has ({found:.2f}, at least {ALIKE} of 1 is asked for): give the model's own "
-            "draft, gulliver speculate train makes one"
-        )
 
 
 def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:
