@@ -17,12 +17,21 @@ from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameter
 from gulliver.serve.speculative import Proposer, SpeculationOptions, Speculator
 from gulliver.serve.speculative.glide import GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import Proposal, chain
-from gulliver.serve.speculative.small_model import CAPE
 
 DEPTH = 5
 PROMPT, TOKENS = 48, 64
+CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
+"""Alternatives to a guess of the path, by tenths of how sure the draft is of it: those of the
+official code of GliDe with a CaPE, whose numbers count the one on the path."""
 Rounds = Sequence[Sequence[tuple[int, int]]]
 """Rounds of each text: guesses, and how many were right."""
+
+
+class CapeDraft(GlideDraft):
+    """A draft whose trees are those of CaPE."""
+
+    def alternatives(self, sure: float) -> int:
+        return CAPE[int(sure * 10)]
 
 
 class Noted(Speculator):
@@ -260,7 +269,7 @@ def expansion(report: Report, model: Any, folder: Path, texts: list[list[int]]) 
     """Chains, CaPE and calibrated trees with as many verified guesses a round."""
     draft = load_draft(draft_folder(folder, "glide", 0))
     wide = SpeculationOptions(depth=4, nodes=64, fixed=True)
-    found = {"CaPE, depth 4": rounds_of(model, GlideDraft(draft, CAPE), texts, wide)}
+    found = {"CaPE, depth 4": rounds_of(model, CapeDraft(draft, max(CAPE)), texts, wide)}
     nodes = round(verified(found["CaPE, depth 4"]))
     for count in (8, nodes):
         chain = SpeculationOptions(count, count, True)

@@ -31,7 +31,7 @@ pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
 
 from gulliver.serve.http import Load, Measured, RequestTiming, generate_load  # noqa: E402
-from gulliver.serve.http.load import arrivals, percentile  # noqa: E402
+from gulliver.serve.http.load import arrivals  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,6 @@ def test_arrivals_are_a_poisson_process_of_the_seed() -> None:
     assert all(16 <= len(arrival.prompt.split()) <= 256 for arrival in made)
     assert {arrival.max_tokens for arrival in made} == set(range(16, 129))
     assert {a.at for a in arrivals(Load("http://x", requests=5))} == {0.0}
-
-
-def test_percentiles_are_those_of_numpy() -> None:
-    values = np.random.default_rng(0).exponential(size=137).tolist()
-    for share in (0.0, 0.01, 0.5, 0.9, 0.99, 1.0):
-        wanted = np.quantile(values, share, method="inverted_cdf")
-        assert percentile(values, share) == wanted
-    assert math.isnan(percentile([], 0.5))
 
 
 def test_figures_are_those_of_the_times() -> None:
@@ -107,9 +99,8 @@ def test_a_load_drives_the_server_and_counts_what_it_counts() -> None:
         load = Load(server.url, requests=3, prompt_words=(500, 500), seed=5)
         known = generate_load(load).json
         assert known["answered"] == 0
-        ((said, count),) = known["errors"].items()
-        assert count == 3
-        assert "give at most 127" in said
+        assert sum(known["errors"].values()) == 3
+        assert all("give at most 127" in said for said in known["errors"])
 
 
 @contextmanager
@@ -196,7 +187,7 @@ def test_the_command_serves_a_folder_and_drains(
         assert printed == json.loads(out.read_text())
         assert (printed["answered"], printed["rate_asked"]) == (6, None)
         assert run([*bench[:-2], "400", "400", "--rate", "50"]) == 1
-        assert "error: 6 x 400 the prompt has" in capsys.readouterr().out
+        assert "x 400 the prompt has" in capsys.readouterr().out
         program.send_signal(signal.SIGTERM)
         assert program.wait(patient(30)) == 0
         said = program.stderr.read()

@@ -26,8 +26,6 @@ from gulliver.cli.options import CheckpointConfig, Convert, Diff, Ls, Verify
 from gulliver.errors import GulliverError
 from gulliver.options import size_text
 
-PATIENCE_S = 2.0
-"""Seconds after which a bar is shown."""
 ALL = "all"
 """Value of ``--entry`` for all entries."""
 DTYPES = {
@@ -50,32 +48,15 @@ def _out() -> Console:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on the terminal for what takes longer than `PATIENCE_S`."""
+    """Shows a bar of bytes on the terminal."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        SpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    begun, task = time.monotonic(), None
-
-    def report(done: int, total: int) -> None:
-        nonlocal task
-        if task is None:
-            if time.monotonic() - begun < PATIENCE_S:
-                return
-            bar.start()
-            task = bar.add_task(what, total=total)
-        bar.update(task, completed=done)
-
-    try:
-        yield report
-    finally:
-        if task is not None:
-            bar.stop()
+    text = TextColumn("{task.description}", markup=False)
+    columns = text, BarColumn(), DownloadColumn(), SpeedColumn(), TimeRemainingColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # --- ls ------------------------------------------------------------------------------------------

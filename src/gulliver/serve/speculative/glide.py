@@ -24,7 +24,7 @@ from gulliver.options import Options
 from gulliver.serve.attention import LayerShape, Pages, attend_gathered
 from gulliver.serve.batch import Batch, Runner, Span
 from gulliver.serve.kernels import NativeAttention, PagedSpan, native_attention
-from gulliver.serve.speculative.small_model import Beside, DraftCache, ModelDraft, New
+from gulliver.serve.speculative.small_model import DraftCache, ModelDraft, New
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Number of the layer, query [B, H, S, D], key, value; returns [B, S, H, D]."""
@@ -336,7 +336,7 @@ class GlideDraft(ModelDraft):
 
     name = "glide"
 
-    def __init__(self, model: Glide, beside: Beside = 3) -> None:
+    def __init__(self, model: Glide, beside: int = 3) -> None:
         """Keeps the model; memory is taken when the target's runner is known."""
         self._model = model.eval().requires_grad_(False)
         super().__init__(DraftCache(0, 1), None, beside)

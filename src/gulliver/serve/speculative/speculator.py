@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.options import AT_LEAST_1, Options, Range
+from gulliver.options import Options, Range
 from gulliver.serve.batch import Batch, Draft, Drafter, Runner, Wanted
 from gulliver.serve.speculative.glide import GlideDraft, is_draft, load_draft
 from gulliver.serve.speculative.proposers import LookUp, Proposal, Proposer
@@ -50,13 +50,11 @@ class SpeculationOptions(Options):
         nodes: most guesses of a sequence; attention over pages is slower for more than 15.
         fixed: whether `depth` guesses are made and verified at all times, whatever they cost: for
             measurements.
-        budget: most guesses of all sequences together; None leaves it to the costs.
     """
 
     depth: Annotated[int, Range(1, 64)] = 8
     nodes: Annotated[int, Range(1, 64)] = 15
     fixed: bool = False
-    budget: Annotated[int | None, AT_LEAST_1] = None
 
 
 @dataclass
@@ -265,9 +263,7 @@ class Speculator(Drafter):
         chances = [-path for path, _, _ in ranked]
         if trial:  # the other sequences would have guesses like those of the few
             chances = [one for one in chances for _ in range(sequences // len(asked))]
-        limits = (budget, self.options.budget, len(chances))
-        chances = chances[: min(limit for limit in limits if limit is not None)]
-        taken = self._choose(chances, sequences, depth)
+        taken = self._choose(chances[:budget], sequences, depth)
         if not self.pays(sequences):
             self._rest_until[_level(sequences)] = self._clock + (perf_counter() - begun) / TRIAL
         chosen: dict[int, list[int]] = {}
