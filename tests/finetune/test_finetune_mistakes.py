@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from gulliver.finetune.step import Learner
 from gulliver.jobs.display import tensorboard
 from gulliver.memory import activation_peak
 from gulliver.memory.symbolic import follow_step
-from gulliver.options import byte_size
 from tests.covering import some
 from tests.finetune.finetune_runs import small
 from tests.finetune.test_finetune_data import read
@@ -122,26 +120,6 @@ def test_where_the_start_was_best_the_result_is_the_start(
     assert AutoModelForCausalLM.from_pretrained(config.out / "model", dtype="auto").dtype == (
         torch.bfloat16
     )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"activations": "recompute"}, {"sp": 2, "ranks": 2}, {"memory": "300MiB"}],
-    ids=str,
-)
-def test_the_parts_of_a_plan_add_up(
-    tmp_path: Path, example: Example, capsys: pytest.CaptureFixture, changes: dict[str, Any]
-) -> None:
-    finetune(replace(small(example, tmp_path / "run", dry_run=True), **changes))
-    told = capsys.readouterr().err
-
-    def size(number: str, unit: str) -> int:
-        return byte_size("a size", f"{number.replace(',', '')}{unit}")
-
-    parts = [size(*found) for found in re.findall(r"([\d.,]+) (\S+) in memory", told)]
-    whole = [size(*found) for found in re.findall(r"needed in all +([\d.,]+) (\S+)", told)]
-    assert len(parts) == 4
-    assert sum(parts) == pytest.approx(whole[0], rel=0.05)
 
 
 def test_experts_are_followed_in_float32_as_they_run() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import gulliver
 from gulliver.errors import GulliverError
-from gulliver.quantize import quantize_folder, save_quantized
+from gulliver.quantize import save_quantized
 from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParameters, load
 from gulliver.serve.requests import AnswerText, listed, tokens_of
 from gulliver.serve.weights import free_bytes
@@ -166,32 +166,6 @@ def test_a_chat_is_written_by_the_template(folder: Path) -> None:
         llm.tokenizer.chat_template = None
         with pytest.raises(GulliverError, match="no chat template"):
             llm.chat([{"role": "user", "content": "the fox"}])
-
-
-def test_a_quantised_folder_is_served_as_it_is(folder: Path, tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "int8"
-    shutil.copytree(folder, source)
-    made = one_by_one(small(), tokenizer_of()(TEXTS[0])["input_ids"], 9)[0]
-    # Said by the generation configuration alone, as of models that chat.
-    end = {"eos_token_id": [made[4], 2], "transformers_version": "5.0.0"}
-    (source / "generation_config.json").write_text(json.dumps(end))
-    (source / "pytorch_model.bin").write_bytes(b"weights")
-    (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
-    quantize_folder(source, out)
-    names = {path.name for path in source.iterdir()} - {"model.safetensors", "pytorch_model.bin"}
-    assert {path.name for path in out.iterdir()} == names | {"quantized.safetensors"}
-    greedy = SamplingParameters(max_tokens=9, temperature=0)
-    with LLM(out, cache_tokens=512) as llm, LLM(source, cache_tokens=512) as exact:
-        asked = [TEXTS[0], TEXTS[1]]
-        answers = llm.generate(asked, greedy), exact.generate(asked, greedy)
-        for found, other in zip(*answers, strict=True):
-            assert found.completions[0].ids == other.completions[0].ids
-        said = llm.generate(TEXTS[0], greedy)[0].completions[0]
-        assert said.finish == "stop"
-        assert len(said.ids) <= 5
-        ask = [{"role": "user", "content": "the fox"}]
-        assert llm.chat(ask, greedy).prompt_ids == exact.chat(ask, greedy).prompt_ids
 
 
 def test_the_command_answers_as_the_library(

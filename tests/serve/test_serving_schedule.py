@@ -169,22 +169,6 @@ def test_equal_beginnings_share_blocks_even_within_one_batch() -> None:
     assert engine.counts()["prefix_cached_tokens"] == 16
 
 
-def test_drafts_that_are_right_take_fewer_steps_and_are_the_same_tokens() -> None:
-    plain, drafted = (Slots(blocks=40, size=4) for _ in range(2))
-    asked = SamplingParameters(max_tokens=30, temperature=0)
-    engines = [Engine(plain), Engine(drafted, drafter=Guesses(1, 5))]
-    answers = []
-    for engine in engines:
-        engine.add([1, 2, 3], asked)
-        made: list[int] = []
-        while engine.busy:
-            made += [token.id for event in engine.step() for token in event.tokens]
-        answers.append(made)
-    assert answers[0] == answers[1] == expected([1, 2, 3], 30, 5)
-    assert engines[1].counts()["steps"] < engines[0].counts()["steps"]
-    assert engines[1].counts()["accepted_tokens"] > 0
-
-
 def test_answers_fork_from_a_prompt_whose_last_token_is_a_chunk_of_its_own() -> None:
     runner = Slots(blocks=40, size=4)
     engine = Engine(runner, options=EngineOptions(8, 4), drafter=Guesses(0, 5))

@@ -32,7 +32,6 @@ from gulliver.serve.weights import (
     Source,
     build_on_meta,
     cache_blocks,
-    check_quantised,
     check_served,
     context_of,
     fill_model,
@@ -95,8 +94,11 @@ def plan_ranks(
     """Deals a folder's model to ranks; no weight is loaded."""
     if speeds is not None and (len(speeds) != pipeline or min(speeds) <= 0):
         raise GulliverError(f"speeds={list(speeds)}: give {pipeline} numbers above 0, one a stage")
-    if is_quantised(folder):
-        check_quantised(tensor)
+    if is_quantised(folder) and tensor > 1:
+        raise GulliverError(
+            f"tensor={tensor}: weights that lie quantised in files are not cut over tensor ranks; "
+            "give the folder that they were made of and quantize=, or pipeline= ranks"
+        )
     model = build_on_meta(folder, kept_dtype(folder, dtype))
     check_served(model)
     if not is_quantised(folder):
