@@ -139,7 +139,11 @@ def attend_gathered(
     """Attention of one sequence's new tokens [H, T, D] to all of its keys [H', L, D]; [T, H, D]."""
     plain = piece.mask is None and slopes is None and (window is None or window >= key.shape[1])
     causal = plain and piece.start == 0
-    bias = None if plain and (causal or piece.count == 1) else _bias(query, piece, window, slopes)
+    bias = (
+        None
+        if plain and (causal or piece.count == 1)
+        else attention_bias(query, piece, window, slopes)
+    )
     out = F.scaled_dot_product_attention(
         query[None],
         key[None].to(query.dtype),
@@ -152,7 +156,9 @@ def attend_gathered(
     return out[0].transpose(0, 1)
 
 
-def _bias(query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None) -> Tensor:
+def attention_bias(
+    query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None
+) -> Tensor:
     """Mask [1, 1, T, L], or bias [1, H, T, L] with slopes."""
     mine = piece.positions[:, None]
     theirs = torch.cat([torch.arange(piece.start, device=query.device), piece.positions])[None]

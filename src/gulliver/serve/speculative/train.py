@@ -26,7 +26,8 @@ from gulliver.jobs.loop import LoopOptions, TrainingLoop, rate_factor
 from gulliver.jobs.run_folder import RunFolder
 from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
-from gulliver.serve.attention import attached, forward
+from gulliver.serve.attention import attached, attention_bias, forward
+from gulliver.serve.kernels import PagedSpan
 from gulliver.serve.speculative.glide import Glide, GlideConfig, save_draft, seen_keys
 from gulliver.serve.speculative.train_config import MAY_CHANGE, TrainDraftConfig, check_train_draft
 from gulliver.serve.weights import load
@@ -83,12 +84,8 @@ class _KeptKeys:
         bias = None
         if slopes is not None or (window is not None and window < length):
             places = torch.arange(length, device=query.device)
-            apart = places[:, None] - places[None]
-            seen = (apart >= 0) & (apart < (window or length))
-            bias = torch.zeros(length, length, device=query.device, dtype=query.dtype)
-            if slopes is not None:
-                bias = -slopes[:, None, None].to(query.dtype) * apart
-            bias = bias.masked_fill(~seen, -torch.inf)
+            whole = PagedSpan(0, length, 0, places, None, places)
+            bias = attention_bias(query, whole, window, slopes)
         out = F.scaled_dot_product_attention(
             *parts,
             attn_mask=bias,
