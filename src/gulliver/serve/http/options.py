@@ -35,7 +35,7 @@ class ServerOptions(Options):
         most_n: Most answers to a prompt.
         max_tokens: Most tokens of an answer; what the context leaves by default.
         body_bytes: Largest body of a request, such as 1MiB; by default 64 KiB and 32 bytes a token.
-        connections: Open connections; requests of more are answered with 503.
+        connections: Open connections; while there are more, requests are answered with 503.
         header_seconds: Seconds in which the head of a first request must have come.
         body_seconds: Seconds in which its body must have come.
         idle_seconds: Seconds that a connection stays open between requests.
