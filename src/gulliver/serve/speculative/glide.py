@@ -233,8 +233,6 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 KIND = "gulliver_glide"
 """``model_type`` of a draft's configuration."""
-VERSION = 2
-"""Drafts of version 1 took embeddings and what they saw as they were: see [Note: sizes]."""
 
 
 def is_draft(folder: Path) -> bool:
@@ -250,7 +248,7 @@ def save_draft(
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
     # Last: a folder with a configuration is whole.
-    known = {"model_type": KIND, "version": VERSION, **asdict(config), "training": facts}
+    known = {"model_type": KIND, **asdict(config), "training": facts}
     write_json(folder / "config.json", known)
 
 
@@ -259,7 +257,6 @@ def load_draft(folder: Path) -> Glide:
     if not is_draft(folder):
         raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
     values = read_json(folder / "config.json")
-    _check_version(folder, values)
     names = [field.name for field in fields(GlideConfig)]
     lacking = [name for name in names if name not in values]
     if lacking:
@@ -274,16 +271,6 @@ def load_draft(folder: Path) -> Glide:
     except RuntimeError as error:
         raise GulliverError(f"{folder}: {' '.join(str(error).split())[:200]}") from None
     return model.eval()
-
-
-def _check_version(folder: Path, values: dict[str, Any]) -> None:
-    """Refuses a draft that would guess otherwise here than it has learnt to."""
-    version = values.get("version", 1)
-    if version != VERSION:
-        raise GulliverError(
-            f"{folder} has a draft of version {version}, and drafts are of version {VERSION} here: "
-            "train it again with gulliver speculate train"
-        )
 
 
 # `GlideDraft`: a `Glide` that guesses for the engine, over its own pages and the target's.
