@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 PACKAGES = ("gulliver", "torch", "transformers", "peft", "safetensors")
-SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
+SHOWN_SAMPLES = 3
 
 
 def model_card(job: FinetuneJob, run: FinetuneRun, step: int, which: str) -> str:
@@ -42,7 +42,6 @@ def model_card(job: FinetuneJob, run: FinetuneRun, step: int, which: str) -> str
         "\n".join([*_front(job), f"# {job.base.folder.name}, fine-tuned"]),
         _table("Result", _result(job, step, which, log, evaluations)),
         _table("Training", _training(job)),
-        _evaluations(evaluations),
         _samples(run, step),
         _table("Versions", [(name, _version(name)) for name in PACKAGES]),
     ]
@@ -104,15 +103,6 @@ def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
         own = f"rank {config.lora_rank}, dropout {config.lora_dropout}"
         rows.append(("adapters", f"those of {config.adapter}" if config.adapter else own))
     return rows
-
-
-def _evaluations(lines: list[dict[str, Any]]) -> str:
-    if not lines:
-        return ""
-    every = max(1, -(-len(lines) // SHOWN_EVALUATIONS))
-    shown = [*lines[:-1:every], lines[-1]]
-    rows = [f"| {line['step']:,} | {line['held_out_loss']:.4f} |" for line in shown]
-    return "\n".join(["## Evaluation", "", "| step | held-out loss |", "|---:|---:|", *rows])
 
 
 def _samples(run: FinetuneRun, step: int) -> str:

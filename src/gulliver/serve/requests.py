@@ -103,12 +103,8 @@ _SHORT = 40
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Lists prompts; one alone is a list of one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | bytes):
         return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(
-        prompts, Sequence | np.ndarray | Tensor
-    ):
-        raise _no_prompt(prompts)
     several = list(prompts)
     return [several] if several and _is_number(several[0]) else several  # type: ignore
 
@@ -135,21 +131,13 @@ def _is_number(one: Any) -> bool:
 
 
 def _numbers(prompt: Any) -> list[int]:
-    if isinstance(prompt, bytes | bytearray):
-        raise _no_prompt(prompt)
     try:
-        tokens = list(prompt)
-        if any(isinstance(token, bool | np.bool_ | str) for token in tokens):
-            raise TypeError
-        return [operator.index(token) for token in tokens]
+        if not isinstance(prompt, bytes):  # whose bytes would pass for tokens
+            return [operator.index(token) for token in prompt]
     except TypeError:
-        raise _no_prompt(prompt) from None
-
-
-def _no_prompt(given: Any) -> GulliverError:
-    said = repr(given)
-    said = said if len(said) <= _SHORT else said[:_SHORT] + "..."
-    return GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
+        pass
+    said = repr(prompt)[:_SHORT]
+    raise GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
 
 
 class RequestError(GulliverError):
