@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
