@@ -204,21 +204,14 @@ COLDEST = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class DrawRow:
-    """What a row of logits is for.
-
-    Attributes:
-        sampling: how its token is drawn.
-        seed: seed of the request.
-        sample: number of the answer among the request's.
-        place: number of the answer's tokens before the one that is drawn.
-        history: prompt and answer so far; needed for penalties only.
-        prompt: number of tokens of the prompt in `history`.
-    """
+    """What a row of logits is for."""
 
     sampling: SamplingParameters
     seed: int
     sample: int
+    # Tokens of the answer before the one that is drawn.
     place: int
+    # Prompt and answer so far, for penalties only, and the prompt's share of them.
     history: Sequence[int] = ()
     prompt: int = 0
 
@@ -226,12 +219,7 @@ class DrawRow:
 def noise(
     key: int | np.uint64 | NDArray[np.uint64], tokens: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Returns exponential noise of tokens: splitmix64 (Steele and others, 2014) of key and token.
-
-    Args:
-        key: number of the draw; an array of [R, 1] with tokens of [R, K] as well.
-        tokens: numbers of tokens.
-    """
+    """Exponential noise of tokens [R, K]: splitmix64 (Steele and others, 2014) of key and token."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(key, np.uint64) + (tokens.astype(np.uint64) + _ONE) * _STEP
         for shift, factor in _MIX:

@@ -59,12 +59,7 @@ ALIVE_S = 15.0
 
 @dataclass(frozen=True)
 class PromptJob:
-    """A prompt and how its answers are drawn.
-
-    Attributes:
-        tokens: tokens of the prompt.
-        sampling: how its answers are drawn.
-    """
+    """A prompt and how its answers are drawn."""
 
     tokens: Sequence[int]
     sampling: SamplingParameters

@@ -50,33 +50,22 @@ Glimpse = Callable[[int, Tensor], Tensor]
 # The layers know no cache: what attends is handed to them.
 @dataclass(frozen=True)
 class GlideConfig(Options):
-    """Sizes of a draft, and what it must know of its target.
-
-    Attributes:
-        vocabulary: tokens, those of the target.
-        hidden: width.
-        heads: heads of its own attention.
-        feed_forward: width of the feed-forward part.
-        layers: number of layers.
-        glimpses: layers of the target, one for each of the draft, whose keys and values it sees;
-            empty for a draft that sees none.
-        target_type: ``model_type`` of the target.
-        target_heads: heads of the target's queries.
-        target_dim: size of a head of the target.
-        target_hidden: width of the target, compared when the draft is loaded.
-        block: tokens of a block of the mask it was trained with.
-    """
+    """Sizes of a draft, and what it must know of its target."""
 
     vocabulary: int
     hidden: int
+    # Heads of its own attention.
     heads: int
     feed_forward: int
     layers: int
+    # Layers of the target, one for each of the draft, that it looks at; none for a plain draft.
     glimpses: tuple[int, ...]
+    # ``model_type``, heads of queries, size of a head and width of the target.
     target_type: str
     target_heads: int
     target_dim: int
     target_hidden: int
+    # Tokens of a block of the mask it was trained with.
     block: int = 5
 
     @property
