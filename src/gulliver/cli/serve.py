@@ -114,29 +114,15 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
         f"{config.sequences} answers at a time, {config.queue} waiting",
         f"  cache of {tokens:,} tokens ({size}); bodies of at most {size_text(body)} ({chosen})",
     ]
-    lines += _placed(config, model)
+    if config.ranks > 1:
+        lines.append(f"  {config.ranks} ranks: {config.pipeline} stages of {config.tensor}")
+    if config.speculation is not None:
+        lines.append(f"  drafts by {config.speculation}, verified where that is predicted to pay")
     if getattr(model.tokenizer, "chat_template", None) is None:
         lines.append("  no chat template: /v1/chat/completions refuses, /v1/completions answers")
     if options.host not in ("127.0.0.1", "localhost", "::1") and options.key is None:
         lines.append("  whoever reaches this address may ask: --api-key lets in who knows it")
     print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _placed(given: ModelOptions, model: LLM) -> list[str]:
-    """Lines about ranks and drafts."""
-    lines = []
-    if given.ranks > 1:
-        stages = f"{given.pipeline} stage{'s' * (given.pipeline > 1)}"
-        lines.append(
-            f"  {given.ranks} ranks of this machine: {stages} of {given.tensor}; one that is lost "
-            "is started again"
-        )
-    if model.engine.drafter is not None:
-        lines.append(
-            f"  drafts by {given.speculation}, verified where that is predicted to pay; "
-            "/metrics counts drafted_tokens and accepted_tokens"
-        )
-    return lines
 
 
 def _bench(config: Bench) -> int:

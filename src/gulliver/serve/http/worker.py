@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -18,11 +17,6 @@ from gulliver.serve.engine import Engine
 from gulliver.serve.http.requests import ApiError, overloaded, wrong
 from gulliver.serve.sampling import Event, SamplingParameters
 
-LONGEST_S = 60.0
-"""Most seconds that a client is asked to wait."""
-WEIGHT = 0.1
-"""Weight of the newest in the mean time between answers."""
-
 
 class Gate:
     """Counts answers from their request to their end."""
@@ -30,8 +24,6 @@ class Gate:
     def __init__(self, most: int) -> None:
         self.most, self.inside = most, 0
         self.draining = False
-        self._left: float | None = None
-        self._between = 1.0
 
     def check(self) -> None:
         """Refuses new work while the server drains."""
@@ -41,22 +33,15 @@ class Gate:
     def enter(self, answers: int) -> None:
         """Admits answers."""
         self.check()
-        over = self.inside + answers - self.most
-        if over > 0:
+        if self.inside + answers > self.most:
             raise overloaded(
-                f"{self.inside} answers run and wait, of at most {self.most}: ask again later",
-                min(over * self._between, LONGEST_S),
+                f"{self.inside} answers run and wait, of at most {self.most}: ask again later", 1
             )
         self.inside += answers
 
     def leave(self, answers: int) -> None:
-        """Counts answers out; refused clients wait for a multiple of the mean time between them."""
+        """Counts answers out."""
         self.inside -= answers
-        now = time.monotonic()
-        if self._left is not None:
-            each = (now - self._left) / answers
-            self._between += WEIGHT * (each - self._between)
-        self._left = now
 
 
 # `Metrics`: what a server counts, as Prometheus reads it.

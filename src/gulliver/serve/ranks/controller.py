@@ -306,7 +306,7 @@ class Processes:
         max_in_flight: int | None,
     ) -> None:
         self._given = folder, options, layout, sequences, max_in_flight
-        self._layout, self._options, self._max_in_flight = layout, options, max_in_flight
+        self._layout, self._options = layout, options
         self._meeting = tempfile.TemporaryDirectory(prefix="gulliver-ranks-")
         self._secret = secrets.token_bytes(32)
         self.links: Sequence[Connection] = []
@@ -324,7 +324,7 @@ class Processes:
     def runner(self) -> RanksRunner:
         """Waits for the ranks to load."""
         return RanksRunner(
-            *(self, self._layout, self._options.patience_s, START_S, BLOCK, self._max_in_flight)
+            *(self, self._layout, self._options.patience_s, START_S, BLOCK, self._given[-1])
         )
 
     def _start(self, listener: Listener, folder: Path, sequences: int) -> None:
