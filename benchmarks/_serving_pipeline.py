@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
@@ -35,8 +37,7 @@ from gulliver.comm.messages import post
 from gulliver.serve import Batch, LocalRunner, Span
 from gulliver.serve.batch import Facts
 from gulliver.serve.ranks.controller import RanksRunner
-from gulliver.serve.ranks.layout import Layout
-from gulliver.serve.ranks.stage import RankSizes
+from gulliver.serve.ranks.stage import Layout, RankSizes
 from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, work
 
 WAYS = ("blocking", "non-blocking")
@@ -84,6 +85,35 @@ class _Crew:
     def restarted(self) -> RanksRunner:
         """Nothing is started again here."""
         raise AssertionError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Seconds of a batch by stage, and by link where the next stage was waiting; 0 elsewhere."""
+
+    stages: tuple[float, ...]
+    links: tuple[float, ...]
+
+
+class Timed(RanksRunner):
+    """A runner that notes what each stage and link took, of what the ranks tell of a batch."""
+
+    def _note(self, rank: int, message: RankMessage) -> None:
+        ranks = self.times.setdefault(message.ticket, {})
+        ranks[rank] = message.value
+        super()._note(rank, message)
+        if len(ranks) < self.layout.ranks:
+            return
+        stages = [ranks[rank] for rank in range(self.layout.ranks)]
+        links = [
+            max(0.0, got - max(end, began)) for (_, _, end), (began, got, _) in pairwise(stages)
+        ]
+        self.seen.append(Seen(tuple(done - got for _, got, done in stages), tuple(links)))
+
+    def __init__(self, crew: Any, layout: Layout) -> None:
+        self.times: dict[int, dict[int, tuple[float, float, float]]] = {}
+        self.seen: deque[Seen] = deque(maxlen=MANY)
+        super().__init__(crew, layout)
 
 
 def stages_on_links(folder: str, seconds: Sequence[float], rounds: int) -> dict[str, Any]:
@@ -151,7 +181,7 @@ def _controlled(listener: Listener, layout: Layout, way: str) -> tuple[float, li
     for _ in range(layout.ranks):
         link = listener.accept()
         found[link.recv()] = link
-    runner = RanksRunner(_Crew([found[r] for r in range(layout.ranks)]), layout)
+    runner = Timed(_Crew([found[r] for r in range(layout.ranks)]), layout)
     batches = [Batch(t, [Span(t, 0, [1] * TOKENS, [0] * 4, 1)]) for t in range(MANY + 2)]
     # Connections are opened, and memory is touched, before the clock runs.
     for batch in batches[:2]:

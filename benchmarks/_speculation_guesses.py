@@ -17,12 +17,21 @@ from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameter
 from gulliver.serve.speculative import Proposer, SpeculationOptions, Speculator
 from gulliver.serve.speculative.glide import GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import Proposal, chain
-from gulliver.serve.speculative.small_model import CAPE
 
 DEPTH = 5
 PROMPT, TOKENS = 48, 64
+CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
+"""Alternatives to a guess of the path, by tenths of how sure the draft is of it: those of the
+official code of GliDe with a CaPE, whose numbers count the one on the path."""
 Rounds = Sequence[Sequence[tuple[int, int]]]
 """Rounds of each text: guesses, and how many were right."""
+
+
+class CapeDraft(GlideDraft):
+    """A draft whose trees are those of CaPE."""
+
+    def alternatives(self, sure: float) -> int:
+        return CAPE[int(sure * 10)]
 
 
 class Noted(Speculator):
@@ -41,15 +50,12 @@ class Noted(Speculator):
 class Foretold(Proposer):
     """Guesses of a chosen quality that take no time: what is known to come, some of it spoilt."""
 
-    name, free, apart = "foretold", True, 0.0
+    name, free = "foretold", True
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
         self._answers, self._right = answers, right
         random = torch.Generator().manual_seed(0)
         self._draws = torch.rand(1 << 12, generator=random).tolist()
-
-    def begin(self, runner: Any) -> None:
-        """Needs nothing of the runner."""
 
     def propose(self, wanted: Any, depth: int) -> dict[int, Proposal]:
         found = {}
@@ -63,12 +69,6 @@ class Foretold(Proposer):
             if tokens:
                 found[one.sequence] = chain(tokens, [self._right] * len(tokens))
         return found
-
-    def dropped(self, sequence: int) -> None:
-        """Knows nothing of sequences."""
-
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 def held_out(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:
@@ -269,7 +269,7 @@ def expansion(report: Report, model: Any, folder: Path, texts: list[list[int]]) 
     """Chains, CaPE and calibrated trees with as many verified guesses a round."""
     draft = load_draft(draft_folder(folder, "glide", 0))
     wide = SpeculationOptions(depth=4, nodes=64, fixed=True)
-    found = {"CaPE, depth 4": rounds_of(model, GlideDraft(draft, CAPE), texts, wide)}
+    found = {"CaPE, depth 4": rounds_of(model, CapeDraft(draft, max(CAPE)), texts, wide)}
     nodes = round(verified(found["CaPE, depth 4"]))
     for count in (8, nodes):
         chain = SpeculationOptions(count, count, True)

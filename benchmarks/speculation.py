@@ -174,7 +174,7 @@ def larger(report: Report) -> None:
     Its weights are random, so that no draft can learn it: guesses are of a chosen quality.
     """
     from benchmarks.serving import make_model
-    from gulliver.serve.speculative.cost import step
+    from gulliver.serve.speculative.report import step
 
     model = make_model()
     random = torch.Generator().manual_seed(2)

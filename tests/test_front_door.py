@@ -11,8 +11,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from benchmarks._harness import Bar, at_least, at_most
-from benchmarks._index import claims, page, read
 from benchmarks._which_plugin import MARKS, MEMORIES, state_bytes, table
 
 import gulliver
@@ -76,35 +74,6 @@ def test_output_that_nobody_reads_on_ends_without_a_traceback(
         with pytest.raises(SystemExit) as ended:
             _main.main(["plan", "--help"])
     assert ended.value.code == 141
-
-
-def test_bars_of_one_kind_share_a_row_with_the_figure_nearest_to_failing() -> None:
-    bars = [
-        at_most("ZeRO 1: bytes, off theory", 0.01, 0.03),
-        at_most("ZeRO 2: bytes, off theory", 0.05, 0.03),
-        at_least("ZeRO 1: times faster", 1.5, 1.2),
-        at_least("ZeRO 2: times faster", 1.3, 1.2),
-        at_least("alone", 2.0, 1.0),
-        at_most("misses", 0, 0),
-    ]
-    assert claims(bars) == [
-        ("bytes, off theory", "0.05 (ZeRO 2)", "at most 0.03", "**1 of 2**"),
-        ("times faster", "1.3 (ZeRO 2)", "at least 1.2", "yes"),
-        ("alone", "2", "at least 1", "yes"),
-        ("misses", "0", "0", "yes"),
-    ]
-
-
-def test_kept_results_become_a_page_without_json() -> None:
-    results = [read(path) for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
-    assert results
-    assert all(result.bars and all(isinstance(b, Bar) for b in result.bars) for result in results)
-    text = page(results)
-    assert "```json" not in text
-    for result in results:
-        assert result.commit in text
-        assert re.search(rf"\(#{result.anchor}\).*{result.commit} \| {result.date}", text)
-        assert f'id="{result.anchor}"' in text
 
 
 PAGES = ROOT / "docs"

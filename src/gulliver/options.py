@@ -157,16 +157,6 @@ def positive_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def ranges_of(kind: type) -> dict[str, Range]:
-    """Finds the range of each option of a dataclass that has one."""
-    found = {}
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        for extra in getattr(hint, "__metadata__", ()):
-            if isinstance(extra, Range):
-                found[name] = extra
-    return found
-
-
 _CHECKING: ContextVar[bool] = ContextVar("checking", default=True)
 
 

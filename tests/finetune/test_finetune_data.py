@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from gulliver.finetune import (
     Row,
     TextData,
     load_tokenizer,
-    make_example,
     read_rows,
     read_text,
     recognise,
@@ -504,62 +502,3 @@ def test_the_fingerprint_is_of_data_tokenizer_and_form(tmp_path: Path) -> None:
 
 
 # --- bad input ----------------------------------------------------------------------------------
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(GulliverError, match="has no tokenizer: copy"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{ broken")
-    with pytest.raises(GulliverError, match="cannot be read"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"data": ()}, "no data is named"),
-        ({"data": (Path("/none.jsonl"),)}, "--data /none.jsonl does not exist"),
-        ({"held_out": 1.0}, "held_out is 1.0"),
-        ({"held_out": float("nan")}, "held_out is nan"),
-        ({"held_out": Path("/none")}, "--held-out /none does not exist"),
-        ({"length": 1}, "length is 1"),
-        ({"answers_only": "yes"}, "plain texts, which have no answers"),
-        ({"form": "text", "answers_only": "yes"}, "a plain text has no answers"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(
-    tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    path = written(tmp_path, [{"text": "a text"}, {"text": "another"}])
-    with pytest.raises(GulliverError, match=message):
-        read_text(DataConfig(**{"data": (path,), **options}), tokenizer_of(), print)
-
-
-@pytest.mark.parametrize(
-    ("words", "values"),
-    [
-        ("--data a.jsonl b.csv --held-out 0.2", {"held_out": 0.2}),
-        ("--data a.jsonl b.csv --held-out test.jsonl", {"held_out": Path("test.jsonl")}),
-        ("--data a.jsonl b.csv --length 512 --packing no", {"length": 512, "packing": "no"}),
-    ],
-)
-def test_options_are_read_from_a_command_line(words: str, values: dict[str, Any]) -> None:
-    files = (Path("a.jsonl"), Path("b.csv"))
-    assert tyro.cli(DataConfig, args=words.split()) == DataConfig(data=files, **values)
-
-
-def test_the_example_is_read_and_is_the_same_each_time(tmp_path: Path) -> None:
-    model, file = make_example(tmp_path / "a", rows=40)
-    data, said = read(file, load_tokenizer(model), held_out=0.1)
-    assert data.held_out
-    tokenizer = load_tokenizer(model)
-    learnt = learnt_text(tokenizer, data.train[0])
-    assert learnt == learnt.upper().replace("<|END|>", "<|end|>")
-    assert len(said) == 2
-    again = make_example(tmp_path / "b", rows=40)
-    names = ["model.safetensors", "tokenizer.json"]
-    assert [(model / n).read_bytes() for n in names] == [(again[0] / n).read_bytes() for n in names]
-    assert file.read_bytes() == again[1].read_bytes()
-    with pytest.raises(GulliverError, match="has something in it"):
-        make_example(tmp_path / "a")

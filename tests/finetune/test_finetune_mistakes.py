@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,23 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from gulliver.errors import GulliverError
-from gulliver.finetune import BadRow, Row, check_finetune, finetune, make_example, read_rows
+from gulliver.finetune import check_finetune, finetune, make_example
 from gulliver.finetune.prepare import FinetuneRun
 from gulliver.finetune.result import NO_BETTER
 from gulliver.finetune.step import Learner
 from gulliver.jobs.display import tensorboard
 from gulliver.memory import activation_peak
-from gulliver.memory.symbolic import ActivationPeak, follow_step
-from gulliver.options import byte_size
+from gulliver.memory.symbolic import follow_step
 from tests.covering import some
 from tests.finetune.finetune_runs import small
 from tests.finetune.test_finetune_data import read
 
 Example = tuple[Path, Path]
-ROWS = [f"p{n},c{n}".encode() for n in range(10)]
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     return make_example(tmp_path_factory.mktemp("finetune") / "example", rows=40)
-
-
-def _table(path: Path, third: bytes) -> list[str | None]:
-    """Why rows of a table are bad by their line, with one of ten put in the place of the third."""
-    path.write_bytes(b"\n".join([b"prompt,completion", *ROWS[:2], third, *ROWS[3:]]) + b"\n")
-    found = list(read_rows([path]))
-    bad = [
-        f"{row.source.rpartition(':')[2]} {row.reason}" for row in found if isinstance(row, BadRow)
-    ]
-    return [*bad, f"{sum(isinstance(row, Row) for row in found)} good"]
-
-
-def test_a_bad_line_of_a_table_is_a_row_that_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    assert _table(path, b"a,b,c") == ["4 another number of fields", "9 good"]
-    assert _table(path, b'"a,b') == ["4 no row of a table", "2 good"]
 
 
 @pytest.mark.parametrize(
@@ -88,20 +69,6 @@ def test_a_row_that_says_something_twice_is_bad(tmp_path: Path) -> None:
     data, _ = read(tmp_path / "b.jsonl")
     assert [row.why for row in data.bad] == ["two columns for one thing: completion and response"]
     assert len(data.train) == 1
-
-
-def test_texts_that_are_left_out_are_not_counted(tmp_path: Path) -> None:
-    sizes = [(99, 1), (1, 99), (1, 1)]  # only a question is left, part of an answer, all
-    rows = [
-        [{"role": "user", "content": "q " * q}, {"role": "assistant", "content": "a " * a}]
-        for q, a in sizes
-    ]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
-    data, said = read(path, length=48)
-    assert len(data.bad) == 1
-    assert said[0] == "data: 2 conversations, 0 held out"
-    assert (data.facts["cut"], data.facts["texts"]["train"]) == (1, 2)
 
 
 def test_a_run_folder_is_not_that_of_the_model_or_the_data(
@@ -153,38 +120,6 @@ def test_where_the_start_was_best_the_result_is_the_start(
     assert AutoModelForCausalLM.from_pretrained(config.out / "model", dtype="auto").dtype == (
         torch.bfloat16
     )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"activations": "recompute"}, {"sp": 2, "ranks": 2}, {"memory": "300MiB"}],
-    ids=str,
-)
-def test_the_parts_of_a_plan_add_up(
-    tmp_path: Path, example: Example, capsys: pytest.CaptureFixture, changes: dict[str, Any]
-) -> None:
-    finetune(replace(small(example, tmp_path / "run", dry_run=True), **changes))
-    told = capsys.readouterr().err
-
-    def size(number: str, unit: str) -> int:
-        return byte_size("a size", f"{number.replace(',', '')}{unit}")
-
-    parts = [size(*found) for found in re.findall(r"([\d.,]+) (\S+) in memory", told)]
-    whole = [size(*found) for found in re.findall(r"needed in all +([\d.,]+) (\S+)", told)]
-    assert len(parts) == 4
-    assert sum(parts) == pytest.approx(whole[0], rel=0.05)
-
-
-def test_activations_that_nobody_knows_are_not_said_to_be_none(
-    tmp_path: Path, example: Example, capsys: pytest.CaptureFixture
-) -> None:
-    unknown = ActivationPeak(None, reason="Error: no shapes")
-    with patch("gulliver.planner.measure.activation_peak", return_value=unknown):
-        limit = {"memory": "80MiB", "disk": f"{tmp_path}:1GiB"}
-        finetune(replace(small(example, tmp_path / "run", dry_run=True), **limit))
-    told = capsys.readouterr().err
-    assert "activations      not known: Error: no shapes" in told
-    assert re.search(r"the least is \S+, and activations;", told)
 
 
 def test_experts_are_followed_in_float32_as_they_run() -> None:

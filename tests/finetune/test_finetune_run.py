@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from gulliver.booster import limited as _limited
 from gulliver.comm import World, init_world
 from gulliver.errors import GulliverError
-from gulliver.finetune import FinetuneConfig, check_finetune, finetune, make_example
+from gulliver.finetune import FinetuneConfig, finetune, make_example
 from gulliver.finetune.base import Base
 from gulliver.finetune.finetuner import Finetuner
 from gulliver.finetune.prepare import FinetuneRun, prepare
@@ -288,27 +288,6 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
     with pytest.raises(GulliverError, match=r"is of another model: .*lora_A.weight is \(2, 64\)"):
         finetune(other)
     assert not other.out.exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": None}, "no model is named"),
-        ({"model": Path("nowhere")}, "is no Hugging Face folder"),
-        ({"data": ()}, "no data is named"),
-        ({"method": "qlora"}, "int8 and int4 bases come with precision"),
-        ({"disk": "/tmp:1GiB"}, "needs --memory"),
-        ({"ranks": 3, "tp": 2}, "--ranks 3 is no multiple of"),
-        ({"packing": "yes", "sp": 2}, "--packing yes with --sp 2"),
-        ({"merge": True}, "--merge is of adapters: add --method lora"),
-        ({"steps": 0}, "steps is 0"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(
-    example: Example, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(GulliverError, match=message):
-        check_finetune(small(example, tmp_path / "run", **changes))
 
 
 def test_what_cannot_run_is_refused_before_a_weight_is_read(

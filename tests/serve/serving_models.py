@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gulliver.serve import Batch
 from gulliver.serve.batch import Facts
+from gulliver.serve.sampling import DrawRow, SamplingParameters, _cut, penalised
+from gulliver.serve.scheduler import BlockPool
 from gulliver.serve.weights import Filling, Source, build_on_meta, is_quantised
 from tests.models.family_models import config_of
 
@@ -161,3 +163,28 @@ def filled(folder: Path, quantize: str | None = None) -> Any:
     with Source(folder, model) as source:
         Filling(model, source, quantize, is_quantised(folder)).fill_all()
     return model
+
+
+def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
+    """The distributions [R, V] that tokens are drawn from."""
+    changed = penalised(logits, sampling, rows)
+    if sampling.greedy:
+        return torch.nn.functional.one_hot(changed.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    chances, order = _cut(changed, sampling)
+    if order is not None:
+        chances = torch.zeros_like(logits).scatter(-1, order, chances)
+    return chances / chances.sum(-1, keepdim=True)
+
+
+def check_pool(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
+    """Asserts that the counts are those of the tables, and that no block is lost."""
+    counted = [0] * pool.blocks
+    for table in tables:
+        assert len(set(table)) == len(table), "a sequence has a block twice"
+        for block in table:
+            counted[block] += 1
+    assert counted == pool._holders, "a block has another number of holders than it counts"
+    idle = [*pool._blank, *pool._kept]
+    assert len(set(idle)) == len(idle), "a block is free twice"
+    assert set(idle) == {b for b, count in enumerate(counted) if not count}, "a block is lost"
+    assert {d: b for b, d in pool._digest.items()} == pool._block

@@ -15,7 +15,7 @@ from gulliver.comm import World
 from gulliver.serve import Batch, Engine, EngineOptions, SamplingParameters
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.ranks.controller import RanksRunner
-from gulliver.serve.ranks.layout import plan_ranks
+from gulliver.serve.ranks.stage import plan_ranks
 from gulliver.serve.ranks.worker import serve
 from gulliver.serve.speculative import SpeculationOptions, Speculator
 from gulliver.serve.speculative.proposers import LookUp

@@ -8,24 +8,20 @@ import random
 import socket
 import struct
 import threading
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from gulliver.cli.dispatch import run
 from gulliver.errors import GulliverError
 from gulliver.serve import SamplingParameters
 from gulliver.serve.batch import RunnerLost
 from tests.patience import patient
 from tests.serve.serving_server import address, idle, reference, request, serving, within
-from tests.serve.test_serving import small
-from tests.texts import tokenizer_of
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 httpx = pytest.importorskip("httpx")
-from gulliver.serve.http import Server  # noqa: E402
 
 ASKED = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 FIRST = {**ASKED, "max_tokens": 100, "stream": True}
@@ -59,8 +55,9 @@ async def leave(server: Any, seed: int) -> None:
         await within(reader.read(draw.randint(1, 2000)))
     match draw.choice(("close", "half", "reset")):
         case "half":
-            writer.write_eof()
-            await within(reader.read())
+            with suppress(OSError):  # the server may have closed it meanwhile
+                writer.write_eof()
+                await within(reader.read())
         case "reset":
             found = writer.get_extra_info("socket")
             found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -118,46 +115,17 @@ def test_more_is_asked_than_is_taken_on() -> None:
         assert ask(server, n=3).json()["error"]["param"] == "n"
 
 
-def test_bodies_take_so_much_memory_and_no_more() -> None:
-    from gulliver.serve.http.requests import ApiError
-    from gulliver.serve.http.worker import Gate
-
-    gate = Gate(most=4, body_bytes=100)
-    gate.hold(60)
-    with pytest.raises(ApiError, match="take too much memory") as caught:
-        gate.hold(41)
-    assert (caught.value.status, caught.value.headers) == (429, {"retry-after": "1"})
-    gate.hold(40)
-    gate.release(100)
-    gate.hold(100)
-
-
-def test_connections_beyond_the_limit_are_told_so(full: bool) -> None:
-    count, most = (10_000, 1000) if full else (300, 40)
-    with serving(connections=most, header_seconds=60) as (server, _, _):
-
-        async def flood() -> None:
-            opened = [await asyncio.open_connection(*address(server)) for _ in range(most)]
-            refused = []
-            for begin in range(most, count, 100):
-                some = range(begin, min(begin + 100, count))
-                pairs = await asyncio.gather(
-                    *(asyncio.open_connection(*address(server)) for _ in some)
-                )
-                refused += await within(asyncio.gather(*(pair[0].read() for pair in pairs)))
-                for _, writer in pairs:
-                    writer.close()
-            assert len(refused) == count - most
-            assert all(said.startswith(b"HTTP/1.1 503") for said in refused)
-            assert all(b"too_many_connections" in said for said in refused)
-            # Those that were let in are answered.
-            for reader, writer in (opened[0], opened[-1]):
-                writer.write(request(ASKED))
-                assert (await within(reader.readline())).startswith(b"HTTP/1.1 200")
-            for _, writer in opened:
-                writer.close()
-
-        asyncio.run(flood())
+def test_requests_of_connections_beyond_the_limit_are_refused() -> None:
+    with serving(connections=4, header_seconds=60) as (server, _, _):
+        opened = [socket.create_connection(address(server)) for _ in range(4)]
+        for client in opened:  # they are let in, and answered
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        assert ask(server).status_code == 503
+        for client in opened:
+            client.close()
+        while ask(server).status_code == 503:
+            pass
         assert ask(server).status_code == 200
 
 
@@ -201,7 +169,6 @@ def test_bodies_that_are_malformed_are_refused_without_a_traceback(
             said = read_all(sent, server)
             assert said.startswith(b"HTTP/1.1 400 Bad Request\r\n")
             assert said.count(b"connection: close") == 1
-            assert said.count(b'"code": "not_http"') == 1
         # An answer has gone out already, as the garbage comes.
         with socket.create_connection(address(server), timeout=patient(30)) as client:
             client.sendall(head + text)
@@ -209,25 +176,12 @@ def test_bodies_that_are_malformed_are_refused_without_a_traceback(
             client.sendall(b"ZZZ\r\nno chunk\r\n")
             said += b"".join(iter(lambda: client.recv(65536), b""))
             assert said.startswith(b"HTTP/1.1 415")
-            assert b"not_http" not in said
+            assert b" 400 " not in said
         assert ask(server).status_code == 200
         idle(server)
     assert not [
         record for record in caplog.records if record.exc_info or record.levelname == "ERROR"
     ]
-
-
-def test_a_client_that_closes_its_direction_is_told_that_this_is_leaving() -> None:
-    with serving() as (server, steered, _), steered.held():
-        with socket.create_connection(address(server), timeout=patient(30)) as client:
-            client.sendall(request(ASKED))
-            assert steered.reached.wait(patient(30))
-            client.shutdown(socket.SHUT_WR)
-            said = b"".join(iter(lambda: client.recv(65536), b""))
-        assert said.startswith(b"HTTP/1.1 400")
-        assert b"counts as leaving: keep it open" in said
-        while server.counts()["answers"]:
-            pass
 
 
 def drained(client: socket.socket) -> bytes:
@@ -308,32 +262,6 @@ def test_a_runner_that_is_lost_is_started_again_and_no_client_notices() -> None:
         assert "gulliver_drafted_tokens_total 0.0" in page
         assert "gulliver_accepted_tokens_total 0.0" in page
         assert server.dead is None
-
-
-def test_a_runner_that_cannot_be_started_again_ends_the_server() -> None:
-    def gone() -> None:
-        raise GulliverError("rank 1 ended with 1 as it started")
-
-    with serving() as (server, steered, _):
-        steered.restarted = gone
-        steered.fails = RunnerLost("rank 1 was ended by SIGKILL")
-        failed = ask(server)
-        assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_dead")
-        assert "rank 1 ended with 1 as it started" in failed.json()["error"]["message"]
-    assert server.dead is not None
-
-
-def test_the_command_says_why_it_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small().save_pretrained(tmp_path)
-    tokenizer_of().save_pretrained(tmp_path)
-
-    def dies(server: Server) -> int:
-        server._worker.dead = "the engine cannot go on: rank 1 was ended by SIGKILL"
-        return 1
-
-    monkeypatch.setattr(Server, "run", dies)
-    with pytest.raises(GulliverError, match="cannot go on: rank 1 was ended by SIGKILL"):
-        run(["serve", "--model", str(tmp_path), "--port", "0", "--speculation", "ngram"])
 
 
 def test_the_end_lets_what_runs_finish_and_refuses_what_comes() -> None:

@@ -15,7 +15,7 @@ from gulliver.hardware.offload import TierRates
 from gulliver.precision.int8.formats import from_int8
 from gulliver.quantize import save_quantized
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
-from gulliver.serve.offload import choose_depth
+from gulliver.serve.offload import look_ahead
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.weights import QuantizedExperts, Source, build_on_meta, load, load_model
 from tests.serve.serving_models import filled, one_by_one, prompts, tiny
@@ -157,14 +157,10 @@ def test_files_of_other_names_and_experts_are_read_as_transformers_does(
             assert torch.equal(got, right), name
 
 
-def test_depth_follows_what_the_disk_can_do() -> None:
+def test_a_layer_is_read_ahead_where_that_hides_more_than_it_moves() -> None:
     sizes = [2**20] * 12
-    assert choose_depth(sizes, 12 * 2**20).streamed == 0
-    fast = choose_depth(sizes, 6 * 2**20, TierRates("disk", 1e12, 1e12))
-    slow = choose_depth(sizes, 6 * 2**20, TierRates("disk", 1e6, 1e6))
-    assert fast.seconds is not None
-    assert slow.seconds is not None
-    # A disk that is the bottleneck is read least with nothing ahead of use.
-    assert slow.units == 0
-    assert slow.streamed <= fast.streamed
-    assert slow.seconds > 100 * fast.seconds
+    assert look_ahead(sizes, 12 * 2**20) == (0, "all of them stay")
+    fast, _ = look_ahead(sizes, 6 * 2**20, TierRates("disk", 1e12, 1e12))
+    slow, why = look_ahead(sizes, 6 * 2**20, TierRates("disk", 1e6, 1e6))
+    assert (fast, slow) == (1, 0)
+    assert "7.0 MiB of 12.0 MiB" in why

@@ -17,17 +17,14 @@ from torch import Tensor
 from gulliver.errors import GulliverError
 from gulliver.precision.int8.replace import replace_module
 from gulliver.quantize import save_quantized
-from gulliver.serve import LLM, Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
+from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
 from gulliver.serve.batch import RunnerLost
-from gulliver.serve.options import ModelOptions
-from gulliver.serve.ranks import best_in_flight
-from gulliver.serve.ranks.controller import RanksRunner, Seen
-from gulliver.serve.ranks.layout import Layout, plan_ranks
-from gulliver.serve.ranks.stage import RankSizes
+from gulliver.serve.ranks.controller import RanksRunner
+from gulliver.serve.ranks.stage import Layout, RankSizes, plan_ranks
 from gulliver.serve.ranks.worker import RankMessage, work
 from gulliver.serve.weights import SERVED
 from tests.pool import Pool
-from tests.serve.serving_models import Slots, filled, next_token, prompts, tiny
+from tests.serve.serving_models import Slots, filled, next_token, prompts
 from tests.serve.serving_ranks import COUNT, Case, answers, reference, save, texts
 
 CLOSE = 1e-5
@@ -141,40 +138,11 @@ def test_files_that_are_not_whole_are_refused_before_a_rank_is_started(tmp_path:
         plan_ranks(folder, None, 1, 2, None)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"tensor": 0}, "tensor is 0"),
-        ({"disk": "/tmp"}, "needs memory="),
-        ({"speeds": (1.0,)}, "give pipeline= as well"),
-        ({"timeout_s": 0}, "timeout_s is 0"),
-    ],
-)
-def test_ways_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(GulliverError, match=said):
-        ModelOptions(**wrong)
-
-
-def test_a_loaded_model_is_not_cut() -> None:
-    with pytest.raises(GulliverError, match="are for folders"):
-        LLM(tiny("llama"), tensor=2)
-
-
 def test_stages_of_given_speeds_get_layers_to_match(tmp_path: Path) -> None:
     save(tmp_path, ["llama"])
     even = plan_ranks(tmp_path / "llama", None, 1, 2, None)
     uneven = plan_ranks(tmp_path / "llama", None, 1, 2, (3.0, 1.0))
     assert (even.bounds, uneven.bounds) == ((0, 2, 4), (0, 3, 4))
-
-
-def test_depth_covers_the_slowest_server() -> None:
-    assert best_in_flight([], 3) == 5
-    assert best_in_flight([Seen((1.0,), ())], 1) == 1
-    # Four equal servers (two stages would be three): all are in use, and the controller has one.
-    assert best_in_flight([Seen((1.0, 1.0, 1.0), (1.0, 1.0))], 3) == 6
-    # A slow link is the bottleneck: more in flight would only wait.
-    assert best_in_flight([Seen((0.1, 0.1), (1.0,))], 2) == 3
-    assert best_in_flight([Seen((1.0, 1.0), (0.0,))], 2) == 3
 
 
 class Stub:

@@ -8,16 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gulliver.errors import GulliverError
 from gulliver.serve import LocalRunner
-from gulliver.serve.kernels import MOST_ROWS, FewRows, few_rows, rows_problem, take_few_rows
+from gulliver.serve.kernels import MOST_ROWS, ROWS, FewRows, few_rows, problem_of, take_few_rows
 from tests.serve.serving_models import tiny
 
 
 def kernels() -> list[Any]:
     """The kernel by each set of instructions that this processor has."""
-    if rows_problem():
-        return [pytest.param(None, marks=pytest.mark.skip(reason=str(rows_problem())))]
+    if problem_of(*ROWS):
+        return [pytest.param(None, marks=pytest.mark.skip(reason=str(problem_of(*ROWS))))]
     from gulliver.serve import _rows  # pyright: ignore[reportAttributeAccessIssue]
 
     return [FewRows(name, _rows.Kernel(name)) for name in _rows.instructions()]
@@ -79,13 +78,3 @@ def test_layers_with_a_forward_of_their_own_keep_it() -> None:
     give_back()
     assert model[0].forward is own
     assert "forward" not in vars(model[1])
-
-
-def test_unknown_instructions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    if rows_problem():
-        pytest.skip("the extension is not built")
-    monkeypatch.setenv("GULLIVER_ROWS", "avx51")
-    with pytest.raises(GulliverError, match="GULLIVER_ROWS='avx51' is unknown"):
-        rows_problem()
-    monkeypatch.setenv("GULLIVER_ROWS", "none")
-    assert rows_problem() == "GULLIVER_ROWS=none"

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from gulliver.cli.dispatch import run
-from gulliver.cli.serve import as_options
-from gulliver.errors import GulliverError
 from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParameters
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.speculative import SpeculationOptions, Speculator
@@ -187,51 +184,3 @@ def test_drafts_go_on_after_a_rank_was_killed(tmp_path: Path, ways: tuple[int, i
                 os.kill(runner._crew.pids[-1], signal.SIGKILL)
         assert found == want
         assert llm.engine.counts()["restarts"] == 1
-
-
-def test_what_cannot_be_honoured_is_refused_by_the_name_of_the_option(tmp_path: Path) -> None:
-    small().save_pretrained(tmp_path)
-    tokenizer_of().save_pretrained(tmp_path)
-
-    def refused(*options: str) -> str:
-        said = []
-        for command in (
-            ["serve", "--model", str(tmp_path), "--port", "0"],
-            ["chat", str(tmp_path)],
-        ):
-            with pytest.raises(GulliverError) as caught:
-                run([*command, *options])
-            said.append(str(caught.value))
-        assert said[0] == said[1]
-        assert "\n" not in said[0]
-        return said[0]
-
-    assert refused("--tensor", "0").startswith("--tensor is 0")
-    assert "3 tensor ranks: --tensor from 1 to 2 would do" in refused("--tensor", "3")
-    assert "2 blocks" in refused("--pipeline", "3")
-    assert refused("--disk", str(tmp_path)).endswith("needs --memory: what fits it stays there")
-    assert refused("--memory", "lots").startswith("--memory 'lots' is no size")
-    assert refused("--speeds", "1", "2").endswith("give --pipeline as well")
-    assert "neither a folder of a draft nor a look-up" in refused("--speculation", "ngrm")
-    assert "memory" in refused("--memory", "1KiB", "--disk", str(tmp_path))
-
-
-def test_arguments_are_written_as_options() -> None:
-    assert (
-        as_options("pipeline=3 stages need tensor= too") == "--pipeline 3 stages need --tensor too"
-    )
-    assert as_options('memory="6GiB" is little') == "--memory 6GiB is little"
-
-
-def test_memory_that_runs_out_names_ranks_and_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small().save_pretrained(tmp_path)
-    tokenizer_of().save_pretrained(tmp_path)
-
-    def lost(*_: Any, **__: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("gulliver.serve.llm.open_runner", lost)
-    with pytest.raises(GulliverError, match=r"--memory .* more ranks \(--tensor, --pipeline\)"):
-        run(["chat", str(tmp_path), "--prompt", "the fox"])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gulliver.errors import GulliverError
 from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
 from gulliver.serve.batch import Wanted, walk
-from gulliver.serve.sampling import DrawRow, draw, probabilities
+from gulliver.serve.sampling import DrawRow, draw
 from gulliver.serve.speculative import (
     AcceptanceRate,
     Proposer,
@@ -26,10 +26,10 @@ from gulliver.serve.speculative import (
     Speculator,
     make_speculator,
 )
-from gulliver.serve.speculative.cost import StepCost, best
 from gulliver.serve.speculative.proposers import Followers, LookUp, Proposal
 from gulliver.serve.speculative.small_model import SmallModel
-from tests.serve.serving_models import Slots, one_by_one, prompts, tiny
+from gulliver.serve.speculative.speculator import StepCost, best
+from tests.serve.serving_models import Slots, one_by_one, probabilities, prompts, tiny
 
 COUNT = 16
 ALWAYS = SpeculationOptions(depth=4, fixed=True)
@@ -178,16 +178,10 @@ class Known(Slots):
 class Guess(Proposer):
     """Chains and trees that are always the same, or drawn as the model's tokens will be."""
 
-    name, free, apart = "guess", True, 0.0
+    name, free = "guess", True
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-
-    def begin(self, runner: Any) -> None: ...
-
-    def dropped(self, sequence: int) -> None: ...
-
-    def close(self) -> None: ...
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         made = {}
@@ -367,17 +361,11 @@ def test_chances_become_how_often_guesses_were_right() -> None:
 class Coin(Proposer):
     """Guesses that are right with a chance, of which the speculator is told another."""
 
-    name, apart = "coin", 0.0
+    name = "coin"
 
     def __init__(self, right: float, sure: float, free: bool, seconds: float = 0.0) -> None:
         self.right, self.sure, self.free, self.seconds = right, sure, free, seconds
         self.random, self.asked, self.clock = random.Random(0), 0, 0.0
-
-    def begin(self, runner: Any) -> None: ...
-
-    def dropped(self, sequence: int) -> None: ...
-
-    def close(self) -> None: ...
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         self.asked += len(wanted)
@@ -447,34 +435,6 @@ def test_drafts_that_do_not_pay_are_not_verified_and_it_says_why(
     gain, spec = simulated(monkeypatch, coin, sequences, slope)
     assert 0.97 < gain < 1.06
     assert "times the plain tokens per second" in str(spec) or "nothing is known" in str(spec)
-
-
-class Reader(Coin):
-    """Guesses that are always right, of texts that take long to read."""
-
-    def __init__(self, seconds_of_a_token: float) -> None:
-        super().__init__(1.0, 0.9, False, 0.01)
-        self.each, self.known = seconds_of_a_token, set[int]()
-
-    def unread(self, one: Wanted) -> int:
-        return 0 if one.sequence in self.known else 100
-
-    def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
-        self.apart = sum(self.unread(one) for one in wanted) * self.each
-        self.clock += self.apart
-        self.known |= {one.sequence for one in wanted}
-        return super().propose(wanted, depth)
-
-
-def test_texts_that_take_longer_to_read_than_guesses_save_are_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    quick, slow = Reader(1e-4), Reader(1.0)
-    for reader in (quick, slow):
-        simulated(monkeypatch, reader, 16, 0.01, 200)
-    assert quick.known == set(range(16))
-    # A step takes a second: the few that it was tried on took 200 to read, and are read now.
-    assert slow.known == {0, 1}
 
 
 def test_trials_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

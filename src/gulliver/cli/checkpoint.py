@@ -42,15 +42,10 @@ def _out() -> Console:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on the terminal while something is read or written."""
+    """Shows a bar of bytes on the terminal."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        SpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}", markup=False)
+    columns = text, BarColumn(), DownloadColumn(), SpeedColumn(), TimeRemainingColumn()
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:

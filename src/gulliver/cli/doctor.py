@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from gulliver import __version__
 from gulliver.errors import GulliverError
-from gulliver.io.engine import Engine, File, Page, Ticket
-from gulliver.io.files import PARTIAL, named_errors, require_space
+from gulliver.hardware.probe import probe_disk
+from gulliver.io.engine import Engine
+from gulliver.io.files import named_errors, require_space
 from gulliver.io.native import NativeEngine, default_engine, native_problem
 
 MIB = 2**20
 GIB = 2**30
-ENOUGH_S = 1.5
-"""Seconds after which writing, and reading, ends."""
 
 
 def doctor(folder: Path, mib: int) -> int:
@@ -39,8 +35,11 @@ def doctor(folder: Path, mib: int) -> int:
         for what, found in engine_rows(engine):
             table.add_row(what, found)
         table.add_row("free space", f"{shutil.disk_usage(folder).free / GIB:,.1f} GiB in {folder}")
-        for what, found in disk_rows(engine, folder, mib):
-            table.add_row(what, found)
+    disk = probe_disk(folder, mib * MIB)
+    for what, rate in (("writing", disk.write_rate), ("reading", disk.read_rate)):
+        table.add_row(
+            f"disk, {what}", f"{rate / 1e9:,.2f} GB/s, past the page cache where possible"
+        )
     Console(markup=False, emoji=False).print(table)
     return 0
 
@@ -81,59 +80,6 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
         why = native_problem() or "as asked for"
     yield "I/O engine", f"{engine.kind} ({why})"
     yield "io_uring", _ring()
-
-
-def disk_rows(engine: Engine, folder: Path, mib: int) -> Iterator[tuple[str, str]]:
-    """Yields how fast a file is written and read; it is removed whatever happens."""
-    pages = [engine.acquire() for _ in range(8)]
-    noise = np.random.default_rng(0)
-    for page in pages:
-        page.array[:] = noise.integers(0, 256, page.nbytes, dtype=np.uint8)
-    with _scratch(folder) as path:
-        file = engine.create(path, mib * MIB)
-        started = time.perf_counter()
-        tickets = _paced(engine, file, pages, mib, reading=False)
-        engine.sync(file).wait()
-        written, seconds = len(tickets) * MIB, time.perf_counter() - started
-        way = "past the page cache" if engine.counters.direct else "through the page cache"
-        yield "disk, writing", f"{_rate(written, seconds)} {way}, forced to the disk"
-        started = time.perf_counter()
-        reads = _paced(engine, file, pages, len(tickets), reading=True)
-        nbytes, seconds = len(reads) * MIB, time.perf_counter() - started
-        yield "disk, reading", f"{_rate(nbytes, seconds)} {way}"
-        engine.close_file(file)
-    for page in pages:
-        engine.release(page)
-
-
-def _paced(engine: Engine, file: File, pages: list[Page], mib: int, reading: bool) -> list[Ticket]:
-    """Moves MiB after MiB of the file, a few at once, until all is moved or it has been enough."""
-    tickets: list[Ticket] = []
-    started = time.perf_counter()
-    for number in range(mib):
-        if time.perf_counter() - started > ENOUGH_S:
-            break
-        if number >= len(pages):
-            tickets[number - len(pages)].wait()
-        call = engine.read if reading else engine.write
-        page = pages[number % len(pages)]
-        tickets.append(call(file, number * MIB, page.address, MIB))
-    for ticket in tickets:
-        ticket.wait()
-    return tickets
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    path = folder / f".gulliver-doctor.{os.getpid()}{PARTIAL}"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / 1e9 / seconds:,.2f} GB/s"
 
 
 def _ring() -> str:

@@ -7,7 +7,7 @@ it computes at a time. Classes of diffusers, an extra, are listed with what the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,14 +97,7 @@ def _decode_peak(
 
 def show_coders(found: Mapping[str, CoderNeeds], config: ModelsConfig, room: int) -> None:
     """Prints a line for each autoencoder."""
-    console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 120
-    table = Table()
-    figures = ("parameters", "compression", "channels", "clip", "decode", "streamed")
-    for name in ("", "used by", *figures):
-        left = name not in figures
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    rows = []
 
     def shown(nbytes: int | None) -> str:
         return "-" if nbytes is None else f"{size_text(nbytes)}{'' if nbytes <= room else ' !'}"
@@ -113,12 +106,27 @@ def show_coders(found: Mapping[str, CoderNeeds], config: ModelsConfig, room: int
         count = "-" if one.parameters is None else f"{one.parameters / 1e6:.0f} M"
         sizes = ("x".join(map(str, one.compression)), str(one.latent_channels))
         clip = "x".join(map(str, one.clip))
-        table.add_row(name, one.release, count, *sizes, clip, shown(one.decode), shown(one.stream))
-    console.print(table)
-    console.print(
+        rows.append((name, one.release, count, *sizes, clip, shown(one.decode), shown(one.stream)))
+    _print_table(
+        ("", "used by", "parameters", "compression", "channels", "clip", "decode", "streamed"),
+        rows,
         f"{config.precision}, batch {config.batch}; decode: the clip as one, streamed: piece by "
-        "piece; -: a class of diffusers, an extra"
+        "piece; -: a class of diffusers, an extra",
     )
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> None:
+    """Prints a table whose first two columns are words, and a line below."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    table = Table()
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(footer)
 
 
 # ``gulliver models``: the public video models, and the memory that each takes here.
@@ -331,14 +339,7 @@ def _show(
     config: ModelsConfig,
     device: str,
 ) -> None:
-    console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 120
-    table = Table()
-    for name in ("", "release", "parameters", "clip", "tokens", "train", "recomputed", "sample"):
-        left = name in ("", "release")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
-    room = memory_bytes(device)
+    room, rows = memory_bytes(device), []
 
     def shown(nbytes: int) -> str:
         return f"{size_text(nbytes)}{'' if nbytes <= room else ' !'}"
@@ -347,9 +348,11 @@ def _show(
         sizes = (shown(n) for n in (one.train, one.train_recomputed, one.sample))
         clip, tokens = "x".join(map(str, clips[name])), f"{one.tokens:,}"
         count = f"{one.parameters / 1e9:.2f} B"
-        table.add_row(name, CONFIGURATIONS[name].release, count, clip, tokens, *sizes)
-    console.print(table)
-    console.print(
+        rows.append((name, CONFIGURATIONS[name].release, count, clip, tokens, *sizes))
+    _print_table(
+        ("", "release", "parameters", "clip", "tokens", "train", "recomputed", "sample"),
+        rows,
         f"{config.precision}, AdamW, batch {config.batch} on one rank; sampling with guidance; "
-        f"without text encoder and autoencoder. !: more than the {size_text(room)} of this {device}"
+        f"without text encoder and autoencoder. !: more than the {size_text(room)} of this "
+        f"{device}",
     )

@@ -6,13 +6,11 @@ Nothing here imports torch at its top: ``--help`` reads this module.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -86,9 +84,8 @@ def _start(config: Start) -> int:
     # Before a model is loaded in vain.
     listener = options.listen()
     try:
-        with loading(config.model):
-            engine, given = part_of(config, EngineOptions), part_of(config, ModelOptions)
-            model = LLM(config.model, options=engine, model_options=given)
+        engine, given = part_of(config, EngineOptions), part_of(config, ModelOptions)
+        model = LLM(config.model, options=engine, model_options=given)
         with model:
             name = config.model.resolve().name
             server = Server(model, options, name=name, listener=listener)
@@ -100,42 +97,6 @@ def _start(config: Start) -> int:
             return code
     finally:
         listener.close()
-
-
-@contextmanager
-def loading(folder: Path) -> Iterator[None]:
-    """Says errors of loading a model in the words of the command line."""
-    try:
-        yield
-    except GulliverError as error:
-        raise GulliverError(as_options(str(error))) from None
-    except (MemoryError, RuntimeError) as error:
-        # Memory that was free when it was looked for and is not now, or a limit of the process.
-        text = str(error).lower()
-        if not isinstance(error, MemoryError) and "memory" not in text and "alloc" not in text:
-            raise
-        raise GulliverError(
-            f"{folder}: memory ran out while it was loaded: try --quantize int8_dynamic (a "
-            "quarter of float32), a smaller --context, --memory with less than is free (the rest "
-            "of the weights on a disk), or, where each rank has a limit of its own, more ranks "
-            "(--tensor, --pipeline)"
-        ) from None
-
-
-def as_options(message: str) -> str:
-    """Writes the library's arguments as options: ``dtype="bfloat16"`` as ``--dtype bfloat16``."""
-    names = "|".join(field.name for field in fields(ModelOptions))
-
-    def option(found: re.Match[str]) -> str:
-        return "--" + found[1].replace("_", "-") + (" " if found[2] else "")
-
-    text = re.sub(rf'\b({names})="(\w+)"', r"\1=\2", message)
-    text = re.sub(r"\b(cache_tokens)\b(?!=)()", option, text)
-    text = re.sub(r"(?<!-)\b(tensor|pipeline)()(?= from \d)", option, text)
-    # As in "needs memory=:", the name without a value.
-    text = re.sub(rf"(?<!-)\b({names})=(?=[\w'\"(\[])()", lambda m: option(m) + " ", text)
-    text = re.sub(rf"(?<!-)\b({names})=()", option, text)
-    return text.replace("give a context of", "give a --context of")
 
 
 def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> None:
@@ -153,7 +114,10 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
         f"{config.sequences} answers at a time, {config.queue} waiting",
         f"  cache of {tokens:,} tokens ({size}); bodies of at most {size_text(body)} ({chosen})",
     ]
-    lines += _placed(config, model)
+    if config.ranks > 1:
+        lines.append(f"  {config.ranks} ranks: {config.pipeline} stages of {config.tensor}")
+    if config.speculation is not None:
+        lines.append(f"  drafts by {config.speculation}, verified where that is predicted to pay")
     if getattr(model.tokenizer, "chat_template", None) is None:
         lines.append("  no chat template: /v1/chat/completions refuses, /v1/completions answers")
     if options.host not in ("127.0.0.1", "localhost", "::1") and options.key is None:
@@ -161,31 +125,22 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _placed(given: ModelOptions, model: LLM) -> list[str]:
-    """Lines about ranks and drafts."""
-    lines = []
-    if given.ranks > 1:
-        stages = f"{given.pipeline} stage{'s' * (given.pipeline > 1)}"
-        lines.append(
-            f"  {given.ranks} ranks of this machine: {stages} of {given.tensor}; one that is lost "
-            "is started again"
-        )
-    if model.engine.drafter is not None:
-        lines.append(
-            f"  drafts by {given.speculation}, verified where that is predicted to pay; "
-            "/metrics counts drafted_tokens and accepted_tokens"
-        )
-    return lines
-
-
 def _bench(config: Bench) -> int:
+    from gulliver.jobs.display import Display
     from gulliver.serve.http import generate_load
 
     load = part_of(config, Load)
     if config.prompt_file is not None:
         load = replace(load, prompts=_prompts(config.prompt_file))
-    with _Progress(config.requests) as progress:
-        measured = generate_load(load, progress.count)
+    errors = 0
+    with Display("requests", config.requests) as display:
+
+        def count(sample: RequestTiming) -> None:
+            nonlocal errors
+            errors += sample.error is not None
+            display.advance(errors=str(errors))
+
+        measured = generate_load(load, count)
     known = measured.json
     if config.out is not None:
         config.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
@@ -203,39 +158,6 @@ def _prompts(file: Path) -> tuple[str, ...]:
     if not found:
         raise GulliverError(f"--prompts {file} has no prompt: write one a line")
     return found
-
-
-class _Progress:
-    """A bar on standard error, where that is a terminal."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        columns: list[Any] = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        columns.append(TextColumn("{task.fields[errors]} errors"))
-        console = Console(stderr=True)
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("requests", total=total, errors=0)
-        self._errors = 0
-
-    def count(self, sample: RequestTiming) -> None:
-        """Counts a request that has ended."""
-        self._errors += sample.error is not None
-        self._bar.update(self._task, advance=1, errors=self._errors)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 # ``gulliver chat``: a conversation in the terminal, or answers to messages given as options.
@@ -271,9 +193,8 @@ def chat_command(config: ChatConfig, arguments: list[str]) -> int:
     from gulliver.serve.llm import LLM
     from gulliver.serve.requests import chat_tokens
 
-    with loading(config.folder):
-        options = EngineOptions(sequences=1)
-        model = LLM(config.folder, options=options, model_options=part_of(config, ModelOptions))
+    options = EngineOptions(sequences=1)
+    model = LLM(config.folder, options=options, model_options=part_of(config, ModelOptions))
     messages: list[dict[str, str]] = []
     if config.system:
         messages.append({"role": "system", "content": config.system})

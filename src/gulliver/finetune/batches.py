@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -165,8 +165,8 @@ def make_batches(
         padding: token that fills up rows; it is never learnt nor looked at.
 
     Returns:
-        A loader whose state resumes with any `ranks` and `accumulate`; all ranks have equally many
-        batches, `accumulate` for each step.
+        A loader whose state resumes with any `ranks` and `accumulate`, at the next step; all ranks
+        have equally many batches, `accumulate` for each step.
 
     Raises:
         GulliverError: no sequences, or one that is too long; a rank beyond their number; no room.
@@ -186,24 +186,20 @@ def make_batches(
 
 
 class _Loader(DataLoader):
-    """A loader that resumes with another number of micro-batches, too."""
+    """A loader of steps that gives out their micro-batches; its position is a number of steps."""
 
     batch_sampler: StepSampler
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state was taken, between two steps."""
-        inner = state.get("inner") if isinstance(state, Mapping) else None
-        if isinstance(inner, Mapping) and isinstance(inner.get("accumulate"), int):
-            state = {
-                **state,
-                "done": self.batch_sampler.rescaled(state.get("done"), inner["accumulate"]),
-                "inner": self.batch_sampler.here(inner),
-            }
-        super().load_state_dict(state)
+    def __len__(self) -> int:
+        return super().__len__() * self.batch_sampler.accumulate
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in super().__iter__():
+            yield from step
 
 
 class StepSampler(ResumableSampler):
-    """Parts of steps: `accumulate` after another are a step. See `make_batches` for arguments."""
+    """This rank's parts of steps, one for each micro-batch; see `make_batches` for arguments."""
 
     kind = "sampler of sequences"
 
@@ -243,15 +239,10 @@ class StepSampler(ResumableSampler):
             np.sort(self._alike)[::-1], length, self._rows
         )
 
-    @property
-    def steps(self) -> int:
-        """Number of steps of an epoch."""
+    def __len__(self) -> int:
         if self._packing:
             return -(-len(self._places[0]) // self._rows)
         return len(self._places)
-
-    def __len__(self) -> int:
-        return self.steps * self.accumulate
 
     @cached_property
     def fingerprint(self) -> str:
@@ -262,11 +253,8 @@ class StepSampler(ResumableSampler):
         digest.update(self.lengths.tobytes() + self._learnt.tobytes())
         return digest.hexdigest()
 
-    def batches(self, epoch: int) -> list[tuple[Rows, int]]:
-        """Draws the micro-batches of an epoch: the rows of a step, and which of its parts."""
-        return [(step, micro) for step in self._steps(epoch) for micro in range(self.accumulate)]
-
-    def _steps(self, epoch: int) -> list[Rows]:
+    def batches(self, epoch: int) -> list[Rows]:
+        """Draws the steps of an epoch: the rows of each."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
         ties = (
             draw.permutation(len(self.lengths)) if self._shuffle else np.arange(len(self.lengths))
@@ -281,40 +269,15 @@ class StepSampler(ResumableSampler):
             return [rows[at : at + self._rows] for at in range(0, len(rows), self._rows)]
         return [groups[n] for n in draw.permutation(len(groups))] if self._shuffle else groups
 
-    def _share(self, batch: tuple[Rows, int], epoch: int, number: int) -> StepPart:
-        step, micro = batch
-        parts, part = self.world_size * self.accumulate, micro * self.world_size + self.rank
-        rows = step[len(step) * part // parts : len(step) * (part + 1) // parts]
-        longest = max(int(self.lengths[row].sum()) for row in step)
-        items = int(sum(self._learnt[row].sum() for row in step))
-        return StepPart(rows, -(-longest // self._multiple) * self._multiple, items)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "accumulate": self.accumulate}
-
-    def check_state(self, state: Any) -> None:
-        if isinstance(state, Mapping) and "accumulate" in state:
-            state = self.here(state)
-        super().check_state(state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(self.here(state) if "accumulate" in state else state)
-
-    def here(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state in micro-batches of this sampler."""
-        done = self.rescaled(state.get("done"), state["accumulate"])
-        return {**state, "done": done, "accumulate": self.accumulate}
-
-    def rescaled(self, done: Any, accumulate: int) -> Any:
-        """A number of micro-batches, `accumulate` to a step, in those of this sampler."""
-        if accumulate == self.accumulate or not isinstance(done, int):
-            return done
-        if accumulate < 1 or done % accumulate:
-            raise GulliverError(
-                f"the saved data position is after micro-batch {done}, inside a step of "
-                f"{accumulate}: resume with as many, or save between steps"
-            )
-        return done // accumulate * self.accumulate
+    def _share(self, batch: Rows, epoch: int, number: int) -> list[StepPart]:
+        longest = max(int(self.lengths[row].sum()) for row in batch)
+        length = -(-longest // self._multiple) * self._multiple
+        items = int(sum(self._learnt[row].sum() for row in batch))
+        count, found = self.world_size * self.accumulate, []
+        for part in range(self.rank, count, self.world_size):
+            rows = batch[len(batch) * part // count : len(batch) * (part + 1) // count]
+            found.append(StepPart(rows, length, items))
+        return found
 
 
 def _packed(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
@@ -333,7 +296,7 @@ def _sorted(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Makes the tensors of a `StepPart`."""
+    """Makes the tensors of a step's parts."""
 
     def __init__(self, examples: Sequence[Example], packing: bool, padding: int) -> None:
         self._examples, self._packing, self._padding = examples, packing, padding
@@ -341,7 +304,10 @@ class _Batches(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self._examples)
 
-    def __getitems__(self, part: StepPart) -> dict[str, Any]:
+    def __getitems__(self, parts: Sequence[StepPart]) -> list[dict[str, Any]]:
+        return [self._batch(part) for part in parts]
+
+    def _batch(self, part: StepPart) -> dict[str, Any]:
         # A rank without rows still takes part in the step, with a token that nobody learns.
         rows = part.rows or [[]]
         ids = torch.full((len(rows), part.length), self._padding, dtype=torch.int64)

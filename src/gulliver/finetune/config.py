@@ -83,7 +83,7 @@ class FinetuneConfig(DataConfig):
     """Hugging Face folder of the model to begin with: config.json, safetensors, tokenizer."""
     out: Path = Path("runs/finetune")
     """The run folder: config, plan, log, checkpoints, samples and the result."""
-    method: Literal["full", "lora", "qlora"] = "full"
+    method: Literal["full", "lora"] = "full"
     """Train all weights, or adapters of low rank with the weights frozen."""
     memory: str | None = None
     """Memory for weights, gradients, optimizer state and activations on each rank: 6GiB, 70%."""
@@ -189,11 +189,6 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
         )
     check_data(config)
     _check_out(config, config.model)
-    if config.method == "qlora":
-        raise GulliverError(
-            "--method qlora is not supported yet: int8 and int4 bases come with precision; "
-            "--method lora --precision bf16 is the nearest, with --memory for what does not fit"
-        )
     _check_adapters(config)
     if config.disk is not None and config.memory is None:
         raise GulliverError(f"--disk {config.disk} needs --memory: what fits that stays in memory")

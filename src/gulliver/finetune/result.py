@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +20,7 @@ from gulliver.comm.collectives import barrier
 from gulliver.comm.world import World
 from gulliver.finetune.adapters import CONFIG, FACTS, WEIGHTS, adapter_config, adapter_name, deltas
 from gulliver.finetune.base import DTYPES
+from gulliver.finetune.planning import as_values
 from gulliver.finetune.prepare import FinetuneRun
 from gulliver.io.files import write_text
 from gulliver.jobs.display import console
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 PACKAGES = ("gulliver", "torch", "transformers", "peft", "safetensors")
-SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
+SHOWN_SAMPLES = 3
 
 
 def model_card(job: FinetuneJob, run: FinetuneRun, step: int, which: str) -> str:
@@ -41,9 +41,7 @@ def model_card(job: FinetuneJob, run: FinetuneRun, step: int, which: str) -> str
     sections = [
         "\n".join([*_front(job), f"# {job.base.folder.name}, fine-tuned"]),
         _table("Result", _result(job, step, which, log, evaluations)),
-        _table("Data", _data(job)),
         _table("Training", _training(job)),
-        _evaluations(evaluations),
         _samples(run, step),
         _table("Versions", [(name, _version(name)) for name in PACKAGES]),
     ]
@@ -86,47 +84,25 @@ def _result(
     return rows
 
 
-def _data(job: FinetuneJob) -> list[tuple[str, Any]]:
-    facts = job.data.facts
-    files = ", ".join(str(path) for path in job.config.data)
-    bad = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items()) or "none"
-    return [
-        ("files", files),
-        ("form", facts["form"]),
-        ("texts", f"{facts['texts']['train']:,}, and {facts['texts']['held_out']:,} held out"),
-        ("tokens", f"{facts['tokens']:,}, of which {facts['learnt']:,} are learnt"),
-        ("longest sequence", f"{facts['longest']:,} tokens"),
-        ("bad rows left out", bad),
-        ("fingerprint", job.data.fingerprint),
-    ]
-
-
 def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
-    recipe, config, plan = job.recipe, job.config, job.planned.plan
+    """What the run was made of, from the facts and choices that `config.json` has too."""
+    facts, config, plan = job.data.facts, job.config, job.planned.plan
+    bad = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items()) or "none"
     rows: list[tuple[str, Any]] = [
         ("model to begin with", f"{job.base.folder} (fingerprint {job.base.fingerprint})"),
         ("parameters", f"{plan.model.parameters:,}, {plan.model.trainable:,} trained"),
-        ("optimizer", f"AdamW, beta2 {config.beta2}, weight decay {config.weight_decay}"),
-        ("learning rate", f"{recipe.learning_rate:.3g}, {config.schedule}"),
-        ("warm-up", f"{recipe.warmup:,} steps"),
-        ("batch", f"{recipe.batch_tokens:,} tokens, {'packed' if job.packing else 'by length'}"),
-        ("precision", recipe.precision),
+        ("files", f"{', '.join(map(str, config.data))} (fingerprint {job.data.fingerprint})"),
+        *((name, facts[name]) for name in ("form", "texts", "tokens", "learnt", "longest")),
+        ("bad rows left out", bad),
+        *as_values(job.recipe).items(),
+        *((name, getattr(config, name)) for name in ("schedule", "beta2", "weight_decay", "seed")),
+        ("packed", job.packing),
         ("ranks", f"{plan.mesh.size}, {plan.plugin}"),
-        ("seed", config.seed),
     ]
     if config.method == "lora":
         own = f"rank {config.lora_rank}, dropout {config.lora_dropout}"
         rows.append(("adapters", f"those of {config.adapter}" if config.adapter else own))
     return rows
-
-
-def _evaluations(lines: list[dict[str, Any]]) -> str:
-    if not lines:
-        return ""
-    every = max(1, -(-len(lines) // SHOWN_EVALUATIONS))
-    shown = [*lines[:-1:every], lines[-1]]
-    rows = [f"| {line['step']:,} | {line['held_out_loss']:.4f} |" for line in shown]
-    return "\n".join(["## Evaluation", "", "| step | held-out loss |", "|---:|---:|", *rows])
 
 
 def _samples(run: FinetuneRun, step: int) -> str:
@@ -154,8 +130,6 @@ def _table(title: str, rows: list[tuple[str, Any]]) -> str:
 
 
 def _version(name: str) -> str:
-    if name == "python":
-        return platform.python_version()
     try:
         return version(name)
     except PackageNotFoundError:

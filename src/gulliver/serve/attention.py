@@ -3,13 +3,12 @@
 Read `Pages.attend`, which every attention layer calls: it writes the new keys and values of all
 packed tokens, then runs attention sequence by sequence kind: the native kernel reads the blocks in
 place for sequences with few new tokens; longer ones are computed by torch's attention on their
-blocks gathered. `_attend_gathered` does all of it without the kernel, and is what the kernel is
+blocks gathered. `attend_gathered` does all of it without the kernel, and is what the kernel is
 held against.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,7 +115,7 @@ class Pages:
             # From the first token on, what is attended to is what has just been computed.
             whole = piece.start == 0 and piece.mask is None
             near = (key[:, at], value[:, at]) if whole else self._gathered(piece, keys, values)
-            out[at] = _attend_gathered(query[:, at], *near, piece, scale, window, slopes)
+            out[at] = attend_gathered(query[:, at], *near, piece, scale, window, slopes)
         return out
 
     def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +127,7 @@ class Pages:
         return key, value
 
 
-def _attend_gathered(
+def attend_gathered(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -140,7 +139,11 @@ def _attend_gathered(
     """Attention of one sequence's new tokens [H, T, D] to all of its keys [H', L, D]; [T, H, D]."""
     plain = piece.mask is None and slopes is None and (window is None or window >= key.shape[1])
     causal = plain and piece.start == 0
-    bias = None if plain and (causal or piece.count == 1) else _bias(query, piece, window, slopes)
+    bias = (
+        None
+        if plain and (causal or piece.count == 1)
+        else attention_bias(query, piece, window, slopes)
+    )
     out = F.scaled_dot_product_attention(
         query[None],
         key[None].to(query.dtype),
@@ -153,7 +156,9 @@ def _attend_gathered(
     return out[0].transpose(0, 1)
 
 
-def _bias(query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None) -> Tensor:
+def attention_bias(
+    query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None
+) -> Tensor:
     """Mask [1, 1, T, L], or bias [1, H, T, L] with slopes."""
     mine = piece.positions[:, None]
     theirs = torch.cat([torch.arange(piece.start, device=query.device), piece.positions])[None]
@@ -331,10 +336,6 @@ def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Te
 # Shapes of a model's keys and values, and its vocabulary, by a forward of one token.
 
 
-SIGNS = 64
-"""Numbers of a sign, at most."""
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model's keys, values and logits, measured by a forward of one token."""
@@ -344,36 +345,11 @@ class ModelShape:
     dtype: torch.dtype
     # Columns of the logits; 0 on a stage without them.
     vocabulary: int
-    # Some of the last layer's values, see `sign_of`.
-    sign: tuple[float, ...] = ()
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token."""
         return sum(2 * s.heads * s.dim for s in self.layers) * self.dtype.itemsize
-
-
-def sign_token(model: Any) -> int:
-    """Token whose values identify a model; the first ones may be padding, of zeros."""
-    return int(model.config.vocab_size) // 2
-
-
-def sign_of(values: Tensor) -> tuple[float, ...]:
-    """Some of a layer's values of `sign_token` at place 0, which identify a model."""
-    # They depend on the weights of all layers below and on no position; another dtype or quantised
-    # weights change them little.
-    flat = values.detach().float().flatten().cpu()
-    some = torch.linspace(0, len(flat) - 1, min(SIGNS, len(flat))).long()
-    return tuple(float(f"{value:.4g}") for value in flat[some].tolist())
-
-
-def likeness(one: Sequence[float], other: Sequence[float]) -> float:
-    """Cosine of two signs; 1 where one of them says nothing."""
-    mine, theirs = (torch.tensor(sign, dtype=torch.float64) for sign in (one, other))
-    if len(mine) != len(theirs):
-        return 0.0 if len(mine) and len(theirs) else 1.0
-    scale = float(mine.norm() * theirs.norm())
-    return float(mine @ theirs) / scale if math.isfinite(scale) and scale > 0 else 1.0
 
 
 class Recorder:
@@ -382,7 +358,6 @@ class Recorder:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.dtype = torch.float32
-        self.values: dict[int, Tensor] = {}
 
     def attend(
         self,
@@ -403,7 +378,6 @@ class Recorder:
             )
         self.shapes[layer] = LayerShape(key.shape[0], key.shape[2])
         self.dtype = key.dtype
-        self.values[layer] = value
         return value.repeat_interleave(query.shape[0] // value.shape[0], 0).transpose(0, 1)
 
 
@@ -422,5 +396,4 @@ def measure(
     # A layer keeps its number on every stage.
     none = LayerShape(0, 0)
     shapes = tuple(recorder.shapes.get(number, none) for number in range(layers.stop))
-    sign = sign_of(recorder.values[layers.stop - 1])
-    return ModelShape(shapes, recorder.dtype, out.shape[-1] if logits else 0, sign)
+    return ModelShape(shapes, recorder.dtype, out.shape[-1] if logits else 0)

@@ -251,15 +251,10 @@ def children(draft: Draft) -> dict[tuple[int, int], int]:
 
 
 def walk(draft: Draft | None, drawn: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
-    """Walks down a draft with the tokens that the model draws.
+    """Walks down a draft with the tokens that the model draws; returns them and the path.
 
-    Args:
-        draft: draft; None where nothing was drafted.
-        drawn: given a row of the span's logits (0 is the last token before the draft, `i + 1` the
-            draft's token i) and the depth, returns the token that follows it.
-
-    Returns:
-        The tokens, one more than drafted ones were accepted, and the accepted indices.
+    `drawn` is given a row of the span's logits (0 is the last token before the draft, `i + 1` the
+    draft's token i) and the depth.
     """
     # At each node the next token is drawn from the model's own distribution, as if nothing had been
     # drafted. If it is a child of the node, the model has run that child already and the walk

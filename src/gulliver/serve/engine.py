@@ -329,16 +329,8 @@ class Engine:
 
 
 _TOTALS = (
-    *(
-        "steps",
-        "tokens",
-        "prompt_tokens",
-        "prefix_cached_tokens",
-        "drafted_tokens",
-        "accepted_tokens",
-    ),
-    "finished",
-    "restarts",
+    *("steps", "tokens", "prompt_tokens", "prefix_cached_tokens"),
+    *("drafted_tokens", "accepted_tokens", "finished", "restarts"),
 )
 """Counts since the start; prompts are counted when their requests end."""
 

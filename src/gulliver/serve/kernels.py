@@ -109,6 +109,11 @@ class NativeAttention:
 _BY_PIECE = ("first", "count", "start")
 
 
+ATTENTION = "gulliver.serve._paged", "GULLIVER_PAGES"
+ROWS = "gulliver.serve._rows", "GULLIVER_ROWS"
+"""Extensions, and the variables that choose their instructions."""
+
+
 def problem_of(extension: str, variable: str) -> str | None:
     """Says why an extension with kernels is not used; None where it is."""
     try:
@@ -139,15 +144,10 @@ def load_kernel(extension: str, variable: str) -> tuple[str, Any] | None:
     return name, built.Kernel(name)
 
 
-def kernel_problem() -> str | None:
-    """Says why there is no native attention; None where there is."""
-    return problem_of("gulliver.serve._paged", "GULLIVER_PAGES")
-
-
 @cache
 def native_attention() -> NativeAttention | None:
     """Returns the attention kernel; None where there is none."""
-    found = load_kernel("gulliver.serve._paged", "GULLIVER_PAGES")
+    found = load_kernel(*ATTENTION)
     return None if found is None else NativeAttention(*found)
 
 
@@ -201,15 +201,10 @@ def _plain(tensor: Tensor) -> bool:
     )
 
 
-def rows_problem() -> str | None:
-    """Says why there is no kernel for few rows; None where there is."""
-    return problem_of("gulliver.serve._rows", "GULLIVER_ROWS")
-
-
 @cache
 def few_rows() -> FewRows | None:
     """Returns the kernel for few rows; None where there is none."""
-    found = load_kernel("gulliver.serve._rows", "GULLIVER_ROWS")
+    found = load_kernel(*ROWS)
     return None if found is None else FewRows(*found)
 
 

@@ -93,13 +93,6 @@ class LLM:
             fields["dtype"] = dtype_name(fields["dtype"])
         given = replace(model_options or ModelOptions(), **fields)
         options = options or EngineOptions()
-        if not isinstance(options, EngineOptions):
-            raise GulliverError(f"options={options!r}: give EngineOptions(...) of gulliver.serve")
-        if drafter is not None and not hasattr(drafter, "draft"):
-            raise GulliverError(
-                f"drafter={drafter!r} drafts nothing: give what make_speculator of "
-                "gulliver.serve.speculative makes, or a name as speculation="
-            )
         if isinstance(model, (str, Path)):
             folder = Path(model)
             if tokenizer is not None:
@@ -143,12 +136,6 @@ class LLM:
         several = listed(prompts)
         if sampling is None or isinstance(sampling, SamplingParameters):
             sampling = [sampling or SamplingParameters()] * len(several)
-        if isinstance(sampling, str) or any(
-            not isinstance(s, SamplingParameters) for s in sampling
-        ):
-            raise GulliverError(
-                "sampling takes SamplingParameters, one for all prompts or one each"
-            )
         if len(sampling) != len(several):
             raise GulliverError(f"{len(several)} prompts and {len(sampling)} sampling parameters")
         outputs: dict[int, Output] = {}

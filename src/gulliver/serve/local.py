@@ -16,7 +16,6 @@ from gulliver.serve.attention import (
     forward,
     inputs_of,
     measure,
-    sign_token,
 )
 from gulliver.serve.batch import Batch, Facts
 from gulliver.serve.kernels import take_few_rows
@@ -112,7 +111,7 @@ class LocalRunner:
         with torch.inference_mode():
             self.measured = measure(
                 model,
-                lambda: forward(model, zero + sign_token(model), zero, zero),
+                lambda: forward(model, zero, zero, zero),
                 range(model.config.num_hidden_layers),
             )
         self._paged = paged = PagedModel(model, self.measured, streamed, device)

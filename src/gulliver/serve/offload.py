@@ -23,14 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.hardware.offload import (
-    TierRates,
-    Transfer,
-    Visit,
-    disk_rates,
-    seconds_text,
-    tiered_seconds,
-)
+from gulliver.hardware.offload import TierRates, disk_rates, seconds_text
 from gulliver.hardware.probe import current_cluster
 from gulliver.memory.buffers import PARAMETERS
 from gulliver.memory.manager import Manager
@@ -47,8 +40,6 @@ from gulliver.precision.int8.layers import QuantizedLayer
 
 ALIGNED = 64
 """Bytes that tensors of an object begin at multiples of."""
-DEEPEST = 8
-"""Most layers that are brought ahead."""
 
 
 @dataclass(eq=False)
@@ -103,19 +94,6 @@ class WeightUnit:
     quantised: list[QuantizedLayer] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class LookAheadDepth:
-    """How far ahead layers are brought, and what was predicted for it."""
-
-    # Layers that are brought ahead of the one that computes.
-    units: int
-    # Bytes that are read for each step.
-    streamed: int
-    # Seconds of a step of one token a sequence; None where the disk is not known.
-    seconds: float | None
-    why: str
-
-
 class StreamedWeights:
     """The weights of a model within a limit, the rest on a disk."""
 
@@ -139,11 +117,9 @@ class StreamedWeights:
             )
         folder = disk_folder(disk)
         self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
-        # How far ahead.
-        self.depth = choose_depth(self._sizes, budget)
-        ahead = self.depth.units * self.least
-        # Moves the bytes.
-        self.manager = Manager(budget, "cpu", DiskStore(folder, self.whole), ahead=ahead)
+        ahead, self._why = look_ahead(self._sizes, budget)
+        store = DiskStore(folder, self.whole)
+        self.manager = Manager(budget, "cpu", store, ahead=ahead * self.least)
         self.beside = self.peak = 0
         try:
             self._add(objects, fill)
@@ -210,10 +186,10 @@ class StreamedWeights:
                 f"values, and the largest layer takes {size_text(self.least)}: give "
                 f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
             )
-        self.depth = choose_depth(self._sizes, nbytes)
+        ahead, self._why = look_ahead(self._sizes, nbytes)
         # Bytes that keys and values took of the first budget.
         self.beside = self.manager.budget - nbytes
-        self.manager.set_budget(nbytes, self.depth.units * self.least)
+        self.manager.set_budget(nbytes, ahead * self.least)
 
     def end_step(self) -> None:
         """Ends a forward: the next one uses the same in the same order."""
@@ -221,8 +197,7 @@ class StreamedWeights:
 
     def __str__(self) -> str:
         return (
-            f"{size_text(self.whole)} of weights in {size_text(self.manager.budget)}: "
-            f"{self.depth.why}"
+            f"{size_text(self.whole)} of weights in {size_text(self.manager.budget)}: {self._why}"
         )
 
     def close(self) -> None:
@@ -297,65 +272,37 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
             yield "_buffers", name, value
 
 
-def choose_depth(
+def look_ahead(
     sizes: Sequence[int], budget: int, rates: TierRates | None = None
-) -> LookAheadDepth:
-    """Chooses how many layers are brought ahead: each of them is one that cannot stay."""
-    # A step of decoding reads every weight from memory once, which is what it takes to compute.
+) -> tuple[int, str]:
+    """Whether a layer is read while the one before it computes, 1 or 0, and a line that says so."""
+    # Reading ahead overlaps with computing, and takes the room of a layer that could stay. Deeper
+    # would take more room and overlap no more. A step of decoding reads every weight from memory
+    # once, which is what it takes to compute.
     whole, largest = sum(sizes), max(sizes)
     if whole <= budget:
-        return LookAheadDepth(0, 0, None, "all of them stay")
+        return 0, "all of them stay"
     cluster = current_cluster(1)
     rates = rates or disk_rates(cluster)
-    most = min(DEEPEST, len(sizes) - 1, max(0, budget // largest - 1))
-    options = []
-    for units in range(most + 1):
-        streamed = _streamed(sizes, budget - (1 + units) * largest)
-        moved = sum(sizes[u] for u in streamed)
-        if rates is None:
-            options.append((units != min(1, most), moved, units, None))
-            continue
-        visits = _visits(sizes, streamed, units, cluster.device.memory_rate)
-        seconds = tiered_seconds(visits, rates).step
-        options.append((seconds, moved, units, seconds))
-    _, moved, units, seconds = min(options)
-    tried = ", ".join(f"{o[2]} ahead {seconds_text(o[3])}" for o in options[:4] if o[3] is not None)
-    why = f"{size_text(moved)} of {size_text(whole)} come from the disk in each step, {units} "
-    why += "layers ahead" + (f" (predicted of a step: {tried})" if tried else "")
-    return LookAheadDepth(units, moved, seconds, why)
+    moved = [_streamed(sizes, budget - (1 + ahead) * largest) for ahead in (0, 1)]
+    ahead, predicted = min(1, len(sizes) - 1, budget // largest - 1), ""
+    if rates is not None:
+        compute = whole / cluster.device.memory_rate
+        turns, overlapped = moved[0] / rates.read_rate, max(moved[1] / rates.read_rate, compute)
+        turns += compute
+        ahead = min(ahead, int(overlapped < turns))
+        predicted = f" (predicted of a step: 0 ahead {seconds_text(turns)}, 1 ahead "
+        predicted += f"{seconds_text(overlapped)})"
+    streamed = f"{size_text(moved[ahead])} of {size_text(whole)} come from the disk in each step"
+    return ahead, f"{streamed}, {ahead} layers ahead{predicted}"
 
 
-def _streamed(sizes: Sequence[int], room: int) -> list[int]:
-    """Units that do not fit into `room`, spread evenly over the forward."""
+def _streamed(sizes: Sequence[int], room: int) -> int:
+    """Bytes of the units that do not fit into `room`."""
     kept = 0
-    order = sorted(range(len(sizes)), key=lambda n: (n * 0.6180339887498949) % 1)
-    streamed = []
-    for unit in order:
-        if kept + sizes[unit] <= room:
-            kept += sizes[unit]
-        else:
-            streamed.append(unit)
-    return sorted(streamed)
-
-
-def _visits(
-    sizes: Sequence[int], streamed: Sequence[int], ahead: int, memory_rate: float
-) -> list[Visit]:
-    """The uses of units in a step, each streamed one sent for `ahead` streamed ones before."""
-    count = len(sizes)
-    transfers: list[list[Transfer]] = [[] for _ in sizes]
-    for place, unit in enumerate(streamed):
-        if ahead == 0:
-            transfers[unit].append(Transfer(sizes[unit]))
-            continue
-        # Its room is that of the streamed unit `ahead` places before it, free once that has run.
-        earlier = streamed[(place - ahead) % len(streamed)]
-        begin = (earlier + 1) % count if len(streamed) > ahead else (unit + 1) % count
-        transfers[begin].append(Transfer(sizes[unit], until=(unit - begin) % count))
-    return [
-        Visit(size / memory_rate, tuple(moves))
-        for size, moves in zip(sizes, transfers, strict=True)
-    ]
+    for size in sizes:
+        kept += size if kept + size <= room else 0
+    return sum(sizes) - kept
 
 
 def disk_folder(given: Path | str | None) -> Path:

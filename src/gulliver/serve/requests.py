@@ -17,6 +17,7 @@ from gulliver.errors import GulliverError
 from gulliver.serve.batch import Facts
 from gulliver.serve.sampling import SamplingParameters
 
+MESSAGE = ("role", "content")
 UNFINISHED = "\ufffd"
 """What tokenizers write for bytes that are not a whole character yet."""
 
@@ -102,12 +103,8 @@ _SHORT = 40
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Lists prompts; one alone is a list of one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | bytes):
         return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(
-        prompts, Sequence | np.ndarray | Tensor
-    ):
-        raise _no_prompt(prompts)
     several = list(prompts)
     return [several] if several and _is_number(several[0]) else several  # type: ignore
 
@@ -134,21 +131,13 @@ def _is_number(one: Any) -> bool:
 
 
 def _numbers(prompt: Any) -> list[int]:
-    if isinstance(prompt, bytes | bytearray):
-        raise _no_prompt(prompt)
     try:
-        tokens = list(prompt)
-        if any(isinstance(token, bool | np.bool_ | str) for token in tokens):
-            raise TypeError
-        return [operator.index(token) for token in tokens]
+        if not isinstance(prompt, bytes):  # whose bytes would pass for tokens
+            return [operator.index(token) for token in prompt]
     except TypeError:
-        raise _no_prompt(prompt) from None
-
-
-def _no_prompt(given: Any) -> GulliverError:
-    said = repr(given)
-    said = said if len(said) <= _SHORT else said[:_SHORT] + "..."
-    return GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
+        pass
+    said = repr(prompt)[:_SHORT]
+    raise GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
 
 
 class RequestError(GulliverError):
@@ -192,13 +181,12 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
             "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
             "of an instruct model"
         )
-    for place, message in enumerate(_messages(messages)):
-        for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise GulliverError(
-                    f"message {place} has no {key}: give dictionaries of role and content, both "
-                    "texts"
-                )
+    # Templates write what is missing as nothing, and the model would answer that.
+    known = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
+    if not known or not all(isinstance(m.get(k), str) for m in messages for k in MESSAGE):
+        raise GulliverError(
+            "a conversation is a list of dictionaries of role and content, as texts"
+        )
     from jinja2 import TemplateError
 
     try:
@@ -212,12 +200,3 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
         said = f"{type(error).__name__}: {error}"
         raise GulliverError(f"the chat template fails with this conversation: {said}") from None
     return list(found["input_ids"])
-
-
-def _messages(messages: Any) -> Sequence[Any]:
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise GulliverError(
-            f"a conversation is a list of messages, not {type(messages).__name__}: give "
-            '[{"role": "user", "content": ...}]'
-        )
-    return messages

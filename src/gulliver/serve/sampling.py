@@ -204,21 +204,14 @@ COLDEST = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class DrawRow:
-    """What a row of logits is for.
-
-    Attributes:
-        sampling: how its token is drawn.
-        seed: seed of the request.
-        sample: number of the answer among the request's.
-        place: number of the answer's tokens before the one that is drawn.
-        history: prompt and answer so far; needed for penalties only.
-        prompt: number of tokens of the prompt in `history`.
-    """
+    """What a row of logits is for."""
 
     sampling: SamplingParameters
     seed: int
     sample: int
+    # Tokens of the answer before the one that is drawn.
     place: int
+    # Prompt and answer so far, for penalties only, and the prompt's share of them.
     history: Sequence[int] = ()
     prompt: int = 0
 
@@ -226,12 +219,7 @@ class DrawRow:
 def noise(
     key: int | np.uint64 | NDArray[np.uint64], tokens: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Returns exponential noise of tokens: splitmix64 (Steele and others, 2014) of key and token.
-
-    Args:
-        key: number of the draw; an array of [R, 1] with tokens of [R, K] as well.
-        tokens: numbers of tokens.
-    """
+    """Exponential noise of tokens [R, K]: splitmix64 (Steele and others, 2014) of key and token."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(key, np.uint64) + (tokens.astype(np.uint64) + _ONE) * _STEP
         for shift, factor in _MIX:
@@ -332,17 +320,6 @@ def _below(weights: Tensor, height: float) -> int:
     heights = weights.cumsum(-1, dtype=torch.float64)
     mark = (height * heights[-1]).clamp(max=heights[-1].nextafter(heights.new_zeros(())))
     return int(torch.searchsorted(heights, mark, right=True))
-
-
-def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
-    """Returns the distributions [R, V] that tokens are drawn from."""
-    changed = penalised(logits, sampling, rows)
-    if sampling.greedy:
-        return torch.nn.functional.one_hot(changed.argmax(-1), logits.shape[-1]).to(logits.dtype)
-    chances, order = _cut(changed, sampling)
-    if order is not None:
-        chances = torch.zeros_like(logits).scatter(-1, order, chances)
-    return chances / chances.sum(-1, keepdim=True)
 
 
 def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor | None]:

@@ -162,19 +162,6 @@ class BlockPool:
             found.append(block)
         return found
 
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Asserts that the counts are those of the tables, and that no block is lost."""
-        counted = [0] * self.blocks
-        for table in tables:
-            assert len(set(table)) == len(table), "a sequence has a block twice"
-            for block in table:
-                counted[block] += 1
-        assert counted == self._holders, "a block has another number of holders than it counts"
-        idle = [*self._blank, *self._kept]
-        assert len(set(idle)) == len(idle), "a block is free twice"
-        assert set(idle) == {b for b, count in enumerate(counted) if not count}, "a block is lost"
-        assert {d: b for b, d in self._digest.items()} == self._block
-
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], size: int) -> None:
     """Appends the digests of the full blocks of `tokens` that `digests` does not have yet."""

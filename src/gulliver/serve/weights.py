@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.finetune.encode import load_tokenizer
 from gulliver.hardware.probe import memory_bytes
 from gulliver.memory.parts import Part, Region, region_of
-from gulliver.options import byte_size
+from gulliver.options import byte_size, size_text
 from gulliver.parallel.tensor.apply import materialize
 from gulliver.parallel.tensor.quantized import QuantizedRow
 from gulliver.precision.int8.formats import GROUP, largest_of, to_int4, to_int8
@@ -90,29 +90,20 @@ def cache_blocks(
         alone = ranks == 1 and budget is None
         if alone and blocks < whole and context is not None:
             raise GulliverError(
-                f"{size_words(free)} of memory are free, and keys and values of one sequence of "
-                f"{context} tokens take {size_words(whole * block_bytes)}, at most half of it: "
+                f"{size_text(free)} of memory are free, and keys and values of one sequence of "
+                f"{context} tokens take {size_text(whole * block_bytes)}, at most half of it: "
                 f"give a context of at most {blocks * size}, bfloat16, or a quantised model"
             )
     if blocks < 1:
         raise GulliverError(
-            f"the cache has no room for one block, {size_words(block_bytes)}: give more"
+            f"the cache has no room for one block, {size_text(block_bytes)}: give more"
         )
     if blocks * block_bytes > free:
         raise GulliverError(
-            f"a cache of {size_words(blocks * block_bytes)} exceeds the {size_words(free)} of "
+            f"a cache of {size_text(blocks * block_bytes)} exceeds the {size_text(free)} of "
             f"memory that are free: give cache_tokens of at most {free // block_bytes * size}"
         )
     return blocks
-
-
-def size_words(count: float) -> str:
-    """Writes a number of bytes."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"
 
 
 # Models that are served: those whose logits are tested against transformers' own.
@@ -507,15 +498,6 @@ def is_quantised(folder: Path) -> bool:
     return file.is_file() and "gulliver_quantization" in read_metadata(file)
 
 
-def check_quantised(tensor: int) -> None:
-    """Refuses tensor ranks for weights that are quantised in the files."""
-    if tensor > 1:
-        raise GulliverError(
-            f"tensor={tensor}: weights that lie quantised in files are not cut over tensor ranks; "
-            "give the folder that they were made of and quantize=, or pipeline= ranks"
-        )
-
-
 # Loading of a model and its tokenizer from a folder that transformers wrote.
 
 
@@ -591,13 +573,6 @@ def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None
         raise GulliverError(f"{folder} is quantised already: give neither dtype nor quantize")
 
 
-def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses weights that the memory does not hold, and says which would fit."""
-    if not is_quantised(folder):
-        size, kept = _sizes(folder)
-        _check_memory(folder, size, DTYPES[dtype] if dtype is not None else kept, quantize)
-
-
 def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
     """The dtype that a folder's model computes in."""
     if is_quantised(folder):
@@ -643,18 +618,21 @@ def _sizes(folder: Path) -> tuple[int, torch.dtype]:
     return sum(counts.values()), most if most in DTYPES.values() else torch.float32
 
 
-def _check_memory(folder: Path, size: int, dtype: torch.dtype, quantize: str | None) -> None:
+def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
     """Refuses weights that the memory does not hold, and says which would fit."""
+    if is_quantised(folder):
+        return
+    size, kept = _sizes(folder)
     free = free_bytes(torch.device("cpu"))
     bits = {"int4": 5, "int8": 9, "int8_dynamic": 9, "bfloat16": 16, "float32": 32}
-    mine = quantize or str(dtype).removeprefix("torch.")
+    mine = quantize or dtype or str(kept).removeprefix("torch.")
     needs = size * bits[mine] // 8
     if needs <= free:
         return
     fit = [name for name in bits if size * bits[name] // 8 <= free]
     fit = [f'dtype="{name}"' if name in DTYPES else f'quantize="{name}"' for name in fit]
     raise GulliverError(
-        f"{folder}: {size:,} weights in {mine} take {size_words(needs)}, and {size_words(free)} of "
+        f"{folder}: {size:,} weights in {mine} take {size_text(needs)}, and {size_text(free)} of "
         "memory are free: "
         + (f"{fit[-1]} would fit" if fit else "no format that is known would fit")
     )

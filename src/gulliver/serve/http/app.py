@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import hmac
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,12 +59,7 @@ ALIVE_S = 15.0
 
 @dataclass(frozen=True)
 class PromptJob:
-    """A prompt and how its answers are drawn.
-
-    Attributes:
-        tokens: tokens of the prompt.
-        sampling: how its answers are drawn.
-    """
+    """A prompt and how its answers are drawn."""
 
     tokens: Sequence[int]
     sampling: SamplingParameters
@@ -108,9 +102,9 @@ class Reply(Response):
         try:
             gate.enter(count)
         except ApiError as error:
-            await send_error(error, send)
+            await response_of(error)(scope, receive, send)
             return
-        work = asyncio.ensure_future(self._work(send))
+        work = asyncio.ensure_future(self._work(scope, receive, send))
         left = asyncio.ensure_future(_client_left(receive))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -127,25 +121,28 @@ class Reply(Response):
         if not work.cancelled():
             work.result()
 
-    async def _work(self, send: Send) -> None:
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             for place, job in enumerate(self._jobs):
                 taken = self._context.worker.add(job.tokens, job.sampling, place, self._inbox)
                 self._tickets.append(await taken)
-            await (self._stream(send) if self._format.body.streamed else self._at_once(send))
+            if self._format.body.streamed:
+                await self._stream(send)
+            else:
+                await JSONResponse(await self._at_once())(scope, receive, send)
         except ApiError as error:
             if not self._started:
-                await send_error(error, send)
+                await response_of(error)(scope, receive, send)
             else:
                 # The status has gone out: clients look for an error in the stream.
                 await _send_part(send, event(error.body), more=False)
 
-    async def _at_once(self, send: Send) -> None:
+    async def _at_once(self) -> dict[str, Any]:
         while any(choice.finish is None for choice in self._choices):
             for _, choice, text, tokens in await self._next_events():
                 choice.text += text
                 choice.tokens += tokens
-        await send_json(200, self._format.whole(self._choices, self._usage), send)
+        return self._format.whole(self._choices, self._usage)
 
     async def _stream(self, send: Send) -> None:
         answer_format = self._format
@@ -234,20 +231,9 @@ async def _send_part(send: Send, part: bytes, more: bool = True) -> None:
         await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
-async def send_json(
-    status: int, value: object, send: Send, headers: dict[str, str] | None = None
-) -> None:
-    """Sends a JSON answer."""
-    body = json.dumps(value, separators=(",", ":")).encode()
-    known = {"content-type": "application/json", "content-length": str(len(body))}
-    pairs = [(k.encode(), v.encode()) for k, v in {**known, **(headers or {})}.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def send_error(error: ApiError, send: Send) -> None:
-    """Sends an error."""
-    await send_json(error.status, error.body, send, error.headers)
+def response_of(error: ApiError) -> JSONResponse:
+    """The answer that says an error."""
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 # The routes: what each of them checks, in which order, before a `Reply` begins.
@@ -333,12 +319,8 @@ class Routes:
         self.authorise(request)
         gate.check()
         self._check_head(request)
-        held = bytearray()
-        try:
-            await self._read(request, held)
-            answer_format, made = await jobs(read(kind, bytes(held), self.limits))
-        finally:
-            gate.release(len(held))
+        body = read(kind, await self._read(request), self.limits)
+        answer_format, made = await jobs(body)
         return Reply(self.context, answer_format, made, began)
 
     def _check_head(self, request: Request) -> None:
@@ -355,15 +337,15 @@ class Routes:
         message = f"the body exceeds {self.body_bytes:,} bytes, the most that this server reads"
         return ApiError(413, message, code="body_too_large")
 
-    async def _read(self, request: Request, held: bytearray) -> None:
-        """Reads the body into `held`, whose bytes the gate counts."""
+    async def _read(self, request: Request) -> bytes:
+        """Reads the body, as much as is allowed."""
+        held = bytearray()
         seconds = self._options.body_seconds
         try:
             async with asyncio.timeout(seconds):
                 async for part in request.stream():
                     if len(held) + len(part) > self.body_bytes:
                         raise self._too_large()
-                    self.context.gate.hold(len(part))
                     held += part
         except TimeoutError:
             message = f"the body did not come within {seconds:g} seconds"
@@ -371,6 +353,7 @@ class Routes:
         except ClientDisconnect:
             # Nobody reads it.
             raise ApiError(499, "the client left") from None
+        return bytes(held)
 
     async def _in_thread(self, function: Callable[..., Answer], *args: Any) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -415,7 +398,6 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         """Answers /metrics."""
         self.authorise(request)
-        self.context.metrics.inside.set(self.context.gate.inside)
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.context.metrics.text(), media_type=kind)
 
@@ -434,7 +416,7 @@ def make_app(routes: Routes) -> ASGIApp:
     async def known(request: Request, error: Exception) -> Response:
         del request
         assert isinstance(error, ApiError)
-        return JSONResponse(error.body, error.status, error.headers)
+        return response_of(error)
 
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

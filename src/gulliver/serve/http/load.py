@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.serve.http.options import Load
-
-_NUMBER = re.compile(r"(?<!^)\b\d+")
-"""A number that is not the status, with which a message begins."""
 
 
 @dataclass
@@ -51,18 +48,6 @@ class RequestTiming:
         return [b - a for a, b in zip(self.heard, self.heard[1:], strict=False)]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the smallest value that at least `share` of the values do not exceed (nearest rank).
-
-    Args:
-        values: values, in any order; NaN where there are none.
-        share: 0 to 1.
-    """
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 @dataclass(frozen=True)
 class Measured:
     """A load and what became of it.
@@ -79,16 +64,8 @@ class Measured:
 
     @property
     def errors(self) -> dict[str, int]:
-        """Numbers of requests that failed, by what went wrong.
-
-        Messages that differ in their numbers alone count as one, said as it was first.
-        """
-        failed = [s.error for s in self.samples if s.error is not None]
-        said: dict[str, str] = {}
-        for error in failed:
-            said.setdefault(_NUMBER.sub("#", error), error)
-        counted = Counter(said[_NUMBER.sub("#", error)] for error in failed)
-        return dict(counted.most_common())
+        """Numbers of requests that failed, by what went wrong."""
+        return dict(Counter(s.error for s in self.samples if s.error is not None).most_common())
 
     @property
     def seconds(self) -> float:
@@ -155,9 +132,11 @@ def _share(count: float, seconds: float) -> float | None:
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float | int | None]:
-    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
-    found = {name: percentile(values, share) if values else None for name, share in shares.items()}
-    return {"count": len(values), **found}
+    names, shares = ("p50", "p90", "p99", "most"), (0.5, 0.9, 0.99, 1.0)
+    found: list[float | None] = [None] * len(names)
+    if values:
+        found = np.quantile(values, shares, method="inverted_cdf").tolist()
+    return {"count": len(values), **dict(zip(names, found, strict=True))}
 
 
 def _number(value: float | None, factor: float = 1.0) -> str:
@@ -172,11 +151,8 @@ def _number(value: float | None, factor: float = 1.0) -> str:
 
 
 _COMMON = (
-    "the of and to in a is that it was for on are with as his they at be this from have or by one "
-    "had not but what all were when we there can an your which their said if do will each about "
-    "how up out them then she many some so these would other into has more her two like him see "
-    "time could no make than first been its who now people my made over did down only way find use "
-    "may water long little very after words called just where most know"
+    "the of and to in a is that it was for on are with as they at be this from have or by one had "
+    "not but what all were when we there can an your which said if do will each about how up out"
 )
 WORDS = _COMMON.split()
 """Words of prompts: each is a token or two of most tokenizers."""

@@ -15,8 +15,10 @@ KEY_VARIABLE = "GULLIVER_API_KEY"
 """Environment variable with the key, where no option gives it."""
 BODY_BASE, BODY_TOKEN = 64 * 1024, 32
 """Bytes of a body besides its prompt, and per token of it: some characters, escaped."""
-BODIES = 64
-"""Bodies of the largest size that may be in memory at a time, in bytes."""
+PROBE_S = 15
+"""Seconds without a byte after which the kernel asks whether a client is there."""
+UNREAD_BYTES = 128 * 1024
+"""Bytes that the kernel keeps for a client that has not read them."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class ServerOptions(Options):
         most_n: Most answers to a prompt.
         max_tokens: Most tokens of an answer; what the context leaves by default.
         body_bytes: Largest body of a request, such as 1MiB; by default 64 KiB and 32 bytes a token.
-        connections: Open connections; more are refused with 503 and closed.
-        header_seconds: Seconds in which the head of a request must have come.
+        connections: Open connections; while there are more, requests are answered with 503.
+        header_seconds: Seconds in which the head of a first request must have come.
         body_seconds: Seconds in which its body must have come.
         idle_seconds: Seconds that a connection stays open between requests.
         stall_seconds: Seconds that a client may leave its answer unread.
@@ -83,6 +85,16 @@ class ServerOptions(Options):
         made = socket.socket(family, socket.SOCK_STREAM)
         # Connections of a server that has ended may keep the port for a minute.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit these. A client whose machine is gone sends nothing, not even a FIN:
+        # the kernel finds out by probes, or by what is neither acknowledged nor taken in time.
+        # It would keep megabytes for a client that does not read.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
+        probes = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+        probes["TCP_USER_TIMEOUT"] = int(self.stall_seconds * 1000)
+        for name, value in probes.items():
+            if hasattr(socket, name):  # Linux has all of them, other systems some
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         try:
             made.bind((self.host, self.port))
         except OSError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -91,7 +91,8 @@ class StreamOptions(BaseModel):
 class RequestBody(BaseModel, ABC):
     """Fields that completions and chats have in common."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    # Further fields are refused by `read`, which knows those that may stand there.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str | None = None
     temperature: float | None = None
@@ -117,17 +118,6 @@ class RequestBody(BaseModel, ABC):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    # Honoured in the one way that is said here, refused in any other.
-    logit_bias: Any = None
-    store: Any = None
-    service_tier: Any = None
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "logit_bias": ({},),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-    }
 
     @property
     def streamed(self) -> bool:
@@ -155,10 +145,7 @@ class CompletionBody(RequestBody):
     prompt: Any = None
     echo: bool = False
     logprobs: int | None = None
-    suffix: Any = None
     best_of: int | None = None
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {**RequestBody.NEUTRAL, "suffix": ("",)}
 
     @property
     def likeliest(self) -> int | None:
@@ -177,26 +164,6 @@ class ChatBody(RequestBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    reasoning_effort: Any = None
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **RequestBody.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
-        "modalities": (["text"],),
-        "reasoning_effort": (),
-    }
 
     @property
     def likeliest(self) -> int | None:
@@ -204,6 +171,21 @@ class ChatBody(RequestBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": (),
+}
+"""Fields that are not supported, and their values that ask for nothing."""
 Kind = TypeVar("Kind", CompletionBody, ChatBody)
 
 
@@ -228,12 +210,14 @@ def read(kind: type[Kind], data: bytes, limits: Limits) -> Kind:
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
-        raise _first(error, kind) from None
-    for name, neutral in kind.NEUTRAL.items():
-        value = getattr(body, name)
-        if value is not None and not any(
-            value == one and type(value) is type(one) for one in neutral
-        ):
+        raise _first(error) from None
+    for name, value in (body.model_extra or {}).items():
+        if name not in NEUTRAL:
+            raise _unknown(name, kind.model_fields)
+        asks = value is not None and not any(
+            value == one and type(value) is type(one) for one in NEUTRAL[name]
+        )
+        if asks:
             raise wrong(f"{name} is not supported: leave it out", name, "unsupported_parameter")
     if body.model is not None and body.model != limits.name:
         message = f"model {body.model!r} is not served here: {nearest(body.model, [limits.name])}"
@@ -381,19 +365,19 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _first(error: ValidationError, kind: type[BaseModel]) -> Exception:
+def _unknown(name: str, known: Collection[str]) -> ApiError:
+    message = f"unknown field {name[:100]!r}: {nearest(name.rpartition('.')[2][:100], known)}"
+    return wrong(message, name[:100], "unknown_parameter")
+
+
+def _first(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, as a client reads it."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if found["type"] in ("json_invalid", "json_type") or not found["loc"]:
         return wrong(f"the body is not a JSON object: {found['msg']}", code="invalid_json")
     places = [str(part) for part in found["loc"]]
     if found["type"] == "extra_forbidden":
-        known = StreamOptions if len(places) > 1 else kind
-        name = ".".join(places)[:100]
-        neutral = getattr(known, "NEUTRAL", {})  # most of those are refused, and not proposed
-        fields = [field for field in known.model_fields if field not in neutral]
-        message = f"unknown field {name!r}: {nearest(places[-1][:100], fields)}"
-        return wrong(message, name, "unknown_parameter")
+        return _unknown(".".join(places), StreamOptions.model_fields)
     # Further places are branches of a union, which clients know nothing of.
     message = found["msg"][0].lower() + found["msg"][1:]
     return wrong(f"{places[0]}: {message}", places[0])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gulliver.errors import GulliverError
@@ -18,21 +17,13 @@ from gulliver.serve.engine import Engine
 from gulliver.serve.http.requests import ApiError, overloaded, wrong
 from gulliver.serve.sampling import Event, SamplingParameters
 
-LONGEST_S = 60.0
-"""Most seconds that a client is asked to wait."""
-WEIGHT = 0.1
-"""Weight of the newest in the mean time between answers."""
-
 
 class Gate:
-    """Counts answers from their request to their end, and bytes of bodies while they are held."""
+    """Counts answers from their request to their end."""
 
-    def __init__(self, most: int, body_bytes: int) -> None:
-        self.most, self._body_bytes = most, body_bytes
-        self.inside = self.bodies = 0
+    def __init__(self, most: int) -> None:
+        self.most, self.inside = most, 0
         self.draining = False
-        self._left: float | None = None
-        self._between = 1.0
 
     def check(self) -> None:
         """Refuses new work while the server drains."""
@@ -42,32 +33,15 @@ class Gate:
     def enter(self, answers: int) -> None:
         """Admits answers."""
         self.check()
-        over = self.inside + answers - self.most
-        if over > 0:
+        if self.inside + answers > self.most:
             raise overloaded(
-                f"{self.inside} answers run and wait, of at most {self.most}: ask again later",
-                min(over * self._between, LONGEST_S),
+                f"{self.inside} answers run and wait, of at most {self.most}: ask again later", 1
             )
         self.inside += answers
 
     def leave(self, answers: int) -> None:
-        """Counts answers out; refused clients wait for a multiple of the mean time between them."""
+        """Counts answers out."""
         self.inside -= answers
-        now = time.monotonic()
-        if self._left is not None:
-            each = (now - self._left) / answers
-            self._between += WEIGHT * (each - self._between)
-        self._left = now
-
-    def hold(self, count: int) -> None:
-        """Counts bytes of a body."""
-        if self.bodies + count > self._body_bytes:
-            raise overloaded("the bodies of requests take too much memory: ask again later", 1)
-        self.bodies += count
-
-    def release(self, count: int) -> None:
-        """Releases bytes of a body."""
-        self.bodies -= count
 
 
 # `Metrics`: what a server counts, as Prometheus reads it.
@@ -81,6 +55,8 @@ GAUGES = {
     "blocks": "Blocks of the cache",
     "free_blocks": "Blocks that can be taken",
     "kept_blocks": "Free blocks whose keys and values can still be found",
+    "answers": "Answers that were taken on and have not ended",
+    "connections": "Open connections",
 }
 COUNTERS = {
     "steps": "Batches that were run",
@@ -106,8 +82,6 @@ class Metrics:
         made = {"registry": self._registry, "namespace": "gulliver"}
         self.requests = Counter("requests", "Requests, by their end", ["path", "status"], **made)
         self.left = Counter("clients_left", "Requests whose client left", **made)
-        self.inside = Gauge("answers", "Answers that were taken on and have not ended", **made)
-        self.connections = Gauge("connections", "Open connections", **made)
         self.first = Histogram(
             "first_token_seconds", "From request to first token", buckets=SECONDS, **made
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import queue
@@ -31,7 +30,7 @@ from gulliver.comm.launcher import listen_on_localhost
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Batch, Facts, RunnerLost
 from gulliver.serve.options import ModelOptions
-from gulliver.serve.ranks.layout import Layout, plan_ranks
+from gulliver.serve.ranks.stage import Layout, plan_ranks
 from gulliver.serve.ranks.worker import RankMessage
 from gulliver.serve.weights import BLOCK, check_memory
 
@@ -39,8 +38,6 @@ GRACE_S = 1.0
 """Longest wait, once a rank has failed, for what others say of it: an error that a rank has by
 itself is message, not that connections to it broke."""
 BROKEN = ("connection closed", "connection reset", "broken pipe", "timed out", "gloo")
-RECENT = 16
-"""Batches that the number in flight is chosen by."""
 
 
 class Crew(Protocol):
@@ -64,35 +61,6 @@ class Crew(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Seconds of a batch at its servers."""
-
-    # Seconds of compute by stage.
-    stages: tuple[float, ...]
-    # Seconds from a stage to the next, where the next one was waiting; 0 where it was not and the
-    # link was covered.
-    links: tuple[float, ...]
-
-
-def best_in_flight(seen: Sequence[Seen], stages: int) -> int:
-    """Number of batches in flight that keep the slowest server busy."""
-    # A batch passes stages and links one after the other, and each works on another batch
-    # meanwhile: m batches take sum + (m - 1) x slowest seconds. The slowest server is never idle
-    # when the batches in flight cover the whole way: sum / slowest, rounded up. The seconds are
-    # those that the ranks measure.
-    if stages == 1:
-        return 1
-    servers = 2 * stages - 1
-    if not seen:
-        return servers
-    by_server = zip(*((*one.stages, *one.links) for one in seen), strict=True)
-    mean = [sum(values) / len(values) for values in by_server]
-    slowest = max(mean)
-    # One more, for the controller, which draws tokens between the last stage and the first.
-    return servers if slowest <= 0 else min(math.ceil(sum(mean) / slowest - 1e-9) + 1, servers + 1)
-
-
 class RanksRunner:
     """A model that runs on several ranks."""
 
@@ -107,12 +75,10 @@ class RanksRunner:
     ) -> None:
         self.layout, self._crew, self._timeout_s = layout, crew, timeout_s
         self._fixed = max_in_flight
-        # Seconds of the last batches.
-        self.seen: deque[Seen] = deque(maxlen=RECENT)
         self._messages: queue.Queue[tuple[int, RankMessage | None]] = queue.Queue()
         self._out = [queue.SimpleQueue() for _ in range(layout.ranks)]
         self._logits: dict[int, Tensor] = {}
-        self._done: dict[int, dict[int, tuple[float, float, float]]] = {}
+        self._done: dict[int, set[int]] = {}
         self._in_flight: deque[int] = deque()
         self._closed = False
         self._receiving, self._transmitting = (
@@ -137,8 +103,10 @@ class RanksRunner:
 
     @property
     def max_in_flight(self) -> int:
-        """Batches that should be in flight: as many as cover the slowest server."""
-        return self._fixed or best_in_flight(self.seen, self.layout.stages)
+        """Batches that should be in flight: one for each stage, and one that is being drawn."""
+        # The stages are balanced and on one machine, so that links take next to nothing. More
+        # batches would be smaller ones, each of which reads all weights.
+        return self._fixed or (1 if self.layout.stages == 1 else self.layout.stages + 1)
 
     def submit(self, batch: Batch) -> None:
         """Sends a batch to all ranks."""
@@ -242,27 +210,16 @@ class RanksRunner:
         return f"{self.layout.named(rank)} failed: {message.value}"
 
     def _note(self, rank: int, message: RankMessage) -> None:
-        """Notes the seconds of a batch; when all ranks have reported, those of its servers."""
-        ranks = self._done.setdefault(message.ticket, {})
-        ranks[rank] = message.value
-        if len(ranks) < self.layout.ranks:
-            return
-        del self._done[message.ticket]
-        layout = self.layout
-        by_stage = [[ranks[r] for r in layout.members(stage)] for stage in range(layout.stages)]
-        stages = tuple(max(done - got for _, got, done in stage) for stage in by_stage)
-        ends = [max(done for *_, done in stage) for stage in by_stage]
-        # A stage that was waiting saw the link at work; the others had what came in time.
-        links = tuple(
-            max((got - max(end, began) for began, got, _ in stage), default=0.0)
-            for end, stage in zip(ends, by_stage[1:], strict=False)
-        )
-        self.seen.append(Seen(stages, tuple(max(0.0, link) for link in links)))
+        """Notes that a rank has computed a batch."""
+        ranks = self._done.setdefault(message.ticket, set())
+        ranks.add(rank)
+        if len(ranks) == self.layout.ranks:
+            del self._done[message.ticket]
 
     def _late(self) -> str:
         """Names the first rank that has not done the oldest batch."""
         ticket = self._in_flight[0]
-        done = self._done.get(ticket, {})
+        done = self._done.get(ticket, set())
         rank = next((r for r in range(self.layout.ranks) if r not in done), self.layout.ranks - 1)
         return f"{self.layout.named(rank)}, which has batch {ticket},"
 
@@ -349,7 +306,7 @@ class Processes:
         max_in_flight: int | None,
     ) -> None:
         self._given = folder, options, layout, sequences, max_in_flight
-        self._layout, self._options, self._max_in_flight = layout, options, max_in_flight
+        self._layout, self._options = layout, options
         self._meeting = tempfile.TemporaryDirectory(prefix="gulliver-ranks-")
         self._secret = secrets.token_bytes(32)
         self.links: Sequence[Connection] = []
@@ -367,7 +324,7 @@ class Processes:
     def runner(self) -> RanksRunner:
         """Waits for the ranks to load."""
         return RanksRunner(
-            *(self, self._layout, self._options.patience_s, START_S, BLOCK, self._max_in_flight)
+            *(self, self._layout, self._options.patience_s, START_S, BLOCK, self._given[-1])
         )
 
     def _start(self, listener: Listener, folder: Path, sequences: int) -> None:

@@ -6,6 +6,7 @@ blocks of other stages do nothing. Keys and values of a rank are those of its la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gulliver.comm.groups import ALONE, RankGroup
+from gulliver.errors import GulliverError
 from gulliver.layout.even import deal
 from gulliver.parallel.pipeline.stack import Stack, cut, stack_of
 from gulliver.parallel.pipeline.stage import make_stage
@@ -25,17 +27,100 @@ from gulliver.serve.batch import Batch
 from gulliver.serve.local import PagedModel
 from gulliver.serve.offload import unit_paths
 from gulliver.serve.options import ModelOptions
-from gulliver.serve.ranks.layout import Layout
 from gulliver.serve.weights import (
     Filling,
     Source,
     build_on_meta,
     cache_blocks,
+    check_served,
     context_of,
     fill_model,
     is_quantised,
     kept_dtype,
 )
+
+# Which rank has which layers. Ranks are counted stage by stage: rank = stage x tensor + number
+# among the stage's tensor ranks. The blocks are dealt by the exact partition of a chain
+# (`gulliver.solve`), so that the slowest stage is as fast as can be, for equal or given speeds.
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's place."""
+
+    stage: int
+    # Number of the rank among the tensor ranks of its stage.
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a model."""
+
+    # Ranks that each layer is cut over.
+    tensor: int
+    # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
+    bounds: tuple[int, ...]
+    # How the blocks were dealt, in words.
+    why: str = ""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.bounds) - 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.stages
+
+    def place(self, rank: int) -> RankPlace:
+        """Stage and tensor number of a rank."""
+        return RankPlace(rank // self.tensor, rank % self.tensor)
+
+    def members(self, stage: int) -> tuple[int, ...]:
+        """Ranks of a stage."""
+        return tuple(range(stage * self.tensor, (stage + 1) * self.tensor))
+
+    def named(self, rank: int) -> str:
+        """Names a rank for messages."""
+        place = self.place(rank)
+        return f"rank {rank} (stage {place.stage}, tensor rank {place.tensor})"
+
+
+def plan_ranks(
+    folder: Path, dtype: str | None, tensor: int, pipeline: int, speeds: Sequence[float] | None
+) -> Layout:
+    """Deals a folder's model to ranks; no weight is loaded."""
+    if speeds is not None and (len(speeds) != pipeline or min(speeds) <= 0):
+        raise GulliverError(f"speeds={list(speeds)}: give {pipeline} numbers above 0, one a stage")
+    if is_quantised(folder) and tensor > 1:
+        raise GulliverError(
+            f"tensor={tensor}: weights that lie quantised in files are not cut over tensor ranks; "
+            "give the folder that they were made of and quantize=, or pipeline= ranks"
+        )
+    model = build_on_meta(folder, kept_dtype(folder, dtype))
+    check_served(model)
+    if not is_quantised(folder):
+        # A rank would find it out only after all of them have started.
+        with Source(folder, model) as source:
+            source.check(model)
+    try:
+        if tensor > 1:
+            plan_tensor(model, tensor)
+        found = cut(model, stack_of(model), pipeline, speeds=speeds)
+    except GulliverError as error:
+        raise GulliverError(_in_our_words(str(error))) from None
+    return Layout(tensor, found.bounds, str(found))
+
+
+def _in_our_words(text: str) -> str:
+    for theirs, ours in (("tp_size", "tensor"), ("pp_size", "pipeline")):
+        text = text.replace(theirs, ours)
+    return text
+
+
+# A rank's part of the model.
 
 
 @dataclass(frozen=True)

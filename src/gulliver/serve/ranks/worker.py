@@ -20,8 +20,7 @@ from gulliver.comm.messages import Messages, post
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Batch
 from gulliver.serve.options import ModelOptions
-from gulliver.serve.ranks.layout import Layout
-from gulliver.serve.ranks.stage import StageModel
+from gulliver.serve.ranks.stage import Layout, StageModel
 
 CARRY_TAG = 310
 """Tag of carries; they are taken in the order in which they were sent."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.serve.speculative.cost import AcceptanceRate, GuessChoice
     from gulliver.serve.speculative.proposers import Proposer
-    from gulliver.serve.speculative.report import Load, measure_draft
+    from gulliver.serve.speculative.report import measure_draft
     from gulliver.serve.speculative.speculator import (
+        AcceptanceRate,
+        GuessChoice,
         SpeculationOptions,
         Speculator,
         make_speculator,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceptanceRate",
     "GuessChoice",
-    "Load",
     "Proposer",
     "SpeculationOptions",
     "Speculator",
@@ -36,10 +36,11 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "gulliver.serve.speculative.cost": ["AcceptanceRate", "GuessChoice"],
         "gulliver.serve.speculative.proposers": ["Proposer"],
-        "gulliver.serve.speculative.report": ["Load", "measure_draft"],
+        "gulliver.serve.speculative.report": ["measure_draft"],
         "gulliver.serve.speculative.speculator": [
+            "AcceptanceRate",
+            "GuessChoice",
             "SpeculationOptions",
             "Speculator",
             "make_speculator",

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from gulliver.checkpoint.files import read_json, write_json, write_tensors
 from gulliver.errors import GulliverError
 from gulliver.options import Options
-from gulliver.serve.attention import LayerShape, ModelShape, Pages, likeness
+from gulliver.serve.attention import LayerShape, Pages, attend_gathered
 from gulliver.serve.batch import Batch, Runner, Span
-from gulliver.serve.kernels import NativeAttention, native_attention
-from gulliver.serve.speculative.small_model import Beside, DraftCache, ModelDraft, New
+from gulliver.serve.kernels import NativeAttention, PagedSpan, native_attention
+from gulliver.serve.speculative.small_model import DraftCache, ModelDraft, New
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Number of the layer, query [B, H, S, D], key, value; returns [B, S, H, D]."""
@@ -50,36 +50,23 @@ Glimpse = Callable[[int, Tensor], Tensor]
 # The layers know no cache: what attends is handed to them.
 @dataclass(frozen=True)
 class GlideConfig(Options):
-    """Sizes of a draft, and what it must know of its target.
-
-    Attributes:
-        vocabulary: tokens, those of the target.
-        hidden: width.
-        heads: heads of its own attention.
-        feed_forward: width of the feed-forward part.
-        layers: number of layers.
-        glimpses: layers of the target, one for each of the draft, whose keys and values it sees;
-            empty for a draft that sees none.
-        target_type: ``model_type`` of the target.
-        target_heads: heads of the target's queries.
-        target_dim: size of a head of the target.
-        target_hidden: width of the target, compared when the draft is loaded.
-        block: tokens of a block of the mask it was trained with.
-        target_sign: what the target is known by (`sign_of`); empty where it is not.
-    """
+    """Sizes of a draft, and what it must know of its target."""
 
     vocabulary: int
     hidden: int
+    # Heads of its own attention.
     heads: int
     feed_forward: int
     layers: int
+    # Layers of the target, one for each of the draft, that it looks at; none for a plain draft.
     glimpses: tuple[int, ...]
+    # ``model_type``, heads of queries, size of a head and width of the target.
     target_type: str
     target_heads: int
     target_dim: int
     target_hidden: int
+    # Tokens of a block of the mask it was trained with.
     block: int = 5
-    target_sign: tuple[float, ...] = ()
 
     @property
     def dim(self) -> int:
@@ -162,11 +149,11 @@ class Glide(nn.Module):
         theirs = self.target_frequencies if len(self.target_frequencies) else None
         # The head has the same weights, and wants them small: Vaswani and others, 2017, 3.4.
         x = self.embedding(tokens) * self.config.hidden**0.5
-        for number, layer in enumerate(self.layers):
+        for layer in self.layers:
             assert isinstance(layer, GlideLayer)
             x = layer.attend(x, positions, self.frequencies, attend)
-            if last is not None and number == len(self.layers) - 1:
-                # Keys and values of the last layer are there; nobody reads what follows of others.
+            if last is not None:
+                # Of a single layer: keys and values are there, and nobody reads what follows.
                 x, positions = x[:, last], positions[:, last]
             x = layer.look(x, positions, theirs, glimpse)
         return self.norm(x)
@@ -235,8 +222,6 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 KIND = "gulliver_glide"
 """``model_type`` of a draft's configuration."""
-VERSION = 2
-"""Drafts of version 1 took embeddings and what they saw as they were: see [Note: sizes]."""
 
 
 def is_draft(folder: Path) -> bool:
@@ -252,7 +237,7 @@ def save_draft(
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
     # Last: a folder with a configuration is whole.
-    known = {"model_type": KIND, "version": VERSION, **asdict(config), "training": facts}
+    known = {"model_type": KIND, **asdict(config), "training": facts}
     write_json(folder / "config.json", known)
 
 
@@ -261,13 +246,12 @@ def load_draft(folder: Path) -> Glide:
     if not is_draft(folder):
         raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
     values = read_json(folder / "config.json")
-    _check_version(folder, values)
     names = [field.name for field in fields(GlideConfig)]
     lacking = [name for name in names if name not in values]
     if lacking:
         raise GulliverError(f"{folder}/config.json lacks {lacking[0]}: train the draft again")
     known = {name: values[name] for name in names}
-    known |= {name: tuple(known[name]) for name in ("glimpses", "target_sign")}
+    known["glimpses"] = tuple(known["glimpses"])
     weights = load_file(folder / "model.safetensors")
     frequencies = weights.get("target_frequencies")
     model = Glide(GlideConfig(**known), [] if frequencies is None else frequencies.tolist())
@@ -278,35 +262,7 @@ def load_draft(folder: Path) -> Glide:
     return model.eval()
 
 
-def _check_version(folder: Path, values: dict[str, Any]) -> None:
-    """Refuses a draft that would guess otherwise here than it has learnt to."""
-    version = values.get("version", 1)
-    if version != VERSION:
-        raise GulliverError(
-            f"{folder} has a draft of version {version}, and drafts are of version {VERSION} here: "
-            "train it again with gulliver speculate train"
-        )
-
-
 # `GlideDraft`: a `Glide` that guesses for the engine, over its own pages and the target's.
-
-
-ALIKE = 0.9
-"""Least likeness of a draft's target: other weights are at 0, those in int4 or tuned above this."""
-
-
-@dataclass(frozen=True)
-class _Look:
-    """Tokens of a sequence that look at the target's cache."""
-
-    # Each sees a key more than the one before it, the last all `start + count`. The names are those
-    # that the kernel reads.
-
-    first: int
-    count: int
-    start: int
-    blocks: Tensor
-    mask: None = None
 
 
 class Glimpses:
@@ -320,7 +276,7 @@ class Glimpses:
         fits = kernel is not None and kernel.takes(keys.dtype, keys.shape[-1])
         self._native: NativeAttention | None = kernel if fits else None
 
-    def begin(self, looks: Sequence[_Look], tokens: int) -> None:
+    def begin(self, looks: Sequence[PagedSpan], tokens: int) -> None:
         """Takes the tokens that look, among so many packed ones."""
         self._looks = [look for look in looks if look.count > 0]
         self._all = sum(look.count for look in looks) == tokens
@@ -345,19 +301,9 @@ class Glimpses:
         for look in self._looks:
             at, end = slice(look.first, look.first + look.count), look.start + look.count
             key, value = (
-                kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end].to(query.dtype)
-                for kept in (keys, values)
+                kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
             )
-            seen = torch.ones(look.count, end, dtype=torch.bool, device=query.device)
-            near = F.scaled_dot_product_attention(
-                query[None, :, at],
-                key[None],
-                value[None],
-                attn_mask=seen.tril(look.start),
-                scale=scale,
-                enable_gqa=query.shape[0] != key.shape[0],
-            )
-            out[at] = near[0].transpose(0, 1)
+            out[at] = attend_gathered(query[:, at], key, value, look, scale, None, None)
         return out[None]
 
 
@@ -366,7 +312,7 @@ class GlideDraft(ModelDraft):
 
     name = "glide"
 
-    def __init__(self, model: Glide, beside: Beside = 3) -> None:
+    def __init__(self, model: Glide, beside: int = 3) -> None:
         """Keeps the model; memory is taken when the target's runner is known."""
         self._model = model.eval().requires_grad_(False)
         super().__init__(DraftCache(0, 1), None, beside)
@@ -379,9 +325,6 @@ class GlideDraft(ModelDraft):
                 f"the draft has a vocabulary of {config.vocabulary} tokens and the model one of "
                 f"{facts.vocabulary}: give a draft that was trained for this model"
             )
-        measured: ModelShape | None = getattr(runner, "measured", None)
-        if measured is not None:
-            check_sign(config.target_sign, measured.sign)
         pages: Pages | None = getattr(runner, "pages", None)
         if config.glimpses:
             if pages is None:
@@ -402,6 +345,7 @@ class GlideDraft(ModelDraft):
     @torch.inference_mode()
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
         spans, looks, ends, first = [], [], [], 0
+        # Nobody reads what the only layer makes of other tokens than the last.
         only_last = self._model.config.layers == 1
         for index, new in enumerate(news):
             count = len(new.tokens)
@@ -412,7 +356,9 @@ class GlideDraft(ModelDraft):
             looking = min(1 if only_last else count, seen)
             table = torch.tensor(new.one.blocks, dtype=torch.int64)
             at = index if only_last else first + count - looking
-            looks.append(_Look(at, looking, seen - looking, table))
+            # Each sees a key more than the one before it.
+            sees = torch.arange(seen - looking, seen)
+            looks.append(PagedSpan(at, looking, seen - looking, table, None, sees))
             first += count
             ends.append(first - 1)
         pages, device = self._pages, self._model.embedding.weight.device
@@ -430,40 +376,16 @@ class GlideDraft(ModelDraft):
         glimpse: Any = none
         if self._model.config.glimpses:
             self._glimpses.begin(looks, len(looks) if only_last else first)
-            glimpse = _last_of(self._glimpses, last, self._model.config.layers, only_last, first)
-        x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, last)
-        return self._model.logits(x[0]).float() if rows else torch.empty(0)
+            glimpse = self._glimpses
+        wanted = last if only_last else None
+        x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, wanted)[0]
+        x = x if only_last else x[last]
+        return self._model.logits(x).float() if rows else torch.empty(0)
 
     def close(self) -> None:
         """Lets go of the pages."""
         self._pages.keys.clear()
         self._pages.values.clear()
-
-
-def _last_of(glimpses: Glimpses, last: Tensor, layers: int, only_last: bool, tokens: int) -> Any:
-    """Glimpses of a draft whose last layer has the last tokens of sequences alone."""
-    if only_last:
-        return glimpses
-
-    def glimpse(layer: int, query: Tensor) -> Tensor:
-        if layer < layers - 1:
-            return glimpses(layer, query)
-        # Put where their keys are counted, and taken out again.
-        whole = query.new_zeros(*query.shape[:2], tokens, query.shape[-1])
-        whole[:, :, last] = query
-        return glimpses(layer, whole)[:, last]
-
-    return glimpse
-
-
-def check_sign(mine: Sequence[float], theirs: Sequence[float]) -> None:
-    """Refuses a model that a draft was not trained for, though its sizes are the target's."""
-    if (found := likeness(mine, theirs)) < ALIKE:
-        raise GulliverError(
-            "the draft was trained for another model: what that one has of a token is unlike what "
-            f"this one has ({found:.2f}, at least {ALIKE} of 1 is asked for): give the model's own "
-            "draft, gulliver speculate train makes one"
-        )
 
 
 def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:

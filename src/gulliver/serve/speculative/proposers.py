@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Protocol
 
 from gulliver.serve.batch import Runner, Wanted
 
@@ -40,36 +38,29 @@ def chain(tokens: Sequence[int], sure: Sequence[float]) -> Proposal:
     return Proposal(tokens, list(range(-1, len(tokens) - 1)), sure)
 
 
-class Proposer(Protocol):
-    """Guesses what follows sequences."""
+class Proposer:
+    """Guesses what follows sequences; subclasses write `propose`, the rest as they need."""
 
     name: str
     """Name in what is said to the user."""
     free: bool
     """Whether guesses cost next to nothing: they are then made, and learnt from, also while none
     is verified."""
-    apart: float
+    apart: float = 0.0
     """Seconds of the last `propose` that are spent once for a sequence, such as on its prompt."""
 
     def begin(self, runner: Runner) -> None:
         """Learns which runner verifies."""
-        ...
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposals by number of sequence, none deeper than `depth` or its sequence's room."""
-        ...
-
-    def unread(self, one: Wanted) -> int:
-        """Tokens of a text to read before anything is guessed, apart from the last few."""
-        return 0
+        raise NotImplementedError
 
     def dropped(self, sequence: int) -> None:
         """Learns that a sequence has ended."""
-        ...
 
     def close(self) -> None:
         """Lets go of memory."""
-        ...
 
 
 # Look-up drafts, without training: what followed the same tokens before.
@@ -82,8 +73,6 @@ class Proposer(Protocol):
 
 LONGEST, SHORTEST = 8, 2
 """Most and fewest tokens of a context that is looked up."""
-FEW_TOKENS = 16
-"""Most tokens whose reading counts as drafting; that of more is measured apart."""
 KEPT = 1 << 18
 """Tokens of all sequences that are kept, in two halves: the older one goes when the newer is full.
 A token takes about a kilobyte."""
@@ -129,17 +118,13 @@ class LookUp(Proposer):
     def __init__(self, shared: bool = False, longest: int = LONGEST, kept: int = KEPT) -> None:
         """Makes a proposer that has read nothing."""
         self.name = "suffix" if shared else "ngram"
-        self._longest, self._kept, self.apart = longest, kept, 0.0
+        self._longest, self._kept = longest, kept
         self._own: dict[int, tuple[Followers, int]] = {}
         self._all = [Followers(longest), Followers(longest)] if shared else []
-
-    def begin(self, runner: Runner) -> None:
-        """Needs nothing of the runner."""
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposes chains, as long as what follows is known."""
         found = {}
-        self.apart = 0.0
         for one in wanted:
             tables = [self._read(one), *self._all]
             tokens: list[int] = []
@@ -159,7 +144,6 @@ class LookUp(Proposer):
 
     def _read(self, one: Wanted) -> Followers:
         """Reads what is new of a sequence."""
-        begun, unread = perf_counter(), self.unread(one)
         own, read = self._own.get(one.sequence) or (Followers(self._longest), 0)
         if read < len(one.tokens):
             own.read(one.tokens, read)
@@ -168,15 +152,7 @@ class LookUp(Proposer):
                     self._all = [Followers(self._longest), self._all[0]]
                 self._all[0].read(one.tokens, read)
         self._own[one.sequence] = own, len(one.tokens)
-        if unread:
-            self.apart += perf_counter() - begun
         return own
-
-    def unread(self, one: Wanted) -> int:
-        """Tokens that have not been read, where they are many."""
-        known = self._own.get(one.sequence)
-        lacking = len(one.tokens) - (known[1] if known else 0)
-        return lacking if lacking > FEW_TOKENS else 0
 
     def dropped(self, sequence: int) -> None:
         """Forgets a sequence's own table."""

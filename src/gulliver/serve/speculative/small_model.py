@@ -83,11 +83,8 @@ class DraftCache:
 
 CHUNK = 512
 """Most tokens of prompts in a forward of a draft model."""
-
-CAPE = (7, 7, 7, 5, 5, 5, 3, 3, 1, 1, 1)
-"""Alternatives to a guess of the path, by tenths of how sure the draft is of it: those of the
-official code of GliDe with a CaPE, whose numbers count the one on the path."""
-Beside = int | tuple[int, ...]
+SHORT = 16
+"""Tokens that are run with the last one of a text, not before it."""
 
 
 # [Note: sampled requests] A draft is drawn from the draft model's own distribution as the model's
@@ -131,14 +128,10 @@ class ModelDraft(Proposer):
     free = False
     name = "model"
 
-    def __init__(self, cache: DraftCache, context: int | None, beside: Beside = 0) -> None:
+    def __init__(self, cache: DraftCache, context: int | None, beside: int = 0) -> None:
         """Keeps the cache."""
         self._cache, self._context, self.beside = cache, context, beside
         self._known: dict[int, int] = {}
-        self.apart = 0.0
-
-    def begin(self, runner: Runner) -> None:
-        """Needs nothing of the runner."""
 
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
         """Runs new tokens."""
@@ -146,7 +139,6 @@ class ModelDraft(Proposer):
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposes the first path of each sequence, and alternatives to its tokens."""
-        self.apart = 0.0
         numbers = {one.sequence for one in wanted}
         news = []
         for one in wanted:
@@ -197,8 +189,7 @@ class ModelDraft(Proposer):
         drawn = draw(logits, [self._row(new.one, paths, number) for new in news])
         tokens = [token.id if token is not None else 0 for token in drawn]
         chances = logits.softmax(-1)
-        most = self.beside if isinstance(self.beside, int) else max(self.beside)
-        best = chances.topk(min(most + 1, logits.shape[-1]), -1)
+        best = chances.topk(min(self.beside + 1, logits.shape[-1]), -1)
         own = chances[range(len(tokens)), tokens].tolist()
         for new, token, sure, others, values in zip(
             *(news, tokens, own, best.indices.tolist(), best.values.tolist()), strict=True
@@ -207,9 +198,14 @@ class ModelDraft(Proposer):
             path.tokens.append(token)
             path.sure.append(sure)
             kept = [(o, v) for o, v in zip(others, values, strict=True) if o != token]
-            kept = kept[: most if isinstance(self.beside, int) else self.beside[int(sure * 10)]]
+            kept = kept[: self.alternatives(sure)]
             path.beside.append(([other for other, _ in kept], [value for _, value in kept]))
         return tokens
+
+    def alternatives(self, sure: float) -> int:
+        """Number of alternatives to a token of the path that the model is so sure of."""
+        del sure
+        return self.beside
 
     def _row(self, one: Wanted, paths: Mapping[int, _Path], number: int) -> DrawRow:
         place = len(one.tokens) - one.prompt + number
@@ -218,19 +214,10 @@ class ModelDraft(Proposer):
             history = (*one.tokens, *paths[one.sequence].tokens)
         return DrawRow(one.sampling, one.seed, one.sample, place, history, one.prompt)
 
-    def unread(self, one: Wanted) -> int:
-        """Tokens that the model's cache lacks, where they are many."""
-        lacking = len(one.tokens) - self._known.get(one.sequence, 0)
-        return lacking if lacking > SHORT else 0
-
     def dropped(self, sequence: int) -> None:
         """Forgets a sequence."""
         self._known.pop(sequence, None)
         self._cache.drop(sequence)
-
-
-SHORT = 16
-"""Tokens that are run with the last one of a text, not before it."""
 
 
 # `SmallModel`: a draft by another, smaller language model of transformers.
@@ -246,7 +233,7 @@ class SmallModel(ModelDraft):
         model: Any,
         cache_tokens: int | None = None,
         sequences: int = 64,
-        beside: Beside = 3,
+        beside: int = 3,
     ) -> None:
         """Takes memory for the model's cache."""
         self._runner = LocalRunner(model, cache_tokens=cache_tokens, sequences=sequences)

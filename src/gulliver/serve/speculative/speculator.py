@@ -18,18 +18,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
+import numpy as np
+
 from gulliver.errors import GulliverError, nearest
-from gulliver.options import AT_LEAST_1, Options, Range
+from gulliver.options import Options, Range
 from gulliver.serve.batch import Batch, Draft, Drafter, Runner, Wanted
-from gulliver.serve.speculative.cost import (
-    AcceptanceRate,
-    GuessChoice,
-    Mean,
-    StepCost,
-    best,
-    measure_proposals,
-    measure_steps,
-)
 from gulliver.serve.speculative.glide import GlideDraft, is_draft, load_draft
 from gulliver.serve.speculative.proposers import LookUp, Proposal, Proposer
 from gulliver.serve.speculative.small_model import SmallModel, check_tokenizers
@@ -40,8 +33,8 @@ LEAST_GAIN = 1.02
 TRIAL = 0.01
 """Share of the time that is spent on finding out whether drafting has begun to pay."""
 FEW, SHARE = 4, 8
-"""A trial is made on one of `SHARE` sequences, at most `FEW`: it reads their texts, and is to be
-short compared with the steps of the batch."""
+"""A trial is made on one of `SHARE` sequences, at most `FEW`, the oldest: a draft model reads their
+texts, which is to be short compared with the steps of the batch."""
 ROUNDS = 8
 """Rounds whose gains are averaged."""
 LOOKED_AT = 16
@@ -57,13 +50,109 @@ class SpeculationOptions(Options):
         nodes: most guesses of a sequence; attention over pages is slower for more than 15.
         fixed: whether `depth` guesses are made and verified at all times, whatever they cost: for
             measurements.
-        budget: most guesses of all sequences together; None leaves it to the costs.
     """
 
     depth: Annotated[int, Range(1, 64)] = 8
     nodes: Annotated[int, Range(1, 64)] = 15
     fixed: bool = False
-    budget: Annotated[int | None, AT_LEAST_1] = None
+
+
+@dataclass
+class Mean:
+    """Moving mean of what is measured; the first values count in full."""
+
+    value: float = 0.0
+    count: int = field(default=0, repr=False)
+    memory: int = 20
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, self.memory)
+        self.value += (value - self.value) / self.count
+
+
+class StepCost:
+    """Seconds of a forward by its number of tokens."""
+
+    # Means at sizes that are half a power of two apart, and straight lines between them. Seconds
+    # never fall with tokens.
+
+    def __init__(self) -> None:
+        self._points: dict[int, tuple[Mean, Mean]] = {}
+        self._scale = 1.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Learns what a forward took."""
+        # While nothing is drafted only small batches are seen. Longer contexts or another process
+        # slow all sizes down, so each measurement moves a scale that all of them share.
+        if self._points:
+            self._scale *= min(max(seconds / float(self.seconds(tokens)), 0.1), 10.0) ** 0.1
+        size, mean = self._points.setdefault(round(2 * math.log2(tokens)), (Mean(), Mean()))
+        seconds /= self._scale
+        # What took three times as long was disturbed by something else.
+        mean.add(min(seconds, 3 * mean.value) if mean.count else seconds)
+        size.add(tokens)
+
+    def seconds(self, tokens: Any) -> Any:
+        """Seconds of a forward of so many tokens, a number or an array; 0 if nothing is known."""
+        if not self._points:
+            return 0.0 * np.asarray(tokens)
+        points = sorted((size.value, mean.value) for size, mean in self._points.values())
+        sizes, seconds = zip(*points, strict=True)
+        return np.interp(tokens, sizes, np.maximum.accumulate(seconds)) * self._scale
+
+
+class AcceptanceRate:
+    """How often guesses were right, of those that the proposer was as sure of."""
+
+    # Guesses are counted by kind and by tenths of how sure the proposer was. Its own word counts as
+    # four guesses.
+
+    REMEMBERED = 400
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[object, int], tuple[float, float]] = {}
+
+    def learn(self, kind: object, sure: float, right: bool) -> None:
+        """Counts a guess whose parent was right."""
+        seen, rights = self._counts.get((kind, int(sure * 10)), (0.0, 0.0))
+        if seen >= self.REMEMBERED:  # older ones count half, a quarter ...
+            seen, rights = seen / 2, rights / 2
+        self._counts[kind, int(sure * 10)] = seen + 1, rights + right
+
+    def chance(self, kind: object, sure: float) -> float:
+        """How likely a guess is to be right if its parent is."""
+        seen, rights = self._counts.get((kind, int(sure * 10)), (0.0, 0.0))
+        return (rights + 4 * sure) / (seen + 4)
+
+
+@dataclass(frozen=True)
+class GuessChoice:
+    """Guesses that are worth verifying, and what is expected of them."""
+
+    # Number of guesses, the likeliest first.
+    taken: int = 0
+    # Expected number of them that are right.
+    accepted: float = 0.0
+    # Predicted tokens per second over those without drafts.
+    gain: float = 1.0
+    # Predicted seconds of the forward over those of one without drafts.
+    step: float = 1.0
+
+
+def best(chances: Sequence[float], sequences: int, cost: StepCost, drafting: float) -> GuessChoice:
+    """Chooses how many guesses to verify: those with the most tokens per second."""
+    # With s sequences and n guesses, whose chances of being accepted are p, tokens per second are
+    # (s + p_1 + ... + p_n) / (t(s + n) + d); without drafts s / t(s).
+    if not len(chances):
+        return GuessChoice()
+    accepted, plain = np.cumsum(chances), float(cost.seconds(sequences))
+    gains = 1 + accepted / sequences
+    if plain <= 0:  # nothing has been measured yet
+        return GuessChoice(len(chances), float(accepted[-1]), float(gains[-1]))
+    steps = cost.seconds(sequences + 1 + np.arange(len(chances))) / plain
+    gains /= steps + drafting / plain
+    found = int(gains.argmax())
+    return GuessChoice(found + 1, float(accepted[found]), float(gains[found]), float(steps[found]))
 
 
 @dataclass
@@ -126,19 +215,14 @@ class Speculator(Drafter):
         self._gains: dict[int, Mean] = {}
         self._rest_until: dict[int, float] = {}
         self._clock = 0.0
-        # Seconds of guesses: of one sequence where they are looked up, otherwise of one depth, by
-        # the number of sequences; and of a token of a text that is read.
-        self._each, self._deeper, self._reading = Mean(), StepCost(), Mean(memory=50)
+        # Seconds of guesses by the number of sequences, of one depth where a model makes them.
+        self._guessing = StepCost()
         # Chance that a path is right down to a depth, of what was proposed.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
     def begin(self, runner: Runner) -> None:
-        """Measures what forwards and guesses cost, where it can be before requests come."""
-        if runner.facts.blocks and not self.cost.known:
-            measure_steps(runner, self.cost)
+        """Tells the proposer which runner verifies."""
         self.proposer.begin(runner)
-        if not self.proposer.free and not self._deeper.known and self.cost.known:
-            measure_proposals(self.proposer, runner.facts, self._deeper, self._reading)
 
     def pays(self, sequences: int) -> bool:
         """Whether drafting has paid in the last rounds with about so many sequences."""
@@ -166,13 +250,11 @@ class Speculator(Drafter):
         if self._resting(sequences):
             return {}
         trial = not self.pays(sequences)
-        asked = self._few(wanted) if trial else self._worth_reading(wanted)
-        if not asked:
-            return {}
+        asked = wanted[: max(1, min(FEW, sequences // SHARE))] if trial else wanted
         depth = self._depth(sequences)
-        unread = sum(self.proposer.unread(one) for one in asked)
         proposals = self.proposer.propose(asked, depth)
-        self._note_drafting(len(asked), depth, perf_counter() - begun, unread)
+        spent = max(perf_counter() - begun - self.proposer.apart, 1e-9)
+        self._guessing.note(len(asked), spent / (1 if self.proposer.free else depth))
         for one in asked:
             proposal = proposals.get(one.sequence)
             if proposal is not None and one.sequence not in self._pending:
@@ -181,9 +263,7 @@ class Speculator(Drafter):
         chances = [-path for path, _, _ in ranked]
         if trial:  # the other sequences would have guesses like those of the few
             chances = [one for one in chances for _ in range(sequences // len(asked))]
-        limits = (budget, self.options.budget, len(chances))
-        chances = chances[: min(limit for limit in limits if limit is not None)]
-        taken = self._choose(chances, sequences, depth)
+        taken = self._choose(chances[:budget], sequences, depth)
         if not self.pays(sequences):
             self._rest_until[_level(sequences)] = self._clock + (perf_counter() - begun) / TRIAL
         chosen: dict[int, list[int]] = {}
@@ -223,20 +303,6 @@ class Speculator(Drafter):
             state = f"off: {self.why}" if self.why else "on"
             log.info("speculation (%s) is %s", self.proposer.name, state)
 
-    def _few(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
-        """Sequences that a trial is made on: texts that are read already cost nothing."""
-        few = max(1, min(FEW, len(wanted) // SHARE))
-        return sorted(wanted, key=self.proposer.unread)[:few]
-
-    def _worth_reading(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
-        """Leaves out texts that would take longer to read than guesses for their rest can save."""
-        gain = self._gains.get(_level(len(wanted)))
-        if self.options.fixed or gain is None:
-            return wanted
-        plain, each = float(self.cost.seconds(len(wanted))), self._reading.value
-        saved = plain / len(wanted) * (1 - 1 / max(gain.value, 1.0))
-        return [one for one in wanted if self.proposer.unread(one) * each <= saved * one.most]
-
     def _depth(self, sequences: int) -> int:
         """Depth with the most tokens per second, by how far guesses have been right lately."""
         plain = float(self.cost.seconds(sequences))
@@ -251,19 +317,8 @@ class Speculator(Drafter):
 
     def drafting(self, sequences: int, depth: int) -> float:
         """Seconds of making guesses for so many sequences, as they were lately."""
-        if self.proposer.free:
-            return self._each.value * sequences
-        return float(self._deeper.seconds(sequences)) * depth
-
-    def _note_drafting(self, sequences: int, depth: int, seconds: float, unread: int) -> None:
-        """Learns what guesses took, and what reading did."""
-        apart = self.proposer.apart
-        if unread and apart:
-            self._reading.add(apart / unread)
-        if self.proposer.free:
-            self._each.add((seconds - apart) / sequences)
-        else:
-            self._deeper.note(sequences, (seconds - apart) / depth)
+        each = float(self._guessing.seconds(sequences))
+        return each if self.proposer.free else each * depth
 
     def _ranked(
         self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]

@@ -26,7 +26,8 @@ from gulliver.jobs.loop import LoopOptions, TrainingLoop, rate_factor
 from gulliver.jobs.run_folder import RunFolder
 from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
-from gulliver.serve.attention import attached, forward, sign_of, sign_token
+from gulliver.serve.attention import attached, attention_bias, forward
+from gulliver.serve.kernels import PagedSpan
 from gulliver.serve.speculative.glide import Glide, GlideConfig, save_draft, seen_keys
 from gulliver.serve.speculative.train_config import MAY_CHANGE, TrainDraftConfig, check_train_draft
 from gulliver.serve.weights import load
@@ -83,12 +84,8 @@ class _KeptKeys:
         bias = None
         if slopes is not None or (window is not None and window < length):
             places = torch.arange(length, device=query.device)
-            apart = places[:, None] - places[None]
-            seen = (apart >= 0) & (apart < (window or length))
-            bias = torch.zeros(length, length, device=query.device, dtype=query.dtype)
-            if slopes is not None:
-                bias = -slopes[:, None, None].to(query.dtype) * apart
-            bias = bias.masked_fill(~seen, -torch.inf)
+            whole = PagedSpan(0, length, 0, places, None, places)
+            bias = attention_bias(query, whole, window, slopes)
         out = F.scaled_dot_product_attention(
             *parts,
             attn_mask=bias,
@@ -303,8 +300,8 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     layers = (layers[0],) * (config.layers - len(layers)) + tuple(layers)
     if not all(0 <= layer < count for layer in layers):
         raise GulliverError(f"--glimpses {layers}: the target has layers 0 to {count - 1}")
-    token = torch.full((1, 1), sign_token(model), device=device)
-    keys, values, heads = glimpses_of(model, token, (*layers, count - 1))
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    keys, _, heads = glimpses_of(model, token, (*layers, count - 1))
     width = model.config.hidden_size
     hidden = config.hidden or max(64, -(-width // 2 // 64) * 64)
     heads_of_own = max(1, hidden // 64)
@@ -318,5 +315,5 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     return GlideConfig(
         model.get_output_embeddings().weight.shape[0],
         *(hidden, heads_of_own, wide, config.layers, () if config.plain else layers),
-        *(model.config.model_type, heads, dim, width, config.block, sign_of(values[-1][0])),
+        *(model.config.model_type, heads, dim, width, config.block),
     )

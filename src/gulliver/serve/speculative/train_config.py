@@ -93,6 +93,8 @@ class ReportConfig(DataConfig):
     """Tokens that each is continued by."""
     depth: Annotated[int, Range(1, 15)] = 5
     """Tokens that are drafted in each round."""
+    sequences: Annotated[int, Range(1, 512)] = 1
+    """Texts that are continued at a time."""
     temperature: Annotated[float, Range(0, 100)] = 0.0
     """How the tokens are drawn; 0 is greedy."""
     dtype: Literal["float32", "bfloat16"] | None = None
