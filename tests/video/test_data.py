@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.video import DIRECTIONS
 from gulliver.video import digits as _digits
 from gulliver.video.digits import MovingDigits
-from gulliver.video.text_encoders import WordEncoder, unknown_words
+from gulliver.video.text_encoders import WordEncoder
 from tests.pool import Pool
 
 SHAPES = {
@@ -448,4 +448,3 @@ def test_prompts_that_cannot_be_read_are_refused() -> None:
         encoder.encode([" ... "])
     with pytest.raises(GulliverError, match="4 words are more than this model reads"):
         encoder.encode(["one two three four"])
-    assert unknown_words("The digit X moving!", MovingDigits.vocabulary) == ["x"]

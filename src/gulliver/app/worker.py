@@ -160,8 +160,7 @@ def request_of(settings: Settings) -> Request:
 
 def sampling_of(model: Any, settings: Settings) -> SamplingConfig:
     """Returns steps and guidance, and else what the model's release says."""
-    own = model.sampling if isinstance(model, VideoPipeline) else SamplingConfig()
-    return replace(own, steps=settings.steps, guidance=settings.guidance)
+    return replace(model.sampling, steps=settings.steps, guidance=settings.guidance)
 
 
 def animated(frames: Any) -> bytes:

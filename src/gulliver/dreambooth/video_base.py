@@ -24,11 +24,10 @@ from gulliver.errors import GulliverError
 from gulliver.finetune.adapters import adapter_name
 from gulliver.video.config import SamplingConfig, parse_shapes
 from gulliver.video.digits import FPS
-from gulliver.video.generation import VideoModel
 from gulliver.video.media import fit, to_frames
-from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.pipeline import VideoModel, VideoPipeline, open_run
 from gulliver.video.requests import Request
-from gulliver.video.text_encoders import EncodedText, WordEncoder, words_of
+from gulliver.video.text_encoders import EncodedText, WordEncoder, padded, said_of, words_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, WHOLE = "learned_embeds.safetensors", "model.safetensors"
@@ -88,7 +87,7 @@ class VideoBase:
         usual = max(shapes, key=lambda one: shapes[one])
         self.bucket = _resized(usual, resolution, self.maker.autoencoder)
         self.fingerprint = fingerprint_of(self.maker)
-        self.trained = network_of(self.maker).to(dtype).requires_grad_(False)
+        self.trained = self.maker.outline.to(dtype).requires_grad_(False)
         if on_meta:
             self.trained.to("meta")
         self.sampling = SamplingConfig(
@@ -96,7 +95,7 @@ class VideoBase:
         )
         self.text: nn.Module | None = None
         self.targets = spatial_layers(self.trained)
-        self._told: dict[str, EncodedText] = {}
+        self._told: dict[str, dict[str, Tensor]] = {}
 
     @property
     def side(self) -> str:
@@ -133,7 +132,7 @@ class VideoBase:
             if train_text:
                 self.add_token("", None)  # which refuses
             # One by one: what a prompt says must not depend on the others.
-            self._told = {text: self.maker.text.encode([text]) for text in said}
+            self._told = {text: said_of(self.maker.text.encode([text])) for text in said}
         else:
             self.text(said or ["nothing"])
 
@@ -142,18 +141,11 @@ class VideoBase:
         if self.text is not None:
             vectors, mask = self.text(list(texts))[:2]
             return vectors.to(like), mask.to(like.device)
-        for text in texts:
+        for text in dict.fromkeys(texts):
             if text not in self._told:
-                self._told[text] = self.maker.text.encode([text])
-        found = [self._told[text] for text in texts]
-        longest = max(one.mask.shape[1] for one in found)
-        vectors = like.new_zeros(len(found), 1, longest, found[0].embeddings.shape[-1])
-        mask = torch.zeros(len(found), longest, dtype=torch.bool, device=like.device)
-        for row, one in enumerate(found):
-            length = one.mask.shape[1]
-            vectors[row, :, :length] = one.embeddings[0].to(like)
-            mask[row, :length] = one.mask[0].to(like.device)
-        return vectors, mask
+                self._told[text] = said_of(self.maker.text.encode([text]))
+        vectors, mask = padded([self._told[text] for text in texts])[:2]
+        return vectors.to(like), mask.to(like.device)
 
     @torch.no_grad()
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
@@ -296,7 +288,7 @@ class LowRank(nn.Module):
         return self.layer(x) + low * self.scale
 
 
-def load_adapter(maker: VideoModel | VideoPipeline, folder: Path) -> None:
+def load_adapter(maker: VideoPipeline, folder: Path) -> None:
     """Gives an opened run what `gulliver dreambooth` has taught its base."""
     found = [name for name in (WEIGHTS, WHOLE, EMBEDDINGS) if (folder / name).is_file()]
     if not found:
@@ -304,7 +296,7 @@ def load_adapter(maker: VideoModel | VideoPipeline, folder: Path) -> None:
             f"--adapter {folder} holds nothing that `gulliver dreambooth` has taught: name the "
             "folder result of its run"
         )
-    network = network_of(maker)
+    network = maker.outline
     tensors = read_tensors(folder / WEIGHTS) if WEIGHTS in found else {}
     values = read_json(folder / CONFIG) if tensors else {}
     placed = _placed(network, tensors, folder)  # refuses before anything is changed
@@ -343,11 +335,6 @@ def _placed(
     return found
 
 
-def network_of(maker: VideoModel | VideoPipeline) -> nn.Module:
-    """The transformer of an opened run."""
-    return maker.model if isinstance(maker, VideoModel) else maker.outline
-
-
 def spatial_layers(network: nn.Module) -> tuple[str, ...]:
     """Names of the linear layers of blocks that work within a frame."""
     return tuple(
@@ -357,10 +344,10 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
     )
 
 
-def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
+def fingerprint_of(maker: VideoPipeline) -> str:
     """Digest of the networks and words of a run; a few elements of each tensor identify them."""
     digest = hashlib.blake2b(digest_size=16)
-    for network in (network_of(maker), maker.autoencoder):
+    for network in (maker.outline, maker.autoencoder):
         for name, value in sorted(network.state_dict().items()):
             part = value.detach().reshape(-1)[:: max(1, value.numel() // 256)].double().cpu()
             digest.update(f"{name} {tuple(value.shape)}".encode() + part.numpy().tobytes())

@@ -137,10 +137,6 @@ class VideoAutoencoder(nn.Module):
         """
         return self.latent_channels, check_causal(self, frames), *check_space(self, height, width)
 
-    def pixel_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Returns frames, height and width of the clip that a latent of these sizes decodes to."""
-        return (frames - 1) * BLOCK + 1, height * BLOCK, width * BLOCK
-
     def encode(self, video: Tensor) -> Tensor:
         """Encodes [B, 3, T, H, W] to latents of about zero mean and unit variance.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gulliver.comm.collectives import gather_objects
-from gulliver.data.clips import ClipBatch, collate
+from gulliver.data.clips import Bucket, ClipBatch, collate
 from gulliver.data.loader import DataLoader
 from gulliver.data.sampler import BucketSampler, Step
 from gulliver.errors import GulliverError, nearest
@@ -416,41 +416,48 @@ class BatchMaker:
         state: dict[str, Any],
     ) -> VideoBatch:
         bucket = step.bucket
-        shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
-        if videos is None:
-            latents = torch.zeros(1, *shape, device=self.device)
-            captions, fps = [OF_NO_SAMPLE], torch.full((1,), 8.0)
-            kept = [0]
-        elif self.encoded:
-            latents = videos.to(self.device)
-        else:
-            latents = self.autoencoder.encode(videos.to(self.device))
-        y, y_mask = self.text.encode(captions)[:2]
+        latents, captions, fps = self.shown(bucket, videos, captions, fps)
+        kept = [0] if videos is None else kept
+        shape = tuple(latents.shape[1:])
         timesteps, drop, generate = self._draws(step, shape[1])
         rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
-        count = len(rows)
         return VideoBatch(
             latents=latents,
             noise=self._noise(step, kept, shape).to(self.device),
             timesteps=timesteps[rows].to(self.device),
-            captions=y.to(self.device),
-            caption_mask=y_mask.to(self.device),
             drop_caption=drop[rows].to(self.device),
             generate=None if generate is None else generate[rows].to(self.device),
             fps=fps.to(self.device),
-            height=torch.full((count,), float(bucket.height), device=self.device),
-            width=torch.full((count,), float(bucket.width), device=self.device),
             total=step.total,
             skipped=len(step.indices) - (0 if videos is None else len(videos)),
             epoch=step.epoch,
             weight=0.0 if videos is None else 1.0,
             sampler_state=state,
-            more={
-                name: value
-                for name, value in told(bucket, 0, torch.ones(count, device=self.device)).items()
-                if name in self.takes
-            },
+            **self.conditions(bucket, captions),
         )
+
+    def shown(
+        self, bucket: Bucket, videos: Tensor | None, captions: list[str], fps: Tensor
+    ) -> tuple[Tensor, list[str], Tensor]:
+        """Returns latents, captions and frame rates of clips; of no clip one of zeros."""
+        if videos is None:
+            shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+            none = torch.zeros(1, *shape, device=self.device)
+            return none, [OF_NO_SAMPLE], torch.full((1,), 8.0, device=self.device)
+        videos = videos.to(self.device)
+        return videos if self.encoded else self.autoencoder.encode(videos), captions, fps
+
+    def conditions(self, bucket: Bucket, captions: list[str]) -> dict[str, Any]:
+        """Returns what a batch says of captions and sizes, by field of `VideoBatch`."""
+        y, mask = self.text.encode(captions)[:2]
+        known = told(bucket, 0, torch.ones(len(captions), device=self.device))
+        return {
+            "captions": y.to(self.device),
+            "caption_mask": mask.to(self.device),
+            "height": known["height"],
+            "width": known["width"],
+            "more": {name: value for name, value in known.items() if name in self.takes},
+        }
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
         """Draws from a generator per sample, whose noise must not depend on its neighbours."""

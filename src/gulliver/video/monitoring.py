@@ -28,13 +28,12 @@ from gulliver.jobs.display import Display
 from gulliver.video.batches import BatchMaker, VideoBatch
 from gulliver.video.config import (
     SamplesConfig,
-    SamplingConfig,
     TrainConfig,
     ValidationConfig,
     parse_shapes,
 )
 from gulliver.video.media import SheetRow, still_sheet, write_clip
-from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.pipeline import open_run
 from gulliver.video.requests import Request, read_prompt, read_prompts
 from gulliver.video.run import Run
 from gulliver.video.text_encoders import WordEncoder
@@ -205,9 +204,8 @@ class RunSamples:
     def _make(self, step: int, going: Any, display: Display, scalars: Any) -> None:
         started, shape = time.monotonic(), self.requests[0].bucket
         model = open_run(self.run.folder, self.world.device)
-        sampling = model.sampling if isinstance(model, VideoPipeline) else SamplingConfig()
         told = {"steps": self.config.steps, "guidance": self.config.guidance}
-        sampling = replace(sampling, **{n: v for n, v in told.items() if v is not None})
+        sampling = replace(model.sampling, **{n: v for n, v in told.items() if v is not None})
         clips = model.generate(self.requests, sampling, preview=going)
         scale = max(1, SIDE // shape.height)
         folder = self.run.folder / "samples" / f"step-{step:08d}"

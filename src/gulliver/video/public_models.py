@@ -42,8 +42,6 @@ from gulliver.video.text_encoders import (
     look_at_encoder,
 )
 
-FPS_OF_PICTURES = 120.0
-"""Frame rate that the public models are told of a single picture."""
 GUIDED = 3
 """Channels that guidance leads in the public configurations of 1.0 and 1.1."""
 
@@ -120,7 +118,7 @@ def patch_of(model: Any) -> tuple[int, int, int]:
 def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
     """Returns what models can be told of clips of a shape, [B] each."""
     values = {
-        "fps": FPS_OF_PICTURES if bucket.frames == 1 else fps,
+        "fps": fps,
         "height": bucket.height,
         "width": bucket.width,
         "num_frames": bucket.frames,
