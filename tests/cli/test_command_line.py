@@ -146,7 +146,7 @@ def _outside(range_: Range, is_float: bool) -> list[Any]:
         ("generate --prompt x --resolution 60000", "at scale 4 has 7.5e+11 pixels"),
         ("generate --prompt x --resolution 1024 --scale 32", "at scale 32 has"),
         ("generate --prompt x --aspect-ratio 1:100000", "is not width:height"),
-        ("train --flow.mask-first 0.6 --flow.mask-head 0.6", "it must be at most 1"),
+        ("train --flow.masks image_head:0.6 extend:0.6", "it must be at most 1"),
         ("train --flow.masks image_head:0.6 randon:0.1", "unknown strategy 'randon'"),
         ("train --flow.shift-by-size --flow.shift-rule 1.2", "a clip of 4 has none"),
         ("train --data.shapes 13x32x32:nan", "a weight must be positive"),

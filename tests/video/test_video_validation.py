@@ -40,7 +40,7 @@ def held(out: Path, autoencoder: Path, **changes: Any) -> TrainConfig:
         "save_every": 2,
         "data": DataConfig(shapes=SHAPES, batch_size=4, clips=40),
         "optimizer": OptimizerConfig(warmup=1),
-        "flow": FlowConfig(mask_first=0.3, mask_head=0.3, shift_by_size=True),
+        "flow": FlowConfig(masks=("image_head:0.3", "extend:0.3"), shift_by_size=True),
         "validation": ValidationConfig(every=2, clips=5, levels=3),
     }
     return small(out, autoencoder, **options | changes)

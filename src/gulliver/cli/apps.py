@@ -25,8 +25,8 @@ STOPPED = 143
 def app_command(config: AppConfig, arguments: list[str]) -> int:
     """Serves a page in the browser until Ctrl+C or SIGTERM."""
     del arguments
-    from gulliver.app.messages import Source
     from gulliver.app.server import find_run, serve
+    from gulliver.app.worker import Source
 
     if config.model is None:
         config.refuse_parts()

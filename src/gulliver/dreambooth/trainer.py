@@ -24,7 +24,6 @@ from gulliver.comm.world import World, guard, init_world
 from gulliver.dreambooth.base import FACTS, Base, Learnt, Picture, TokenHandle, check_adapter
 from gulliver.dreambooth.config import MAY_CHANGE, DreamboothConfig, check_dreambooth
 from gulliver.dreambooth.diffusers_base import EMBEDDINGS, INDEX, DiffusersBase
-from gulliver.dreambooth.motion import in_motion, open_video
 from gulliver.dreambooth.pictures import (
     fingerprint,
     grid,
@@ -50,7 +49,7 @@ from gulliver.dreambooth.student import (
     make_student,
     shares,
 )
-from gulliver.dreambooth.video_base import VideoBase
+from gulliver.dreambooth.video_base import VideoBase, in_motion, open_video
 from gulliver.dreambooth.words import check_texts
 from gulliver.errors import GulliverError
 from gulliver.finetune.planning import PlannedRun

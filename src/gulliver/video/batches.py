@@ -121,15 +121,6 @@ class MaskStrategies:
     @classmethod
     def of(cls, config: FlowConfig) -> Self:
         """Reads the strategies of a configuration."""
-        if not config.masks:
-            return cls(_checked({"image_head": config.mask_first, "extend": config.mask_head}))
-        short = (config.mask_first, FlowConfig.mask_first), (config.mask_head, FlowConfig.mask_head)
-        # At 0 they name no other strategy than the list does.
-        if any(share not in (0, default) for share, default in short):
-            raise GulliverError(
-                "--flow.masks names every strategy: leave out --flow.mask-first and "
-                "--flow.mask-head, which are image_head and extend"
-            )
         ratios: dict[str, float] = {}
         for text in config.masks:
             name, ratio = _parsed(text)

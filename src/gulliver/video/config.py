@@ -43,12 +43,8 @@ class FlowConfig(Options):
     """Ratio of a size: roots of the area over 512x512 and the latent frames, or as published."""
     drop_caption: Annotated[float, SHARE] = 0.1
     """Share of captions hidden, for classifier-free guidance."""
-    masks: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ("image_head:0.15", "extend:0.1")
     """Mask strategies as name:share, such as image_head:0.2 quarter_tail:0.05 random:0.1."""
-    mask_first: Annotated[float, SHARE] = 0.15
-    """Share of clips whose first latent frame is given; short for --flow.masks image_head."""
-    mask_head: Annotated[float, SHARE] = 0.1
-    """Share of clips whose first two are given; short for --flow.masks extend."""
 
 
 # Options of data-centric steps, and which other options they exclude.
