@@ -69,15 +69,6 @@ def test_folding_is_undone_by_unfolding_and_sizes_are_as_said() -> None:
         assert model.decode(latents).shape == video.shape
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((12, 32, 32), "such as 13"), ((13, 30, 32), "such as 32x32"), ((0, 32, 32), "such as 1")],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        VideoAutoencoder(width=8).latent_shape(*sizes)
-
-
 def test_training_learns_normalises_and_survives_a_file(tmp_path: Path) -> None:
     shapes = {Bucket(5, 32, 32): 1.0, Bucket(1, 32, 32): 1.0}
     dataset = MovingDigits("train", 600, shapes=shapes)

@@ -27,9 +27,10 @@ from gulliver.video import DataConfig, TrainConfig, Trainer
 from gulliver.video.config import (
     AutoencoderConfig,
     FlowConfig,
-    ModelConfig,
     OptimizerConfig,
-    from_plain,
+    SamplesConfig,
+    ValidationConfig,
+    check_config,
 )
 from gulliver.video.planned_training import train
 from gulliver.video.public_models import save_autoencoder
@@ -295,21 +296,6 @@ def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path
     assert Run(config.out).newest_checkpoint().name == "step-00000003"
 
 
-def test_configurations_survive_json_and_unknown_keys_name_the_nearest() -> None:
-    config = TrainConfig(
-        steps=7, model=ModelConfig(size="S/2"), data=DataConfig(table=Path("x.csv"))
-    )
-    assert from_plain(json.loads(json.dumps(resolved(config)))) == config
-    with pytest.raises(
-        GulliverError, match=r"'optimizer.learnin_rate': did you mean 'learning_rate'"
-    ):
-        from_plain({"optimizer": {"learnin_rate": 1}})
-    with pytest.raises(GulliverError, match=r"'steps' is 'many'.*type int"):
-        from_plain({"steps": "many"})
-    with pytest.raises(GulliverError, match="'stage' is 7: choose from 1, 2"):
-        from_plain({"stage": 7})
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -338,6 +324,32 @@ def test_mistakes_end_in_one_clear_line(
     assert len(lines) == 1
     assert message in lines[0]
     assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+TABLE = DataConfig(table=Path("x.csv"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp_size": 7}, "--pp-size is 7: model 'tiny' has 6 blocks"),
+        ({"tp_size": 8}, "model 'tiny' has 4 heads"),
+        ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
+        ({"sequence_parallelism_mode": "ring_attn"}, "needs an --sp-size of at least 2"),
+        ({"resume_step": 7}, "--resume-step 7 says where to continue: add --resume"),
+        ({"samples": SamplesConfig(clips=3)}, "--samples.clips is 3: add --samples.every"),
+        ({"data": replace(TABLE, clips=9)}, "--data.clips is 9: it is for the moving digits"),
+        ({"data": replace(TABLE, shapes=("9x32x32:2",))}, "weights are for the moving digits"),
+        ({"data": replace(TABLE, bucket_ranks=2)}, "add --data.buckets"),
+        ({"data": DataConfig(scores="1.2")}, "--data.scores is 1.2: it is for the clips"),
+        ({"validation": ValidationConfig(share=0.1)}, "the moving digits have held-out"),
+        ({"validation": ValidationConfig(every=5), "data": TABLE}, "add a --validation.share"),
+        ({"flow": FlowConfig(shift_rule="2.0")}, "add --flow.shift-by-size"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(GulliverError, match=message):
+        check_config(replace(TrainConfig(), **changes))
 
 
 @pytest.mark.parametrize("name", ["run[v2]", "run[/v2]", "[bold]"])
