@@ -60,19 +60,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Settings(Options):
-    """Settings of a clip: the same ones and the same model make the same clip, bit for bit.
-
-    Attributes:
-        prompt: sentence to show.
-        negative_prompt: sentence to lead away from; empty: no caption.
-        frames: length of the clip.
-        height: rows in pixels.
-        width: columns in pixels.
-        steps: number of sampling steps.
-        guidance: weight of the sentence.
-        seed: seed of the noise.
-        picture: file of the picture that becomes the first frame.
-    """
+    """Settings of a clip: the same ones and the same model make the same clip, bit for bit."""
 
     prompt: str
     negative_prompt: str = ""

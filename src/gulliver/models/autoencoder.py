@@ -34,11 +34,6 @@ class CausalConv3d(nn.Module):
 
     The time taps are folded into the channels: on CPUs that is two to four times faster than conv3d
     and the same sum. The first frame is repeated before the clip.
-
-    Args:
-        inputs: channels in.
-        outputs: channels out.
-        taps: frames that an output frame sees, the present one last.
     """
 
     def __init__(self, inputs: int, outputs: int, taps: int = 3) -> None:

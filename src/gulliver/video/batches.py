@@ -234,12 +234,7 @@ class SkippedClips:
 
 
 def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
-    """Returns the samples that all ranks with one share of a batch could read; all ranks call it.
-
-    Args:
-        place: number of the share, and number of shares.
-        kept: samples that this rank could read.
-    """
+    """Returns the samples that all ranks with one share could read; all ranks call it."""
     found = [theirs for other, theirs in gather_objects((place, kept)) if other == place]
     return sorted(set(kept).intersection(*found))
 
@@ -378,13 +373,7 @@ class BatchMaker:
             yield self.make(step, clips, state)
 
     def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
-        """Makes the batch of a step; ranks of one model keep the clips that all of them could read.
-
-        Args:
-            step: share of the step that the clips are of.
-            clips: clips as they were read.
-            state: position in the data after the step.
-        """
+        """Makes the batch of a step; ranks of a model keep the clips that all could read."""
         videos, captions, fps, kept, _ = clips
         if self.agree is not None:
             # A file may go between two ranks' looks at it.

@@ -149,14 +149,7 @@ class _StoppedError(Exception):
 
 @dataclass(frozen=True)
 class RunSamples:
-    """Clips that a run makes of its averaged weights, step after step.
-
-    Args:
-        config: how often, and how.
-        run: folder of the run.
-        world: ranks of the training.
-        requests: clips to make.
-    """
+    """Clips that a run makes of its averaged weights, step after step."""
 
     config: SamplesConfig
     run: Run
@@ -171,17 +164,7 @@ class RunSamples:
         return not broadcast_object(made)
 
     def make(self, step: int, stop: Callable[[], bool], display: Display, scalars: Any) -> bool:
-        """Makes the samples of a step whose checkpoint is the newest; every rank calls it.
-
-        Args:
-            step: step of the checkpoint.
-            stop: function that says whether a signal has come: sampling ends early then.
-            display: display of the training.
-            scalars: log of TensorBoard.
-
-        Returns:
-            Whether they were made.
-        """
+        """Makes the samples of a step whose checkpoint is the newest; every rank calls it."""
         told: State = "going"
         if not self.world.is_main:
             while told == "going":

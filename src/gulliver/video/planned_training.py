@@ -321,12 +321,7 @@ def _made_up_losses(
 
 
 def train(config: TrainConfig) -> Outcome:
-    """Trains a text-to-video model as `config` says, on every rank of the present world.
-
-    Raises:
-        GulliverError: the configuration cannot run, the folder holds another run, the loss is no
-            longer a number, or another rank is gone.
-    """
+    """Trains a text-to-video model as `config` says, on every rank of the present world."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)

@@ -465,11 +465,7 @@ def save_autoencoder(
 
 
 def load_trained(path: Path) -> VideoAutoencoder:
-    """Reads what `save_autoencoder` wrote.
-
-    Raises:
-        GulliverError: the file is missing, broken, or something else.
-    """
+    """Reads what `save_autoencoder` wrote."""
     metadata = read_metadata(path)
     if metadata.get("kind") != KIND:
         raise GulliverError(f"{path} holds no video autoencoder of gulliver")

@@ -414,10 +414,6 @@ class WordEncoder:
     """Each word is a Gaussian vector drawn from a hash of its letters, plus a code of its position.
 
     Stands where a large text encoder would: frozen, the same in every process, no weights to load.
-
-    Args:
-        channels: width of the vectors.
-        max_length: words of the longest sentence.
     """
 
     def __init__(self, channels: int = 64, max_length: int = 8) -> None:

@@ -48,12 +48,7 @@ class Posterior(NamedTuple):
 
     @staticmethod
     def of(moments: Tensor, channels: int) -> Posterior:
-        """Takes an encoder's output apart.
-
-        Args:
-            moments: means, with log-variances as more channels or alone.
-            channels: number of channels of the latent.
-        """
+        """Takes an encoder's output apart."""
         if moments.shape[1] == channels:
             return Posterior(moments, None)
         mean, log_variance = moments.chunk(2, dim=1)
@@ -96,14 +91,7 @@ class AutoencoderLoss(nn.Module):
     def forward(
         self, video: Tensor, decoded: Tensor, posterior: Posterior, replicas: int = 1
     ) -> Terms:
-        """Computes the terms.
-
-        Args:
-            video: clips [B, 3, T, H, W].
-            decoded: clips as they were decoded.
-            posterior: posterior of their latents.
-            replicas: number of ranks that compute this same loss, whose gradients are added up.
-        """
+        """Computes the terms."""
         error = pixel_error(video, decoded, self.config.reconstruction)
         figures = {self.config.reconstruction: error.detach()}
         network = self._perceptual[0]
