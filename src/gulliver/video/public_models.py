@@ -132,7 +132,8 @@ class Denoiser:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        # Of the class: plugins and hooks replace the forward of an instance.
+        self._takes = frozenset(inspect.signature(type(model).forward).parameters)
 
     def like(self, device: torch.device) -> Tensor:
         """Returns a one of the dtype to sample in: float64 for such a model, float32 for others."""
