@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from gulliver import options
 from gulliver.errors import GulliverError
 from gulliver.options import (
     AT_LEAST_0,
@@ -555,11 +554,6 @@ def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
             f"a clip of {frames}x{height}x{width}{scaled} has {pixels:.1e} pixels: at most "
             f"{MOST_PIXELS:.1e}, such as 64 frames of 2048x2048"
         )
-
-
-def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
-    """Builds a configuration from plain values; see `gulliver.options.from_plain`."""
-    return options.from_plain(values, kind)
 
 
 # Options of `gulliver data encode`: a frozen dataclass, which is also the command line.

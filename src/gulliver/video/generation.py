@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ from gulliver.video.config import SamplingConfig
 from gulliver.video.media import check_pixels, fit
 from gulliver.video.requests import Request
 from gulliver.video.text_encoders import EncodedText, TextEncoder, padded, said_of
+
+if TYPE_CHECKING:
+    from gulliver.video.pipeline import VideoPipeline
 
 THREE_BRANCHES = (
     "it asks the model three times in a step, for which there is no even share; use 1 guidance "
@@ -334,22 +337,8 @@ def free_memory(device: torch.device) -> int:
 # Clips that go on, or that connect two: requests of one piece.
 
 
-class ClipMaker(Protocol):
-    """A model that makes clips: a trained run's, or public parts."""
-
-    @property
-    def autoencoder(self) -> Any:
-        """Autoencoder of its latents."""
-
-    def generate(
-        self, requests: list[Request], sampling: SamplingConfig | None = None
-    ) -> list[Tensor]:
-        """Makes a clip of each request, in their order."""
-        ...
-
-
 def extend(
-    model: ClipMaker,
+    model: VideoPipeline,
     clip: Tensor,
     prompt: str,
     bucket: Bucket,
@@ -387,7 +376,7 @@ def extend(
 
 
 def connect(
-    model: ClipMaker,
+    model: VideoPipeline,
     first: Tensor,
     last: Tensor,
     prompt: str,

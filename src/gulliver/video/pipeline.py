@@ -40,7 +40,7 @@ from gulliver.video.config import (
     parse_shapes,
 )
 from gulliver.video.diffusion import Guidance, Preview, check_oscillation, guidance_of
-from gulliver.video.digits import FPS
+from gulliver.video.digits import FPS, MovingDigits
 from gulliver.video.flows import IDDPM
 from gulliver.video.generation import (
     THREE_BRANCHES,
@@ -87,7 +87,6 @@ from gulliver.video.sources import (
     make_flow,
     make_text,
     own_autoencoder,
-    vocabulary,
 )
 from gulliver.video.text_encoders import (
     KeptTexts,
@@ -532,7 +531,8 @@ class VideoModel(VideoPipeline):
         self.config, self.model = config, model.eval()
         self.flow = flow_of(model, make_flow(config.flow, autoencoder))
         self.sampling = SamplingConfig()
-        self.known_words = vocabulary(config)
+        known = MovingDigits.vocabulary if config.data.made else None
+        self.known_words: frozenset[str] | None = known
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | None = None) -> Self:  # type: ignore[override]

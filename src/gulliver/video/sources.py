@@ -461,11 +461,6 @@ def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
     )
 
 
-def vocabulary(config: TrainConfig) -> frozenset[str] | None:
-    """The words that the model was trained on, where they are known."""
-    return MovingDigits.vocabulary if config.data.made else None
-
-
 def own_autoencoder(run: Run) -> Autoencoder | None:
     """Loads the autoencoder of a run: the one in its folder, or the public one that it names."""
     if run.autoencoder_path.is_file():
