@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,7 @@ def in_processes(
 
     def one(path: Path) -> FileOutcome:
         if getattr(local, "pool", None) is None:
-            local.pool = ProcessPoolExecutor(1, context, _ignore_interrupts)
+            local.pool = ProcessPoolExecutor(1, context, _end_with_parent)
             pools.append(local.pool)
         try:
             return local.pool.submit(work, path).result()
@@ -253,5 +253,15 @@ def in_processes(
     return _threaded(one, jobs, workers, kill)
 
 
-def _ignore_interrupts() -> None:
+def _end_with_parent() -> None:
+    """Has a worker leave Ctrl+C to its parent, and end when that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None, "it is a worker"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    # The pool's queue is open at both ends in a worker: it would wait for ever.
+    threading.Thread(target=watch, daemon=True).start()
