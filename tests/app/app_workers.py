@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gulliver.app.messages import Made, Source, Stopped
+from gulliver.app.worker import Made, Source, Stopped
 from gulliver.models import VideoAutoencoder
 from gulliver.video import DataConfig, TrainConfig
 from gulliver.video.config import AutoencoderConfig, OptimizerConfig

@@ -18,20 +18,20 @@ from torch import Tensor
 
 from gulliver.app import worker as _worker
 from gulliver.app.gallery import Gallery
-from gulliver.app.messages import (
+from gulliver.app.page import POINTS, look
+from gulliver.app.server import find_run, first_settings, is_local, open_page
+from gulliver.app.service import Service
+from gulliver.app.worker import (
     ClipJob,
     Failed,
     Made,
+    Maker,
     Sampling,
     Settings,
     Source,
     Stopped,
     Waiting,
 )
-from gulliver.app.page import POINTS, look
-from gulliver.app.server import find_run, first_settings, is_local, open_page
-from gulliver.app.service import Service
-from gulliver.app.worker import Maker
 from gulliver.checkpoint import save_huggingface
 from gulliver.cli import video as _commands
 from gulliver.cli.dispatch import run as run_command

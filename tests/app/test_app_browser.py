@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from gulliver.app import Page
-from gulliver.app.messages import Source
 from gulliver.app.server import open_page
+from gulliver.app.worker import Source
 from gulliver.video.media import read_frames, write_clip
 from tests.app.app_workers import make_run
 from tests.patience import patient

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +17,6 @@ pytest.importorskip("diffusers")
 
 from peft import LoraConfig, inject_adapter_in_model
 
-from gulliver.booster import HybridParallelPlugin
 from gulliver.cli.dispatch import run
 from gulliver.dreambooth import DreamboothConfig
 from gulliver.dreambooth.config import check_dreambooth
@@ -125,22 +122,12 @@ def test_captions_beside_pictures_are_taken(tmp_path: Path, base: Path) -> None:
         ({"prompt": "a photo of a dog"}, "does not name the subject: put {token} into it"),
         ({"token": "two words"}, "is no word"),
         ({"method": "full", "lora_rank": 8}, "--lora-rank is 8: it is of adapters"),
-        (
-            {"method": "token", "text_encoder": True},
-            "--text-encoder: --method token trains nothing",
-        ),
-        ({"initial": "dog"}, "--initial is dog: it needs --learn-token"),
-        ({"prior_weight": 0.5}, "--prior-weight is 0.5: it is of prior pictures"),
-        ({"disk": "/tmp:1GiB"}, "needs --memory"),
         ({"plugin": "zero3", "memory": "1GiB"}, "leave --plugin at auto"),
         ({"precision": "bf16", "plugin": "ddp"}, "take --plugin zero1"),
-        ({"tp": 2}, "UNet2DConditionModel is of no family whose tensors are cut"),
         ({"resolution": 18}, "must be a multiple of 4"),
         ({"lora_targets": ("to_kk",)}, "no such layer"),
         ({"learn_token": True, "token": "a"}, "--token a is a word of the base already"),
-        ({"learn_token": True, "token": "<it>", "initial": "\u3042"}, "is no word of the base"),
         ({"memory": "1KiB", "disk": "/tmp:1GiB"}, "the smallest limit that works is"),
-        ({"steps": 0}, "steps is 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -153,14 +140,6 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
     assert told in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_plugin_that_cuts_tensors_is_refused_by_the_name_of_the_model(
-    tmp_path: Path, base: Path
-) -> None:
-    config = _config(base, save_subject(tmp_path / "subject", 1), tmp_path / "out")
-    with pytest.raises(GulliverError, match="UNet2DConditionModel is of no family"):
-        dreambooth(config, HybridParallelPlugin(tp_size=1))
 
 
 @pytest.mark.parametrize(
@@ -270,15 +249,3 @@ def test_the_plan_of_a_command_needs_no_weights(
     assert f"{sum(p.numel() for p in tiny_unet().parameters()):,} of" in told
     assert run([*plan, "--memory", "1GiB", "--activations", "keep"]) == 0
     assert "the least is" in capsys.readouterr().err
-
-
-def test_options_are_read_without_torch() -> None:
-    code = (
-        "import sys; from gulliver.cli.dispatch import run\n"
-        "try: run(['dreambooth', '--help'])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "--class-word" in ran.stdout

@@ -67,16 +67,6 @@ def test_folding_is_undone_by_unfolding_and_sizes_are_as_said() -> None:
         latents = model.encode(video)
         assert latents.shape[1:] == model.latent_shape(frames, height, width)
         assert model.decode(latents).shape == video.shape
-        assert model.pixel_shape(*latents.shape[2:]) == (frames, height, width)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((12, 32, 32), "such as 13"), ((13, 30, 32), "such as 32x32"), ((0, 32, 32), "such as 1")],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        VideoAutoencoder(width=8).latent_shape(*sizes)
 
 
 def test_training_learns_normalises_and_survives_a_file(tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_an_extension_begins_with_the_clip(model: VideoModel) -> None:
     ("changes", "message"),
     [
         ({"prompt": "  "}, "prompt is empty"),
-        ({"bucket": Bucket(9, 30, 32)}, "does not fit patches of 8x8 pixels: try 32x32"),
-        ({"bucket": Bucket(10, 32, 32)}, "try 9 or 13"),
+        ({"bucket": Bucket(9, 30, 32)}, "multiples of 4 do, such as 32x32"),
+        ({"bucket": Bucket(10, 32, 32)}, "4 k \\+ 1 do, such as 9"),
         ({"given": torch.zeros(3, 9, 32, 32)}, "leaves nothing to make"),
     ],
 )

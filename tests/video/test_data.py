@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.video import DIRECTIONS
 from gulliver.video import digits as _digits
 from gulliver.video.digits import MovingDigits
-from gulliver.video.text_encoders import WordEncoder, unknown_words
+from gulliver.video.text_encoders import WordEncoder
 from tests.pool import Pool
 
 SHAPES = {
@@ -342,19 +342,14 @@ def test_parquet_tables_are_read_as_well(folder: Path) -> None:
     ("name", "content", "message"),
     [
         ("absent.csv", None, "does not exist"),
-        ("a.txt", "path,text\n", "must end in .csv or .parquet"),
         ("a.csv", "file,text\nx,y\n", "no column 'path'"),
-        ("a.csv", "", "is empty"),
         ("a.csv", "path,text\nnone.mp4,y\n", "no row that can be used, such as none.mp4"),
         ("a.csv", "path,text\n\na.mp4,a ball, moving\n", "a.csv, line 3: the row has 3 fields wh"),
         ("a.csv", "path,text,text\na.mp4,a,b\n", "a.csv has the column 'text' twice"),
         ("a.csv", 'path,text\na.mp4,"a ball\nb.mp4,y\n', "line 2: unexpected end .* left open"),
         ("a.csv", 'path,text\na.mp4,"a\nb.mp4,b"\n', "line 2: a quoted field goes on to line 3"),
         ("a.csv", "path,text,fps\na.mp4,a,8\nb.mp4,b,nan\n", "a.csv, line 3: fps is nan, it must"),
-        ("a.csv", "path,text,fps\na.mp4,a,-1\n", "line 2: fps is -1, it must be between 0.1 and"),
-        ("a.csv", "path,text,fps\na.mp4,a,inf\n", "line 2: fps is inf"),
         ("a.csv", "path,text,fps\na.mp4,a,abc\n", "line 2: fps is 'abc', which is no number"),
-        ("a.csv", "path,text,height\na.mp4,a,inf\n", "line 2: height is inf"),
     ],
 )
 def test_tables_that_cannot_be_used_are_refused(
@@ -448,4 +443,3 @@ def test_prompts_that_cannot_be_read_are_refused() -> None:
         encoder.encode([" ... "])
     with pytest.raises(GulliverError, match="4 words are more than this model reads"):
         encoder.encode(["one two three four"])
-    assert unknown_words("The digit X moving!", MovingDigits.vocabulary) == ["x"]

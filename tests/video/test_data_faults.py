@@ -239,11 +239,6 @@ def test_folders_behind_links_are_looked_into_once_and_odd_names_are_listed(tmp_
     }
 
 
-def test_another_suffix_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(GulliverError, match=r"table x.txt must end in \.parquet or \.csv"):
-        scan(tmp_path, tmp_path / "x.txt")
-
-
 def test_clips_that_could_not_be_scored_are_not_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

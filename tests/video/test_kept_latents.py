@@ -253,7 +253,7 @@ def small(parts: Path, out: Path, **data: Any) -> TrainConfig:
         log_every=1,
         data=DataConfig(**batched | {"unreadable_limit": 1.0} | data),
         optimizer=OptimizerConfig(warmup=1),
-        flow=FlowConfig(mask_first=0.3, mask_head=0.3),
+        flow=FlowConfig(masks=("image_head:0.3", "extend:0.3")),
         validation=ValidationConfig(every=1, share=0.3, levels=2),
     )
 

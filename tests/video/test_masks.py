@@ -94,8 +94,8 @@ def test_clips_have_the_shares_that_are_named_and_steps_come_whole() -> None:
     assert masks.draw(32, 1, draw) is None  # stills have nothing to give
 
 
-def test_the_short_forms_draw_what_they_always_drew() -> None:
-    masks = MaskStrategies.of(FlowConfig(mask_first=0.2, mask_head=0.3))
+def test_a_step_draws_its_masks_as_they_are_written_here() -> None:
+    masks = MaskStrategies.of(FlowConfig(masks=("image_head:0.2", "extend:0.3")))
     for seed in range(20):
         draw = torch.Generator().manual_seed(seed)
         expected = None
@@ -113,29 +113,15 @@ def test_the_short_forms_draw_what_they_always_drew() -> None:
     ("flow", "message"),
     [
         (FlowConfig(masks=("image_had:0.1",)), "unknown strategy 'image_had'.*image_head"),
-        (FlowConfig(masks=("image_head",)), "it has no share.*image_head:0.05"),
         (FlowConfig(masks=("image_head:x",)), "its share is 'x'.*between 0 and 1"),
-        (FlowConfig(masks=("image_head:-1",)), "its share is '-1'"),
         (FlowConfig(masks=("random:0.1", "random:0.2")), "random is named twice"),
         (FlowConfig(masks=("random:0.7", "image_tail:0.4")), "1.1: it must be at most 1"),
-        (FlowConfig(masks=("random:0.1",), mask_first=0.3), "leave out --flow.mask-first"),
-        (FlowConfig(masks=("random:0.1",), mask_first=0, mask_head=0.2), "leave out --flow.mask-f"),
-        (FlowConfig(shift_rule="2.0"), "--flow.shift-rule is 2.0: add --flow.shift-by-size"),
     ],
 )
 def test_flows_that_cannot_be_are_refused_in_one_line(flow: FlowConfig, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as found:
         check_config(replace(TrainConfig(), flow=flow))
     assert "\n" not in str(found.value)
-
-
-def test_a_list_beside_short_forms_of_nothing_is_the_list() -> None:
-    listed = FlowConfig(masks=("random:0.1",))
-    nothing = replace(listed, mask_head=0.0)
-    for flow in (listed, nothing, replace(nothing, mask_first=0.0)):
-        check_config(TrainConfig(flow=flow))
-        assert MaskStrategies.of(flow).ratios == {"random": 0.1}
-    check_config(TrainConfig(flow=FlowConfig(shift_by_size=True, shift_rule="2.0")))
 
 
 def test_tasks_make_the_frames_that_are_not_given() -> None:

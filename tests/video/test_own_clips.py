@@ -24,7 +24,7 @@ from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.jobs.log import Log
 from gulliver.video import DataConfig, Run, TrainConfig, VideoModel
-from gulliver.video.config import OptimizerConfig, SamplesConfig, check_config
+from gulliver.video.config import OptimizerConfig, SamplesConfig
 from gulliver.video.planned_training import train
 from gulliver.video.preparation import Table
 from tests.pool import Pool
@@ -122,37 +122,6 @@ def test_a_run_that_was_killed_while_it_sampled_makes_the_samples_when_it_is_res
     train(replace(config, resume=True, resume_step=2))
     assert files(config.out, 3) == expected[3]
     assert [line["step"] for line in log.read()] == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"samples": SamplesConfig(clips=3)}, "--samples.clips is 3: add --samples.every"),
-        (
-            {"samples": SamplesConfig(every=2, prompts=Path("x"), clips=3)},
-            "--samples.clips is 3: leave it out",
-        ),
-        (
-            {"data": DataConfig(table=Path("x.csv"), clips=9)},
-            "--data.clips is 9: it is for the moving digits",
-        ),
-        (
-            {"data": DataConfig(table=Path("x.csv"), held_out=("3:0",))},
-            "--data.held-out is .*: it is for the moving digits",
-        ),
-        (
-            {"data": DataConfig(table=Path("x.csv"), shapes=("9x32x32:2",))},
-            "9x32x32:2.* weights are for the moving digits",
-        ),
-        (
-            {"data": DataConfig(table=Path("x"), buckets=Path("y"), shapes=("9x32x32",))},
-            "--data.shapes is .*: leave it out",
-        ),
-    ],
-)
-def test_options_without_effect_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        check_config(replace(TrainConfig(), **changes))
 
 
 def test_samples_that_cannot_be_are_refused_before_training(

@@ -75,7 +75,7 @@ def config_of(parts: Path, out: Path, kind: str = "STDiT3", **changes: Any) -> T
         data=DataConfig(table=parts / "table.csv", shapes=("9x32x32",), batch_size=3),
         autoencoder=AutoencoderConfig(path=parts / "vae.safetensors"),
         model=ModelConfig(weights=parts / kind, text_encoder=parts / "t5"),
-        flow=FlowConfig(mask_first=0, mask_head=0, drop_caption=0, shift=1.0),
+        flow=FlowConfig(masks=(), drop_caption=0, shift=1.0),
         optimizer=OptimizerConfig(warmup=1, learning_rate=1e-4),
     )
     return replace(config, **changes)

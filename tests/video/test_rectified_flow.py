@@ -166,12 +166,3 @@ def test_given_frames_are_seen_clean_and_stay_as_they_are() -> None:
     assert done == [(1, 3), (2, 3), (3, 3)]
     with pytest.raises(GulliverError, match="both"):
         RectifiedFlow().sample(model, given, inputs, given=given)
-
-
-def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(GulliverError, match="did you mean 'logit-normal'"):
-        RectifiedFlow(sample_method="logitnormal")  # type: ignore[arg-type]
-    with pytest.raises(GulliverError, match="positive"):
-        RectifiedFlow(shift=0)
-    with pytest.raises(GulliverError, match="at least one step"):
-        RectifiedFlow().timesteps(0, 8, 8, 1)

@@ -224,25 +224,14 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp_size": 32}, "--tp-size is 32: model"),
         (
             {"pp_size": 2, "planner": PlannerConfig(inter=False)},
             "--planner.no-inter: leave it out: stages of a pipeline need several",
         ),
         ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
-        ({"plugin": "ddp"}, "--plugin is ddp: leave it out with --data-centric"),
-        ({"accumulate": 2}, "--accumulate is 2"),
-        (
-            {"data": DataConfig(table=Path("x.csv"), buckets=Path("b.json"), bucket_ranks=2)},
-            "--data.bucket-ranks is 2: leave it out with --data-centric",
-        ),
         (
             {"model": ModelConfig(size="STDiT2-XL/2"), "tp_size": 2},
             "share an STDiT3 alone, not an STDiT2",
-        ),
-        (
-            {"model": ModelConfig(size="STDiT2-XL/2"), "sequence_parallelism_mode": "ring_attn"},
-            "--sequence-parallelism-mode is for ranks that share a clip",
         ),
         (
             {"planner": PlannerConfig(tokens=9, seconds=1.0), "data": DataConfig()},

@@ -442,25 +442,11 @@ def third(**changes: Any) -> dict[str, Any]:
     ("make", "message"),
     [
         (lambda: build("STDiT3-XL"), "did you mean 'STDiT3-XL/2'"),
-        (lambda: build("STDiT3-XL/2", num_heads=-1), "num_heads is -1: it must be at least 1"),
-        (lambda: build("STDiT3-XL/2", depth=1.5), "depth is 1.5: it must be of type int"),
-        (lambda: build("STDiT3-XL/2", depth=0), "depth is 0: it must be at least 1"),
         (lambda: build("STDiT3-XL/2", depht=1), "has no field 'depht': did you mean 'depth'"),
-        (lambda: build("STDiT3-XL/2", patch_size=2), "patch_size is 2: it must be of type tuple"),
-        (lambda: build("STDiT2-XL/2", class_dropout_prob=2.0), "class_dropout_prob is 2.0"),
-        (lambda: build("FLUX.1-dev", mlp_ratio="4"), "mlp_ratio is '4'"),
         (lambda: STDiT(**SMALL, input_size=(2, 5, 4)), "does not divide by patch_size"),
         (lambda: STDiT2(**{**SMALL, "hidden_size": 32}), "multiple of 3"),
-        (lambda: STDiT3(**SMALL, use_spatial_rope=True), "needs kernel_size"),
         (lambda: STDiT3(**SMALL, kernel_size=(8, 0, -1)), "at least 1, or -1 for all"),
-        (
-            lambda: STDiT3(**{**SMALL, "hidden_size": 32}, kernel_size=(8, 8, -1)),
-            "multiple of 6 wide, not 16",
-        ),
         (lambda: MMDiT(**{**JOINT, "axes_dim": (4, 4, 8)}), "must add up to a head"),
-        (lambda: MMDiT(**{**JOINT, "axes_dim": (3, 3, 6)}), "three even widths"),
-        (lambda: MMDiT(**{**JOINT, "in_channels": 10}), "patch_size 2 squared"),
-        (lambda: MMDiT(**JOINT, hiden=1), "has no field 'hiden'"),
         (
             lambda: STDiT(**SMALL, input_size=(2, 6, 6))(**_smoke_inputs(STDiT)),
             "2x6x4 latents: this STDiT has positions for input_size 2x6x6 alone",
@@ -472,14 +458,6 @@ def third(**changes: Any) -> dict[str, Any]:
         (
             lambda: STDiT3(**SMALL)(**third(y=torch.zeros(2, 1, 7, 12))),
             "captions are 12 wide, the model was made for caption_channels = 10",
-        ),
-        (
-            lambda: STDiT3(**SMALL)(**third(mask_index=[0])),
-            "models with image_conditioning=True",
-        ),
-        (
-            lambda: STDiT3(**SMALL, image_conditioning=True)(**third(mask_index=[0])),
-            "cond is missing: expected that of x",
         ),
         (
             lambda: STDiT3(**SMALL, image_conditioning=True)(
@@ -496,10 +474,6 @@ def third(**changes: Any) -> dict[str, Any]:
         (
             lambda: MMDiT(**JOINT)(**{**_smoke_inputs(MMDiT), "txt": torch.zeros(2, 5, 11)}),
             r"txt is of shape \(2, 5, 11\): expected \[2, N, 10\]",
-        ),
-        (
-            lambda: MMDiT(**JOINT, model_max_length=4)(**_smoke_inputs(MMDiT)),
-            "a text of 5 tokens is longer than model_max_length = 4",
         ),
         (
             lambda: MMDiT(**JOINT, cond_embed=True)(**_smoke_inputs(MMDiT)),

@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.jobs.log import derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video import DataConfig, TrainConfig
-from gulliver.video.config import FlowConfig, OptimizerConfig, ValidationConfig, check_config
+from gulliver.video.config import FlowConfig, OptimizerConfig, ValidationConfig
 from gulliver.video.digits import MovingDigits
 from gulliver.video.planned_training import train
 from gulliver.video.run import Run
@@ -40,7 +40,7 @@ def held(out: Path, autoencoder: Path, **changes: Any) -> TrainConfig:
         "save_every": 2,
         "data": DataConfig(shapes=SHAPES, batch_size=4, clips=40),
         "optimizer": OptimizerConfig(warmup=1),
-        "flow": FlowConfig(mask_first=0.3, mask_head=0.3, shift_by_size=True),
+        "flow": FlowConfig(masks=("image_head:0.3", "extend:0.3"), shift_by_size=True),
         "validation": ValidationConfig(every=2, clips=5, levels=3),
     }
     return small(out, autoencoder, **options | changes)
@@ -152,21 +152,3 @@ def test_held_out_rows_do_not_depend_on_the_others(tmp_path: Path) -> None:
     assert {row.name for row in fewer.hold_out(0.4, seed=3).rows} <= names
     with pytest.raises(GulliverError, match="holds no clip of"):
         fewer.hold_out(1e-9, seed=3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"validation": ValidationConfig(share=0.1)}, "the moving digits have held-out"),
-        (
-            {"validation": ValidationConfig(every=5), "data": DataConfig(table=Path("x.csv"))},
-            "add a --validation.share",
-        ),
-        ({"data": DataConfig(buckets=Path("x"))}, "--data.buckets is x: it is for the clips"),
-        ({"data": DataConfig(scores="1.2")}, "--data.scores is 1.2: it is for the clips"),
-        ({"data": DataConfig(table=Path("x.csv"), bucket_ranks=2)}, "add --data.buckets"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        check_config(replace(TrainConfig(), **changes))

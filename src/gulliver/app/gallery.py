@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gulliver.app.messages import Made, Settings, Source
+from gulliver.app.worker import Made, Settings, Source
 from gulliver.errors import GulliverError
 from gulliver.io.files import write_text
 

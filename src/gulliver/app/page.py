@@ -20,7 +20,8 @@ import gradio as gr
 import pandas as pd
 
 from gulliver.app.gallery import Entry, Gallery
-from gulliver.app.messages import (
+from gulliver.app.service import Service
+from gulliver.app.worker import (
     ClipJob,
     Event,
     Failed,
@@ -32,7 +33,6 @@ from gulliver.app.messages import (
     Stopped,
     Waiting,
 )
-from gulliver.app.service import Service
 from gulliver.errors import GulliverError
 from gulliver.options import whole_number
 from gulliver.video.config import TrainConfig

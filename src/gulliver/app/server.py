@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.app.gallery import Gallery
-from gulliver.app.messages import Settings, Source
 from gulliver.app.service import Service
+from gulliver.app.worker import Settings, Source
 from gulliver.errors import GulliverError, missing_extra
 from gulliver.jobs.display import console
 from gulliver.video.config import SamplingConfig

@@ -17,8 +17,18 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 
-from gulliver.app.messages import ClipJob, End, Event, Failed, Made, Source, Stop, Stopped, Waiting
-from gulliver.app.worker import work
+from gulliver.app.worker import (
+    ClipJob,
+    End,
+    Event,
+    Failed,
+    Made,
+    Source,
+    Stop,
+    Stopped,
+    Waiting,
+    work,
+)
 
 Work = Callable[[Connection, Source], None]
 TRIES = 3

@@ -10,29 +10,147 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from io import BytesIO
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from gulliver.app.messages import (
-    ClipJob,
-    Failed,
-    Loading,
-    Made,
-    Sampling,
-    Settings,
-    Source,
-    Stopped,
-)
 from gulliver.data.clips import Bucket
 from gulliver.errors import GulliverError
+from gulliver.options import GUIDANCE, SEED, Options, Range
 from gulliver.video.config import SamplingConfig
 from gulliver.video.digits import FPS
 from gulliver.video.media import read_frames, to_frames, write_clip, write_gif
 from gulliver.video.pipeline import VideoPipeline, open_run
 from gulliver.video.requests import Request
 from gulliver.video.run import Run
+
+# What the page and the process that samples say to each other: plain data, which is pickled.
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to sample with: a run, or the parts of a public one."""
+
+    # Folder of the run; None where `model` is given.
+    run: Path | None = None
+    # Folder or file of a public transformer.
+    model: Path | None = None
+    # Folder or file of its autoencoder.
+    autoencoder: Path | None = None
+    # Folder of its T5.
+    text_encoder: Path | None = None
+    # Folder of its CLIP, where it reads one.
+    clip: Path | None = None
+    # Whether networks of public parts stay in memory once they are filled.
+    keep: bool = False
+
+    @property
+    def name(self) -> str:
+        """Path of the run or the transformer, for people."""
+        return str(self.run or self.model)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of `gulliver generate` that name it."""
+        paths = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keep"}
+        return {name.replace("_", "-"): str(path) for name, path in paths.items() if path}
+
+
+@dataclass(frozen=True)
+class Settings(Options):
+    """Settings of a clip: the same ones and the same model make the same clip, bit for bit."""
+
+    prompt: str
+    negative_prompt: str = ""
+    frames: Annotated[int, Range(1, 65535)] = 13
+    height: Annotated[int, Range(8, 65535)] = 32
+    width: Annotated[int, Range(8, 65535)] = 32
+    steps: Annotated[int, Range(1, 100_000)] = 24
+    guidance: Annotated[float, GUIDANCE] = 2.0
+    seed: Annotated[int, SEED] = 0
+    picture: Path | None = None
+
+
+@dataclass(frozen=True)
+class ClipJob:
+    """A clip to make."""
+
+    # Settings of the clip.
+    settings: Settings
+    # Mp4 file to write.
+    path: Path
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Asks for an end of the present job. One that comes late finds no job, and does nothing."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The job waits."""
+
+    # Number of clips that are made before.
+    before: int
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The model is being loaded."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A sampling step is done."""
+
+    # Number of steps done.
+    done: int
+    # Number of steps in all.
+    steps: int
+    # Seconds that the other steps will take, judged by those done.
+    seconds_left: float
+    # Animated GIF of the clip as it is expected to become; None: as before.
+    frames: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """The clip is there."""
+
+    path: Path
+    # Name of the checkpoint, or of the public model.
+    checkpoint: str
+    # Frames per second of the file.
+    fps: float
+    # Times that each pixel is repeated in both directions.
+    scale: int
+    # Seconds that it took.
+    seconds: float
+    # What a user should know of it.
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There will be no clip."""
+
+    # What is wrong, in a line.
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The job was stopped as was asked."""
+
+
+Event = Waiting | Loading | Sampling | Made | Failed | Stopped
+End = Made | Failed | Stopped
+
+
+# The process: it makes clips until the page is gone.
+
 
 PREVIEWS = 8
 """Most previews of a clip: each is decoded, which may take as long as several steps."""
@@ -160,8 +278,7 @@ def request_of(settings: Settings) -> Request:
 
 def sampling_of(model: Any, settings: Settings) -> SamplingConfig:
     """Returns steps and guidance, and else what the model's release says."""
-    own = model.sampling if isinstance(model, VideoPipeline) else SamplingConfig()
-    return replace(own, steps=settings.steps, guidance=settings.guidance)
+    return replace(model.sampling, steps=settings.steps, guidance=settings.guidance)
 
 
 def animated(frames: Any) -> bytes:

@@ -25,8 +25,8 @@ STOPPED = 143
 def app_command(config: AppConfig, arguments: list[str]) -> int:
     """Serves a page in the browser until Ctrl+C or SIGTERM."""
     del arguments
-    from gulliver.app.messages import Source
     from gulliver.app.server import find_run, serve
+    from gulliver.app.worker import Source
 
     if config.model is None:
         config.refuse_parts()
@@ -65,7 +65,7 @@ def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
     from gulliver.dreambooth.trainer import dreambooth
 
     check_dreambooth(config)
-    ranks = config.ranks or max(default_ranks(), config.tp)
+    ranks = config.ranks or default_ranks()
     if not under_launcher() and ranks > 1 and not config.plan:
         return launch("gulliver.cli", ["dreambooth", *arguments], ranks)
     return 0 if dreambooth(config).finished else STOPPED

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gulliver.options import Options, Range
+from gulliver.options import Options, Range, part_of
 from gulliver.video.config import CutSettings, EncodeConfig
 
 if TYPE_CHECKING:
@@ -216,9 +216,7 @@ def cut_scenes(options: Cut) -> int:
     from gulliver.video.preparation.cutting import cut
     from gulliver.video.preparation.table import Table
 
-    settings = CutSettings(
-        **{each.name: getattr(options, each.name) for each in fields(CutSettings)}
-    )
+    settings = part_of(options, CutSettings)
     found = cut(Table.read(options.table), options.out, settings, options.workers)
     sources = _many(found.sources, "video")
     print(f"{options.out}: {_many(len(found.table), 'clip')} of {sources}")

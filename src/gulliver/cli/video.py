@@ -29,9 +29,9 @@ from gulliver.video.autoencoders.job import run_autoencoder
 from gulliver.video.caches import Counts, psnr, read_strategy
 from gulliver.video.config import DemoConfig, SamplingConfig, TrainConfig, check_clip, check_config
 from gulliver.video.demo import demonstrate, evaluate
-from gulliver.video.generation import VideoModel, extend, split_ranks
+from gulliver.video.generation import extend, split_ranks
 from gulliver.video.media import check_output, read_frames, write_clip
-from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.pipeline import VideoModel, VideoPipeline, open_run
 from gulliver.video.planned_training import train
 from gulliver.video.requests import (
     Request,
@@ -128,7 +128,7 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
 
 def _loaded(
     config: GenerateConfig, arguments: list[str], device: Any
-) -> tuple[GenerateConfig, VideoModel | VideoPipeline]:
+) -> tuple[GenerateConfig, VideoPipeline]:
     """Loads a run, or the parts of a public model with its own settings where none are asked."""
     if config.model is None:
         config.refuse_parts("texts")
@@ -137,10 +137,6 @@ def _loaded(
             from gulliver.dreambooth.video_base import load_adapter
 
             load_adapter(model, config.adapter)
-        if isinstance(model, VideoModel):
-            fps = config.fps if _asked(config, arguments, "fps") else model.fps
-            check_output(config.out, config.frames, fps)
-            return replace(config, fps=fps), model
         return _with_own(config, arguments, model), model
     if config.adapter is not None:
         raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
@@ -160,10 +156,13 @@ def _loaded(
 def _with_own(
     config: GenerateConfig, arguments: list[str], pipeline: VideoPipeline
 ) -> GenerateConfig:
-    """Takes the settings of a pipeline's release where none are asked."""
-    names = [n for n in ("steps", "guidance", "batch_size") if not _asked(config, arguments, n)]
-    own = {name: getattr(pipeline.sampling, name) for name in names}
-    return replace(config, fps=pipeline.fps, **own)
+    """Takes the settings of the run or the release where none are asked."""
+    own = {"fps": pipeline.fps}
+    own |= {name: getattr(pipeline.sampling, name) for name in ("steps", "guidance", "batch_size")}
+    asked = {name: value for name, value in own.items() if not _asked(config, arguments, name)}
+    config = replace(config, **asked)
+    check_output(config.out, config.frames, config.fps)
+    return config
 
 
 def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:
@@ -229,7 +228,7 @@ def _request(config: GenerateConfig, request: Request, read: Callable[..., Any])
 
 def _made(
     config: GenerateConfig,
-    model: VideoModel | VideoPipeline,
+    model: VideoPipeline,
     requests: list[Request],
     clip: Any,
     show: bool,
@@ -247,7 +246,7 @@ def _made(
 
 def _cached(
     config: GenerateConfig,
-    model: VideoModel | VideoPipeline,
+    model: VideoPipeline,
     requests: list[Request],
     clip: Any,
     clips: list[Any],
@@ -268,7 +267,7 @@ def _cached(
 
 def _extended(
     config: GenerateConfig,
-    model: VideoModel | VideoPipeline,
+    model: VideoPipeline,
     clip: Any,
     request: Request,
     counts: Counts,

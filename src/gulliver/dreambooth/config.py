@@ -120,8 +120,6 @@ class DreamboothConfig(Options):
     """Dtype of training; bf16 trains float32 copies. auto: bf16 on a GPU. fp64 is for checks."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU. Ignored under torchrun."""
-    tp: Annotated[int, SIZE] = 1
-    """Ranks that share each layer's tensors; for bases of a family that can be cut."""
     validate_every: Annotated[int | None, AT_LEAST_1] = None
     """Steps between pictures that show what was learnt; by default a fifth of the run."""
     validation_prompt: tuple[str, ...] = ()
@@ -163,11 +161,6 @@ class DreamboothConfig(Options):
         return self.validate_every or max(1, self.steps // 5)
 
     @property
-    def ranks_of_a_model(self) -> int:
-        """Ranks that hold one model together, and see the same samples."""
-        return self.tp
-
-    @property
     def still_steps(self) -> int:
         """Steps on the pictures alone, before they are set in motion."""
         return self.motion_after or max(1, self.steps // 3)
@@ -202,7 +195,7 @@ def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool 
 
 MAY_CHANGE = frozenset(
     {"out", "model", "subject", "adapter", "prior_folder"}  # compared by fingerprint
-    | {"plugin", "memory", "disk", "ranks", "tp", "activations", "micro_batch", "resume", "plan"}
+    | {"plugin", "memory", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
     | {"keep", "save_every", "validate_every", "validation_prompt", "validation_pictures"}
     | {"on_broken"}
 )

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint.files import read_json, read_metadata, read_tensors, write_tensors
 from gulliver.checkpoint.reader import fitted
 from gulliver.dreambooth.base import Learnt, Picture, TokenHandle
-from gulliver.dreambooth.noise import KINDS, T5_LENGTH, Conditions, Noise, PipelineKind
+from gulliver.dreambooth.noise import KINDS, T5_LENGTH, Conditions, Noise
 from gulliver.dreambooth.pictures import cropped
 from gulliver.dreambooth.words import add_token
 from gulliver.errors import GulliverError, missing_extra, nearest
@@ -37,21 +37,6 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 ROWS = ".rows"
 
 
-class PipelineFolder(Protocol):
-    """What is asked of a base, so that its files can be read and written."""
-
-    # Folder of the pipeline that it was read from.
-    folder: Path
-    # Networks of the pipeline.
-    kind: PipelineKind
-    # Tokenizers by their names in the pipeline, with the words that were added.
-    tokenizers: dict[str, Any]
-
-    def read_encoder(self, name: str) -> Any:
-        """Reads a text encoder as the folder has it."""
-        ...
-
-
 def lora_name(network: str, name: str) -> str:
     """The name of an adapter's tensor in diffusers' file."""
     side, _, rest = adapter_name(name).partition(".")
@@ -59,7 +44,7 @@ def lora_name(network: str, name: str) -> str:
 
 
 def read_lora(
-    base: PipelineFolder, path: Path
+    base: DiffusersBase, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
     """Reads LoRA weights of diffusers' form, and PEFT's configurations with them."""
     file = path / LORA if path.is_dir() else path
@@ -78,7 +63,7 @@ def read_lora(
     return found, {side: values for side, values in given.items() if values}
 
 
-def write_learnt(base: PipelineFolder, folder: Path, learnt: Learnt) -> None:
+def write_learnt(base: DiffusersBase, folder: Path, learnt: Learnt) -> None:
     """Writes what a base has learnt into a folder."""
     network = base.kind.network
     adapters = {lora_name(network, n): n for n in learnt.tensors if ".lora_" in n}
@@ -96,7 +81,7 @@ def write_learnt(base: PipelineFolder, folder: Path, learnt: Learnt) -> None:
         _write_pipeline(base, folder, learnt, rows)
 
 
-def _metadata(base: PipelineFolder, adapters: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
+def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
     """PEFT's configurations by the names of the networks that they are of."""
     about: dict[str, Any] = {}
     for side, values in adapters.items():
@@ -105,7 +90,7 @@ def _metadata(base: PipelineFolder, adapters: Mapping[str, Mapping[str, object]]
     return about
 
 
-def _rows(base: PipelineFolder, learnt: Learnt) -> dict[str, str]:
+def _rows(base: DiffusersBase, learnt: Learnt) -> dict[str, str]:
     """Names of the new words' rows among the tensors, by text encoder in order."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
@@ -113,7 +98,7 @@ def _rows(base: PipelineFolder, learnt: Learnt) -> dict[str, str]:
 
 
 def _write_pipeline(
-    base: PipelineFolder, folder: Path, learnt: Learnt, rows: Mapping[str, str]
+    base: DiffusersBase, folder: Path, learnt: Learnt, rows: Mapping[str, str]
 ) -> None:
     """Writes the whole pipeline: what has learnt, and all else as it was."""
     network = base.kind.network
@@ -141,7 +126,7 @@ def _copy(part: Path, target: Path) -> None:
             shutil.copyfile(part, target)
 
 
-def _write_encoder(base: PipelineFolder, folder: Path, learnt: Learnt, name: str) -> None:
+def _write_encoder(base: DiffusersBase, folder: Path, learnt: Learnt, name: str) -> None:
     """Writes a text encoder, with new words among its embeddings."""
     prefix, encoder = f"text.{name}.", base.read_encoder(name)
     values = {

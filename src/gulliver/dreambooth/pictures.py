@@ -205,11 +205,7 @@ def facts_of(base: Base, config: DreamboothConfig) -> dict[str, Any]:
 def prior_pictures(
     base: Base, config: DreamboothConfig, world: World, say: Callable[[str], Any]
 ) -> list[Picture]:
-    """Reads the prior pictures of a run, after making those that are missing; every rank calls it.
-
-    Raises:
-        GulliverError: the folder's are of another base, prompt or way of sampling.
-    """
+    """Reads the prior pictures of a run, and makes those that are missing; every rank calls it."""
     if not config.priors:
         return []
     folder, texts = prior_folder(config), prior_texts(config)

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.dreambooth.base import Base
 from gulliver.dreambooth.config import DreamboothConfig
 from gulliver.dreambooth.student import Student, make_optimizer, make_student
 from gulliver.errors import GulliverError
@@ -46,8 +44,6 @@ def precision_of(config: DreamboothConfig, device: str) -> str:
 def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
     """The plugin that says how the ranks share the work."""
     half = "bf16" if precision == "bf16" else None
-    if config.tp > 1:
-        return HybridParallelPlugin(tp_size=config.tp, precision=half, verbose=False)
     if config.memory is not None:
         limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
         if config.disk is None and torch.cuda.is_available():
@@ -65,16 +61,6 @@ def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
             "--precision fp32"
         )
     return LowLevelZeroPlugin(1 if ranks > 1 else 2, CHUNK_MB, precision=half, verbose=False)
-
-
-def refuse_cut(config: DreamboothConfig, plugin: Plugin, base: Base) -> None:
-    """Refuses ranks that share a model whose family is not known."""
-    if isinstance(plugin, HybridParallelPlugin):
-        kind = type(base.trained).__name__
-        raise GulliverError(
-            f"--tp {plugin.tp_size}, --pp {plugin.pp_size}: {kind} is of no family whose tensors "
-            "are cut over ranks: take --plugin zero3, or --memory with --disk, which take as little"
-        )
 
 
 def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> PlannedRun:

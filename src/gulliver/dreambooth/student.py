@@ -105,15 +105,7 @@ class Student(nn.Module):
         weights: Sequence[float] = (),
         job: Callable[[], Any] | None = None,
     ) -> Any:
-        """The losses of samples; or what a function gives, with the networks as they are boosted.
-
-        Args:
-            latents: latents of the samples.
-            texts: prompt of each.
-            generators: generator of each.
-            weights: weight of each; numbers, so that no conversion of inputs rounds them.
-            job: function to call instead, such as one that samples.
-        """
+        """The losses of samples; or what `job` gives, called with the boosted networks."""
         if job is not None:
             return job()
         assert latents is not None, "there are samples"

@@ -24,7 +24,6 @@ from gulliver.comm.world import World, guard, init_world
 from gulliver.dreambooth.base import FACTS, Base, Learnt, Picture, TokenHandle, check_adapter
 from gulliver.dreambooth.config import MAY_CHANGE, DreamboothConfig, check_dreambooth
 from gulliver.dreambooth.diffusers_base import EMBEDDINGS, INDEX, DiffusersBase
-from gulliver.dreambooth.motion import in_motion, open_video
 from gulliver.dreambooth.pictures import (
     fingerprint,
     grid,
@@ -41,7 +40,6 @@ from gulliver.dreambooth.planning import (
     plan_run,
     precision_of,
     recompute_blocks,
-    refuse_cut,
 )
 from gulliver.dreambooth.student import (
     SampleOrder,
@@ -51,7 +49,7 @@ from gulliver.dreambooth.student import (
     make_student,
     shares,
 )
-from gulliver.dreambooth.video_base import VideoBase
+from gulliver.dreambooth.video_base import VideoBase, in_motion, open_video
 from gulliver.dreambooth.words import check_texts
 from gulliver.errors import GulliverError
 from gulliver.finetune.planning import PlannedRun
@@ -149,15 +147,15 @@ def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcom
         planned = _plan(config, chosen, world, precision, ranks, say)
         if config.plan:
             return Outcome(0, True)
-        trainer = DreamBoothTrainer(config, chosen, planned, world, precision)
+        trainer = DreamBoothTrainer(config, planned, world, precision)
         with StopRequest().listening() as stop:
             return trainer.run_to_end(stop)
 
 
 def open_base(
     config: DreamboothConfig, world: World, precision: str, on_meta: bool = False
-) -> Base | None:
-    """Opens the base of a run; None where it is to be on meta and cannot be."""
+) -> DiffusersBase | VideoBase:
+    """Opens the base of a run."""
     assert config.model is not None, "it is checked"
     if (config.model / INDEX).is_file():
         scratch = Path(config.disk.partition(":")[0]) if config.disk else config.out
@@ -190,15 +188,12 @@ def _plan(
     precision: str,
     ranks: int,
     say: Any,
-) -> PlannedRun | None:
-    """Plans with a base on meta, and prints the plan; None for bases that cannot be on meta."""
+) -> PlannedRun:
+    """Plans with a base on meta, and prints the plan."""
     outline = open_base(config, world, precision, on_meta=True)
-    if outline is None:
-        return None
-    refuse_cut(config, plugin, outline)
     planned = plan_run(config, plugin, outline, ranks)
     count = -(-per_step(config) // (ranks * planned.accumulate))
-    for line in lines_of(planned, count, f"of {outline.side} x {outline.side}"):  # type: ignore[attr-defined]
+    for line in lines_of(planned, count, f"of {outline.side} x {outline.side}"):
         say(line)
     return planned
 
@@ -209,8 +204,7 @@ class DreamBoothTrainer(TrainingLoop):
     def __init__(
         self,
         config: DreamboothConfig,
-        plugin: Plugin,
-        planned: PlannedRun | None,
+        planned: PlannedRun,
         world: World,
         precision: str,
     ) -> None:
@@ -218,13 +212,9 @@ class DreamBoothTrainer(TrainingLoop):
         self.say = console().print if world.is_main else lambda _: None
         run = RunFolder(config.out, config.keep, MAY_CHANGE, FINGERPRINTS)
         subject = read_pictures(config, self.say)
-        base = open_base(config, world, precision)
-        assert base is not None, "it is not on meta"
-        self.base = base
+        self.base = base = open_base(config, world, precision)
         if any(one.pixels.ndim == 4 for one in subject) and not isinstance(base, VideoBase):
             raise GulliverError(f"--subject {config.subject} has clips: this base makes pictures")
-        if planned is None:  # the check needs weights then
-            refuse_cut(config, plugin, base)
         self._check_prompts(subject)
         facts = {"base": base.fingerprint}
         # Making prior pictures takes long: first refuse what can be refused without them.
@@ -247,7 +237,7 @@ class DreamBoothTrainer(TrainingLoop):
             taken = config.learns_token and isinstance(base, VideoBase)
             if not taken and (config.adapter / EMBEDDINGS.format("")).is_file():
                 self.say(f"--adapter {config.adapter}: the embedding of its word is not taken up")
-        booster, boosted = _boost(config, student, plugin, planned)
+        booster, boosted = _boost(config, student, planned)
         options = LoopOptions(
             title=f"teaching {config.token}",
             steps=config.steps,
@@ -259,9 +249,8 @@ class DreamBoothTrainer(TrainingLoop):
         )
         place = booster.plugin.data_place()
         super().__init__(run, world, options, booster, boosted, place)
-        self.micro = config.micro_batch
-        if self.micro is None and planned is not None:
-            self.micro = -(-per_step(config) // (place[1] * planned.accumulate))
+        each = -(-per_step(config) // (place[1] * planned.accumulate))
+        self.micro = config.micro_batch or each
         self.start(checkpoint, options=resolved(config), fingerprints=self.facts)
 
     def _check_prompts(self, subject: Sequence[Picture]) -> None:
@@ -343,20 +332,16 @@ class DreamBoothTrainer(TrainingLoop):
 
 
 def _boost(
-    config: DreamboothConfig, student: Any, plugin: Plugin, planned: PlannedRun | None
+    config: DreamboothConfig, student: Any, planned: PlannedRun
 ) -> tuple[Booster, tuple[Any, Any, Any]]:
     """The booster, and what it made of the student, its optimizer and its scheduler."""
-    recompute = planned.recompute if planned else config.activations == "recompute"
-    if recompute and config.memory is None:
+    if planned.recompute and config.memory is None:
         recompute_blocks(student)
     optimizer = make_optimizer(student, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: rate_factor(step, config.steps, config.warmup, config.schedule)
     )
-    if planned is not None:
-        booster = Booster(plan=planned.plan, verbose=False)
-    else:
-        booster = Booster(plugin=plugin)
+    booster = Booster(plan=planned.plan, verbose=False)
     student.train()
     model, boosted, _, _, scheduler = booster.boost(student, optimizer, lr_scheduler=scheduler)
     return booster, (model, boosted, scheduler)

@@ -8,7 +8,10 @@ motion. Clips and stills lie in one tensor, as `_padded` says.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,17 +21,24 @@ from torch import Tensor, nn
 
 from gulliver._compat import fake_kind
 from gulliver.checkpoint.files import read_json, read_tensors, write_json, write_tensors
+from gulliver.comm.collectives import barrier
+from gulliver.comm.world import World, init_world
 from gulliver.data.clips import Bucket
 from gulliver.dreambooth.base import Learnt, Picture, TokenHandle, check_adapter
+from gulliver.dreambooth.config import DreamboothConfig, alternatives
+from gulliver.dreambooth.pictures import prior_folder, read_pictures, write_pixels
 from gulliver.errors import GulliverError
 from gulliver.finetune.adapters import adapter_name
+from gulliver.io.files import named_errors, write_text
+from gulliver.jobs.display import Display
+from gulliver.jobs.log import derive
+from gulliver.jobs.loop import Outcome
 from gulliver.video.config import SamplingConfig, parse_shapes
 from gulliver.video.digits import FPS
-from gulliver.video.generation import VideoModel
 from gulliver.video.media import fit, to_frames
-from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.pipeline import VideoModel, VideoPipeline, open_run
 from gulliver.video.requests import Request
-from gulliver.video.text_encoders import EncodedText, WordEncoder, words_of
+from gulliver.video.text_encoders import EncodedText, WordEncoder, padded, said_of, words_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, WHOLE = "learned_embeds.safetensors", "model.safetensors"
@@ -40,7 +50,7 @@ PREFIX = "base_model.model."
 # own, drawn from its letters. So a new word has one from the start, and what learns is that row.
 #
 # What it does not know: the recipe, files of pictures, ranks. How stills become clips:
-# `motion.py`.
+# `in_motion`.
 class TaughtWords(nn.Module):
     """A word encoder with a word whose vector learns."""
 
@@ -88,7 +98,7 @@ class VideoBase:
         usual = max(shapes, key=lambda one: shapes[one])
         self.bucket = _resized(usual, resolution, self.maker.autoencoder)
         self.fingerprint = fingerprint_of(self.maker)
-        self.trained = network_of(self.maker).to(dtype).requires_grad_(False)
+        self.trained = self.maker.outline.to(dtype).requires_grad_(False)
         if on_meta:
             self.trained.to("meta")
         self.sampling = SamplingConfig(
@@ -96,7 +106,7 @@ class VideoBase:
         )
         self.text: nn.Module | None = None
         self.targets = spatial_layers(self.trained)
-        self._told: dict[str, EncodedText] = {}
+        self._told: dict[str, dict[str, Tensor]] = {}
 
     @property
     def side(self) -> str:
@@ -133,7 +143,7 @@ class VideoBase:
             if train_text:
                 self.add_token("", None)  # which refuses
             # One by one: what a prompt says must not depend on the others.
-            self._told = {text: self.maker.text.encode([text]) for text in said}
+            self._told = {text: said_of(self.maker.text.encode([text])) for text in said}
         else:
             self.text(said or ["nothing"])
 
@@ -142,18 +152,11 @@ class VideoBase:
         if self.text is not None:
             vectors, mask = self.text(list(texts))[:2]
             return vectors.to(like), mask.to(like.device)
-        for text in texts:
+        for text in dict.fromkeys(texts):
             if text not in self._told:
-                self._told[text] = self.maker.text.encode([text])
-        found = [self._told[text] for text in texts]
-        longest = max(one.mask.shape[1] for one in found)
-        vectors = like.new_zeros(len(found), 1, longest, found[0].embeddings.shape[-1])
-        mask = torch.zeros(len(found), longest, dtype=torch.bool, device=like.device)
-        for row, one in enumerate(found):
-            length = one.mask.shape[1]
-            vectors[row, :, :length] = one.embeddings[0].to(like)
-            mask[row, :length] = one.mask[0].to(like.device)
-        return vectors, mask
+                self._told[text] = said_of(self.maker.text.encode([text]))
+        vectors, mask = padded([self._told[text] for text in texts])[:2]
+        return vectors.to(like), mask.to(like.device)
 
     @torch.no_grad()
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
@@ -296,7 +299,7 @@ class LowRank(nn.Module):
         return self.layer(x) + low * self.scale
 
 
-def load_adapter(maker: VideoModel | VideoPipeline, folder: Path) -> None:
+def load_adapter(maker: VideoPipeline, folder: Path) -> None:
     """Gives an opened run what `gulliver dreambooth` has taught its base."""
     found = [name for name in (WEIGHTS, WHOLE, EMBEDDINGS) if (folder / name).is_file()]
     if not found:
@@ -304,7 +307,7 @@ def load_adapter(maker: VideoModel | VideoPipeline, folder: Path) -> None:
             f"--adapter {folder} holds nothing that `gulliver dreambooth` has taught: name the "
             "folder result of its run"
         )
-    network = network_of(maker)
+    network = maker.outline
     tensors = read_tensors(folder / WEIGHTS) if WEIGHTS in found else {}
     values = read_json(folder / CONFIG) if tensors else {}
     placed = _placed(network, tensors, folder)  # refuses before anything is changed
@@ -343,11 +346,6 @@ def _placed(
     return found
 
 
-def network_of(maker: VideoModel | VideoPipeline) -> nn.Module:
-    """The transformer of an opened run."""
-    return maker.model if isinstance(maker, VideoModel) else maker.outline
-
-
 def spatial_layers(network: nn.Module) -> tuple[str, ...]:
     """Names of the linear layers of blocks that work within a frame."""
     return tuple(
@@ -357,10 +355,10 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
     )
 
 
-def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
+def fingerprint_of(maker: VideoPipeline) -> str:
     """Digest of the networks and words of a run; a few elements of each tensor identify them."""
     digest = hashlib.blake2b(digest_size=16)
-    for network in (network_of(maker), maker.autoencoder):
+    for network in (maker.outline, maker.autoencoder):
         for name, value in sorted(network.state_dict().items()):
             part = value.detach().reshape(-1)[:: max(1, value.numel() // 256)].double().cpu()
             digest.update(f"{name} {tuple(value.shape)}".encode() + part.numpy().tobytes())
@@ -427,3 +425,123 @@ def _resized(bucket: Bucket, side: int | None, autoencoder: Any) -> Bucket:
         max(step, round(n * ratio / step) * step) for n, step in zip(sides, steps, strict=True)
     )
     return Bucket(bucket.frames, height, width)
+
+
+# Pictures that a video base sets in motion, to learn a subject that moves from stills.
+
+
+Teach = Callable[[DreamboothConfig, Any], Outcome]
+
+
+# [Note: why stills are not enough] A still shows how the subject looks in one frame, and of a clip
+# that is the first one of the latent alone: the others hold several frames each, and look
+# otherwise. A base that was taught stills only shows the subject at first, and something that it
+# knew before as the clip goes on. So it also learns clips, from motion that it knows
+# itself: it continues a picture as the first frame, with the prompt of a motion. What it makes
+# drifts towards what it knew before, too, and no later frame is better than those it is taught.
+# Where a subject stands on a plain ground the picture itself is moved instead, as the subject of
+# the base's own clip of that prompt moves (`along`): every frame is the subject. Only the
+# prompts describe motion.
+#
+# Each of the two halves is a run of its own in the run folder, so that any of them resumes.
+#
+# run/
+#   stills/  the run on the pictures alone
+#   motion/  pictures and the clips that were made of them, with captions
+#   clips/   the run on those, which continues the adapters of the first
+#   result/  what was learnt
+def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
+    """Teaches pictures, then the clips that the base makes of them."""
+    assert config.model is not None, "it is checked"
+    if not (config.model / "checkpoints").is_dir():
+        raise GulliverError(
+            f"--motion is for a run of `gulliver train`, and --model {config.model} is none: leave "
+            "it out"
+        )
+    world = init_world()
+    half = replace(
+        config,
+        motion="",
+        motion_after=None,
+        motion_clips=DreamboothConfig.motion_clips,
+        motion_placed=False,
+        prior_folder=prior_folder(config) if config.priors else None,
+    )
+    steps = config.still_steps
+    first = teach(replace(half, out=config.out / "stills", steps=steps), plugin)
+    if first.result is None:
+        return first
+    folder = _moved(config, first.result, world)
+    second = replace(
+        half,
+        out=config.out / "clips",
+        subject=folder,
+        adapter=first.result,
+        steps=config.steps - steps,
+        # Set by the adapters that are continued.
+        lora_rank=DreamboothConfig.lora_rank,
+        lora_alpha=None,
+        lora_targets=(),
+    )
+    found = teach(second, plugin)
+    if found.result is None:
+        return Outcome(steps + found.step, False, first.seconds + found.seconds)
+    result = config.out / "result"
+    if world.is_main and not result.is_dir():
+        partial = config.out / ".result.partial"
+        with named_errors(result):
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(found.result, partial)
+            os.replace(partial, result)
+    barrier()
+    return Outcome(config.steps, True, first.seconds + found.seconds, result=result)
+
+
+def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
+    """Makes what is missing of the folder of pictures and clips; every rank calls it."""
+    folder, usual = config.out / "motion", config.filled(config.prompt)
+    pictures = read_pictures(config, lambda _: None)
+    texts = alternatives(config.filled(config.motion))
+    stems = [folder / f"clip-{number:05d}" for number in range(config.motion_clips)]
+    # The caption is written after the clip: with it the clip is there.
+    missing = [n for n, stem in enumerate(stems) if not stem.with_suffix(".txt").is_file()]
+    if world.is_main:
+        with named_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        for number, picture in enumerate(pictures):
+            stem = folder / f"picture-{number:05d}"
+            write_pixels(stem, picture.pixels)
+            write_text(stem.with_suffix(".txt"), picture.text or usual)
+    barrier()
+    mine = missing[world.rank :: world.size]
+    if mine:
+        assert config.model is not None, "it is checked"
+        base = open_video(config, world.device, torch.float32)
+        load_adapter(base.maker, adapter)
+        placed = config.motion_placed
+        with Display("setting pictures in motion", len(mine), 0, world.is_main) as display:
+            for number in mine:
+                text = texts[number // len(pictures) % len(texts)]
+                still = pictures[number % len(pictures)].pixels
+                seed = derive(config.seed, 9, number) % 2**32
+                write_pixels(stems[number], base.moved(still, text, seed, placed))
+                write_text(stems[number].with_suffix(".txt"), text)
+                display.advance()
+    barrier()
+    return folder
+
+
+def open_video(
+    config: DreamboothConfig, device: torch.device, dtype: torch.dtype, on_meta: bool = False
+) -> VideoBase:
+    """Opens the video base of a run."""
+    assert config.model is not None, "it is checked"
+    return VideoBase(
+        config.model,
+        config.resolution,
+        device,
+        dtype,
+        config.sampling_steps,
+        config.guidance,
+        on_meta,
+    )

@@ -34,11 +34,6 @@ class CausalConv3d(nn.Module):
 
     The time taps are folded into the channels: on CPUs that is two to four times faster than conv3d
     and the same sum. The first frame is repeated before the clip.
-
-    Args:
-        inputs: channels in.
-        outputs: channels out.
-        taps: frames that an output frame sees, the present one last.
     """
 
     def __init__(self, inputs: int, outputs: int, taps: int = 3) -> None:
@@ -136,10 +131,6 @@ class VideoAutoencoder(nn.Module):
             GulliverError: the sizes do not fit; the nearest that do are named.
         """
         return self.latent_channels, check_causal(self, frames), *check_space(self, height, width)
-
-    def pixel_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Returns frames, height and width of the clip that a latent of these sizes decodes to."""
-        return (frames - 1) * BLOCK + 1, height * BLOCK, width * BLOCK
 
     def encode(self, video: Tensor) -> Tensor:
         """Encodes [B, 3, T, H, W] to latents of about zero mean and unit variance.

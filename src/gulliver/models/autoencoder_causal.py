@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
 from gulliver.models.autoencoder_frames import EPS, FrameDownsample, FrameUpsample, on_frames
 from gulliver.models.autoencoders import (
     check_causal,
@@ -87,8 +87,7 @@ def through(blocks: nn.Module, x: Tensor) -> Tensor:
 
 # Statistics of the latents of Open-Sora 1.3's autoencoder: what its models expect.
 #
-# Means and deviations of the 16 channels, over whole clips (``video``) or for each of the five
-# latent frames of a piece of 17 frames (``video_5frames``). Facts of the public weights, to nine
+# Means and deviations of the 16 channels, over whole clips. Facts of the public weights, to nine
 # digits.
 
 
@@ -102,48 +101,6 @@ VIDEO_DEVIATIONS = (
     0.929113686, 0.972594142, 0.891795397, 0.863085389, 0.827989161, 0.911430001, 0.792284489,
     0.899140716, 0.947351396,
 )  # fmt: skip
-PIECE_MEANS = (
-    (-0.310381383, -0.174883023, -0.139006495, -0.112284191, -0.214308396),
-    (0.0897552744, -0.0559542328, -0.0701738298, -0.128422827, -0.0592224225),
-    (0.00972988363, 0.0223069917, 0.0238451157, 0.0233360324, 0.024730036),
-    (0.106182761, -0.109029539, 0.0607197843, 0.100053392, -0.064660348),
-    (0.0293846559, 0.0527690649, -0.0128054805, -0.0303686094, -0.0969020873),
-    (0.0171699096, -0.00723328395, 0.00113727944, -0.00299318647, -0.00267917616),
-    (0.115011312, 0.0874074548, 0.0757848024, 0.0742846727, 0.0664027855),
-    (0.0436057746, 0.125319287, 0.0574030802, 0.0971641764, 0.121611729),
-    (-0.00380059308, 0.0669507161, 0.0037457007, 0.000646243338, -0.0204937384),
-    (0.0944265723, 0.0474720523, 0.043563962, 0.0550657511, 0.163805649),
-    (-0.176900789, -0.137355044, -0.0225914493, 0.0332081765, -0.0589708649),
-    (0.0494649373, 0.0629776567, 0.0469673015, 0.0424522832, 0.0507443883),
-    (-0.0520139523, -0.0383668132, -0.00183036912, -0.0057245153, -0.00693384837),
-    (-0.068219386, -0.137915343, -0.145952463, -0.119555518, -0.139909118),
-    (-0.00970380194, -0.014363708, -0.00513305934, 0.00680994568, 0.00308005395),
-    (-0.143932387, -0.00912384037, -0.0186387096, -0.00570942182, 0.0620580912),
-)
-PIECE_DEVIATIONS = (
-    (0.996910512, 0.945940912, 0.916742325, 0.928850234, 0.899329841),
-    (1.01929355, 0.941669226, 0.93469429, 0.935369372, 0.900303721),
-    (0.983393371, 0.908229828, 0.930842698, 0.962482572, 0.93497318),
-    (0.971861362, 0.910520017, 0.887819588, 0.86988616, 0.863094449),
-    (1.02020574, 0.944731951, 0.93303609, 0.963245213, 0.921047866),
-    (1.03855872, 0.887676775, 0.736891687, 0.758069873, 0.750872552),
-    (1.05921268, 0.865704298, 0.821517944, 0.847671807, 0.820949376),
-    (0.992097199, 0.927169025, 0.898868442, 0.928998172, 0.886912227),
-    (1.03590059, 0.959939539, 0.946561277, 0.980175674, 0.934220016),
-    (0.962185979, 0.882872224, 0.871039152, 0.880846381, 0.851632476),
-    (0.95604372, 0.845335364, 0.830891311, 0.825838983, 0.801084101),
-    (0.987995565, 0.811465979, 0.756189764, 0.788990974, 0.7724365),
-    (0.958446205, 0.885802686, 0.899209440, 0.922968805, 0.88479799),
-    (0.906037927, 0.786324561, 0.737436533, 0.761473298, 0.742873847),
-    (0.964859784, 0.871286511, 0.890293121, 0.894709289, 0.870981634),
-    (1.01701963, 0.933048785, 0.914440095, 0.929465294, 0.887158334),
-)
-
-STATISTICS: dict[str, tuple[Any, Any]] = {
-    "video": (VIDEO_MEANS, VIDEO_DEVIATIONS),
-    "video_5frames": (PIECE_MEANS, PIECE_DEVIATIONS),
-}
-"""Means and deviations by the public name of their table."""
 
 
 # The autoencoder of Open-Sora 1.3: one causal network for rows, columns and time.
@@ -355,12 +312,12 @@ class CausalAutoencoder(nn.Module):
         num_res_blocks: residual blocks of each resolution of the encoder; the decoder has one more.
         temporal_downsamples: number of the resolutions, the last ones, that halve time too.
         num_groups: groups of all norms.
-        normalization: table of statistics that latents are normalised by, ``video`` or
-            ``video_5frames``; None for latents as they are.
+        normalization: statistics that latents are normalised by, ``video``; None for latents as
+            they are.
         compat: names of `QUIRKS` that it shall have; None for those of its public weights.
 
     Raises:
-        GulliverError: an unknown table or quirk, or a table that needs pieces without them.
+        GulliverError: an unknown quirk, or statistics that are of other latents.
     """
 
     def __init__(
@@ -376,7 +333,12 @@ class CausalAutoencoder(nn.Module):
     ) -> None:
         super().__init__()
         self.compat = checked_quirks("CausalAutoencoder", compat)
-        self.normalization = _checked_table(normalization, self.micro_frames, latent_channels)
+        if normalization is not None and (normalization, latent_channels) != ("video", 16):
+            raise GulliverError(
+                f"normalization={normalization!r} of latents of {latent_channels} channels: there "
+                "is 'video' for 16, pass None for others"
+            )
+        self.normalization = normalization
         widths = [channels * times for times in channel_multipliers]
         rest = (widths, num_res_blocks, temporal_downsamples, num_groups)
         raster = "raster_causal_attention" in self.compat
@@ -467,30 +429,8 @@ class CausalAutoencoder(nn.Module):
         return (MICRO_FRAMES - 1) // self.compression[0] + 1
 
     def _statistics(self, x: Tensor) -> list[Tensor]:
-        """Means and deviations of the latents of a clip, or of a piece where they are many."""
-        assert self.normalization is not None
-        tables = STATISTICS[self.normalization]
-        made = [torch.tensor(t, dtype=x.dtype, device=x.device) for t in tables]
-        # [C] of a clip, or [C, t] of the latent frames of a piece.
+        """Means and deviations of the latents' channels."""
+        tables = (VIDEO_MEANS, VIDEO_DEVIATIONS)
         return [
-            t.view(1, -1, 1, 1, 1) if t.dim() == 1 else t[None, :, : x.shape[2], None, None]
-            for t in made
+            torch.tensor(t, dtype=x.dtype, device=x.device).view(1, -1, 1, 1, 1) for t in tables
         ]
-
-
-def _checked_table(name: str | None, micro_frames: int | None, channels: int) -> str | None:
-    if name is None:
-        return None
-    if name not in STATISTICS:
-        raise GulliverError(f"normalization={name!r}: {nearest(name, STATISTICS)}")
-    if channels != len(STATISTICS[name][0]):
-        raise GulliverError(
-            f"normalization={name!r} is of latents of {len(STATISTICS[name][0])} channels, these "
-            f"have {channels}: pass normalization=None"
-        )
-    if name == "video_5frames" and micro_frames is None:
-        raise GulliverError(
-            "normalization='video_5frames' is of pieces of 17 frames: leave 'micro_frames' in "
-            "compat, or take 'video'"
-        )
-    return name

@@ -140,12 +140,6 @@ class CaptionEmbedder(nn.Module):
 
     Dropping trains the unconditional model that classifier-free guidance needs (Ho and Salimans,
     2022, arXiv 2207.12598).
-
-    Args:
-        channels: width of the text encoder's vectors.
-        hidden_size: width of the model.
-        drop: probability that a caption is dropped in training.
-        length: longest caption, in tokens.
     """
 
     # A buffer, as in the public weights: the null caption is drawn once and not trained.

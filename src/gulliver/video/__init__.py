@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from gulliver.video.diffusion import Guidance
     from gulliver.video.digits import DIRECTIONS, FPS
     from gulliver.video.flows import RectifiedFlow
-    from gulliver.video.generation import VideoModel, connect, extend
+    from gulliver.video.generation import connect, extend
     from gulliver.video.kept_latents import KeptLatents
-    from gulliver.video.pipeline import VideoPipeline
+    from gulliver.video.pipeline import VideoModel, VideoPipeline
     from gulliver.video.public_models import load_autoencoder, load_model
     from gulliver.video.requests import Request, loop_seed
     from gulliver.video.run import Run
@@ -65,9 +65,9 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.video.diffusion": ["Guidance"],
         "gulliver.video.digits": ["DIRECTIONS", "FPS"],
         "gulliver.video.flows": ["RectifiedFlow"],
-        "gulliver.video.generation": ["VideoModel", "connect", "extend"],
+        "gulliver.video.generation": ["connect", "extend"],
         "gulliver.video.kept_latents": ["KeptLatents"],
-        "gulliver.video.pipeline": ["VideoPipeline"],
+        "gulliver.video.pipeline": ["VideoModel", "VideoPipeline"],
         "gulliver.video.public_models": ["load_autoencoder", "load_model"],
         "gulliver.video.requests": ["Request", "loop_seed"],
         "gulliver.video.run": ["Run"],

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gulliver.comm.collectives import gather_objects
-from gulliver.data.clips import ClipBatch, collate
+from gulliver.data.clips import Bucket, ClipBatch, collate
 from gulliver.data.loader import DataLoader
 from gulliver.data.sampler import BucketSampler, Step
 from gulliver.errors import GulliverError, nearest
@@ -121,15 +121,6 @@ class MaskStrategies:
     @classmethod
     def of(cls, config: FlowConfig) -> Self:
         """Reads the strategies of a configuration."""
-        if not config.masks:
-            return cls(_checked({"image_head": config.mask_first, "extend": config.mask_head}))
-        short = (config.mask_first, FlowConfig.mask_first), (config.mask_head, FlowConfig.mask_head)
-        # At 0 they name no other strategy than the list does.
-        if any(share not in (0, default) for share, default in short):
-            raise GulliverError(
-                "--flow.masks names every strategy: leave out --flow.mask-first and "
-                "--flow.mask-head, which are image_head and extend"
-            )
         ratios: dict[str, float] = {}
         for text in config.masks:
             name, ratio = _parsed(text)
@@ -243,12 +234,7 @@ class SkippedClips:
 
 
 def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
-    """Returns the samples that all ranks with one share of a batch could read; all ranks call it.
-
-    Args:
-        place: number of the share, and number of shares.
-        kept: samples that this rank could read.
-    """
+    """Returns the samples that all ranks with one share could read; all ranks call it."""
     found = [theirs for other, theirs in gather_objects((place, kept)) if other == place]
     return sorted(set(kept).intersection(*found))
 
@@ -387,13 +373,7 @@ class BatchMaker:
             yield self.make(step, clips, state)
 
     def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
-        """Makes the batch of a step; ranks of one model keep the clips that all of them could read.
-
-        Args:
-            step: share of the step that the clips are of.
-            clips: clips as they were read.
-            state: position in the data after the step.
-        """
+        """Makes the batch of a step; ranks of a model keep the clips that all could read."""
         videos, captions, fps, kept, _ = clips
         if self.agree is not None:
             # A file may go between two ranks' looks at it.
@@ -416,41 +396,48 @@ class BatchMaker:
         state: dict[str, Any],
     ) -> VideoBatch:
         bucket = step.bucket
-        shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
-        if videos is None:
-            latents = torch.zeros(1, *shape, device=self.device)
-            captions, fps = [OF_NO_SAMPLE], torch.full((1,), 8.0)
-            kept = [0]
-        elif self.encoded:
-            latents = videos.to(self.device)
-        else:
-            latents = self.autoencoder.encode(videos.to(self.device))
-        y, y_mask = self.text.encode(captions)[:2]
+        latents, captions, fps = self.shown(bucket, videos, captions, fps)
+        kept = [0] if videos is None else kept
+        shape = tuple(latents.shape[1:])
         timesteps, drop, generate = self._draws(step, shape[1])
         rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
-        count = len(rows)
         return VideoBatch(
             latents=latents,
             noise=self._noise(step, kept, shape).to(self.device),
             timesteps=timesteps[rows].to(self.device),
-            captions=y.to(self.device),
-            caption_mask=y_mask.to(self.device),
             drop_caption=drop[rows].to(self.device),
             generate=None if generate is None else generate[rows].to(self.device),
             fps=fps.to(self.device),
-            height=torch.full((count,), float(bucket.height), device=self.device),
-            width=torch.full((count,), float(bucket.width), device=self.device),
             total=step.total,
             skipped=len(step.indices) - (0 if videos is None else len(videos)),
             epoch=step.epoch,
             weight=0.0 if videos is None else 1.0,
             sampler_state=state,
-            more={
-                name: value
-                for name, value in told(bucket, 0, torch.ones(count, device=self.device)).items()
-                if name in self.takes
-            },
+            **self.conditions(bucket, captions),
         )
+
+    def shown(
+        self, bucket: Bucket, videos: Tensor | None, captions: list[str], fps: Tensor
+    ) -> tuple[Tensor, list[str], Tensor]:
+        """Returns latents, captions and frame rates of clips; of no clip one of zeros."""
+        if videos is None:
+            shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+            none = torch.zeros(1, *shape, device=self.device)
+            return none, [OF_NO_SAMPLE], torch.full((1,), 8.0, device=self.device)
+        videos = videos.to(self.device)
+        return videos if self.encoded else self.autoencoder.encode(videos), captions, fps
+
+    def conditions(self, bucket: Bucket, captions: list[str]) -> dict[str, Any]:
+        """Returns what a batch says of captions and sizes, by field of `VideoBatch`."""
+        y, mask = self.text.encode(captions)[:2]
+        known = told(bucket, 0, torch.ones(len(captions), device=self.device))
+        return {
+            "captions": y.to(self.device),
+            "caption_mask": mask.to(self.device),
+            "height": known["height"],
+            "width": known["width"],
+            "more": {name: value for name, value in known.items() if name in self.takes},
+        }
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
         """Draws from a generator per sample, whose noise must not depend on its neighbours."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from gulliver import options
 from gulliver.errors import GulliverError
 from gulliver.options import (
     AT_LEAST_0,
@@ -43,12 +42,8 @@ class FlowConfig(Options):
     """Ratio of a size: roots of the area over 512x512 and the latent frames, or as published."""
     drop_caption: Annotated[float, SHARE] = 0.1
     """Share of captions hidden, for classifier-free guidance."""
-    masks: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ("image_head:0.15", "extend:0.1")
     """Mask strategies as name:share, such as image_head:0.2 quarter_tail:0.05 random:0.1."""
-    mask_first: Annotated[float, SHARE] = 0.15
-    """Share of clips whose first latent frame is given; short for --flow.masks image_head."""
-    mask_head: Annotated[float, SHARE] = 0.1
-    """Share of clips whose first two are given; short for --flow.masks extend."""
 
 
 # Options of data-centric steps, and which other options they exclude.
@@ -539,11 +534,6 @@ def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
             f"a clip of {frames}x{height}x{width}{scaled} has {pixels:.1e} pixels: at most "
             f"{MOST_PIXELS:.1e}, such as 64 frames of 2048x2048"
         )
-
-
-def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
-    """Builds a configuration from plain values; see `gulliver.options.from_plain`."""
-    return options.from_plain(values, kind)
 
 
 # Options of `gulliver data encode`: a frozen dataclass, which is also the command line.

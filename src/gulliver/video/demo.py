@@ -40,9 +40,10 @@ from gulliver.video.digits import (
     sentence,
     train_judges,
 )
-from gulliver.video.generation import Request, VideoModel
 from gulliver.video.media import SheetRow, contact_sheet, loss_curve
+from gulliver.video.pipeline import VideoModel
 from gulliver.video.public_models import autoencoder_figures
+from gulliver.video.requests import Request
 from gulliver.video.run import Run
 from gulliver.video.sources import parse_held_out
 

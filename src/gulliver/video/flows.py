@@ -289,9 +289,6 @@ class RectifiedFlow(Diffusion):
 # pipelines and the training loop take either.
 
 
-SCHEDULES = ("linear", "cosine")
-LAST_NOISE = 0.999
-"""Largest beta of the cosine schedule, whose last would be one."""
 BIN = 1 / 255
 """Half a level of an 8-bit picture on the scale of -1 to 1, for the likelihood of the data."""
 
@@ -300,19 +297,12 @@ BIN = 1 / 255
 # own whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old
 # step.
 #
-# Sources: https://arxiv.org/abs/2102.09672 (learned variances, cosine schedule, respacing),
+# Sources: https://arxiv.org/abs/2102.09672 (learned variances, respacing),
 # https://arxiv.org/abs/2006.11239 (linear schedule).
 def linear_betas(count: int) -> Tensor:
     """Returns betas that rise evenly, from 0.0001 to 0.02 for 1000 steps: float64 [count]."""
     scale = 1000 / count
     return torch.linspace(scale * 0.0001, scale * 0.02, count, dtype=torch.float64)
-
-
-def cosine_betas(count: int) -> Tensor:
-    """Returns betas whose a follow a squared cosine: float64 [count]."""
-    steps = torch.arange(count + 1, dtype=torch.float64) / count
-    kept = torch.cos((steps + 0.008) / 1.008 * math.pi / 2).square()
-    return (1 - kept[1:] / kept[:-1]).clamp(max=LAST_NOISE)
 
 
 def spaced(count: int, steps: int) -> list[int]:
@@ -359,15 +349,8 @@ def process_of(kept: Tensor) -> Process:
 class IDDPM(Diffusion):
     """The noise process, its training loss and its sampler."""
 
-    def __init__(
-        self,
-        num_timesteps: int = 1000,
-        schedule: Literal["linear", "cosine"] = "linear",
-        guided_channels: int | None = None,
-    ) -> None:
-        if schedule not in SCHEDULES:
-            raise GulliverError(f"unknown schedule {schedule!r}: {nearest(schedule, SCHEDULES)}")
-        betas = linear_betas(num_timesteps) if schedule == "linear" else cosine_betas(num_timesteps)
+    def __init__(self, num_timesteps: int = 1000, guided_channels: int | None = None) -> None:
+        betas = linear_betas(num_timesteps)
         self.num_timesteps, self.guided_channels = num_timesteps, guided_channels
         self.process = process_of((1 - betas).cumprod(0))
 

@@ -15,55 +15,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gulliver.booster.hybrid.stdit import wire_stdit
-from gulliver.checkpoint.files import read_json
-from gulliver.checkpoint.loading import load
-from gulliver.checkpoint.reader import StepReader
 from gulliver.comm.collectives import all_gather, gather_objects
 from gulliver.comm.groups import ALONE, RankGroup, shared_rank_group
 from gulliver.comm.torus import make_axes
-from gulliver.data.clips import STILL_FPS, Bucket
+from gulliver.data.clips import Bucket
 from gulliver.errors import GulliverError
+from gulliver.hardware.probe import memory_bytes
 from gulliver.jobs.log import derive
-from gulliver.models.stdit import STDiT3
-from gulliver.options import differences, resolved
+from gulliver.memory.symbolic import activation_peak
 from gulliver.parallel.convolution.networks import has_networks
 from gulliver.parallel.convolution.share import SharedNetworks, share_autoencoder
+from gulliver.parallel.convolution.stream import stream_decode
 from gulliver.parallel.sequence.layout import SequencePlan, make_groups
-from gulliver.video.caches import Counts, cache_blocks
-from gulliver.video.config import (
-    MAY_CHANGE,
-    SamplingConfig,
-    TrainConfig,
-    check_clip,
-    from_plain,
-    parse_shapes,
-)
-from gulliver.video.diffusion import Preview, check_oscillation, guidance_of
-from gulliver.video.digits import FPS
+from gulliver.video.config import SamplingConfig
 from gulliver.video.media import check_pixels, fit
-from gulliver.video.public_models import load_autoencoder
-from gulliver.video.requests import (
-    ClipPiece,
-    Request,
-    check_frames,
-    check_request,
-    described,
-    given_latents,
-    loop_prompts,
-    made_by_loops,
-)
-from gulliver.video.run import Run
-from gulliver.video.sources import build_model, make_flow, vocabulary
-from gulliver.video.text_encoders import WordEncoder
+from gulliver.video.requests import Request
+from gulliver.video.text_encoders import EncodedText, TextEncoder, padded, said_of
+
+if TYPE_CHECKING:
+    from gulliver.video.pipeline import VideoPipeline
 
 THREE_BRANCHES = (
     "it asks the model three times in a step, for which there is no even share; use 1 guidance "
@@ -127,16 +105,6 @@ class SharedModel:
                     f"rank {rank} was asked for other clips than rank 0, and they make them "
                     "together: give all ranks the same requests"
                 )
-
-    def check_guidance(self, guided: bool, image_guided: bool = False) -> None:
-        """Refuses ranks that the branches of guidance cannot be dealt to."""
-        if self.branches.size > 1 and image_guided:
-            raise GulliverError(f"image guidance on 2 guidance ranks: {THREE_BRANCHES}")
-        if self.branches.size > 1 and not guided:
-            raise GulliverError(
-                "guidance 1 has one branch only, and the ranks are shared between two: share the "
-                "model with guidance_ranks=1"
-            )
 
     def whole(self, sums: Tensor) -> Tensor:
         """Adds up sums [rows, 2] over a sequence; of both branches: rows of all, alike on all."""
@@ -222,261 +190,153 @@ def _plan(sequence: int, heads: int) -> SequencePlan:
     return SequencePlan(ulysses=ulysses, inner=sequence // ulysses)
 
 
-# Generates clips from sentences with a trained run.
-#
-# `VideoModel.load` reads a run folder; `VideoModel.generate` makes clips: text-to-video,
-# text-to-image (one frame), and, given pictures or clips, image-to-video, extension, connection
-# and editing (`requests.py`). `VideoModel.share` makes all ranks of the world make each clip
-# together (`generation.py`).
+# Networks that lie in their files until they are needed, one at a time.
 
 
-class ClipMaker(Protocol):
-    """A model that makes clips: a trained run's, or public parts."""
+T = TypeVar("T")
+CALM = 0.8
+"""Share of the free memory that a prediction may take."""
+
+
+class Room:
+    """The device that networks share, of which one at a time is filled."""
+
+    def __init__(self, device: torch.device, keep: bool = False) -> None:
+        self.device, self.keep = device, keep
+        self._parts: list[PipelinePart[Any]] = []
+
+    def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
+        """Adds a network, by the function that fills it on a device."""
+        made = PipelinePart(self, load)
+        self._parts.append(made)
+        return made
+
+    def make_way(self, part: PipelinePart[Any]) -> None:
+        """Frees all networks but one."""
+        if self.keep:
+            return
+        for other in self._parts:
+            if other is not part:
+                other.free()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class PipelinePart(Generic[T]):
+    """A network of a `Room`; call it to have it filled."""
+
+    def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
+        self._room, self._load = room, load
+        self._filled: T | None = None
+        self.after: Callable[[T], object] | None = None
+        """Function that is called with the network whenever it was filled."""
+
+    def __call__(self) -> T:
+        """Returns the network, filled."""
+        if self._filled is None:
+            self._room.make_way(self)
+            self._filled = self._load(self._room.device)
+            if self.after is not None:
+                self.after(self._filled)
+        return self._filled
+
+    def free(self) -> None:
+        """Forgets the network; its memory goes when nobody else holds it."""
+        self._filled = None
+
+
+class PartEncoder:
+    """A text encoder of a room, which says each caption once."""
+
+    def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
+        self._part = part
+        self.channels, self.max_length = channels, max_length
+        self._said: dict[str, dict[str, Tensor]] = {}
 
     @property
-    def autoencoder(self) -> Any:
-        """Autoencoder of its latents."""
+    def fingerprint(self) -> str:
+        """Fingerprint of the encoder, which is filled for it."""
+        return self._part().fingerprint
 
-    def generate(
-        self, requests: list[Request], sampling: SamplingConfig | None = None
-    ) -> list[Tensor]:
-        """Makes a clip of each request, in their order."""
-        ...
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`; those that it has said need no encoder."""
+        for caption in dict.fromkeys(captions):
+            if caption not in self._said:
+                # One by one: what a caption says must not depend on what it is padded to.
+                self._said[caption] = said_of(self._part().encode([caption]))
+        return padded([self._said[caption] for caption in captions])
 
 
-class VideoModel:
-    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder.
+class PartAutoencoder:
+    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode."""
 
-    Args:
-        config: configuration of the run.
-        model: transformer.
-        autoencoder: autoencoder of its latents.
-        fps: frame rate of the clips that it has learnt from, which it is told.
-
-    Attributes:
-        counts: numbers of calls that caches have saved in the last `generate`.
-    """
-
-    def __init__(
-        self, config: TrainConfig, model: STDiT3, autoencoder: Any, fps: float = FPS
-    ) -> None:
-        self.config, self.fps = config, fps
-        self.model = model.eval()
-        self.autoencoder = autoencoder.eval()
-        self.text = WordEncoder(config.model.text_channels, config.model.text_length)
-        self.flow = make_flow(config.flow, autoencoder)
-        self.known_words = vocabulary(config)
-        self.shared = SharedModel(model)
-        self.counts = Counts()
-
-    @classmethod
-    def load(cls, folder: Path, device: torch.device | None = None) -> Self:
-        """Loads the newest checkpoint of a run folder.
-
-        Raises:
-            GulliverError: no run, no checkpoint, or one made with another configuration.
-        """
-        run = Run(folder)
-        config = run.read_config()
-        checkpoint = run.newest_checkpoint()
-        with StepReader(checkpoint) as reader:
-            trained = reader.value("run")["config"]
-        changed = differences(trained, resolved(config), MAY_CHANGE)
-        if changed:
+    def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
+        if memory is not None and not memory >= 1:
             raise GulliverError(
-                f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
+                f"memory is {memory}: expected bytes for decoding a clip, 1 at least, or None"
             )
-        if config.model.public:
-            raise GulliverError(
-                f"{folder} trained public parts: open it with gulliver.video.pipeline.open_run, as "
-                "`gulliver generate` does"
-            )
-        autoencoder = load_autoencoder(run.autoencoder_path)
-        model = build_model(from_plain(trained), autoencoder)
-        load(checkpoint, {"ema": model})
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # Runs on the digits have no such file.
-        told = read_json(run.clips_path)["fps"] if run.clips_path.is_file() else FPS
-        return cls(config, model.to(device), autoencoder.to(device), told)
+        self.part, self._outline, self._memory = part, outline, memory
+        self._peaks: dict[tuple[int, ...], int] = {}
+        self.compression, self.latent_channels = outline.compression, outline.latent_channels
+        self.latent_shape = outline.latent_shape
 
-    def share(
-        self,
-        sequence: int = 0,
-        guidance_ranks: int = 0,
-        guided: bool = True,
-        show: Callable[[str], None] | None = None,
-        image_guided: bool = False,
-        autoencoder: str = "auto",
-    ) -> None:
-        """Makes all ranks of the world make each clip together; every rank calls it, once.
+    def encode(self, video: Tensor) -> Tensor:
+        """Encodes clips [B, 3, T, H, W] to normalised latents."""
+        autoencoder = self.part()
+        return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
 
-        Afterwards every rank asks for the same clips, and gets them.
+    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decodes latents [B, C, T, H, W] clip by clip, in stretches where memory asks for them."""
+        autoencoder = self.part()
+        clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
+        return torch.cat(clips).float()
 
-        Args:
-            sequence: number of ranks that share a clip's tokens; 0: all that guidance leaves.
-            guidance_ranks: number of ranks for the branches with and without caption; 0: 2 where
-                possible.
-            guided: whether guidance will be on.
-            show: function that is told, on rank 0, how clips are cut.
-            image_guided: whether image guidance will be on.
-            autoencoder: dim of clips that is cut to decode them, "auto" for the predicted
-                fastest, or "off" for every rank by itself.
+    def _decoded(self, autoencoder: Any, latents: Tensor, num_frames: int | None) -> Tensor:
+        room = free_memory(latents.device) if self._memory is None else self._memory
+        # Samplers are exact in their own dtype, autoencoders in theirs.
+        latents = latents.to(next(autoencoder.parameters()).dtype)
+        # Networks that ranks share are cut already.
+        need = self._peak(autoencoder, latents) if self.part.after is None else 0
+        if need <= room:
+            return autoencoder.decode(latents, num_frames)
+        length = max(1, int(latents.shape[2] * room / need))
+        stretches = stream_decode(autoencoder, latents.split(length, dim=2))
+        # Pieces of the finished clip wait in host memory.
+        return torch.cat([stretch.cpu() for stretch in stretches], dim=2)
 
-        Raises:
-            GulliverError: the sizes do not make the world.
-        """
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
-        self.shared = share(self.model, *sizes, show=show)
-        share_coding(self.autoencoder, ranks_alike("all"), autoencoder, show)
+    def _peak(self, autoencoder: Any, latents: Tensor) -> int:
+        """Predicts the bytes that decoding takes; 0 where it cannot be followed."""
+        shape = tuple(latents.shape)
+        if shape not in self._peaks:
+            found = activation_peak(_Decoding(autoencoder), (latents,))
+            self._peaks[shape] = found.bytes or 0
+        return self._peaks[shape]
 
-    def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
-        """Refuses a request that cannot be fulfilled.
 
-        Raises:
-            GulliverError: what `gulliver.video.requests.check_request` refuses; sizes that do not
-            fit the
-                compression and the patch; frames that a reference or the clip does not have;
-                sentences that are too long.
-        """
-        sampling = sampling or SamplingConfig()
-        check_request(request, sampling)
-        check_oscillation(sampling)
-        bucket = request.bucket
-        check_clip(bucket.frames, bucket.height, bucket.width)
-        _, step_h, step_w = (
-            c * p for c, p in zip(self.autoencoder.compression, self.model.patch_size, strict=True)
-        )
-        if bucket.height % step_h or bucket.width % step_w or min(bucket.height, bucket.width) < 8:
-            right = [
-                max(s, round(n / s) * s)
-                for n, s in ((bucket.height, step_h), (bucket.width, step_w))
-            ]
-            raise GulliverError(
-                f"{bucket.height}x{bucket.width} does not fit patches of {step_h}x{step_w} pixels: "
-                f"try {right[0]}x{right[1]}"
-            )
-        unit = self.autoencoder.compression[0]
-        if bucket.frames < 1 or (bucket.frames - 1) % unit:
-            below = max(0, (bucket.frames - 1) // unit) * unit + 1
-            raise GulliverError(
-                f"{bucket.frames} frames do not fit the autoencoder: try {below} or {below + unit} "
-                f"({unit} k + 1)"
-            )
-        check_frames(request, self.autoencoder)
-        texts = loop_prompts(request.prompt, request.loops)
-        self.text.encode([*texts, request.negative_prompt] if request.negative_prompt else texts)
+class _Decoding(nn.Module):
+    """Decodes when it is called."""
 
-    def fps_of(self, bucket: Bucket) -> float:
-        """Returns the frame rate that the model is told of clips of a shape."""
-        return self.fps if bucket.frames > 1 or self.config.data.made else STILL_FPS
+    def __init__(self, autoencoder: nn.Module) -> None:
+        super().__init__()
+        self.autoencoder: Any = autoencoder.requires_grad_(False)
+        self.eval()
 
-    def remarks(self, request: Request) -> list[str]:
-        """Lists what a user should know of a request that is fulfilled all the same."""
-        remarks = []
-        if self.known_words is not None:
-            texts = [*loop_prompts(request.prompt, request.loops), request.negative_prompt]
-            words = " ".join(dict.fromkeys(texts)).lower().split()
-            strange = [word for word in words if word.strip(".,;!?") not in self.known_words]
-            if strange:
-                names = ", ".join(repr(word) for word in strange)
-                remarks.append(
-                    f"this model never saw {names}: expect nothing sensible of {request.prompt!r} "
-                    f"(it knows: {', '.join(sorted(self.known_words))})"
-                )
-        shapes = parse_shapes(self.config.data.shapes)
-        if request.bucket not in shapes and self.config.data.buckets is None:
-            known = ", ".join(f"{s.frames}x{s.height}x{s.width}" for s in shapes)
-            b = request.bucket
-            remarks.append(f"{b.frames}x{b.height}x{b.width} was not trained (trained: {known})")
-        return remarks
+    def forward(self, latents: Tensor) -> Tensor:
+        return self.autoencoder.decode(latents)
 
-    def generate(
-        self,
-        requests: list[Request],
-        sampling: SamplingConfig | None = None,
-        show: bool = False,
-        preview: Preview | None = None,
-    ) -> list[Tensor]:
-        """Makes the clips, in the order of the requests, each [3, T, H, W] in [-1, 1].
 
-        A clip depends on its own request only, not on those beside it (up to rounding); with the
-        cache first-block those of a batch decide together what is re-used.
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes of a device that a prediction may take."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CALM)
+    return int(memory_bytes("cpu") * CALM / 2)
 
-        Args:
-            requests: clips to make.
-            sampling: steps and guidance; None for the usual ones.
-            show: whether to display progress.
-            preview: function that is called after each step of a batch with (steps done, steps,
-                estimate of its latents), which the autoencoder decodes; what it raises ends the
-                call.
-        """
-        sampling = sampling or SamplingConfig()
-        for request in requests:
-            self.check(request, sampling)
-        self.shared.check_guidance(sampling.guidance != 1, sampling.guidance_image != 1)
-        self.shared.agree([described(r) for r in requests] + [sampling])
 
-        def sample(pieces: list[ClipPiece]) -> list[Tensor]:
-            return self._sample(pieces, sampling, preview)
-
-        unit = self.autoencoder.compression[0]
-        with cache_blocks(self.model, sampling.cache, self.shared.whole) as cache:
-            clips = made_by_loops(requests, sample, sampling.batch_size, unit, show)
-        self.counts = cache.counts
-        return clips
-
-    @torch.no_grad()
-    def _sample(
-        self, pieces: list[ClipPiece], sampling: SamplingConfig, preview: Preview | None
-    ) -> list[Tensor]:
-        """Samples pieces of one bucket, all with or all without given frames."""
-        device = next(self.model.parameters()).device
-        bucket, count = pieces[0].bucket, len(pieces)
-        shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
-        noise = torch.stack([latent_noise(piece.seed, shape) for piece in pieces]).to(device)
-        y, mask, null = self._captions(pieces)
-        conditions = {
-            "y": y.to(device),
-            "mask": mask.to(device),
-            "fps": torch.full((count,), self.fps_of(bucket), device=device),
-            "height": torch.full((count,), float(bucket.height), device=device),
-            "width": torch.full((count,), float(bucket.width), device=device),
-        }
-        given, generate = given_latents(pieces, self.autoencoder, device)
-        guidance = guidance_of(sampling)
-        if given is None:  # The first of several loops: nothing is given yet.
-            guidance = replace(guidance, image=1.0)
-        latents = self.flow.sample(
-            self.shared.model,
-            noise,
-            conditions,
-            null_inputs=null,
-            steps=sampling.steps,
-            cfg_scale=guidance,
-            given=given,
-            mask=generate,
-            preview=preview,
-        )
-        videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
-        return list(videos.unbind())
-
-    def _captions(self, pieces: list[ClipPiece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Returns vectors and mask of the captions, and those without caption."""
-        # Without a negative prompt the learnt null caption stands there, as long as the caption.
-        negative = [n for n, piece in enumerate(pieces) if piece.negative_prompt]
-        texts = [p.prompt for p in pieces] + [pieces[n].negative_prompt for n in negative]
-        vectors, masks = self.text.encode(texts)
-        count = len(pieces)
-        y, mask = vectors[:count], masks[:count]
-        embedding = self.model.y_embedder.y_embedding[: y.shape[2]].to(y)
-        null_y, null_mask = embedding[None, None].repeat(count, 1, 1, 1), mask.clone()
-        null_y[negative], null_mask[negative] = vectors[count:], masks[count:]
-        return y, mask, {"y": null_y, "mask": null_mask}
+# Clips that go on, or that connect two: requests of one piece.
 
 
 def extend(
-    model: ClipMaker,
+    model: VideoPipeline,
     clip: Tensor,
     prompt: str,
     bucket: Bucket,
@@ -514,7 +374,7 @@ def extend(
 
 
 def connect(
-    model: ClipMaker,
+    model: VideoPipeline,
     first: Tensor,
     last: Tensor,
     prompt: str,

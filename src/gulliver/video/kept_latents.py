@@ -65,20 +65,7 @@ class ClipWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings(Options):
-    """Settings that latents depend on, besides the clip.
-
-    Attributes:
-        autoencoder: class and digest of weights and constants of the autoencoder.
-        frame_interval: distance in frames between those taken.
-        windows: number of windows of a longer clip.
-        dtype: dtype of the kept latents; they are computed in float32.
-        shard_clips: most windows of a shard.
-        crop: way of a frame to the size of its bucket.
-        pixels: range of the pixels that the autoencoder reads.
-        posterior: what is kept of the posterior.
-        normalisation: scale of the kept latents.
-        format: version of the folder.
-    """
+    """Settings that latents depend on, besides the clip."""
 
     autoencoder: str
     frame_interval: int = 1

@@ -28,13 +28,12 @@ from gulliver.jobs.display import Display
 from gulliver.video.batches import BatchMaker, VideoBatch
 from gulliver.video.config import (
     SamplesConfig,
-    SamplingConfig,
     TrainConfig,
     ValidationConfig,
     parse_shapes,
 )
 from gulliver.video.media import SheetRow, still_sheet, write_clip
-from gulliver.video.pipeline import VideoPipeline, open_run
+from gulliver.video.pipeline import open_run
 from gulliver.video.requests import Request, read_prompt, read_prompts
 from gulliver.video.run import Run
 from gulliver.video.text_encoders import WordEncoder
@@ -150,14 +149,7 @@ class _StoppedError(Exception):
 
 @dataclass(frozen=True)
 class RunSamples:
-    """Clips that a run makes of its averaged weights, step after step.
-
-    Args:
-        config: how often, and how.
-        run: folder of the run.
-        world: ranks of the training.
-        requests: clips to make.
-    """
+    """Clips that a run makes of its averaged weights, step after step."""
 
     config: SamplesConfig
     run: Run
@@ -172,17 +164,7 @@ class RunSamples:
         return not broadcast_object(made)
 
     def make(self, step: int, stop: Callable[[], bool], display: Display, scalars: Any) -> bool:
-        """Makes the samples of a step whose checkpoint is the newest; every rank calls it.
-
-        Args:
-            step: step of the checkpoint.
-            stop: function that says whether a signal has come: sampling ends early then.
-            display: display of the training.
-            scalars: log of TensorBoard.
-
-        Returns:
-            Whether they were made.
-        """
+        """Makes the samples of a step whose checkpoint is the newest; every rank calls it."""
         told: State = "going"
         if not self.world.is_main:
             while told == "going":
@@ -205,9 +187,8 @@ class RunSamples:
     def _make(self, step: int, going: Any, display: Display, scalars: Any) -> None:
         started, shape = time.monotonic(), self.requests[0].bucket
         model = open_run(self.run.folder, self.world.device)
-        sampling = model.sampling if isinstance(model, VideoPipeline) else SamplingConfig()
         told = {"steps": self.config.steps, "guidance": self.config.guidance}
-        sampling = replace(sampling, **{n: v for n, v in told.items() if v is not None})
+        sampling = replace(model.sampling, **{n: v for n, v in told.items() if v is not None})
         clips = model.generate(self.requests, sampling, preview=going)
         scale = max(1, SIDE // shape.height)
         folder = self.run.folder / "samples" / f"step-{step:08d}"

@@ -1,11 +1,13 @@
-"""Networks that lie in their files until they are needed, one at a time.
+"""Makes clips with public checkpoints or a run: a transformer, an autoencoder, a text encoder.
 
-    room = Room(device)
-    model = room.part("transformer", lambda device: load_model(path, device))
-    model()        # fills it; what was filled before is freed
+    pipeline = VideoPipeline.load("OpenSora-STDiT-v3", "OpenSora-VAE-v1.2", "t5-v1_1-xxl")
+    clips = pipeline.generate([Request("a cat on a roof", Bucket(51, 240, 426))])
 
-A pipeline has three networks and never needs two at once: the text encoder reads all captions and
-goes, the transformer samples and goes, the autoencoder decodes. With `keep` all stay once filled.
+What the folders hold is recognised by names and shapes of their tensors, and parts that do not
+belong together are refused before anything is filled. Diffusion, steps and guidance are those of
+the release (`public_models.py`) or of the run. A pipeline has three networks and never needs two at
+once: the text encoder reads all captions and is freed, then the transformer samples all clips and
+is freed, then the autoencoder decodes. With `keep` all stay once filled.
 """
 
 from __future__ import annotations
@@ -14,28 +16,39 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gulliver.checkpoint.files import read_json
 from gulliver.checkpoint.loading import load
-from gulliver.data.clips import Bucket
+from gulliver.checkpoint.reader import StepReader
+from gulliver.data.clips import STILL_FPS, Bucket
 from gulliver.errors import GulliverError
-from gulliver.hardware.probe import memory_bytes
 from gulliver.jobs.log import derive
-from gulliver.memory.symbolic import activation_peak
 from gulliver.models.mmdit import MMDiT
 from gulliver.models.stdit import STDiT
-from gulliver.parallel.convolution.stream import stream_decode
+from gulliver.options import differences, resolved
 from gulliver.video.caches import Counts, cache_blocks
-from gulliver.video.config import SamplingConfig, check_clip
+from gulliver.video.config import (
+    MAY_CHANGE,
+    SamplingConfig,
+    TrainConfig,
+    check_clip,
+    parse_shapes,
+)
 from gulliver.video.diffusion import Guidance, Preview, check_oscillation, guidance_of
+from gulliver.video.digits import FPS, MovingDigits
 from gulliver.video.flows import IDDPM
 from gulliver.video.generation import (
+    THREE_BRANCHES,
+    PartAutoencoder,
+    PartEncoder,
+    PipelinePart,
+    Room,
     SharedModel,
-    VideoModel,
     latent_noise,
     ranks_alike,
     share,
@@ -44,6 +57,7 @@ from gulliver.video.generation import (
 )
 from gulliver.video.public_models import (
     Denoiser,
+    Flow,
     check_latents,
     denoiser_of,
     load_autoencoder,
@@ -67,164 +81,19 @@ from gulliver.video.requests import (
     parse_mask_strategy,
 )
 from gulliver.video.run import Run
-from gulliver.video.sources import build_model, make_flow, make_text, own_autoencoder
-from gulliver.video.text_encoders import EncodedText, KeptTexts, TextEncoder, check_encoder, padded
-
-T = TypeVar("T")
-CALM = 0.8
-"""Share of the free memory that a prediction may take."""
-
-
-class Room:
-    """The device that networks share, of which one at a time is filled."""
-
-    def __init__(self, device: torch.device, keep: bool = False) -> None:
-        self.device, self.keep = device, keep
-        self._parts: list[PipelinePart[Any]] = []
-
-    def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
-        """Adds a network, by the function that fills it on a device."""
-        made = PipelinePart(self, load)
-        self._parts.append(made)
-        return made
-
-    def make_way(self, part: PipelinePart[Any]) -> None:
-        """Frees all networks but one."""
-        if self.keep:
-            return
-        for other in self._parts:
-            if other is not part:
-                other.free()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-class PipelinePart(Generic[T]):
-    """A network of a `Room`; call it to have it filled."""
-
-    def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
-        self._room, self._load = room, load
-        self._filled: T | None = None
-        self.after: Callable[[T], object] | None = None
-        """Function that is called with the network whenever it was filled."""
-
-    def __call__(self) -> T:
-        """Returns the network, filled."""
-        if self._filled is None:
-            self._room.make_way(self)
-            self._filled = self._load(self._room.device)
-            if self.after is not None:
-                self.after(self._filled)
-        return self._filled
-
-    def free(self) -> None:
-        """Forgets the network; its memory goes when nobody else holds it."""
-        self._filled = None
-
-
-class PartEncoder:
-    """A text encoder of a room, which says each caption once."""
-
-    def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
-        self._part = part
-        self.channels, self.max_length = channels, max_length
-        self._said: dict[str, dict[str, Tensor]] = {}
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the encoder, which is filled for it."""
-        return self._part().fingerprint
-
-    def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; those that it has said need no encoder."""
-        for caption in dict.fromkeys(captions):
-            if caption not in self._said:
-                # One by one: what a caption says must not depend on what it is padded to.
-                self._said[caption] = said_of(self._part().encode([caption]))
-        return padded([self._said[caption] for caption in captions])
-
-
-class PartAutoencoder:
-    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode."""
-
-    def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
-        if memory is not None and not memory >= 1:
-            raise GulliverError(
-                f"memory is {memory}: expected bytes for decoding a clip, 1 at least, or None"
-            )
-        self.part, self._outline, self._memory = part, outline, memory
-        self._peaks: dict[tuple[int, ...], int] = {}
-        self.compression, self.latent_channels = outline.compression, outline.latent_channels
-        self.latent_shape = outline.latent_shape
-
-    def encode(self, video: Tensor) -> Tensor:
-        """Encodes clips [B, 3, T, H, W] to normalised latents."""
-        autoencoder = self.part()
-        return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
-
-    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes latents [B, C, T, H, W] clip by clip, in stretches where memory asks for them."""
-        autoencoder = self.part()
-        clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
-        return torch.cat(clips).float()
-
-    def _decoded(self, autoencoder: Any, latents: Tensor, num_frames: int | None) -> Tensor:
-        room = free_memory(latents.device) if self._memory is None else self._memory
-        # Samplers are exact in their own dtype, autoencoders in theirs.
-        latents = latents.to(next(autoencoder.parameters()).dtype)
-        # Networks that ranks share are cut already.
-        need = self._peak(autoencoder, latents) if self.part.after is None else 0
-        if need <= room:
-            return autoencoder.decode(latents, num_frames)
-        length = max(1, int(latents.shape[2] * room / need))
-        stretches = stream_decode(autoencoder, latents.split(length, dim=2))
-        # Pieces of the finished clip wait in host memory.
-        return torch.cat([stretch.cpu() for stretch in stretches], dim=2)
-
-    def _peak(self, autoencoder: Any, latents: Tensor) -> int:
-        """Predicts the bytes that decoding takes; 0 where it cannot be followed."""
-        shape = tuple(latents.shape)
-        if shape not in self._peaks:
-            found = activation_peak(_Decoding(autoencoder), (latents,))
-            self._peaks[shape] = found.bytes or 0
-        return self._peaks[shape]
-
-
-class _Decoding(nn.Module):
-    """Decodes when it is called."""
-
-    def __init__(self, autoencoder: nn.Module) -> None:
-        super().__init__()
-        self.autoencoder: Any = autoencoder.requires_grad_(False)
-        self.eval()
-
-    def forward(self, latents: Tensor) -> Tensor:
-        return self.autoencoder.decode(latents)
-
-
-def free_memory(device: torch.device) -> int:
-    """Returns the bytes of a device that a prediction may take."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CALM)
-    return int(memory_bytes("cpu") * CALM / 2)
-
-
-def said_of(text: EncodedText) -> dict[str, Tensor]:
-    """Returns what an encoder said of one caption, as it is kept."""
-    said = {"embeddings": text.embeddings[0, 0], "mask": text.mask[0]}
-    return said if text.vector is None else {**said, "vector": text.vector[0]}
-
-
-# Makes clips with public checkpoints: a transformer, an autoencoder, a text encoder.
-#
-#     pipeline = VideoPipeline.load("OpenSora-STDiT-v3", "OpenSora-VAE-v1.2", "t5-v1_1-xxl")
-#     clips = pipeline.generate([Request("a cat on a roof", Bucket(51, 240, 426))])
-#
-# What the folders hold is recognised by names and shapes of their tensors, and parts that do not
-# belong together are refused before anything is filled. `Request`, `SamplingConfig` and the calls
-# are those of `VideoModel`; diffusion, steps and guidance are those of the release
-# (`public_models.py`). The text encoder reads all captions first and is freed, then the transformer
-# samples all clips and is freed, then the autoencoder decodes (`pipeline.py`).
+from gulliver.video.sources import (
+    build_model,
+    flow_of,
+    make_flow,
+    make_text,
+    own_autoencoder,
+)
+from gulliver.video.text_encoders import (
+    KeptTexts,
+    TextEncoder,
+    WordEncoder,
+    check_encoder,
+)
 
 
 @dataclass(frozen=True)
@@ -268,14 +137,12 @@ class VideoPipeline:
         self.outline, self.autoencoder, self.text = outline, autoencoder, text
         self.device, self.release = room.device, release_of(outline)
         self.fps = self.release.fps if fps is None else fps
-        check_latents(outline, autoencoder)
-        check_encoder(text, *text_size(outline))
-        self.flow = self.release.flow(outline, autoencoder.compression)
+        self.flow: Flow = self.release.flow(outline, autoencoder.compression)
         self.sampling = SamplingConfig(self.release.steps, self.release.guidance, batch_size=1)
         self.shared = SharedModel(outline)
         self._ranks, self._show = (1, 1), print
         self.counts = Counts()
-        self._load = load
+        self._load, self._keep = load, room.keep
         self._filled: PipelinePart[Filled] = room.part(self._fill)
 
     @classmethod
@@ -332,11 +199,14 @@ class VideoPipeline:
         )
         width, length = text_size(outline)
         text = PartEncoder(room.part(load_texts), width, length)
+        check_latents(outline, networks)
         return cls(outline, fill, networks, text, room, fps)
 
     @classmethod
     def of(cls, model: nn.Module, autoencoder: Any, text: TextEncoder, **options: Any) -> Self:
         """Makes a pipeline of networks that are in memory, and stay; options as of the class."""
+        check_latents(model, autoencoder)
+        check_encoder(text, *text_size(model))
         room = Room(next(model.parameters()).device, keep=True)
         return cls(model, lambda _: model.eval(), autoencoder, text, room, **options)
 
@@ -354,6 +224,11 @@ class VideoPipeline:
     def _name(self) -> str:
         return type(self.outline).__name__
 
+    @property
+    def _whole_patches(self) -> bool:
+        """Whether the model takes no clips that it would have to pad."""
+        return isinstance(self.outline, MMDiT)
+
     def share(
         self,
         sequence: int = 0,
@@ -363,7 +238,19 @@ class VideoPipeline:
         image_guided: bool = False,
         autoencoder: str = "auto",
     ) -> None:
-        """Makes all ranks of the world make each clip together, as `VideoModel.share`.
+        """Makes all ranks of the world make each clip together; every rank calls it, once.
+
+        Afterwards every rank asks for the same clips, and gets them.
+
+        Args:
+            sequence: number of ranks that share a clip's tokens; 0: all that guidance leaves.
+            guidance_ranks: number of ranks for the branches with and without caption; 0: 2 where
+                possible.
+            guided: whether guidance will be on.
+            show: function that is told, on rank 0, how clips are cut.
+            image_guided: whether image guidance will be on.
+            autoencoder: dim of clips that is cut to decode them, "auto" for the predicted
+                fastest, or "off" for every rank by itself.
 
         Raises:
             GulliverError: the sizes do not make the world; tokens cannot be shared.
@@ -378,6 +265,7 @@ class VideoPipeline:
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
         self.shared = SharedModel(self.outline, world, rank)
+        self._filled.free()  # it is filled as the ranks share it
         if world > 1:
             everybody = ranks_alike("all")
 
@@ -415,7 +303,7 @@ class VideoPipeline:
             right = "x".join(str(size * step) for size, step in pairs)
             raise GulliverError(f"this {self._name} makes clips of {right} alone, not of {bucket}")
         patch = patch_of(self.outline)
-        if isinstance(self.outline, MMDiT) and (sizes[1] % patch[1] or sizes[2] % patch[2]):
+        if self._whole_patches and (sizes[1] % patch[1] or sizes[2] % patch[2]):
             raise GulliverError(
                 f"{bucket} does not fit the tokens of this {self._name}: take multiples of "
                 f"{steps[1] * patch[1]} for the height and of {steps[2] * patch[2]} for the width"
@@ -440,8 +328,7 @@ class VideoPipeline:
 
     def fps_of(self, bucket: Bucket) -> float:
         """Returns the frame rate that the model is told of clips of a shape."""
-        del bucket
-        return self.fps
+        return STILL_FPS if bucket.frames == 1 else self.fps
 
     def remarks(self, request: Request) -> list[str]:
         """Lists what a user should know of a request that is fulfilled all the same."""
@@ -463,7 +350,9 @@ class VideoPipeline:
             requests: clips to make.
             sampling: steps and guidance; None for those of the release.
             show: whether to display progress.
-            preview: function as of `VideoModel.generate`.
+            preview: function that is called after each step of a batch with (steps done, steps,
+                estimate of its latents), which the autoencoder decodes; what it raises ends the
+                call.
 
         Raises:
             GulliverError: a request cannot be fulfilled, or a caption is too long.
@@ -472,7 +361,7 @@ class VideoPipeline:
         for request in requests:
             self.check(request, sampling)
         guidance = self._guidance(sampling)
-        self.shared.check_guidance(guidance.text != 1, guidance.image != 1)
+        self._check_branches(guidance)
         self.shared.agree([described(r) for r in requests] + [sampling])
         self.counts = Counts()
         if not requests:
@@ -485,8 +374,19 @@ class VideoPipeline:
             return self._made(pieces, sampling, guidance, preview)
 
         unit = self.autoencoder.compression[0]
-        # All pieces at once, so that each network is filled once for them.
-        return made_by_loops(requests, sample, max(1, len(requests)), unit, show)
+        # Networks that take turns are filled once for all pieces.
+        size = sampling.batch_size if self._keep else len(requests)
+        return made_by_loops(requests, sample, size, unit, show)
+
+    def _check_branches(self, guidance: Guidance) -> None:
+        """Refuses ranks that the branches of guidance cannot be dealt to."""
+        if self._ranks[1] > 1 and guidance.branches == 3:
+            raise GulliverError(f"image guidance on 2 guidance ranks: {THREE_BRANCHES}")
+        if self._ranks[1] > 1 and guidance.branches == 1:
+            raise GulliverError(
+                "guidance 1 has one branch only, and the ranks are shared between two: share the "
+                "model with guidance_ranks=1"
+            )
 
     def _guidance(self, sampling: SamplingConfig) -> Guidance:
         """Returns the guidance of a call; a distilled model is told its strength instead."""
@@ -507,12 +407,10 @@ class VideoPipeline:
         for rows in self._batches(pieces, mask, sampling.batch_size):
             part = slice(rows[0], rows[-1] + 1)
             own = (None, None) if given is None or mask is None else (given[part], mask[part])
-            latents += self._latents(pieces[part], sampling, guidance, preview, *own).unbind()
-        bucket = pieces[0].bucket
-        return [self._decoded(latent, bucket.frames) for latent in latents]
-
-    def _decoded(self, latent: Tensor, frames: int) -> Tensor:
-        return self.autoencoder.decode(latent[None], frames)[0].clamp(-1, 1).cpu()
+            latents.append(self._latents(pieces[part], sampling, guidance, preview, *own))
+        frames = pieces[0].bucket.frames
+        clips = (self.autoencoder.decode(each, frames).clamp(-1, 1).cpu() for each in latents)
+        return [clip for made in clips for clip in made.unbind()]
 
     def _batches(
         self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
@@ -549,7 +447,7 @@ class VideoPipeline:
         captions, null = self._captions(pieces, filled.denoiser)
         inputs: dict[str, Any] = {
             **captions,
-            **told(bucket, self.fps, like.expand(len(pieces))),
+            **told(bucket, self.fps_of(bucket), like.expand(len(pieces))),
             "strength": like.expand(len(pieces)) * sampling.guidance,
         }
         if given is None:  # The first of several loops: nothing is given yet.
@@ -613,29 +511,104 @@ def _halves(count: int) -> tuple[slice, slice]:
     return slice(count), slice(count, None)
 
 
-def open_run(folder: Path, device: torch.device | None = None) -> VideoModel | VideoPipeline:
-    """Opens a run for sampling: one that trained public parts as a pipeline of them.
+class VideoModel(VideoPipeline):
+    """A run of `gulliver train` on words: transformer (averaged weights) and its own autoencoder.
+
+    Args:
+        config: configuration of the run.
+        model: transformer.
+        autoencoder: autoencoder of its latents.
+        fps: frame rate of the clips that it has learnt from, which it is told.
+
+    Attributes:
+        counts: numbers of calls that caches have saved in the last `generate`.
+    """
+
+    def __init__(self, config: TrainConfig, model: Any, autoencoder: Any, fps: float = FPS) -> None:
+        words = WordEncoder(config.model.text_channels, config.model.text_length)
+        room = Room(next(model.parameters()).device, keep=True)
+        super().__init__(model, lambda _: model.eval(), autoencoder.eval(), words, room, fps)
+        self.config, self.model = config, model.eval()
+        self.flow = flow_of(model, make_flow(config.flow, autoencoder))
+        self.sampling = SamplingConfig()
+        known = MovingDigits.vocabulary if config.data.made else None
+        self.known_words: frozenset[str] | None = known
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | None = None) -> Self:  # type: ignore[override]
+        """Loads the newest checkpoint of a run folder.
+
+        Raises:
+            GulliverError: no run, no checkpoint, or one made with another configuration.
+        """
+        model = open_run(folder, device)
+        if not isinstance(model, cls):
+            raise GulliverError(
+                f"{folder} trained public parts: open it with gulliver.video.pipeline.open_run, as "
+                "`gulliver generate` does"
+            )
+        return model
+
+    @property
+    def _whole_patches(self) -> bool:
+        """Whether the model takes no clips that it would have to pad: it has never seen any."""
+        return True
+
+    def fps_of(self, bucket: Bucket) -> float:
+        """Returns the frame rate that the model is told of clips of a shape."""
+        return self.fps if self.config.data.made else super().fps_of(bucket)
+
+    def remarks(self, request: Request) -> list[str]:
+        """Lists what a user should know of a request that is fulfilled all the same."""
+        remarks = []
+        if self.known_words is not None:
+            texts = [*loop_prompts(request.prompt, request.loops), request.negative_prompt]
+            words = " ".join(dict.fromkeys(texts)).lower().split()
+            strange = [word for word in words if word.strip(".,;!?") not in self.known_words]
+            if strange:
+                names = ", ".join(repr(word) for word in strange)
+                remarks.append(
+                    f"this model never saw {names}: expect nothing sensible of {request.prompt!r} "
+                    f"(it knows: {', '.join(sorted(self.known_words))})"
+                )
+        shapes = parse_shapes(self.config.data.shapes)
+        if request.bucket not in shapes and self.config.data.buckets is None:
+            known = ", ".join(map(str, shapes))
+            remarks.append(f"{request.bucket} was not trained (trained: {known})")
+        return remarks
+
+
+def open_run(folder: Path, device: torch.device | None = None) -> VideoPipeline:
+    """Opens a run for sampling: a `VideoModel`, or a pipeline of the public parts that it trained.
 
     Args:
         folder: folder of the run.
         device: device to sample on; None for a GPU where there is one.
 
     Raises:
-        GulliverError: no run, no checkpoint, or parts that it names are gone.
+        GulliverError: no run, no checkpoint, one made with another configuration, or parts that it
+            names are gone.
     """
     run = Run(folder)
-    config = run.read_config()
-    if not config.model.public:
-        return VideoModel.load(folder, device)
-    checkpoint, autoencoder = run.newest_checkpoint(), own_autoencoder(run)
+    config, checkpoint = run.read_config(), run.newest_checkpoint()
+    with StepReader(checkpoint) as reader:
+        trained = reader.value("run")["config"]
+    changed = differences(trained, resolved(config), MAY_CHANGE)
+    if changed:
+        raise GulliverError(
+            f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
+        )
+    autoencoder = own_autoencoder(run)
     if autoencoder is None:
         raise GulliverError(f"{folder} holds no autoencoder: train it again, or put it back")
     model = build_model(config, autoencoder, run)
     load(checkpoint, {"ema": model})
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pipeline = VideoPipeline.of(
-        model.to(device), autoencoder.to(device).eval(), make_text(config, model)
-    )
-    if not isinstance(pipeline.flow, IDDPM):
-        pipeline.flow = make_flow(config.flow, autoencoder)
+    parts = model.to(device), autoencoder.to(device).eval()
+    if not config.model.public:
+        # Runs on the digits have no such file.
+        told = read_json(run.clips_path)["fps"] if run.clips_path.is_file() else FPS
+        return VideoModel(config, *parts, told)
+    pipeline = VideoPipeline.of(*parts, make_text(config, model))
+    pipeline.flow = flow_of(model, make_flow(config.flow, autoencoder))
     return pipeline

@@ -37,7 +37,7 @@ from gulliver.jobs.loop import Outcome
 from gulliver.jobs.stop import StopRequest
 from gulliver.models.autoencoders import Autoencoder
 from gulliver.options import resolved, size_text
-from gulliver.video.batches import OF_NO_SAMPLE, VideoBatch
+from gulliver.video.batches import VideoBatch
 from gulliver.video.config import TrainConfig, check_config
 from gulliver.video.flows import RectifiedFlow
 from gulliver.video.monitoring import make_samples
@@ -169,38 +169,27 @@ class PlannedTrainer(Trainer):
         # Clips that are lost are left out; where all are, one of zeros weighs nothing.
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
         videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
-        if videos is None:
-            shape = maker.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
-            latents = torch.zeros(1, *shape, device=maker.device)
-            captions, fps, rows = [OF_NO_SAMPLE], torch.full((1,), 8.0, device=maker.device), [-1]
-        else:
-            latents = videos if maker.encoded else maker.autoencoder.encode(videos)
-            shape = tuple(latents.shape[1:])
-        y, y_mask = maker.text.encode(captions)[:2]
+        latents, captions, fps = maker.shown(bucket, videos, captions, fps)
+        rows = [-1] if videos is None else rows
+        shape, device = tuple(latents.shape[1:]), maker.device
         drawn = [self._draw(epoch, row, step, shape, bucket) for row in rows]
-        device, count = maker.device, len(latents)
         masks = [mask for *_, mask in drawn]
         whole = torch.ones(shape[1], dtype=torch.bool)
-        more = told(bucket, 0, torch.ones(count, device=device))
         return VideoBatch(
             latents=latents,
             noise=torch.stack([noise for noise, *_ in drawn]).to(device),
             timesteps=torch.cat([level for _, level, *_ in drawn]).to(device),
-            captions=y.to(device),
-            caption_mask=y_mask.to(device),
             drop_caption=torch.tensor([drop for _, _, drop, _ in drawn], device=device),
             generate=None
             if all(mask is None for mask in masks)
             else torch.stack([whole if m is None else m for m in masks]).to(device),
             fps=fps,
-            height=torch.full((count,), float(bucket.height), device=device),
-            width=torch.full((count,), float(bucket.width), device=device),
-            total=count,
+            total=len(latents),
             skipped=len(loaded.samples) - len(data["rows"]),
             epoch=epoch,
             weight=0.0 if videos is None else 1.0,
             sampler_state={},
-            more={name: value for name, value in more.items() if name in maker.takes},
+            **maker.conditions(bucket, captions),
         )
 
     def _draw(
@@ -330,12 +319,7 @@ def _made_up_losses(
 
 
 def train(config: TrainConfig) -> Outcome:
-    """Trains a text-to-video model as `config` says, on every rank of the present world.
-
-    Raises:
-        GulliverError: the configuration cannot run, the folder holds another run, the loss is no
-            longer a number, or another rank is gone.
-    """
+    """Trains a text-to-video model as `config` says, on every rank of the present world."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)

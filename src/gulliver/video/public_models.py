@@ -30,7 +30,7 @@ from gulliver.models.autoencoder import VideoAutoencoder
 from gulliver.models.autoencoders import Autoencoder
 from gulliver.models.clips import pack_latents, places_of, unpack_latents
 from gulliver.models.configurations import CONFIGS, CONFIGURATIONS, make_of_fields
-from gulliver.models.identify import autoencoder_fields_of, fields_of, look_of, public_name
+from gulliver.models.identify import autoencoder_fields_of, fields_of, public_name
 from gulliver.models.mmdit import MMDiT
 from gulliver.video.autoencoders.diffusers import load_diffusers
 from gulliver.video.flows import IDDPM, RectifiedFlow
@@ -42,8 +42,6 @@ from gulliver.video.text_encoders import (
     look_at_encoder,
 )
 
-FPS_OF_PICTURES = 120.0
-"""Frame rate that the public models are told of a single picture."""
 GUIDED = 3
 """Channels that guidance leads in the public configurations of 1.0 and 1.1."""
 
@@ -120,7 +118,7 @@ def patch_of(model: Any) -> tuple[int, int, int]:
 def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
     """Returns what models can be told of clips of a shape, [B] each."""
     values = {
-        "fps": FPS_OF_PICTURES if bucket.frames == 1 else fps,
+        "fps": fps,
         "height": bucket.height,
         "width": bucket.width,
         "num_frames": bucket.frames,
@@ -134,7 +132,8 @@ class Denoiser:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        # Of the class: plugins and hooks replace the forward of an instance.
+        self._takes = frozenset(inspect.signature(type(model).forward).parameters)
 
     def like(self, device: torch.device) -> Tensor:
         """Returns a one of the dtype to sample in: float64 for such a model, float32 for others."""
@@ -323,8 +322,6 @@ def load_model(
     path: Path | str,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
-    *,
-    kind: str | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """Builds the model that files hold, and fills it.
@@ -333,7 +330,6 @@ def load_model(
         path: Hugging Face folder, safetensors file or index of several.
         device: device to fill it on; None for the CPU.
         dtype: dtype to convert it to; None for that of the files.
-        kind: class of `gulliver.models` that it must be; None for whichever it is.
         overrides: arguments of its class, such as ``input_size`` of an STDiT.
 
     Returns:
@@ -344,7 +340,7 @@ def load_model(
             or do not match their configuration; they hold integers where weights belong, or
             float8 and no dtype is named.
     """
-    model = outline_model(path, dtype, kind=kind, **overrides)
+    model = outline_model(path, dtype, **overrides)
     model = model.to_empty(device=device or torch.device("cpu"))
     load_huggingface(model, Path(path))
     return model.eval()
@@ -353,13 +349,11 @@ def load_model(
 def outline_model(
     path: Path | str,
     dtype: torch.dtype | None = None,
-    *,
-    kind: str | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """Builds the model that files hold on meta, in their dtype: `load_model` without the memory."""
     # Only headers are read, so that parts which do not belong together are refused at once.
-    made, fields, infos = _read(Path(path), kind, overrides)
+    made, fields, infos = _read(Path(path), overrides)
     with torch.device("meta"):
         model = make_of_fields(made, fields, path)
     _check_positions(Path(path), model, {name: info.shape for name, info in infos.items()})
@@ -387,19 +381,17 @@ def dtype_of_files(
 
 def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
     """Returns the class of `gulliver.models` that files hold, and its arguments."""
-    made, fields, *_ = _read(Path(path), None, {})
+    made, fields, *_ = _read(Path(path), {})
     return made.__name__, fields
 
 
 def _read(
-    path: Path, kind: str | None, overrides: Mapping[str, Any]
+    path: Path, overrides: Mapping[str, Any]
 ) -> tuple[type[nn.Module], dict[str, Any], dict[str, Any]]:
     """Reads headers and configuration: class, arguments, tensors by name."""
     with open_weights(path) as weights:
         infos = dict(weights.infos)
     shapes = {name: info.shape for name, info in infos.items()}
-    if kind is not None:
-        check_kind(path, kind, shapes)
     try:
         found, fields = fields_of(shapes)
     except GulliverError as error:
@@ -407,15 +399,6 @@ def _read(
     made: type[nn.Module] = getattr(models, found)
     fields |= _configured(path, made) | dict(overrides)
     return made, fields, infos
-
-
-def check_kind(path: Path | str, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses the state dict of another model, saying which it looks like."""
-    look = look_of(shapes)
-    if look is None or look.kind != kind:
-        found = look.told if look else "nothing known"
-        advice = f": load it as {look.kind}" if look and look.kind else ""
-        raise GulliverError(f"{path} is no {kind}, it looks like {found}{advice}")
 
 
 def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
@@ -483,11 +466,7 @@ def save_autoencoder(
 
 
 def load_trained(path: Path) -> VideoAutoencoder:
-    """Reads what `save_autoencoder` wrote.
-
-    Raises:
-        GulliverError: the file is missing, broken, or something else.
-    """
+    """Reads what `save_autoencoder` wrote."""
     metadata = read_metadata(path)
     if metadata.get("kind") != KIND:
         raise GulliverError(f"{path} holds no video autoencoder of gulliver")

@@ -139,21 +139,14 @@ def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
             ("reference", rule.reference, -references, references),
         ):
             if not least <= number < count:
-                there = numbered(noun, count)
                 raise GulliverError(
-                    f"mask strategy '{rule}' names {noun} {number}: there is {there}"
+                    f"mask strategy '{rule}' names {noun} {number}: the first is 0, there are "
+                    f"{count}"
                 )
         used.add(rule.reference % references)
     if len(used) < references:
         idle = min(set(range(references)) - used)
         raise GulliverError(f"reference {idle} is in no rule of the mask strategy: leave it out")
-
-
-def numbered(noun: str, count: int) -> str:
-    """Says which numbers there are: no loop, loop 0 only, or loop 0 to 2."""
-    if count < 2:
-        return f"{noun} 0 only" if count else f"no {noun}"
-    return f"{noun} 0 to {count - 1}"
 
 
 def place(
@@ -259,33 +252,23 @@ def read_prompt(text: str) -> Prompt:
     if not brace:
         return Prompt(text)
     try:
-        pairs = json.loads(brace + rest, object_pairs_hook=list)
+        fields = json.loads(brace + rest)
     except ValueError as error:
         raise GulliverError(
             f"the prompt {text[:60]!r} ends in no JSON ({error}): write such as "
             '{"reference_path": "a.png", "mask_strategy": "0"}'
         ) from None
-    fields = dict[str, str]()
-    for name, value in pairs:
+    for name, value in fields.items():
         if name not in FIELDS:
             raise GulliverError(
                 f"the JSON of a prompt has the unknown field {name!r}: {nearest(name, FIELDS)}"
             )
         if not isinstance(value, str):
             raise GulliverError(f"{name} in the JSON of a prompt must be text, not {value!r}")
-        if name in fields:
-            raise GulliverError(
-                f"the JSON of a prompt says {name} twice, {fields[name]!r} and {value!r}: say it "
-                "once, with semicolons between several"
-            )
-        fields[name] = value
-    paths = [p.strip() for p in fields[FIELDS[0]].split(";")] if FIELDS[0] in fields else []
-    if not all(paths):
-        raise GulliverError(
-            f"reference_path {fields[FIELDS[0]]!r} in the JSON of a prompt has an empty entry: "
-            "write such as a.png;b.png, or leave the field out"
-        )
-    return Prompt(sentence.strip(), tuple(map(Path, paths)), fields.get(FIELDS[1], ""))
+    paths = [
+        Path(path.strip()) for path in fields.get("reference_path", "").split(";") if path.strip()
+    ]
+    return Prompt(sentence.strip(), tuple(paths), fields.get("mask_strategy", ""))
 
 
 def loop_prompts(prompt: str, loops: int) -> list[str]:
@@ -306,8 +289,8 @@ def loop_prompts(prompt: str, loops: int) -> list[str]:
         )
     if numbers[-1] >= loops:
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} names loop {numbers[-1]}: there is "
-            f"{numbered('loop', loops)}"
+            f"the prompt {prompt[:60]!r} names loop {numbers[-1]}: the first is 0, there are "
+            f"{loops}"
         )
     for sentence in sentences:
         _check_sentence(sentence)

@@ -35,7 +35,8 @@ from gulliver.jobs.loop import rate_factor
 from gulliver.jobs.run_folder import RunFolder
 from gulliver.memory.parts import Part, part_of, region_of, set_region
 from gulliver.memory.pending import before_write
-from gulliver.video.config import MAY_CHANGE, TrainConfig, from_plain
+from gulliver.options import from_plain
+from gulliver.video.config import MAY_CHANGE, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Run(RunFolder):
                 f"{self.folder} holds no training run (no config.json): "
                 "train one with `gulliver train` or `make demo`, or name its folder with --run"
             )
-        return from_plain(read_json(self.config_path))
+        return from_plain(read_json(self.config_path), TrainConfig)
 
     def newest_checkpoint(self) -> Path:
         """The newest complete checkpoint.

@@ -220,11 +220,7 @@ def check_start(config: TrainConfig) -> None:
 
 
 def outline_of(config: TrainConfig) -> Any:
-    """Builds the transformer of a run with weights on meta, of headers or the run that is resumed.
-
-    Raises:
-        GulliverError: as of `gulliver.video.load_model`.
-    """
+    """Builds the transformer of a run with weights on meta, of headers or of the resumed run."""
     begun = Run(config.out).model_path
     if not (config.resume and begun.is_file()):
         assert config.model.weights is not None, "of a run with weights"
@@ -396,11 +392,7 @@ def _open_table(
 
 
 def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable | None:
-    """Makes the held-out clips of a run: rows that a table's training loses, or other handwriting.
-
-    Raises:
-        GulliverError: a share that holds no row out, or all.
-    """
+    """Makes the held-out clips of a run: rows of the table, or other handwriting."""
     validation, shapes = config.validation, dict.fromkeys(parse_shapes(config.data.shapes), 1.0)
     if isinstance(dataset, ClipTable):
         share = validation.share
@@ -467,11 +459,6 @@ def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
         # A token is 2x2 latents in every size of the model.
         token_area=4 * math.prod(autoencoder.compression[1:]),
     )
-
-
-def vocabulary(config: TrainConfig) -> frozenset[str] | None:
-    """The words that the model was trained on, where they are known."""
-    return MovingDigits.vocabulary if config.data.made else None
 
 
 def own_autoencoder(run: Run) -> Autoencoder | None:

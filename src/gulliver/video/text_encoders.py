@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
@@ -80,7 +79,21 @@ class TextEncoder(Protocol):
 
 
 class _FromFolder:
-    """A text encoder of transformers, from a local folder."""
+    """A text encoder of transformers, from a local folder.
+
+    Args:
+        folder: Hugging Face folder with the model and its tokenizer.
+        max_length: longest caption in tokens.
+        device: device that encodes; None for the CPU.
+        dtype: dtype of the weights; None for float32.
+        cut: whether to cut captions that are too long; else they are refused.
+        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
+            weights of Open-Sora 2.0 and FLUX.1 were trained.
+
+    Raises:
+        GulliverError: there is no such folder, it reads no captions of that length, or
+            transformers is missing.
+    """
 
     name, kind = "", ""
     """What it is called, and its class in transformers."""
@@ -115,6 +128,20 @@ class _FromFolder:
             line = str(error).strip().split("\n")[0]
             raise GulliverError(f"{self.folder} cannot be read as {self.name}: {line}") from None
         self.model.to(self.device).eval().requires_grad_(False)
+
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector."""
+        return int(self.model.config.hidden_size)
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`."""
+        tokens = self._tokens(captions)
+        mask = tokens["attention_mask"].bool()
+        out = self.model(**tokens)
+        states = out.last_hidden_state.masked_fill(~mask[..., None], 0)
+        return EncodedText(states[:, None], mask, getattr(out, "pooler_output", None))
 
     @property
     def fingerprint(self) -> str:
@@ -157,70 +184,15 @@ class _FromFolder:
 
 
 class T5TextEncoder(_FromFolder):
-    """The encoder of a T5: a vector for each token.
-
-    Args:
-        folder: Hugging Face folder with the model and its tokenizer.
-        max_length: longest caption in tokens.
-        device: device that encodes; None for the CPU.
-        dtype: dtype of the weights; None for float32.
-        cut: whether to cut captions that are too long; else they are refused.
-        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
-            weights of Open-Sora 2.0 and FLUX.1 were trained.
-
-    Raises:
-        GulliverError: there is no such folder, it reads no captions of that length, or
-            transformers is missing.
-    """
+    """The encoder of a T5: a vector for each token."""
 
     name, kind = "T5", "T5EncoderModel"
 
-    @property
-    def channels(self) -> int:
-        """Width of a token's vector."""
-        return int(self.model.config.d_model)  # type: ignore[union-attr]
-
-    @torch.no_grad()
-    def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`."""
-        tokens = self._tokens(captions)
-        mask = tokens["attention_mask"].bool()
-        states = self.model(**tokens).last_hidden_state
-        return EncodedText(states.masked_fill(~mask[..., None], 0)[:, None], mask)
-
 
 class ClipTextEncoder(_FromFolder):
-    """The text half of a CLIP: a single vector for the whole caption, and one for each token.
-
-    Args:
-        folder: Hugging Face folder with the model and its tokenizer.
-        max_length: longest caption in tokens.
-        device: device that encodes; None for the CPU.
-        dtype: dtype of the weights; None for float32.
-        cut: whether to cut captions that are too long; else they are refused.
-        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
-            weights of Open-Sora 2.0 and FLUX.1 were trained.
-
-    Raises:
-        GulliverError: there is no such folder, it reads no captions of that length, or
-            transformers is missing.
-    """
+    """The text half of a CLIP: a single vector for the whole caption, and one for each token."""
 
     name, kind = "CLIP", "CLIPTextModel"
-
-    @property
-    def channels(self) -> int:
-        """Width of a token's vector, and of the caption's."""
-        return int(self.model.config.hidden_size)  # type: ignore[union-attr]
-
-    @torch.no_grad()
-    def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`."""
-        tokens = self._tokens(captions)
-        mask = tokens["attention_mask"].bool()
-        out = self.model(**tokens)
-        states = out.last_hidden_state.masked_fill(~mask[..., None], 0)
-        return EncodedText(states[:, None], mask, out.pooler_output)
 
 
 class TextPair:
@@ -289,11 +261,8 @@ class KeptTexts:
             if self.encoder is None:
                 raise GulliverError(f"{self.folder} does not keep what {caption[:60]!r} says")
             # One by one: what a caption says must not depend on what it is padded to.
-            said = self.encoder.encode([caption])
-            tensors = {"embeddings": said.embeddings[0, 0], "mask": said.mask[0].to(torch.uint8)}
-            if said.vector is not None:
-                tensors["vector"] = said.vector[0]
-            write_tensors(files[caption], tensors)
+            said = said_of(self.encoder.encode([caption]))
+            write_tensors(files[caption], {**said, "mask": said["mask"].to(torch.uint8)})
         if not captions:
             raise GulliverError("there is no caption to encode")
         return padded([_read_kept(files[caption]) for caption in captions])
@@ -315,6 +284,12 @@ def _read_kept(file: Path) -> dict[str, Tensor]:
     if not {"embeddings", "mask"} <= said.keys():
         raise GulliverError(f"{file} keeps no text: delete it, it is made again")
     return said
+
+
+def said_of(text: EncodedText) -> dict[str, Tensor]:
+    """Returns what an encoder said of one caption, as it is kept."""
+    said = {"embeddings": text.embeddings[0, 0], "mask": text.mask[0]}
+    return said if text.vector is None else {**said, "vector": text.vector[0]}
 
 
 def padded(texts: list[dict[str, Tensor]]) -> EncodedText:
@@ -435,20 +410,10 @@ def words_of(prompt: str) -> list[str]:
     return words
 
 
-def unknown_words(prompt: str, vocabulary: Iterable[str]) -> list[str]:
-    """The words of a prompt that are not in the vocabulary."""
-    known = frozenset(vocabulary)
-    return [word for word in words_of(prompt) if word not in known]
-
-
 class WordEncoder:
     """Each word is a Gaussian vector drawn from a hash of its letters, plus a code of its position.
 
     Stands where a large text encoder would: frozen, the same in every process, no weights to load.
-
-    Args:
-        channels: width of the vectors.
-        max_length: words of the longest sentence.
     """
 
     def __init__(self, channels: int = 64, max_length: int = 8) -> None:

@@ -200,7 +200,7 @@ class Trainer(TrainingLoop):
         )
         whole = (boosted, optimizer, scheduler)
         super().__init__(run, world, options, booster, whole, self.place, replicas)
-        self.position, self._cost_of_saves = self.sampler.state_dict(), (0, 0.0)
+        self.position = self.sampler.state_dict()
         if config.pp_size > 1:
             hide_targets(model)
         self._prepare()
@@ -230,7 +230,6 @@ class Trainer(TrainingLoop):
         if self.is_over and self.samples is None:
             return Outcome(self.step_number, True, self.seconds)
         over = self.train(stop)
-        self._report_saves()
         self._list_unreadable()
         return Outcome(self.step_number, over, self.seconds)
 
@@ -239,21 +238,6 @@ class Trainer(TrainingLoop):
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
         return common_samples(self.place, kept)
-
-    def _report_saves(self) -> None:
-        """Says what checkpoints have cost."""
-        saves, stall = self._cost_of_saves
-        if self.world.is_main and saves:
-            console().print(
-                f"{saves} checkpoints held training up for {stall:.2f} s in all, the newest is "
-                f"{self.run.checkpoints.latest()}"
-            )
-
-    def save(self) -> None:
-        """Begins a checkpoint of this step unless there is one; every rank calls it."""
-        super().save()
-        # Noted now: a booster that is closed knows them no more.
-        self._cost_of_saves = self.booster.saves, self.booster.stall_s
 
     def _list_unreadable(self) -> None:
         """Says which clips of a table broke or are misstated in it; every rank calls it."""
@@ -274,7 +258,6 @@ class Trainer(TrainingLoop):
         self.save()
         kept = self.kept()
         self.booster.close()  # the folder is free for another run in this process
-        self._report_saves()
         self._list_unreadable()
         raise GulliverError(
             f"{problem}: training stopped at step {self.step_number}, {kept}; put the clips back "

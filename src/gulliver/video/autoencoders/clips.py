@@ -151,16 +151,7 @@ class Sources(NamedTuple):
 
 
 def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sources:
-    """Splits a data set into clips to train on and clips that are held out.
-
-    Args:
-        dataset: moving digits, whose held-out clips are of other handwriting, or a table.
-        config: shares that are held out, pictures and repeats.
-        seed: seed of the choice.
-
-    Raises:
-        GulliverError: nothing would be held out, or nothing left to train on.
-    """
+    """Splits a data set into clips to train on and clips that are held out."""
     if isinstance(dataset, ClipTable):
         training, held_out = split_table(dataset, config, seed)
         clips = f"{len({window.row for window in held_out.windows})} clips"

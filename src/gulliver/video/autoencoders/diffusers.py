@@ -97,11 +97,7 @@ class DiffusersAutoencoder(nn.Module):
         return None if self._pieces is None else self._pieces.frames
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns channels, frames, rows and columns of the latents of a clip.
-
-        Raises:
-            GulliverError: the sizes do not fit; the nearest that do are named.
-        """
+        """Returns channels, frames, rows and columns of the latents of a clip."""
         count = check_causal(self, frames) if self.compression[0] > 1 else max(1, frames)
         return self.latent_channels, count, *check_space(self, height, width)
 
@@ -124,12 +120,7 @@ class DiffusersAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents], frames)), 2)
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
-        """Encodes stretches of a clip piece by piece, as diffusers does.
-
-        Args:
-            clips: stretches of any lengths.
-            frames: frames of the whole clip; by default CogVideoX is taken to have 8 k + 1.
-        """
+        """Encodes stretches of a clip piece by piece, as diffusers does."""
         for moments in self._pieces.encoded(clips, frames):
             yield self._normalised(moments.chunk(2, 1)[0])
 

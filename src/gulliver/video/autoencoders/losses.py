@@ -48,12 +48,7 @@ class Posterior(NamedTuple):
 
     @staticmethod
     def of(moments: Tensor, channels: int) -> Posterior:
-        """Takes an encoder's output apart.
-
-        Args:
-            moments: means, with log-variances as more channels or alone.
-            channels: number of channels of the latent.
-        """
+        """Takes an encoder's output apart."""
         if moments.shape[1] == channels:
             return Posterior(moments, None)
         mean, log_variance = moments.chunk(2, dim=1)
@@ -96,14 +91,7 @@ class AutoencoderLoss(nn.Module):
     def forward(
         self, video: Tensor, decoded: Tensor, posterior: Posterior, replicas: int = 1
     ) -> Terms:
-        """Computes the terms.
-
-        Args:
-            video: clips [B, 3, T, H, W].
-            decoded: clips as they were decoded.
-            posterior: posterior of their latents.
-            replicas: number of ranks that compute this same loss, whose gradients are added up.
-        """
+        """Computes the terms."""
         error = pixel_error(video, decoded, self.config.reconstruction)
         figures = {self.config.reconstruction: error.detach()}
         network = self._perceptual[0]
@@ -212,29 +200,17 @@ def check_perceptual(
     """Refuses a network that takes no clips of these shapes, or gives no features to learn from."""
     for bucket in sorted(set(buckets)):
         sizes = (bucket.frames, bucket.height, bucket.width)
-        clip = torch.zeros(1, 3, *sizes, device=device, dtype=dtype)
+        clip = torch.zeros(1, 3, *sizes, device=device, dtype=dtype).requires_grad_()
         try:
-            layers = _layers(network(clip.requires_grad_()))
-            problem = _problem(layers)
+            found = _layers(network(clip))
+            usable = bool(found) and all(one.dim() > 1 and one.requires_grad for one in found)
+            problem = "it must give tensors [N, C, ...] that have a gradient, one or several"
         except Exception as error:
-            problem = _first_line(error)
-        if problem:
-            shape = "x".join(map(str, clip.shape))
+            usable, problem = False, _first_line(error)
+        if not usable:
             raise GulliverError(
-                f"--loss.perceptual: the network does not take a clip of {shape}: {problem}"
+                f"--loss.perceptual: the network does not take a clip of {bucket}: {problem}"
             )
-
-
-def _problem(layers: Sequence[Any]) -> str | None:
-    """Says what is wrong with features; None where nothing is."""
-    if not layers:
-        return "it gives no features"
-    for features in layers:
-        if not isinstance(features, Tensor) or features.dim() < 2:
-            return "it must give tensors [N, C, ...], or a list of them"
-        if not features.requires_grad:
-            return "its features have no gradient: it must not run under no_grad"
-    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +24,6 @@ from gulliver.comm.world import World
 from gulliver.data.clips import ClipBatch, collate
 from gulliver.data.sampler import BucketSampler, Step
 from gulliver.errors import GulliverError
-from gulliver.io.files import atomic_file
 from gulliver.jobs.display import console
 from gulliver.jobs.log import derive
 from gulliver.jobs.loop import LoopOptions, TrainingLoop
@@ -50,7 +48,7 @@ from gulliver.video.autoencoders.losses import (
     measure,
 )
 from gulliver.video.batches import SkippedClips, common_samples, listing, read_ahead
-from gulliver.video.media import to_frames
+from gulliver.video.media import SheetRow, still_sheet
 from gulliver.video.run import ExponentialAverage, Run
 
 
@@ -171,26 +169,18 @@ def make_passes(
 
 
 CLIPS = 3
-FRAMES = 2
-"""Frames of each clip: its first and its last."""
 LEAST_SIDE = 96
 """Smaller frames are shown larger, pixel by pixel."""
-GAP = 4
 
 
 @torch.no_grad()
 def reconstruction_picture(
     path: Path | None, model: VideoAutoencoder, dataset: Any, device: torch.device
 ) -> None:
-    """Draws frames of up to three clips above their reconstructions, as a PNG.
+    """Draws the first and last frame of a few clips above their reconstructions, as a PNG.
 
-    Every rank that shares the autoencoder's networks calls it.
-
-    Args:
-        path: file to write; None on ranks that only take part.
-        model: autoencoder.
-        dataset: held-out clips; those of the largest bucket are shown.
-        device: device to compute on.
+    Every rank that shares the autoencoder's networks calls it; `path` is None on those that only
+    take part. Clips of the largest bucket are shown.
     """
     bucket = max(
         {dataset.bucket_of(index) for index in range(len(dataset))},
@@ -206,29 +196,12 @@ def reconstruction_picture(
     decoded = model.decode(model.encode(videos))
     if path is None:
         return
-    scale = -(-LEAST_SIDE // bucket.height)
-    rows = [_row(clips, scale) for clips in (videos, decoded)]
-    gap = np.full((GAP, *rows[0].shape[1:]), 255, dtype=np.uint8)
-    _write(path, np.concatenate([rows[0], gap, rows[1]]))
-
-
-def _row(clips: torch.Tensor, scale: int) -> np.ndarray:
-    """Lays frames of all clips side by side, [H, W, 3]."""
-    shown: list[np.ndarray] = []
-    for clip in clips:
-        frames = to_frames(clip, scale)
-        for number in np.linspace(0, len(frames) - 1, FRAMES if len(frames) > 1 else 1):
-            if shown:
-                shown.append(np.full((frames.shape[1], GAP, 3), 255, dtype=np.uint8))
-            shown.append(frames[round(number)])
-    return np.concatenate(shown, axis=1)
-
-
-def _write(path: Path, pixels: np.ndarray) -> None:
-    from PIL import Image
-
-    with atomic_file(path) as partial:
-        Image.fromarray(pixels).save(partial, format="PNG", optimize=True)
+    shown = dict.fromkeys((0, bucket.frames - 1))
+    rows = [
+        SheetRow(title, [clip[:, n : n + 1] for clip in clips for n in shown], [])
+        for title, clips in (("held-out frames", videos), ("as they were decoded", decoded))
+    ]
+    still_sheet(path, rows, -(-LEAST_SIDE // bucket.height))
 
 
 # The training loop of video autoencoders: one for `gulliver train` and `train-autoencoder`.

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.errors import GulliverError, missing_extra
 from gulliver.video.preparation.table import TEXTS, Table, check_other, without_nan
 from gulliver.video.preparation.work import held_table
 
-_PARTS = (
-    "BETWEEN CASE CAST COLLATE COLUMN_REF COMPARISON CONJUNCTION CONSTANT FUNCTION OPERATOR TYPE"
-)
-ALLOWED = frozenset(_PARTS.split())
-"""Kinds of parts of a condition, in DuckDB's words."""
 SHAPE = "a condition over columns, such as 'fps >= 12 and motion > 2'"
 
 
-# [Note: a condition, and nothing else] The condition is SQL that a user writes, or copies from
-# somewhere, so it is read before it is run: DuckDB's own parser turns ``SELECT (condition) FROM
-# clips`` into a tree, which must be one SELECT of one expression whose parts are of the kinds in
-# `ALLOWED`. Statements, subqueries and what would read a file have no place in it. It then runs in
-# a database in memory that may not touch the outside.
 @dataclass(frozen=True)
 class Filtered:
     """Rows that are kept, and how many were not."""
@@ -51,22 +39,34 @@ def filter_table(table: Table, condition: str) -> Filtered:
     """
     import numpy as np
 
-    duckdb = _duckdb()
+    try:
+        import duckdb
+    except ImportError:
+        raise missing_extra("filtering needs DuckDB", "data") from None
+    try:
+        # An expression and nothing else: DuckDB's parser refuses whatever is more than one.
+        holds = duckdb.SQLExpression(condition).alias("kept")
+    except duckdb.Error as error:
+        raise GulliverError(
+            f"{condition!r} is no condition: {_line(error)}; give {SHAPE}"
+        ) from None
+    # The condition may be copied from somewhere: it runs in a database in memory that may not
+    # touch the outside.
     with duckdb.connect(config={"enable_external_access": "false"}) as database:
         # To DuckDB NaN is larger than all numbers: a division by zero is to be unknown instead.
         database.execute("SET ieee_floating_point_ops = false")
         with suppress(duckdb.CatalogException):  # a setting that newer versions have
             database.execute("SET error_on_division_by_zero = false")
-        tree = _parsed(database, condition)
-        used = {_column(path, table, condition) for path in _parts(tree, condition)}
-        # At least one column, or nobody knows how many rows there are.
-        data = _compared(table, sorted(used) or table.names[:1])
-        database.register("clips", data)
+        data = _compared(table)
         try:
-            found = database.execute(_query(condition)).fetchnumpy()["kept"]
+            clips = database.from_arrow(data).set_alias("clips")
+            found = clips.select(holds).fetchnumpy()["kept"]
         except duckdb.Error as error:
+            hint = _texts_of(data)
+            if '"' in condition:
+                hint = " (text stands in single quotes)"
             raise GulliverError(
-                f"{condition!r} cannot be worked out: {_first(error)}{_texts_of(data)}"
+                f"{condition!r} cannot be worked out: {_line(error)}{hint}"
             ) from None
     if len(found) != len(table):
         raise GulliverError(f"{condition!r} is not of each row by itself: give {SHAPE}")
@@ -77,19 +77,14 @@ def filter_table(table: Table, condition: str) -> Filtered:
     return Filtered(table.rows(kept), int((~kept & ~unknown).sum()), int(unknown.sum()))
 
 
-def _query(condition: str) -> str:
-    # The line's end ends a comment in the condition.
-    return f"SELECT ({condition}\n) AS kept FROM clips"
-
-
-def _compared(table: Table, names: list[str]) -> Any:
+def _compared(table: Table) -> Any:
     """Takes columns as they are compared."""
     # Text of a CSV file is compared as numbers where each cell is spelt as Python spells its
     # number: then no two of them are one, and no text means a number that it does not say.
     import pyarrow as pa
 
-    data = without_nan(table.data.select(names))
-    for place, (name, column) in enumerate(zip(names, data.columns, strict=True)):
+    data = without_nan(table.data)
+    for place, (name, column) in enumerate(zip(data.column_names, data.columns, strict=True)):
         if table.path.suffix == ".csv" and name not in TEXTS and pa.types.is_string(column.type):
             numbers = _numbers(column.to_pylist())
             if numbers is not None:
@@ -120,74 +115,9 @@ def _texts_of(data: Any) -> str:
     return f" ({', '.join(texts)} is text, as numbers it is cast({name} as double))"
 
 
-def _parsed(database: Any, condition: str) -> dict[str, Any]:
-    """Parses a condition into DuckDB's tree of one expression."""
-    wanted, node = f"{condition!r} is no condition", {}
-    asked = database.execute("SELECT json_serialize_sql(?)", [_query(condition)])
-    ((text,),) = asked.fetchall()
-    tree = json.loads(text)
-    if not condition.strip():
-        raise GulliverError(f"{wanted}: give {SHAPE}")
-    if tree.get("error") and tree.get("error_type") == "parser":
-        raise GulliverError(f"{wanted}: {tree.get('error_message')}; give {SHAPE}")
-    statements = [statement["node"] for statement in tree.get("statements", ())]
-    if len(statements) == 1:
-        (node,) = statements
-    plain = (
-        node
-        and node["type"] == "SELECT_NODE"
-        and node["from_table"].get("table_name") == "clips"
-        and len(node["select_list"]) == 1
-        and node["select_list"][0].get("alias") == "kept"
-        and not any(node.get(key) for key in ("modifiers", "where_clause", "having", "qualify"))
-        and not any(node.get(key) for key in ("group_expressions", "group_sets", "sample"))
-    )
-    if not plain:
-        raise GulliverError(f"{wanted} but a statement: give {SHAPE}")
-    return node["select_list"][0]
-
-
-def _parts(tree: Any, condition: str) -> Iterator[list[str]]:
-    """Yields the names that a condition's columns have, after a look at each part's kind."""
-    if isinstance(tree, list):
-        for part in tree:
-            yield from _parts(part, condition)
-    elif isinstance(tree, dict):
-        kind = tree.get("class")
-        if isinstance(kind, str) and kind not in ALLOWED:
-            raise GulliverError(
-                f"{condition!r} holds a {kind.lower()}, which no condition has: give {SHAPE}"
-            )
-        if kind == "COLUMN_REF":
-            yield tree["column_names"]
-        for part in tree.values():
-            yield from _parts(part, condition)
-
-
-def _column(path: list[str], table: Table, condition: str) -> str:
-    """Finds the column of a table that a name means; capitals count as small letters, as in SQL."""
-    known = {name.lower(): name for name in table.names}
-    for name in path[:2] if path[0].lower() == "clips" else path[:1]:
-        if name.lower() in known:
-            return known[name.lower()]
-    name = path[-1]
-    quoted = " (text stands in single quotes)" if f'"{name}"' in condition else ""
-    raise GulliverError(
-        f"table {table.path.name} has no column {name!r}{quoted}: {nearest(name, table.names)}"
-    )
-
-
-def _duckdb() -> Any:
-    try:
-        import duckdb
-    except ImportError:
-        raise missing_extra("filtering needs DuckDB", "data") from None
-    return duckdb
-
-
-def _first(error: BaseException) -> str:
-    """The first line of an error, without what follows about the place."""
-    return str(error).strip().split("\n")[0]
+def _line(error: BaseException) -> str:
+    """Says an error in one line."""
+    return " ".join(str(error).split())
 
 
 def filter_file(path: Path, condition: str, out: Path) -> Filtered:

@@ -158,11 +158,7 @@ class Detector:
 
 
 def _made(settings: CutSettings) -> Any:
-    """Makes the detector of PySceneDetect; scenes of any length count, short ones are told later.
-
-    Raises:
-        GulliverError: it is not installed.
-    """
+    """Makes the detector of PySceneDetect; scenes of any length count."""
     try:
         from scenedetect import AdaptiveDetector, ContentDetector
     except ImportError:

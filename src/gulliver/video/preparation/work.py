@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +154,24 @@ def _in_threads(
     work: Work, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, FileOutcome]]:
     """Works on files in threads, which decoders leave each other, and yields what is ready."""
+    return _threaded(partial(_tried, work), jobs, workers)
+
+
+def _threaded(
+    call: Callable[[Path], FileOutcome],
+    jobs: Iterable[tuple[str, Path]],
+    workers: int,
+    end: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[str, FileOutcome]]:
     pool = ThreadPoolExecutor(workers, "clips")
     try:
-        keys: dict[Future[FileOutcome], str] = {}
-        for key, path in jobs:
-            keys[pool.submit(_tried, work, path)] = key
+        keys = {pool.submit(call, path): key for key, path in jobs}
         for future in as_completed(keys):
             yield keys[future], future.result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        end()
+        pool.shutdown()
 
 
 def _tried(work: Work, path: Path) -> FileOutcome:
@@ -210,88 +221,47 @@ class _Journal:
             self._file.close()
 
 
-# Work on files in several processes: a file that crashes its decoder costs that file only.
-#
-# Each process has a pipe of its own, so it is known what the one that died was at. Processes that
-# lose their parent end at their next message.
-
-
 FileWork = Callable[[Path], FileOutcome]
-Busy = dict[Any, tuple[str, Any]]
-"""Key and process of what is under way, by pipe."""
 
 
 def in_processes(
     work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, FileOutcome]]:
-    """Works on files, and yields key and outcome of each as it is done."""
+    """Works on files in processes, and yields what is ready: a crash costs its file only."""
+    # A pool of one process for each thread: so it is known what a process that died was at.
+    local, pools = threading.local(), list[ProcessPoolExecutor]()
     # Not fork: this process may have threads, of torch and of the display.
     context = get_context("forkserver")
-    context.set_forkserver_preload([work_module(work)])
-    left, busy = iter(jobs), Busy()
-    try:
-        for _ in range(workers):
-            _give(_started(context, work), left, busy)
-        while busy:
-            for pipe in wait(list(busy)):
-                key, process = busy.pop(pipe)
-                outcome = _received(pipe, process)
-                worker = (pipe, process) if process.is_alive() else _started(context, work)
-                _give(worker, left, busy)
-                yield key, outcome
-    finally:
-        for _, process in busy.values():
-            process.kill()
-            process.join()
+    context.set_forkserver_preload([getattr(work, "func", work).__module__])
+
+    def one(path: Path) -> FileOutcome:
+        if getattr(local, "pool", None) is None:
+            local.pool = ProcessPoolExecutor(1, context, _end_with_parent)
+            pools.append(local.pool)
+        try:
+            return local.pool.submit(work, path).result()
+        except BrokenProcessPool:
+            local.pool = None
+            return FileOutcome(problem="crashed its decoder")
+
+    def kill() -> None:
+        for pool in pools:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            pool.shutdown()
+
+    return _threaded(one, jobs, workers, kill)
 
 
-def work_module(work: Any) -> str:
-    """Names the module of a function, which may be a partial one."""
-    return getattr(work, "func", work).__module__
-
-
-def _started(context: Any, work: FileWork) -> tuple[Any, Any]:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work), daemon=True)
-    process.start()
-    theirs.close()
-    return ours, process
-
-
-def _give(worker: tuple[Any, Any], left: Iterator[tuple[str, Path]], busy: Busy) -> None:
-    """Sends the next file to a process, or tells it that there is none."""
-    pipe, process = worker
-    job = next(left, None)
-    if job is None:
-        pipe.send(None)
-        process.join()
-        return
-    pipe.send(job[1])
-    busy[pipe] = job[0], process
-
-
-def _received(pipe: Any, process: Any) -> FileOutcome:
-    """Receives an outcome; a process that died has none."""
-    try:
-        found = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        process.join()
-        return FileOutcome(problem=f"crashed its decoder (exit code {process.exitcode})")
-    if isinstance(found, BaseException):
-        process.kill()
-        raise found
-    return found
-
-
-def _serve(pipe: Connection, work: FileWork) -> None:
-    """Works on what comes through a pipe until None does, or its other end is gone."""
+def _end_with_parent() -> None:
+    """Has a worker leave Ctrl+C to its parent, and end when that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for path in iter(pipe.recv, None):
-            try:
-                outcome: Any = work(path)
-            except Exception as error:
-                outcome = error
-            pipe.send(outcome)
-    except (EOFError, BrokenPipeError):
-        pass
+    parent = parent_process()
+    assert parent is not None, "it is a worker"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    # The pool's queue is open at both ends in a worker: it would wait for ever.
+    threading.Thread(target=watch, daemon=True).start()
