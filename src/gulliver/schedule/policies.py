@@ -11,17 +11,16 @@ where the seconds on another number of slots include the resize.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.schedule.classic import Fifo, Optimus, Pollux, Srpt, Tiresias, shares
+from gulliver.schedule.classic import Fifo, Pollux, Srpt, Tiresias, shares
 from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.jobs import JobCluster
-from gulliver.schedule.ones import Ones
 from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
-from gulliver.solve.allocation import fluid_bound, fluid_bound_by_lp
+from gulliver.solve.allocation import fluid_bound
 
 HORIZON = 40
 """Most jobs that are shared among in a phase: those with the least work."""
@@ -54,16 +53,6 @@ class SharingRule(NamedTuple):
     inertia: float = 1.0
     # Part of its weight that a job is charged for all slots.
     price: float = 0.0
-
-    def __str__(self) -> str:
-        text = (
-            f"weights of heSRPT at {self.speedup:g}"
-            if self.power is None
-            else f"seconds to the -{self.power:g}"
-        )
-        text = f"slowdowns ^ {self.exponent:g}, {text}" if self.inverse else text
-        text += f", resizes x {self.inertia:g}" * (self.inertia != 1)
-        return text + ", lazy" * self.lazy + ", deadlines first" * self.reserving
 
 
 RULES = tuple(
@@ -149,13 +138,12 @@ class Worlds:
         first: np.ndarray | None = None,
         limited: bool = False,
         there: np.ndarray | None = None,
-        boost: np.ndarray | None = None,
     ) -> None:
         self.rules, self.share, self.first, self.limited = rules, share, first, limited
         wide = (len(rules), 1)
         self.goodputs, self.slack, self.resume = jobs.goodputs, jobs.slack, jobs.resume
         self.left = np.array(np.broadcast_to(jobs.left, (len(rules), jobs.left.shape[-1])))
-        self.held, self.comes, self.boost = np.tile(jobs.held, wide), jobs.comes, boost
+        self.held, self.comes = np.tile(jobs.held, wide), jobs.comes
         self.ready, self.resize = np.tile(jobs.ready, wide), np.tile(jobs.resize, wide)
         self.now = np.zeros(len(rules))
         there = np.ones(self.left.shape, dtype=bool) if there is None else there
@@ -211,8 +199,6 @@ class Worlds:
         seconds[:, :, 0] = NEVER
         alone = left * self.fastest[chosen]
         weights = self._weights(np.where(alive, np.maximum(alone, 1e-9), np.nan))
-        if self.boost is not None:
-            weights = weights * self.boost[row, chosen]
         values = np.where(
             alive[:, :, None], (weights * alone)[:, :, None] / np.maximum(seconds, 1e-12), -np.inf
         )
@@ -378,7 +364,6 @@ def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generato
 
 MOVES = 64
 """Most first steps that are tried in a round of moves."""
-Bound = Literal["closed form", "lp", "none"]
 
 
 class Rollout(Policy):
@@ -392,7 +377,6 @@ class Rollout(Policy):
         period: seconds between looks while jobs are there whose samples are estimated.
         futures: futures that are drawn.
         coming: jobs that come in each of them; 0 expects nobody.
-        bound: bound that predictions are laid beside; ``lp`` needs scipy and takes longer.
         seed: seed of the futures.
     """
 
@@ -406,12 +390,11 @@ class Rollout(Policy):
         period: float = 60.0,
         futures: int = 8,
         coming: int = 12,
-        bound: Bound = "closed form",
         seed: int = 0,
     ) -> None:
         self.estimator = estimator or Estimator()
         self.futures, self.coming, self.seed = futures, coming, seed
-        self.margin, self.moves, self.period, self.bound = margin, moves, period, bound
+        self.margin, self.moves, self.period = margin, moves, period
         self.pollux = Pollux()
 
     def begin(self, cluster: JobCluster) -> None:
@@ -446,7 +429,7 @@ class Rollout(Policy):
             None if known else view.now + self.period,
             _reasons(view, best, stays),
             predicted,
-            self._bound(jobs, view.cluster.slots),
+            fluid_bound(jobs.left.tolist(), jobs.goodputs, jobs.comes.tolist(), view.cluster.slots),
         )
 
     def _rules(self, jobs: Jobs) -> tuple[SharingRule, ...]:
@@ -557,12 +540,6 @@ class Rollout(Policy):
                     found[step.tobytes()] = step
         return list(found.values())[:MOVES]
 
-    def _bound(self, jobs: Jobs, slots: int) -> float | None:
-        if self.bound == "none":
-            return None
-        by = fluid_bound_by_lp if self.bound == "lp" else fluid_bound
-        return by(list(jobs.left), jobs.goodputs, [0.0] * len(jobs.left), slots)
-
 
 def _count(given: Allotment | None) -> int:
     return 0 if given is None else given.slots if isinstance(given.slots, int) else len(given.slots)
@@ -599,10 +576,8 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "fifo": lambda seed: Fifo(),
     "srpt": lambda seed: Srpt(),
     "tiresias": lambda seed: Tiresias(),
-    "optimus": lambda seed: Optimus(Estimator(seed=seed)),
     "pollux": lambda seed: Pollux(),
-    "ones": lambda seed: Ones(seed=seed),
-    "rollout": lambda seed: Rollout(Estimator(seed=seed)),
+    "rollout": lambda seed: Rollout(seed=seed),
 }
 """Policies by name, made from the seed of what they draw."""
 
