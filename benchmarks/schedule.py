@@ -18,10 +18,10 @@ from typing import Literal
 import tyro
 
 from benchmarks._harness import Report, at_least, at_most, finish
-from benchmarks._schedule_baselines import PolluxInRounds
+from benchmarks._schedule_baselines import Optimus, PolluxInRounds
+from benchmarks._schedule_ones import Ones
 from gulliver.schedule import (
     Estimator,
-    Ones,
     Policy,
     Rollout,
     Summary,
@@ -43,8 +43,8 @@ def _ours(way: str) -> Callable[[], Policy]:
 
 
 PEERS: dict[str, Callable[[], Policy]] = {
-    **{name: partial(make_policy, name) for name in ("fifo", "srpt", "tiresias", "optimus")},
-    "pollux": partial(make_policy, "pollux"),
+    **{name: partial(make_policy, name) for name in ("fifo", "srpt", "tiresias", "pollux")},
+    "optimus": Optimus,
     PUBLISHED: PolluxInRounds,
     "ones": partial(Ones, PERIOD),
 }
@@ -58,7 +58,6 @@ ARTIFACT_POLICIES: dict[str, Callable[[], Policy]] = {
     "ones, no mutation": partial(Ones, PERIOD, rate=0.0),
     "ones, no mutation, perfect": partial(Ones, PERIOD, rate=0.0, progress="perfect"),
     "rollout, lengths": _ours("lengths"),
-    "rollout, progress": _ours("progress"),
     "rollout, curves": _ours("curves"),
     "rollout, perfect": _ours("perfect"),
 }

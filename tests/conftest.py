@@ -29,6 +29,8 @@ TEST_DEADLINE_S = 150.0
 NATIVE_GRACE_S = 30.0
 DEAREST = 10
 LONG_CASES = Path(__file__).with_name("long_cases.txt")
+FEWER, LEAST_EXAMPLES = 4, 10
+"""Without --full hypothesis tries a fourth of a test's examples, and no fewer than these."""
 STDERR = pytest.StashKey[int]()
 
 
@@ -154,6 +156,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
     _mark_long_cases(config, items)
     if not config.getoption("--full"):
+        _try_fewer_examples(items)
         left_out = [item for item in items if "full" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "full" not in item.keywords]
@@ -166,10 +169,19 @@ def _mark_long_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in long:
             item.add_marker(pytest.mark.full)
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    if config.getoption("--full") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         gone = sorted(long - {item.nodeid for item in items})
         if gone:
             raise pytest.UsageError(f"{LONG_CASES.name} names no test: {gone[0]}")
+
+
+def _try_fewer_examples(items: list[pytest.Item]) -> None:
+    # There is no public way to change what a test's own decorator says.
+    name = "_hypothesis_internal_use_settings"
+    for function in {getattr(item, "obj", None) for item in items}:
+        if (own := getattr(function, name, None)) is not None:
+            fewer = max(own.max_examples // FEWER, min(own.max_examples, LEAST_EXAMPLES))
+            setattr(function, name, settings(own, max_examples=fewer))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

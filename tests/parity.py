@@ -51,6 +51,10 @@ class Cell:
     """16-bit parameters, trained through float32 copies."""
 
 
+ALL: dict[str, Any] = {
+    "accumulate": 3, "clip": 0.05, "tied": True, "unused": True, "alternating": True,
+    "frozen": True, "groups": True,
+}  # fmt: skip
 CELLS = (
     Cell("plain"),
     Cell("accumulation of 3", accumulate=3),
@@ -60,24 +64,13 @@ CELLS = (
     Cell("used on some ranks and steps only", alternating=True),
     Cell("frozen parameters", frozen=True),
     Cell("two parameter groups", groups=True),
-    Cell("all of these", 3, 0.05, True, True, True, True, True),
-    Cell("SGD with momentum, all of these", 3, 0.05, True, True, True, True, True, "SGD"),
+    Cell("all of these", **ALL),
+    Cell("SGD with momentum, all of these", **ALL, optimizer="SGD"),
     Cell("activation checkpointing", checkpointed=True),
-    Cell(
-        "activation checkpointing, all of these",
-        3,
-        0.05,
-        True,
-        True,
-        True,
-        True,
-        True,
-        "AdamW",
-        True,
-    ),
+    Cell("activation checkpointing, all of these", **ALL, checkpointed=True),
     Cell("torch.compile of a block", compiled=True),
     Cell("torus of 2 rows", torus=True),
-    Cell("torus of 2 rows, all of these", 3, 0.05, True, True, True, True, True, torus=True),
+    Cell("torus of 2 rows, all of these", **ALL, torus=True),
     Cell("bf16 with float32 copies", half=True),
     Cell("bf16 with float32 copies, clipping, accumulation", 3, 0.05, half=True),
 )

@@ -23,17 +23,7 @@ from tests.patience import patient
 
 
 class Program:
-    """A function in a forked process, whose output is read here.
-
-    Args:
-        function: found by its name in a module; what it is called with follows.
-        args: of the function.
-        env: environment variables, beside those of this process.
-
-    Attributes:
-        stdout: what the process prints, as text.
-        stderr: likewise.
-    """
+    """A function, found by its name in a module, in a forked process whose output is read here."""
 
     def __init__(
         self, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
@@ -75,11 +65,7 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it did not come in time.
-        """
+        """Waits for the end."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
 from gulliver.comm import World
-from tests import references
 from tests.covering import covering, grid, some
 from tests.mutation import MUTANTS, Mutant, mutated
 from tests.patience import Deadline, slowness
 from tests.pool import Pool
 from tests.references import computed_once
-
-pytest_plugins = ["pytester"]
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])
@@ -69,45 +65,10 @@ def test_a_reference_is_computed_once_for_all_processes(pool: Pool, tmp_path: Pa
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["1", "2"]
 
 
-def test_without_a_session_a_reference_is_computed_in_place(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv(references.FOLDER)
-    assert _reference(tmp_path, 3) == _reference(tmp_path, 3) == [3]
-
-
 def test_a_deadline_moves_on_while_the_machine_is_slow() -> None:
     assert 1 <= slowness() <= 8
     assert Deadline(1e-9, lambda: 1e12).left() > 100
     assert Deadline(1e-9, lambda: 1.0).left() <= 0
-
-
-@pytest.mark.full
-def test_a_process_of_tests_that_dies_is_named_and_the_rest_goes_on(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
-    pytester.makeconftest("from tests.conftest import *")
-    pytester.makepyfile(
-        f"""
-        import os, pytest, time
-
-        def test_dies():
-            os.kill(os.getpid(), {int(signal.SIGKILL)})
-
-        @pytest.mark.deadline(0.2)
-        def test_hangs():
-            time.sleep(1000)
-
-        def test_after_it():
-            pass
-        """
-    )
-    found = pytester.runpytest_subprocess("-n", "1", "-p", "no:cacheprovider")
-    found.assert_outcomes(passed=1, failed=2)
-    found.stdout.fnmatch_lines_random(
-        ["*crashed while running*test_dies*", "*not done after 0.2 s*", "*in test_hangs"]
-    )
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

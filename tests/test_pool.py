@@ -72,13 +72,6 @@ def _die(world: World) -> None:
     dist.barrier()
 
 
-def _gradient(world: World) -> torch.Tensor:
-    weight = torch.ones(64, 64, requires_grad=True)
-    (weight @ weight).sum().backward()
-    assert weight.grad is not None
-    return weight.grad
-
-
 def test_results_come_in_the_order_of_ranks_from_fresh_worlds(pool: Pool) -> None:
     for size in (1, 2, 4, 3):
         expected = [2.0 * sum(range(size))] * size
@@ -96,12 +89,10 @@ def test_every_call_has_its_world_and_its_seed(pool: Pool) -> None:
     assert (world.size, grouped) == (1, False)
 
 
-def test_a_hundred_collective_tests_reuse_the_same_processes(pool: Pool) -> None:
+def test_collective_tests_reuse_the_same_processes(pool: Pool) -> None:
     pool.run(_sum_of_ranks, 4, 1.0)
     before = pool.pids()
-    started = time.monotonic()
-    assert all(pool.run(_sum_of_ranks, 2, float(n)) == [n, n] for n in range(100))
-    print(f"100 calls in {time.monotonic() - started:.1f} s")
+    assert all(pool.run(_sum_of_ranks, 2, float(n)) == [n, n] for n in range(10))
     assert pool.pids() == before
 
 
@@ -118,7 +109,7 @@ def test_a_call_that_was_interrupted_leaves_no_answers_to_the_next(own_pool: Poo
     try:
         # To the thread that waits: another one's signal would not wake it.
         waiting = threading.get_ident()
-        threading.Timer(0.5, signal.pthread_kill, (waiting, signal.SIGUSR2)).start()
+        threading.Timer(0.1, signal.pthread_kill, (waiting, signal.SIGUSR2)).start()
         with pytest.raises(Interrupted):
             own_pool.run(_hang_here, 2)
     finally:
@@ -136,7 +127,7 @@ def test_an_exception_arrives_with_its_remote_traceback(pool: Pool) -> None:
 
 
 def test_the_cause_is_raised_and_not_the_connections_that_broke(pool: Pool) -> None:
-    for n in range(20):
+    for n in range(3):
         with pytest.raises(KeyError):
             pool.run(_fail_on, 3, n % 3)
         with pytest.raises(KeyError):
@@ -154,7 +145,7 @@ def test_what_cannot_be_pickled_is_reported_and_harms_nobody(pool: Pool) -> None
 
 def test_a_hanging_call_fails_with_stacks_and_the_pool_lives_on(own_pool: Pool) -> None:
     with pytest.raises(DeadlinePassed, match="_hang_here") as caught:
-        own_pool.run(_hang_here, 2, deadline_s=3)
+        own_pool.run(_hang_here, 2, deadline_s=1)
     assert "--- rank 0 ---" in str(caught.value)
     assert own_pool.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
 
@@ -163,16 +154,6 @@ def test_a_killed_worker_is_named_and_the_pool_lives_on(own_pool: Pool) -> None:
     with pytest.raises(WorkerLost, match=r"rank 1 ended with SIGKILL"):
         own_pool.run(_die, 2)
     assert own_pool.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
-
-
-def test_workers_started_after_torch_ran_threads_here_can_run_autograd(own_pool: Pool) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(4)
-    weight = torch.ones(256, 256, requires_grad=True)
-    (weight @ weight).sum().backward()
-    torch.set_num_threads(threads)
-    for gradient in own_pool.run(_gradient, 2, deadline_s=20):
-        assert torch.equal(gradient, torch.full((64, 64), 128.0))
 
 
 def test_a_rank_that_is_a_thread_fails_for_all_of_them() -> None:

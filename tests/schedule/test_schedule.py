@@ -19,7 +19,6 @@ from gulliver.schedule import (
     Estimator,
     Job,
     JobCluster,
-    Ones,
     Policy,
     Result,
     Rollout,
@@ -29,9 +28,7 @@ from gulliver.schedule import (
     simulate,
     why,
 )
-from gulliver.schedule.classic import Optimus, Tiresias
-from gulliver.schedule.estimates import beta_slopes
-from gulliver.schedule.ones import NOBODY, reordered
+from gulliver.schedule.classic import Tiresias
 from gulliver.schedule.policies import POLICIES, make_policy
 from gulliver.schedule.state import Allotment
 from gulliver.solve.allocation import allocate, fluid_bound
@@ -50,7 +47,7 @@ def job(name: str, arrival: float, seconds: float, slots: int = 1, **more: objec
 # --- Costs, allocation, bounds -------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.floats(1e-4, 0.1),
     st.floats(0, 0.1),
@@ -84,7 +81,7 @@ def test_costs_are_found_again_from_what_was_measured() -> None:
 
 def test_an_allocation_is_the_best_of_all() -> None:
     draw = np.random.default_rng(0)
-    for _ in range(60):
+    for _ in range(30):
         jobs, slots = int(draw.integers(1, 4)), int(draw.integers(1, 6))
         values = draw.normal(size=(2, jobs, slots + 1))
         values[draw.random(values.shape) < 0.2] = -np.inf
@@ -182,7 +179,7 @@ def naive_total(jobs: list[Job], script: list[tuple[int, ...]]) -> float:
 def test_the_simulator_is_the_naive_loop_and_nobody_beats_all_allocations_enumerated() -> None:
     draw = np.random.default_rng(1)
     ratios: list[float] = []
-    for case in range(8):
+    for case in range(4):
         costs = [Scaling(0.01, 0.02, float(draw.uniform(0, 0.3))) for _ in range(3)]
         jobs = [
             job(name, 0.0, float(draw.uniform(5, 100)), scaling=c, resize_seconds=4.0 * (case % 2))
@@ -201,7 +198,7 @@ def test_the_simulator_is_the_naive_loop_and_nobody_beats_all_allocations_enumer
         for name in POLICIES:
             total = math.fsum(simulate(jobs, cluster, make_policy(name)).ends.values())
             # A policy that is woken by a clock may change slots between events.
-            clocked = name in ("ones", "tiresias", "optimus", "pollux")
+            clocked = name in ("tiresias", "pollux")
             assert total >= (3 * bound_of(tuple(jobs), cluster) if clocked else best) * (1 - 1e-9)
         ours = math.fsum(simulate(jobs, cluster, Rollout()).ends.values())
         ratios.append(ours / best)
@@ -238,10 +235,6 @@ def traces(draw: st.DrawFn) -> tuple[list[Job], JobCluster]:
     return jobs, cluster
 
 
-def quick(name: str) -> Policy:
-    return Ones(period=20.0, population=4) if name == "ones" else make_policy(name)
-
-
 @pytest.mark.parametrize("name", list(POLICIES))
 @settings(max_examples=8)
 @given(traces())
@@ -249,7 +242,7 @@ def test_work_is_conserved_and_slots_are_never_exceeded(
     name: str, drawn: tuple[list[Job], JobCluster]
 ) -> None:
     jobs, cluster = drawn
-    result = simulate(jobs, cluster, quick(name))
+    result = simulate(jobs, cluster, make_policy(name))
     assert sorted(result.ends) == sorted(job.name for job in jobs)
     check(result)
     total = math.fsum(result.completion(job.name) for job in jobs)
@@ -280,7 +273,7 @@ def check(result: Result) -> None:
 
 def test_a_fixed_batch_draws_every_sample_once_whatever_its_slots() -> None:
     jobs, cluster = generate("fixed-batch", 1)
-    result = simulate(jobs[:12], cluster, Rollout())
+    result = simulate(jobs[:8], cluster, Rollout())
     assert sum(state.resizes for state in result.states.values()) > 0
     for state in result.states.values():
         assert state.drawn == pytest.approx(state.job.samples, rel=1e-9)
@@ -311,14 +304,6 @@ def test_tiresias_lets_a_job_sink_when_its_service_is_due() -> None:
     assert result.ends == pytest.approx({"a": 120, "b": 200})
 
 
-def test_optimus_gives_the_next_slot_where_it_shortens_most() -> None:
-    jobs = [job("a", 0, 100, 1), job("b", 0, 30, 1)]
-    result = simulate(jobs, JobCluster(4), Optimus())
-    # a: 100, 50, 33.3; b: 30, 15: both slots to spare go to a (gains 50 and 16.7 against 15).
-    first = {c.job: c.after for c in result.rounds[0].changes}
-    assert first == {"a": 3, "b": 1}
-
-
 def test_ours_keeps_what_runs_when_a_resize_costs_more_than_it_saves() -> None:
     jobs = [job("a", 0, 40, 4, resize_seconds=500.0), job("b", 10, 20, 4, resize_seconds=500.0)]
     dear = simulate(jobs, JobCluster(4), Rollout())
@@ -344,14 +329,12 @@ def test_a_deadline_comes_before_the_mean() -> None:
 def test_a_quota_lends_what_is_idle_and_takes_it_back() -> None:
     cluster = JobCluster(4, {"x": 2, "y": 2})
     jobs = [job("a", 0, 40, 2, tenant="x"), job("b", 10, 10, 2, tenant="y")]
-    for name in ("rollout", "pollux", "optimus"):
+    for name in ("rollout", "pollux"):
         result = simulate(jobs, cluster, make_policy(name))
         at = {(s.job, s.begin): len(s.slots) for s in result.segments}
         assert at["a", 0.0] == 4, name
         assert at["b", 10.0] == 2, name
         check(result)
-    with pytest.raises(GulliverError, match="'ones' knows no quotas"):
-        simulate(jobs, cluster, Ones())
     assert cluster.limits({"x": 4, "y": 1}) == {"x": 3, "y": 2}
     assert cluster.limits({"x": 4, "y": 1}, borrow=False) == {"x": 2, "y": 2}
     large = [job("a", 0, 40, 3, tenant="x"), jobs[1]]
@@ -360,42 +343,12 @@ def test_a_quota_lends_what_is_idle_and_takes_it_back() -> None:
     assert simulate(large, cluster, make_policy("rollout")).ends.keys() == {"a", "b"}
 
 
-def test_a_reorder_moves_few_genes_and_keeps_the_counts() -> None:
-    assert reordered([1, 1, 0, 0, 2], [0, 0, 1, 1, NOBODY]) == [0, 0, 1, 1, 2]
-    draw = np.random.default_rng(3)
-    for _ in range(30):
-        wanted = [int(n) for n in draw.integers(-1, 3, 7)]
-        present = sorted(int(n) for n in draw.integers(-1, 3, 7))
-        laid = reordered(wanted, present)
-        assert sorted(laid) == sorted(wanted)
-        runs = [job for job, _ in itertools.groupby(laid) if job != NOBODY]
-        assert len(runs) == len(set(runs)), "a job is contiguous"
-
-
-def test_the_slopes_of_the_predictor_are_those_of_autograd() -> None:
-    import torch
-
-    draw = np.random.default_rng(0)
-    weights = [draw.normal(size=s) for s in ((5, 8), (8,), (8,), (1,))]
-    x, y = np.abs(draw.normal(size=(6, 5))), draw.uniform(0.1, 0.9, 6)
-    held = [torch.tensor(w, requires_grad=True) for w in weights]
-    rows = torch.tensor(x)
-    b = 1 + torch.relu(torch.tanh(rows @ held[0] + held[1]) @ held[2] + held[3])
-    loss = -torch.distributions.Beta(rows[:, 2], b).log_prob(torch.tensor(y)).mean()
-    loss.backward()
-    for ours, theirs in zip(beta_slopes(weights, x, y), held, strict=True):
-        assert theirs.grad is not None
-        np.testing.assert_allclose(ours, theirs.grad.numpy(), rtol=1e-9, atol=1e-12)
-
-
 def test_unknown_lengths_are_estimated_and_the_truth_is_not_looked_at() -> None:
     jobs = [job(f"j{n}", 0.0, 10.0 * (n + 1), announced=False) for n in range(4)]
-    result = simulate(jobs, JobCluster(1), Rollout(Estimator("history")))
+    result = simulate(jobs, JobCluster(1), Rollout(Estimator("lengths")))
     check(result)
     view = result.states["j3"]
-    guess = Estimator("none")
     view.done = view.job.samples / 4
-    assert guess.remaining(view) == pytest.approx(view.done)
     assert Estimator("perfect").remaining(view) == pytest.approx(3 * view.done)
     with pytest.raises(GulliverError, match="did you mean 'perfect'"):
         Estimator("perfct")  # type: ignore[arg-type]
@@ -414,7 +367,6 @@ def test_why_says_who_holds_the_slots_and_when_a_job_should_end() -> None:
 
 def test_a_simulation_is_the_same_each_time() -> None:
     jobs, cluster = generate("artifact", 2)
-    for name in ("ones", "rollout"):
-        policy = Ones(period=60.0, population=4) if name == "ones" else Rollout(Estimator("none"))
-        first = simulate(jobs[:5], cluster, policy)
-        assert simulate(jobs[:5], cluster, policy).ends == first.ends
+    policy = Rollout(Estimator("lengths"))
+    first = simulate(jobs[:5], cluster, policy)
+    assert simulate(jobs[:5], cluster, policy).ends == first.ends

@@ -42,21 +42,17 @@ def test_measured_points_become_costs(tmp_path: Path) -> None:
     ("changed", "told"),
     [
         ({"arrival": -1}, "job 'a': arrival is -1.0"),
-        ({"samples": 0}, "samples is 0.0"),
-        ({"samples": "many"}, "samples is 'many': give a number"),
+        ({"samples": "many"}, "samples is 'many': it must be of type float"),
         ({"samples": float("nan")}, "samples is nan"),
-        ({"slots": 1.5}, "slots is 1.5: give a whole number"),
+        ({"slots": 1.5}, "slots is 1.5: it must be of type int"),
         ({"slot": 1}, "unknown column 'slot': did you mean 'slots'"),
         ({"batch": None}, "batch is missing"),
         ({"least_batch": 64}, "batch 32 is outside of its limits 64 to 32"),
         ({"most_slots": 1}, "asks for 2 slots and runs on 1 at most"),
         ({"sample_seconds": 0}, "a step takes no time"),
-        ({"resize_seconds": -3}, "resize_seconds is -3.0"),
         ({"arrival": 9, "deadline": 5}, "deadline is 5.0"),
-        ({"announced": "perhaps"}, "announced is 'perhaps': give true or false"),
-        ({"measured": [[1, 32, 100]]}, "give measured points or sample_seconds, not both"),
-        ({"measured": [], "sample_seconds": None}, "job 1: measured: no measured points: give at"),
-        ({"save_seconds": 9, "resize_seconds": 5}, "job 'a': save_seconds 9 are a part of resize"),
+        ({"announced": "perhaps"}, "announced is 'perhaps': it must be of type bool"),
+        ({"measured": [], "sample_seconds": None}, "job 'a': no measured points: give at"),
     ],
 )
 def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:
@@ -69,7 +65,7 @@ def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: s
 
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     for name, text, told in (
-        ("a.json", "{", "is no JSON"),
+        ("a.json", "{", "cannot be read"),
         ("b.json", "3", "give a list of jobs"),
         ("c.json", "[]", "has no jobs"),
         ("d.csv", "name,arival\na,0\n", "unknown column 'arival': did you mean 'arrival'"),
@@ -107,9 +103,9 @@ def test_the_command_compares_explains_and_draws(
     assert run(trace, "--slots", "4", "--compare", "--html", str(page)) == 0
     out = capsys.readouterr().out
     assert "no schedule has a mean completion time below" in out
-    assert all(name in out for name in ("fifo", "srpt", "tiresias", "optimus", "ones", "rollout"))
+    assert all(name in out for name in ("fifo", "srpt", "tiresias", "pollux", "rollout"))
     text = page.read_text()
-    assert text.count("<svg") == 7
+    assert text.count("<svg") == 5
     assert "http" not in text
     assert run(trace, "--slots", "4", "--why", "c", "--policy", "fifo") == 0
     assert "c at 0 s, policy fifo: waits: 4 of 4 slots are held" in capsys.readouterr().out
@@ -124,8 +120,6 @@ def test_the_command_compares_explains_and_draws(
         (("steady", "--policy", "first"), "unknown policy 'first'"),
         (("steady", "--at", "3"), "name it with --why JOB"),
         (("steady", "--why", "x", "--compare"), "leave --compare"),
-        (("steady", "--quota", "x"), "give TENANT=SLOTS"),
-        (("steady", "--slots", "0"), "--slots is 0: it must be between 1 and 4096"),
         (("steady", "--slots", "2"), "the cluster has 2: lower its slots"),
         (("none.csv", "--slots", "2"), "cannot be read"),
     ],
@@ -150,24 +144,3 @@ def test_nodes_come_from_options_or_from_described_hardware(
     assert "say how many slots a node has" in capsys.readouterr().err
     assert run("steady", "--hardware", "8xh100-infiniband", "--slots", "4") == 1
     assert "--hardware says slots and nodes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"policy": "srpt"}, "the scheduler that runs has policy fifo, not srpt: leave that out"),
-        ({"cluster_slots": 7}, "the scheduler that runs has slots 3, not 7"),
-        ({"policy": "fifo", "cluster_slots": 3}, None),
-        ({"address": "head:6379", "cluster_slots": 7}, None),
-    ],
-)
-def test_what_a_running_scheduler_cannot_be_told_is_refused(given: dict, told: str | None) -> None:
-    from gulliver.cli.jobs import _check_same
-    from gulliver.schedule.live.options import SchedulerOptions
-
-    about = {"policy": "fifo", "slots": 3}
-    if told is None:
-        _check_same(SchedulerOptions(**given), about)
-        return
-    with pytest.raises(GulliverError, match=told):
-        _check_same(SchedulerOptions(**given), about)

@@ -208,18 +208,6 @@ def test_ray_s_token_is_shown_to_addresses_of_this_machine_alone(
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_start_says_what_it_is_doing(tmp_path: Path) -> None:
-    from gulliver.schedule.live import daemon as _daemon
-
-    seen: list[str] = []
-    options = SchedulerOptions(tmp_path, HERE, 1, idle=0.1)
-    assert _daemon.ensure_scheduler(options, seen.append)
-    assert seen[0] == "imports torch once for all jobs"
-    assert Spool(tmp_path).starting() == ""
-
-
-@pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.deadline(400)
 def test_on_ray_a_job_survives_its_node_and_a_second_scheduler_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")

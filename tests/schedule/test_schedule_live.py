@@ -132,7 +132,7 @@ def test_a_schedule_of_fixed_costs_is_that_of_the_simulator(tmp_path: Path) -> N
         cluster.submit(f"j{number}", behaviour, samples=samples, slots=1 + number % 3, **costs)
     cluster.finish()
     trace = [
-        replace(job.job(), scaling=Scaling(**costs), start_seconds=1.0, end_seconds=0.0)
+        replace(job.job(), scaling=Scaling(**costs), start_seconds=1.0)
         for job in cluster.jobs.values()
     ]
     found = simulate(trace, JobCluster(4), made("fifo"))
@@ -141,46 +141,6 @@ def test_a_schedule_of_fixed_costs_is_that_of_the_simulator(tmp_path: Path) -> N
         assert ended is not None
         # Looks are a tenth of a second apart, and each that one waits for adds up to two.
         assert end <= ended <= end + 1.0
-
-
-class Scripted(Policy):
-    """Gives what a script says from some second on."""
-
-    name, what = "scripted", "as told"
-    script = ((0, {"a": 4}), (6, {"a": 2, "b": 2}), (7, {"a": 1, "b": 3}), (20, {"b": 4}),
-              (35, {"a": 2, "b": 2}), (60, {"a": 2, "b": 1, "c": 1}), (90, {"c": 4}))  # fmt: skip
-
-    def decide(self, view: View) -> Decision:
-        counts = [counts for second, counts in self.script if second <= view.now][-1]
-        later = [float(second) for second, _ in self.script if second > view.now]
-        given = {s.job.name: Allotment(counts.get(s.job.name, 0), 16) for s in view.jobs}
-        return Decision(given, wake=later[0] if later else view.now + 1)
-
-
-def test_starts_saves_and_ends_that_others_wait_for_are_simulated(tmp_path: Path) -> None:
-    costs = Scaling(0.05, 0.1)
-    cluster = FakeCluster(tmp_path)
-    cluster.controller.policy = Scripted()
-    for name, samples in (("a", 1200.0), ("b", 800.0), ("c", 320.0)):
-        cluster.submit(name, Behaviour(costs, 2.0, 3.0, 2.5, every=10**6), samples=samples)
-    cluster.finish()
-    bare = [replace(job.job(), arrival=0.0, scaling=costs) for job in cluster.jobs.values()]
-    told = {"start_seconds": 2.0, "resize_seconds": 5.0, "save_seconds": 3.0, "end_seconds": 2.5}
-    trace = [replace(job, **told) for job in bare]
-    ends = {name: job.ended or 0.0 for name, job in cluster.jobs.items()}
-    found = simulate(trace, JobCluster(4), Scripted()).ends
-    # Looks are a tenth of a second apart, and nothing but looks and halves of steps is unknown.
-    assert found == pytest.approx(ends, abs=0.6)
-    blind = [replace(job, save_seconds=0.0, end_seconds=0.0) for job in trace]
-    without = simulate(blind, JobCluster(4), Scripted()).ends
-    off = max(abs(without[name] - ends[name]) for name in ends)
-    assert off > 2 * max(abs(found[name] - ends[name]) for name in ends)
-    # What the scheduler has measured is what it simulates with.
-    seen = cluster.jobs["a"].job()
-    assert seen.start_seconds == pytest.approx(2, abs=0.3)
-    assert seen.save_seconds == pytest.approx(3, abs=0.3)
-    assert seen.resize_seconds == pytest.approx(5, abs=0.6)
-    assert seen.end_seconds == pytest.approx(2.5, abs=0.3)
 
 
 def test_slots_of_a_leaving_job_are_given_once_it_has_saved(tmp_path: Path) -> None:
@@ -292,14 +252,6 @@ def test_a_script_that_never_reports_is_named_and_keeps_its_slots(tmp_path: Path
     cluster.finish()
     assert job.phase is Phase.ENDED
     assert "ended without having reported" in job.note
-
-
-def test_a_script_that_never_reports_is_stopped_by_choice(tmp_path: Path) -> None:
-    cluster = FakeCluster(tmp_path)
-    cluster.submit("a", Behaviour(silent=True), report_within=10.0, stop_silent=True)
-    cluster.run(12)
-    assert cluster.phase("a") is Phase.STOPPED
-    assert "it is stopped" in cluster.jobs["a"].note
 
 
 def test_a_job_that_does_not_leave_is_ended_and_goes_on_from_its_checkpoint(

@@ -108,9 +108,7 @@ def submit(config: Submit) -> int:
     submission = part_of(config, Submission)
     submission = replace(submission, directory=str(Path(config.directory).absolute()))
     spool.check(submission)
-    begun = ensure_scheduler(
-        options, lambda what: print(f"the scheduler {what}", file=sys.stderr, flush=True)
-    )
+    begun = ensure_scheduler(options)
     about = spool.scheduler() or {}
     if not begun:
         _check_same(config, about)
@@ -300,7 +298,7 @@ class Simulate(Options):
     """CSV or JSON file of jobs, or a drawn trace: steady, heavy-tail, bursts, fixed-batch,
     artifact."""
     policy: str = "rollout"
-    """Policy: fifo, srpt, tiresias, optimus, pollux, ones or rollout."""
+    """Policy: fifo, srpt, tiresias, pollux or rollout."""
     compare: bool = False
     """Simulate all other policies too."""
     slots: Annotated[int | None, Range(1, 4096)] = None
@@ -371,23 +369,15 @@ def simulate_jobs(config: Simulate) -> int:
         print("\n".join(why(jobs, cluster, policy, config.why, config.at)))
         return 0
     names = [config.policy]
-    left_out = []
     if config.compare:
-        for name in POLICIES:
-            if cluster.quotas and not make_policy(name).knows_quotas:
-                left_out.append(f"{name} is left out: it knows no quotas")
-            elif name != config.policy:
-                names.append(name)
-    results = []
-    for name in names:
-        result = policy if name == config.policy else make_policy(name, config.seed)
-        results.append(simulate(jobs, cluster, result))
+        names += [name for name in POLICIES if name != config.policy]
+    results = [simulate(jobs, cluster, make_policy(name, config.seed)) for name in names]
     if config.json:
         print(json.dumps({result.policy: _result_values(result) for result in results}))
     else:
-        _show(results, left_out)
+        _show(results)
     if config.html is not None:
-        _draw(config.html, config.trace, results, [_about(results[0]), *left_out])
+        _draw(config.html, config.trace, results, [_about(results[0])])
     return 0
 
 
@@ -431,7 +421,7 @@ def _about(result: Result) -> str:
     )
 
 
-def _show(results: list[Result], lines: list[str]) -> None:
+def _show(results: list[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -445,8 +435,6 @@ def _show(results: list[Result], lines: list[str]) -> None:
     for result in results:
         table.add_row(*summary_row(result))
     console.print(table)
-    for line in lines:
-        console.print(line)
 
 
 def _result_values(result: Result) -> dict[str, object]:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from gulliver.schedule.estimates import Estimator
     from gulliver.schedule.jobs import Job, JobCluster
     from gulliver.schedule.live.training import elastic
-    from gulliver.schedule.ones import Ones
     from gulliver.schedule.policies import Rollout
     from gulliver.schedule.report import HEADS, schedule_page, why
     from gulliver.schedule.simulator import Result, Summary, bound_of, simulate
@@ -25,7 +24,6 @@ __all__ = [
     "Estimator",
     "Job",
     "JobCluster",
-    "Ones",
     "Policy",
     "Pollux",
     "Result",
@@ -49,7 +47,6 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.schedule.estimates": ["Estimator"],
         "gulliver.schedule.jobs": ["Job", "JobCluster"],
         "gulliver.schedule.live.training": ["elastic"],
-        "gulliver.schedule.ones": ["Ones"],
         "gulliver.schedule.policies": ["Rollout"],
         "gulliver.schedule.report": ["HEADS", "schedule_page", "why"],
         "gulliver.schedule.simulator": ["Result", "Summary", "bound_of", "simulate"],

@@ -1,11 +1,11 @@
-"""Splits jobs over nodes so that they lose the least speed to the links between nodes."""
+"""Jobs, the slots that they share, and how jobs are split over nodes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -17,67 +17,12 @@ from gulliver.options import AT_LEAST_1, Range, check_options
 
 Parts = tuple[int, ...]
 """Slots of a job on each node."""
-Loss = Callable[[int, Parts], float]
-EXACT_NODES, EXACT_SLOTS, EXACT_JOBS = 4, 8, 6
-"""Nodes, slots of a node and jobs up to which the placement is exact."""
-SCATTERED = 1e-7
-"""Weight of scattered free slots: small, so that it only breaks ties."""
 
 
-def place(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
-    """Splits jobs over nodes."""
+def place(counts: Sequence[int], free: Sequence[int]) -> list[Parts]:
+    """Splits jobs over nodes: largest first, into the node that it fills best, or into few."""
+    # Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms").
     assert sum(counts) <= sum(free), "more slots than there are"
-    # Few jobs on few nodes are placed exactly: all splits of each job, memoised by the free slots
-    # left. Others go largest first into the node that they fill best (best-fit decreasing; Johnson
-    # 1973, "Near-optimal bin packing algorithms"). Ties are broken by keeping free slots together.
-    small = len(free) <= EXACT_NODES and max(free, default=0) <= EXACT_SLOTS
-    exact = small and len(counts) <= EXACT_JOBS
-    return (_exact if exact else _greedy)(counts, free, loss)
-
-
-def scattered(free: Sequence[int]) -> float:
-    """Cost of free slots: less where they are together."""
-    return -SCATTERED * sum(room * room for room in free)
-
-
-def splits(count: int, free: Sequence[int]) -> Iterator[Parts]:
-    """All ways to take `count` slots from nodes."""
-    if not free:
-        if count == 0:
-            yield ()
-        return
-    for here in range(max(0, count - sum(free[1:])), min(count, free[0]) + 1):
-        for rest in splits(count - here, free[1:]):
-            yield (here, *rest)
-
-
-def _exact(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
-    # Nodes are alike, so what is left is remembered in falling order, and put back afterwards.
-    @cache
-    def best(job: int, room: Parts) -> tuple[float, Parts]:
-        if job == len(counts):
-            return scattered(room), ()
-        found: tuple[float, Parts] | None = None
-        for parts in splits(counts[job], room):
-            behind = tuple(sorted((r - p for r, p in zip(room, parts, strict=True)), reverse=True))
-            cost = loss(job, parts) + best(job + 1, behind)[0]
-            if found is None or cost < found[0]:
-                found = cost, parts
-        assert found is not None
-        return found
-
-    left, placed = list(free), []
-    for job in range(len(counts)):
-        order = sorted(range(len(left)), key=lambda node: -left[node])
-        parts = best(job, tuple(left[node] for node in order))[1]
-        own = dict(zip(order, parts, strict=True))
-        placed.append(tuple(own[node] for node in range(len(left))))
-        left = [room - part for room, part in zip(left, placed[-1], strict=True)]
-    return placed
-
-
-def _greedy(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Parts]:
-    del loss
     left = list(free)
     placed: dict[int, Parts] = {}
     for job in sorted(range(len(counts)), key=lambda number: -counts[number]):
@@ -93,8 +38,6 @@ def _greedy(counts: Sequence[int], free: Sequence[int], loss: Loss) -> list[Part
     return [placed[job] for job in range(len(counts))]
 
 
-# Jobs, the slots that they share, and the speed of a job on a number of slots.
-#
 # A slot is one accelerator. Work is counted in samples at the job's own batch size. On n slots a
 # job runs at the batch size of the highest goodput that its limits allow. With a fixed batch,
 # other slots change its gradient accumulation only.
@@ -124,9 +67,6 @@ class Job:
         resize_seconds: seconds that it loses when its slots change, and when it goes on after a
             pause.
         start_seconds: seconds from its first slots to its first step.
-        save_seconds: those of `resize_seconds` in which it saves and still holds the slots that it
-            leaves.
-        end_seconds: seconds from its last step until it has ended and its slots are free.
         most_slots: largest number of slots that it runs on, None for any.
         announced: whether policies know `samples`; otherwise they have to estimate.
         curvature: how fast its loss falls, as policies observe it: it is by then
@@ -150,17 +90,10 @@ class Job:
     announced: bool = True
     curvature: Annotated[float, POSITIVE_TIME] = 3.0
     start_seconds: Annotated[float, AT_LEAST_0] = 0.0
-    save_seconds: Annotated[float, AT_LEAST_0] = 0.0
-    end_seconds: Annotated[float, AT_LEAST_0] = 0.0
 
     def __post_init__(self) -> None:
         label = f"job {self.name!r}: "
         check_options(self, label)
-        if self.save_seconds > self.resize_seconds:
-            raise GulliverError(
-                f"{label}save_seconds {self.save_seconds:g} are a part of resize_seconds, which "
-                f"are {self.resize_seconds:g}: give at most as many"
-            )
         if self.deadline is not None and not self.deadline >= self.arrival:
             raise GulliverError(
                 f"{label}deadline is {self.deadline}: it must be at least {self.arrival:g}, its "

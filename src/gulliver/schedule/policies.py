@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.schedule.classic import Fifo, Optimus, Pollux, Srpt, Tiresias, shares
+from gulliver.schedule.classic import Fifo, Pollux, Srpt, Tiresias, shares
 from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.jobs import JobCluster
-from gulliver.schedule.ones import Ones
 from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
 from gulliver.solve.allocation import fluid_bound
 
@@ -54,16 +53,6 @@ class SharingRule(NamedTuple):
     inertia: float = 1.0
     # Part of its weight that a job is charged for all slots.
     price: float = 0.0
-
-    def __str__(self) -> str:
-        text = (
-            f"weights of heSRPT at {self.speedup:g}"
-            if self.power is None
-            else f"seconds to the -{self.power:g}"
-        )
-        text = f"slowdowns ^ {self.exponent:g}, {text}" if self.inverse else text
-        text += f", resizes x {self.inertia:g}" * (self.inertia != 1)
-        return text + ", lazy" * self.lazy + ", deadlines first" * self.reserving
 
 
 RULES = tuple(
@@ -149,13 +138,12 @@ class Worlds:
         first: np.ndarray | None = None,
         limited: bool = False,
         there: np.ndarray | None = None,
-        boost: np.ndarray | None = None,
     ) -> None:
         self.rules, self.share, self.first, self.limited = rules, share, first, limited
         wide = (len(rules), 1)
         self.goodputs, self.slack, self.resume = jobs.goodputs, jobs.slack, jobs.resume
         self.left = np.array(np.broadcast_to(jobs.left, (len(rules), jobs.left.shape[-1])))
-        self.held, self.comes, self.boost = np.tile(jobs.held, wide), jobs.comes, boost
+        self.held, self.comes = np.tile(jobs.held, wide), jobs.comes
         self.ready, self.resize = np.tile(jobs.ready, wide), np.tile(jobs.resize, wide)
         self.now = np.zeros(len(rules))
         there = np.ones(self.left.shape, dtype=bool) if there is None else there
@@ -211,8 +199,6 @@ class Worlds:
         seconds[:, :, 0] = NEVER
         alone = left * self.fastest[chosen]
         weights = self._weights(np.where(alive, np.maximum(alone, 1e-9), np.nan))
-        if self.boost is not None:
-            weights = weights * self.boost[row, chosen]
         values = np.where(
             alive[:, :, None], (weights * alone)[:, :, None] / np.maximum(seconds, 1e-12), -np.inf
         )
@@ -590,10 +576,8 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "fifo": lambda seed: Fifo(),
     "srpt": lambda seed: Srpt(),
     "tiresias": lambda seed: Tiresias(),
-    "optimus": lambda seed: Optimus(Estimator(seed=seed)),
     "pollux": lambda seed: Pollux(),
-    "ones": lambda seed: Ones(seed=seed),
-    "rollout": lambda seed: Rollout(Estimator(seed=seed)),
+    "rollout": lambda seed: Rollout(seed=seed),
 }
 """Policies by name, made from the seed of what they draw."""
 

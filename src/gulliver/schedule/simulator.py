@@ -1,4 +1,9 @@
-"""Slots in transit: a job that leaves holds its slots until it has saved; the next one waits."""
+"""Runs a policy over a trace: an exact discrete-event simulation.
+
+Between two events nothing changes, so the next event is known in closed form: a job arrives, a job
+ends, or the policy asks to be woken. At each event the policy decides what every job has from then
+on. Contention between neighbouring jobs is not modelled.
+"""
 
 from __future__ import annotations
 
@@ -11,145 +16,31 @@ from typing import NamedTuple
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.schedule.jobs import Job, JobCluster, Parts, check_trace, place
+from gulliver.schedule.jobs import Job, JobCluster, check_trace, place
 from gulliver.schedule.state import Decision, JobState, Policy, View, limits_of, placed
 from gulliver.solve.allocation import fluid_bound
 
 
-class Start(NamedTuple):
-    """A decided start of a job."""
-
-    # Second of it; inf of a job that has no slots.
-    at: float
-    # Second at which it has left the slots that it had before.
-    gone: float
-    # Seconds from then to its first step.
-    seconds: float
-
-
-@dataclass
-class Handover:
-    """Decided starts, and slots that are not free yet."""
-
-    # Second at which a slot is free of the job that leaves it.
-    free: dict[int, float] = field(default_factory=dict)
-    # Last start of each job.
-    starts: dict[str, Start] = field(default_factory=dict)
-
-    def end(self, state: JobState, now: float) -> None:
-        """Holds the slots of a job that has done its last step until it has ended."""
-        if state.job.end_seconds:
-            self.free |= dict.fromkeys(state.slots, now + state.job.end_seconds)
-
-    def leave(self, state: JobState, now: float) -> Start:
-        """Plans a job's leave from its slots, before they are given to others."""
-        # What is decided before a job was started again costs nothing more: it starts on what was
-        # decided last.
-        job, last = state.job, self.starts.get(state.job.name)
-        if last is not None and (last.at > now or not state.slots):
-            return last
-        if state.started is None:
-            return Start(math.inf, now, job.start_seconds)
-        if not job.save_seconds or not state.slots:
-            return Start(math.inf, now, job.resize_seconds - job.save_seconds)
-        # At the end of a step, half of one from now in the mean; of the first, where it starts.
-        step = (state.scaling or job.scaling).seconds(state.count, state.batch)
-        still = step if state.ready > now else step / 2
-        gone = max(state.ready, now) + still + job.save_seconds
-        self.free |= dict.fromkeys(state.slots, gone)
-        # The step that it still does counts, so that it loses no more than its resize.
-        return Start(math.inf, gone, max(0.0, job.resize_seconds - job.save_seconds - still))
-
-    def enter(self, state: JobState, slots: tuple[int, ...], now: float, left: Start) -> float:
-        """Starts a job on slots, or on none, once it and others have left; returns when it runs."""
-        at = max(now, left.gone, *(self.free.get(slot, now) for slot in slots))
-        self.starts[state.job.name] = left._replace(at=at if slots else math.inf)
-        return at + left.seconds
-
-
-# Chooses the slots of jobs on nodes, once a policy has chosen their number.
-
-
-LESS = 0.5
-"""Largest loss after a move, as a share of the loss before it."""
-Chosen = Mapping[str, tuple[tuple[int, ...], int]]
-
-
-class _Wish(NamedTuple):
-    """Number of slots that a job is to have, and its batch size."""
-
-    state: JobState
-    slots: int
-    batch: int
-
-
 def on_nodes(
     states: Sequence[JobState],
-    decision: Decision,
-    chosen: Chosen,
+    chosen: Mapping[str, tuple[tuple[int, ...], int]],
     cluster: JobCluster,
-    now: float,
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Finds slots and batch of the jobs that start, resize or move."""
-    wishes = {}
-    for state in states:
-        given = decision.allotments.get(state.job.name)
-        if given is not None and isinstance(given.slots, int) and given.slots:
-            wishes[state.job.name] = _Wish(state, given.slots, given.batch)
-    # Jobs whose number of slots changes start or resize anyway, so they may move for free. The
-    # others stay until their placement has cost them what a move costs, as in ski rental (Karlin
-    # et al. 1988): that needs no job lengths, and never costs more than twice what knowing them
-    # would.
-    moving = {name: wish for name, wish in wishes.items() if wish.slots != wish.state.count}
-    moved = {
-        name: wish
-        for name, wish in wishes.items()
-        if name not in moving and _has_lost_a_move(wish.state, cluster, now)
-    }
-    while True:
-        found = _slots({**moving, **moved}, chosen, cluster)
-        better = {
-            name: wish
-            for name, wish in moved.items()
-            if _loss(wish.state, found[name], cluster)
-            < LESS * _loss(wish.state, wish.state.slots, cluster)
-        }
-        if len(better) == len(moved):
-            return {name: (slots, chosen[name][1]) for name, slots in found.items()}
-        moved = better
-
-
-def _loss(state: JobState, slots: Sequence[int], cluster: JobCluster) -> float:
-    return cluster.loss(state.job, state.batch, cluster.parts(slots))
-
-
-def _has_lost_a_move(state: JobState, cluster: JobCluster, now: float) -> bool:
-    lost = _loss(state, state.slots, cluster) * (now - state.changed)
-    return lost > state.job.resize_seconds
-
-
-def _slots(
-    wishes: dict[str, _Wish], chosen: Chosen, cluster: JobCluster
-) -> dict[str, tuple[int, ...]]:
-    """Finds slots for some jobs; the others stay where they are."""
-    taken = {slot for name, (slots, _) in chosen.items() if name not in wishes for slot in slots}
+    """Packs the jobs that start or resize into few nodes; the others stay where they are."""
+    moving = [s for s in states if len(chosen.get(s.job.name, ((), 0))[0]) not in (0, s.count)]
+    names = {state.job.name for state in moving}
+    taken = {slot for name, (slots, _) in chosen.items() if name not in names for slot in slots}
     free = [slot for slot in range(cluster.slots) if slot not in taken]
-    entries = list(wishes.values())
-
-    def loss(number: int, parts: Parts) -> float:
-        return cluster.loss(entries[number].state.job, entries[number].batch, parts)
-
+    counts = [len(chosen[state.job.name][0]) for state in moving]
     size = cluster.slots // cluster.nodes
-    found: dict[str, tuple[int, ...]] = {}
-    split = place([wish.slots for wish in entries], cluster.parts(free), loss)
-    for (name, wish), parts in zip(wishes.items(), split, strict=True):
+    found = dict(chosen)
+    for state, parts in zip(moving, place(counts, cluster.parts(free)), strict=True):
         own: list[int] = []
         for node, part in enumerate(parts):
             here = [slot for slot in free if slot // size == node]
             # Its own slots first, so that a drawing shows what has moved.
-            own += sorted(here, key=lambda slot: slot not in wish.state.slots)[:part]
-        same = set(own) == set(wish.state.slots)
-        found[name] = wish.state.slots if same else tuple(own)
+            own += sorted(here, key=lambda slot: slot not in state.slots)[:part]
+        found[state.job.name] = tuple(own), chosen[state.job.name][1]
         free = [slot for slot in free if slot not in own]
     return found
 
@@ -242,7 +133,6 @@ class Result:
     rounds: list[Round] = field(default_factory=list)
     states: dict[str, JobState] = field(default_factory=dict)
     events: int = 0
-    last_segment: dict[str, int] = field(default_factory=dict)
 
     def completion(self, name: str) -> float:
         """Seconds from a job's arrival to its end."""
@@ -301,13 +191,6 @@ def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
         total = fluid_bound(work, rates, arrivals, cluster.slots)
         _bounds[key] = (total - math.fsum(arrivals)) / len(jobs)
     return _bounds[key]
-
-
-# Runs a policy over a trace: an exact discrete-event simulation.
-#
-# Between two events nothing changes, so the next event is known in closed form: a job arrives, a
-# job ends, or the policy asks to be woken. At each event the policy decides what every job has
-# from then on. Contention between neighbouring jobs is not modelled.
 
 
 MOST_EVENTS = 2_000_000
@@ -369,9 +252,10 @@ class _Simulation:
     def __init__(self, jobs: tuple[Job, ...], cluster: JobCluster, policy: Policy) -> None:
         self.coming, self.cluster, self.policy = list(jobs), cluster, policy
         self.result = Result(jobs, cluster, policy.name)
+        # Number of each job's last segment.
+        self._last: dict[str, int] = {}
         self.present: list[JobState] = []
         self.finished: list[JobState] = []
-        self.handover = Handover()
         self.now = 0.0
 
     def run(self) -> Result:
@@ -429,10 +313,9 @@ class _Simulation:
             left = state.job.samples - state.done
             state.drawn += left * _drawn_per_sample(state)
             state.done = state.job.samples
-            self.result.ends[state.job.name] = self.now + state.job.end_seconds
+            self.result.ends[state.job.name] = self.now
             self.present.remove(state)
             self.finished.append(state)
-            self.handover.end(state, self.now)
             state.slots, state.batch = (), 0
             happened += f"{state.job.name} ended; "
         return happened
@@ -480,21 +363,12 @@ class _Simulation:
         self._last[name] = len(log)
         log.append(Segment(name, begun, ended, state.slots, state.batch, rate))
 
-    @property
-    def _last(self) -> dict[str, int]:
-        return self.result.last_segment
-
     def _apply(self, decision: Decision, cause: str) -> None:
         """Applies a decision."""
         chosen = placed(self.present, decision, range(self.cluster.slots))
         if self.cluster.nodes > 1:
-            chosen.update(on_nodes(self.present, decision, chosen, self.cluster, self.now))
+            chosen = on_nodes(self.present, chosen, self.cluster)
         self._check(chosen)
-        left = {
-            state.job.name: self.handover.leave(state, self.now)
-            for state in self.present
-            if state.slots != chosen.get(state.job.name, ((), 0))[0]
-        }
         changes = []
         for state in self.present:
             slots, batch = chosen.get(state.job.name, ((), 0))
@@ -503,11 +377,12 @@ class _Simulation:
             before = state.count
             if slots != state.slots:
                 changes.append(Change(state.job.name, before, len(slots)))
-                ready = self.handover.enter(state, slots, self.now, left[state.job.name])
                 if slots:
-                    state.ready = ready
-                    state.resizes += state.started is not None
-                    state.started = self.now if state.started is None else state.started
+                    started = state.started is not None
+                    lost = state.job.resize_seconds if started else state.job.start_seconds
+                    state.ready = self.now + lost
+                    state.resizes += started
+                    state.started = state.started if started else self.now
                 state.changed, state.epochs_since = self.now, 0.0
             state.slots, state.batch = slots, batch
             parts = self.cluster.parts(slots)

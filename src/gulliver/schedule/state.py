@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from gulliver.errors import GulliverError
 from gulliver.hardware.scaling import Scaling
 from gulliver.schedule.jobs import Job, JobCluster
 
@@ -115,18 +114,10 @@ class Policy:
     what: ClassVar[str]
     preempts: ClassVar[bool] = True
     """Whether it takes slots back, so that tenants may lend them."""
-    knows_quotas: ClassVar[bool] = True
 
     def begin(self, cluster: JobCluster) -> None:
-        """Resets the policy for a new simulation.
-
-        Raises:
-            GulliverError: it does not know quotas and there are some.
-        """
-        if cluster.quotas and not self.knows_quotas:
-            raise GulliverError(
-                f"policy {self.name!r} knows no quotas: take one that does, such as 'rollout'"
-            )
+        """Resets the policy for a new simulation."""
+        del cluster
 
     def decide(self, view: View) -> Decision:
         """Decides what each job gets from now on."""

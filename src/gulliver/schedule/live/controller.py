@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gulliver.errors import GulliverError
 from gulliver.schedule.jobs import JobCluster
-from gulliver.schedule.live.nodes import Backend, Launch, RankEnd
+from gulliver.schedule.live.nodes import Launch, Nodes, RankEnd
 from gulliver.schedule.live.tracking import (
     LiveJob,
     MeasuredSeconds,
@@ -38,7 +38,7 @@ class Controller:
     """State of a schedule that runs."""
 
     spool: Spool
-    backend: Backend
+    backend: Nodes
     policy: Policy
     clock: Callable[[], float]
     quotas: Mapping[str, int]
@@ -48,7 +48,7 @@ class Controller:
         self.jobs: dict[str, LiveJob] = {}
         self.slots: dict[int, str] = {}
         self.rounds: deque[Round] = deque(maxlen=ROUNDS)
-        self.measured = MeasuredSeconds([], [], [], [])
+        self.measured = MeasuredSeconds([], [])
         self.wake: float | None = None
         self.refused: dict[str, str] = {}
         self.changed, self.draining = True, False
@@ -169,9 +169,7 @@ class Controller:
         if job.first_failed:
             return self._failed(job, now)
         if left:
-            job.saving = saving = max(0.0, now - (job.progress["time"] - self.begun))
-            job.saves.append(saving)
-            self.measured.saves.append(saving)
+            job.saving = max(0.0, now - (job.progress["time"] - self.begun))
             job.go(Phase.WAITING, "has saved and left its slots")
             self.changed = True
             return []
@@ -186,8 +184,6 @@ class Controller:
         if samples is not None and done < samples * (1 - 1e-9):
             note = f"ended by itself after {done:g} of {samples:g} samples"
             return self._finish(job, Phase.ENDED, now, note)
-        job.ends = [max(0.0, now - (job.progress["time"] - self.begun))]
-        self.measured.ends.extend(job.ends)
         more = samples is not None and done > samples + job.batch
         note = f"done, after {done:g} samples where {samples:g} were submitted" if more else "done"
         return self._finish(job, Phase.ENDED, now, note)
@@ -273,12 +269,8 @@ class Controller:
                 job.silent = True
                 job.note = (
                     f"has not reported for {given.report_within:g} s: call job.report of "
-                    "gulliver.schedule.elastic() in every step; "
+                    "gulliver.schedule.elastic() in every step; it keeps its slots"
                 )
-                job.note += "it is stopped" if given.stop_silent else "it keeps its slots"
-                if given.stop_silent:
-                    job.stopping = True
-                    self.backend.kill(job.run)
                 causes.append(f"{job.name} is silent")
             if job.asked is not None and now - job.asked > given.grace and job.alive:
                 job.first_failed = job.first_failed or (

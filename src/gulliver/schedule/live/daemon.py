@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,8 +30,6 @@ from gulliver.schedule.live.options import HERE, LOCAL, SchedulerOptions
 from gulliver.schedule.live.tracking import Spool, write_object
 from gulliver.schedule.policies import make_policy
 
-STARTS = {HERE: "imports torch once for all jobs", LOCAL: "starts a Ray cluster on this machine"}
-"""What a scheduler does first, by its address."""
 PROGRAM = "from gulliver.schedule.live.daemon import main; main()"
 TICK_S = 0.1
 SECONDS_BETWEEN_WRITES = 0.5
@@ -86,7 +84,6 @@ def serve(options: SchedulerOptions) -> None:
     with only_one(spool):
         # One that was killed has left it.
         (spool.path / "scheduler.json").unlink(missing_ok=True)
-        spool.starts(STARTS.get(options.address, f"joins the Ray cluster at {options.address}"))
         nodes = make_nodes(options)
         try:
             before = read_history(spool)
@@ -96,11 +93,9 @@ def serve(options: SchedulerOptions) -> None:
                 take_up(job)
                 controller.jobs[job.name] = job
             controller.rounds.extend(before.rounds if before else ())
-            spool.starts("waits for the nodes, where torch is imported once for all jobs")
             while not controller.slots:
                 controller.tick()
                 time.sleep(TICK_S)
-            spool.starts("")
             _announce(spool, options, controller, nodes)
             with StopRequest().listening() as stop:
                 _loop(controller, options, stop)
@@ -168,9 +163,7 @@ def has_new(spool: Spool) -> bool:
     return bool(set(spool.names()) - known)
 
 
-def ensure_scheduler(
-    options: SchedulerOptions, tell: Callable[[str], object] = lambda what: None
-) -> bool:
+def ensure_scheduler(options: SchedulerOptions) -> bool:
     """Starts a scheduler where the folder has none; whether it has."""
     spool = Spool(options.path)
     spool.make()
@@ -179,7 +172,6 @@ def ensure_scheduler(
     if options.address != HERE:
         require_ray()
     make_policy(options.policy)
-    spool.starts("")
     log = spool.path / "scheduler.log"
     with named_errors(log), open(log, "ab") as file:
         program = subprocess.Popen(
@@ -189,21 +181,15 @@ def ensure_scheduler(
             stderr=file,
             start_new_session=True,
         )
-    due, doing = time.monotonic() + START_S, ""
+    due = time.monotonic() + START_S
     while time.monotonic() < due:
-        if spool.starting() not in ("", doing):
-            doing = spool.starting()
-            tell(doing)
         about = spool.scheduler()
         if about is not None and has_scheduler(spool):
             return True
         if program.poll() is not None:
             raise GulliverError(f"the scheduler did not start: {last_line(log)}")
         time.sleep(TICK_S)
-    raise GulliverError(
-        f"the scheduler did not start within {START_S:g} s (it {doing or 'has said nothing'}): see "
-        f"{log}"
-    )
+    raise GulliverError(f"the scheduler did not start within {START_S:g} s: see {log}")
 
 
 def stop_scheduler(folder: Path) -> None:

@@ -23,7 +23,7 @@ from gulliver.schedule.simulator import Change, Result, Round, Segment, follow
 
 PLAIN = (
     "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
-    "starts", "saves", "ends", "base", "failures", "ended",
+    "starts", "base", "failures", "ended",
 )  # fmt: skip
 """Attributes of a job that are kept as they are."""
 STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")

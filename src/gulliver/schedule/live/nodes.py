@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gulliver.errors import GulliverError, missing_extra
 from gulliver.schedule.live.options import Submission
@@ -58,30 +58,6 @@ class Launch:
     def log(self, rank: int) -> Path:
         """File of what a rank prints."""
         return self.folder / "logs" / f"attempt-{self.attempt:03d}-rank-{rank}.log"
-
-
-class Backend(Protocol):
-    """Place where ranks run."""
-
-    def slots(self) -> Mapping[int, str]:
-        """The slots that are there now, each with its node; a slot keeps its number."""
-        ...
-
-    def start(self, launch: Launch) -> None:
-        """Starts the ranks of a run."""
-        ...
-
-    def ended(self) -> list[RankEnd]:
-        """The ranks that have ended since the last call."""
-        ...
-
-    def kill(self, run: str) -> None:
-        """Kills what is left of a run."""
-        ...
-
-    def close(self) -> None:
-        """Kills everything and gives the nodes back."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -171,6 +147,10 @@ class Agent:
             for key in keys:
                 self._say(kill=key)
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method, as `RayNode.call` does elsewhere."""
+        return getattr(self, method)(*arguments)
+
     def close(self) -> None:
         """Ends the program, and so all ranks."""
         if self._program is not None and self._program.stdin is not None:
@@ -193,25 +173,6 @@ class NodeLost(Exception):
     """A node, named by the error, does not answer any more."""
 
 
-class Node(Protocol):
-    """An agent, here or elsewhere; every method may raise `NodeLost`."""
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the agent."""
-        ...
-
-
-class Here:
-    """The agent of this process."""
-
-    def __init__(self, agent: Agent | None = None) -> None:
-        self.agent = agent or Agent()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the agent."""
-        return getattr(self.agent, method)(*arguments)
-
-
 @dataclass
 class LiveRun:
     """Ranks of an attempt: the node of each, and which have not ended."""
@@ -224,8 +185,8 @@ class Nodes:
     """Runs over nodes that have agents; subclasses find the nodes."""
 
     def __init__(self) -> None:
-        # Agents by name of their node.
-        self.nodes: dict[str, Node] = {}
+        # Agents by name of their node; those of Ray may raise `NodeLost`.
+        self.nodes: dict[str, Agent | RayNode] = {}
         # Node of each slot.
         self.places: dict[int, str] = {}
         # Device of each slot, of nodes with GPUs.
@@ -342,9 +303,9 @@ class LocalNodes(Nodes):
 
     def __init__(self, slots: int, agent: Agent | None = None) -> None:
         super().__init__()
-        self.nodes["here"] = Here(agent)
+        self.nodes["here"] = here = agent or Agent()
         self.places = dict.fromkeys(range(slots), "here")
-        self.nodes["here"].call("ready")
+        here.ready()
 
 
 # Nodes of a Ray cluster: an agent on each holds the node's CPUs or GPUs as slots.

@@ -55,7 +55,7 @@ class SchedulerOptions(JobsFolder):
             Ray.
         cluster_slots: Slots of a cluster on this machine; of another, most on a node. The GPUs or
             CPUs that there are by default.
-        policy: Policy: fifo, srpt, tiresias, optimus, pollux, ones or rollout.
+        policy: Policy: fifo, srpt, tiresias, pollux or rollout.
         seed: Seed of policies that draw.
         quota: Slots that tenants have a right to, as TENANT=SLOTS.
         idle: Seconds without a job after which the scheduler ends.
@@ -111,8 +111,7 @@ class Submission(Options):
         exchange_seconds: Seconds that one slot takes to send all gradients once.
         env: Environment variables, as NAME=VALUE.
         fresh: Give it an interpreter of its own instead of a fork of one that has imported torch.
-        report_within: Seconds after which a job that says nothing is named.
-        stop_silent: Stop such a job; it keeps its slots by default, and is not resized.
+        report_within: Seconds after which a job that says nothing is named; it keeps its slots.
         grace: Seconds that it has to save and leave.
         tries: Failures from one checkpoint after which it is given up.
         submitted: Second of the epoch at which it was submitted.
@@ -138,7 +137,6 @@ class Submission(Options):
     env: tuple[str, ...] = ()
     fresh: bool = False
     report_within: Annotated[float, DAY] = 300.0
-    stop_silent: bool = False
     grace: Annotated[float, DAY] = 120.0
     tries: Annotated[int, AT_LEAST_1] = 3
     submitted: Annotated[float, AT_LEAST_0] = 0.0
@@ -159,7 +157,7 @@ class Submission(Options):
             raise GulliverError(
                 f"job {self.name!r}: give samples, or epoch where nobody knows when it ends"
             )
-        self.job(0.0, self.first_scaling, 0.0, 0.0, 0.0, 0.0)
+        self.job(0.0, self.first_scaling, 0.0, 0.0)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -175,9 +173,7 @@ class Submission(Options):
             return Scaling(self.slots / max(self.batch, 1))
         return Scaling(self.sample_seconds, self.step_seconds, self.exchange_seconds)
 
-    def job(
-        self, arrival: float, scaling: Scaling, resize: float, start: float, save: float, end: float
-    ) -> Job:
+    def job(self, arrival: float, scaling: Scaling, resize: float, start: float) -> Job:
         """Makes the job that policies see."""
         from gulliver.schedule.jobs import Job
 
@@ -199,8 +195,6 @@ class Submission(Options):
             tenant=self.tenant,
             resize_seconds=resize,
             start_seconds=start,
-            save_seconds=save,
-            end_seconds=end,
             most_slots=self.most_slots or smallest,
             announced=self.samples is not None,
         )

@@ -5,7 +5,6 @@ submitted by a file, says how far it is in one, and is asked to leave by one. So
 killed leaves nothing behind that the next one does not find.
 
     scheduler.json, scheduler.log    who schedules, on how many slots
-    starting.json                    what one that starts is doing
     schedule.json, schedule.html     what has happened, and its picture
     jobs/NAME/job.json               what was submitted
     jobs/NAME/control.json           what the scheduler asks of it
@@ -117,14 +116,6 @@ class Spool:
         values["arguments"] = tuple(values.get("arguments", ()))
         return Submission(**values)
 
-    def starts(self, what: str) -> None:
-        """Says how far the start of a scheduler is; empty once it is there."""
-        write_object(self.path / "starting.json", {"what": what})
-
-    def starting(self) -> str:
-        """What a scheduler that starts is doing; empty where none starts."""
-        return (read_object(self.path / "starting.json") or {}).get("what", "")
-
     def scheduler(self) -> dict[str, Any] | None:
         """What the scheduler says of itself; None where there is none."""
         return read_object(self.path / "scheduler.json")
@@ -136,7 +127,7 @@ class Spool:
 RESIZE_SECONDS = 10.0
 """Seconds that a resize counts as until one was measured."""
 LAST = 5
-"""MeasuredSeconds seconds of resizes that count."""
+"""Measured seconds that count."""
 FEW = 3
 """Steps of an attempt from which their mean is looked at."""
 NOTICED = 0.05
@@ -149,14 +140,10 @@ class MeasuredSeconds(NamedTuple):
     Attributes:
         starts: seconds from the first slots to the first step.
         resizes: seconds from the last step to the first one after.
-        saves: seconds of resizes, from the last step until the slots are free.
-        ends: seconds from the last step until a job that is done has ended.
     """
 
     starts: list[float]
     resizes: list[float]
-    saves: list[float]
-    ends: list[float]
 
     @classmethod
     def of(cls, jobs: Iterable[LiveJob]) -> MeasuredSeconds:
@@ -171,7 +158,7 @@ class MeasuredSeconds(NamedTuple):
         )
 
 
-NOTHING = MeasuredSeconds([], [], [], [])
+NOTHING = MeasuredSeconds([], [])
 
 
 class Phase(Enum):
@@ -243,10 +230,6 @@ class LiveJob:
     resizes: list[float] = field(default_factory=list)
     # Seconds from its first slots to its first step.
     starts: list[float] = field(default_factory=list)
-    # Seconds of resizes in which it still held its slots.
-    saves: list[float] = field(default_factory=list)
-    # Seconds from its last step to its end.
-    ends: list[float] = field(default_factory=list)
     # Samples a second, by slots and batch.
     points: dict[tuple[int, int], float] = field(default_factory=dict)
     scaling: Scaling | None = None
@@ -293,25 +276,16 @@ class LiveJob:
     @property
     def measured(self) -> MeasuredSeconds:
         """Seconds that were measured of it."""
-        return MeasuredSeconds(self.starts, self.resizes, self.saves, self.ends)
+        return MeasuredSeconds(self.starts, self.resizes)
 
     def job(self, others: MeasuredSeconds = NOTHING) -> Job:
         """Makes the job that policies see, of what is known by now."""
         known = self.measured.or_of(others)
         resize = fmean(known.resizes) if known.resizes else RESIZE_SECONDS
-        start, save, end = (
-            fmean(seconds) if seconds else 0.0
-            for seconds in (known.starts, known.saves, known.ends)
-        )
+        start = fmean(known.starts) if known.starts else 0.0
+        scaling = self.scaling or self.submission.first_scaling
         return replace(
-            self.submission.job(
-                self.arrival,
-                self.scaling or self.submission.first_scaling,
-                resize,
-                start,
-                min(save, resize),
-                end,
-            ),
+            self.submission.job(self.arrival, scaling, resize, start),
             noise=float(self.progress.get("noise") or self.submission.noise),
         )
 
