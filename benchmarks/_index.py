@@ -1,14 +1,13 @@
-"""Gathers the kept results into one page: `python -m benchmarks._index docs/benchmarks.md`.
+"""Writes the page of benchmarks: `python -m benchmarks._index docs/benchmarks.md`.
 
-First what is claimed: a row for each kind of bar, with the figure that comes nearest to failing.
-Then what was measured, table by table. The line of JSON stays in the result's file.
+The page has one chart and one table of at most 25 claims. Full tables, notes and JSON stay in
+`benchmarks/results`. Results of uncommitted trees are left out.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,154 +15,214 @@ from pathlib import Path
 
 from benchmarks._harness import RESULTS, Bar, markdown_table
 
-HEAD = """# Benchmarks: is it faster than FSDP, DDP, DeepSpeed, torch.save?
+HEAD = """# Benchmarks: how fast is it, compared with what?
 
-Written by `make bench` from `benchmarks/results`; `python -m benchmarks.NAME` runs one. Everything
-is measured beside a peer on the same work in the same run, in turns. A *bar* is the limit that was
-set before; where several cases share one, the figure is that of the case that is nearest to failing
-it. All of it ran on CPUs over gloo.
+Every figure was measured next to a peer, on the same work, in the same run, taking turns. **All of
+them are from CPUs** (gloo between ranks); nothing has been measured on a GPU yet. A ratio above 1
+means that Gulliver is faster. The bar was set before the run; missed bars are shown as such.
+
+![Speed relative to the peer, one bar per claim](assets/benchmarks.png)
+
+"""
+TAIL = """
+`python -m benchmarks.NAME` runs one of them, `make bench` all, which takes hours and a quiet
+machine; parts that shape network links need root. The result files, named in the last column and
+kept in `benchmarks/results`, have every table, the versions, the command and the data as JSON.
 """
 
-AREAS = {
-    "zero": "ZeRO beside DDP, FSDP2 and DeepSpeed",
-    "tensor": "Tensor parallelism beside DTensor, DDP and FSDP2",
-    "sequence": "Sequence parallelism beside torch's ring",
-    "pipeline": "Pipeline parallelism beside torch's schedules",
-    "wire": "Formats of what travels between ranks",
-    "torus": "Collectives along a torus beside flat ones",
-    "checkpoint": "Checkpoints beside torch.save and dcp.async_save",
-    "loader": "Data loader",
-    "memory": "Training under a limit of memory",
-    "memory_truth": "Bytes of grids: predicted beside counted",
-    "finetune": "Fine-tuning beside transformers' Trainer, and in 4 GiB",
-    "embedding": "Embedding tables behind a cache",
-    "schedule": "Jobs that share a cluster, simulated",
-    "joint": "Shardings and recomputation: jointly and in two stages",
-    "serving": "Serving beside transformers",
-    "fp8": "FP8 training beside float32, and on a GPU beside bf16 and torchao",
-}
-"""First word of a claim to heading, in the order of the page; other claims follow."""
 
-COLUMNS = ("measured", "claim", "figure", "bar", "holds", "machine", "commit", "date")
-PICTURES = "assets/benchmarks"
-"""Where the page's pictures are: what is built from the docs alone has to find them."""
+@dataclass(frozen=True)
+class Claim:
+    """A row of the page: a bar of a kept result, in words."""
+
+    area: str
+    text: str
+    peer: str
+    # Name of the result and of its bar; of several bars with the name, the worst counts.
+    result: str
+    bar: str
+    # Whether the value is a speed relative to the peer, which the chart shows.
+    speed: bool = False
+
+
+CLAIMS = (
+    Claim("ZeRO 2", "step on a slow link", "DDP", "zero-gpt-2-1", "times faster than DDP 5", True),
+    Claim(
+        "ZeRO 2", "step on loopback", "DDP", "zero-gpt-4-loopback", "times faster than DDP", True
+    ),
+    Claim(
+        *("ZeRO 3", "step on a slow link", "DeepSpeed 3", "zero-gpt-2-1"),
+        *("times faster than DeepSpeed 3", True),
+    ),
+    Claim("Tensor", "step", "DTensor", "tensor", "times faster than DTensor", True),
+    Claim(
+        "Ring",
+        "attention on 4 ranks",
+        "torch",
+        "sequence",
+        "peers: fastest other / ring of 4",
+        True,
+    ),
+    Claim("Pipeline", "step", "torch's 1F1B", "pipeline-4", "best over torch 1f1b", True),
+    Claim("Wire", "FP8 messages on a slow link", "float32 messages", "wire", "fp8 over fp32", True),
+    Claim(
+        *("Torus", "8 MiB all-reduce over two nodes", "gloo", "torus"),
+        *("8 MiB, node: gloo flat / torus", True),
+    ),
+    Claim(
+        *("Checkpoint", "time that training is held up", "torch.save", "checkpoint-1gb"),
+        "training held up, over torch.save's",
+    ),
+    Claim(
+        *("Checkpoint", "training held up less", "DCP async_save", "checkpoint-1gb"),
+        *("torch's async holds up longer, times", True),
+    ),
+    Claim(
+        *("Gemini", "step with state on a disk", "system swap", "memory-headline-2048x20"),
+        *("Gemini: times faster than swapping", True),
+    ),
+    Claim(
+        *("Gemini", "peak memory, of the limit", "the limit", "memory-headline-2048x20"),
+        "Gemini: peak / limit",
+    ),
+    Claim(
+        *("Serving", "tokens/s, 32 requests", "transformers, static batches", "serving"),
+        *("times the tokens/s of the best static batches", True),
+    ),
+    Claim(
+        *("Serving", "tokens/s, 32 requests", "transformers, continuous", "serving"),
+        *("times the tokens/s of transformers' continuous batching", True),
+    ),
+    Claim(
+        "int8",
+        "generation at batch 1",
+        "float32",
+        "int8",
+        "generation at batch 1, over float32",
+        True,
+    ),
+    Claim("int8", "perplexity", "float32", "int8-models", "perplexity over float32's, int8"),
+    Claim(
+        *("Data-centric", "step on uneven clips, 4 ranks", "the better of two methods"),
+        *("data-centric-measured-4-stdit", "ours over the better other, least row", True),
+    ),
+    Claim(
+        *("DreamBooth", "seconds of a step", "diffusers' script", "dreambooth"),
+        "seconds of a step over those of diffusers' script",
+    ),
+    Claim("FP8", "final loss, relative difference", "float32", "fp8", "final loss apart"),
+    Claim(
+        *("Embedding", "look-ahead cache, time", "fetching on demand", "embedding_tiers"),
+        "look-ahead, of on-demand time",
+    ),
+    Claim(
+        *("Planner", "chosen grid, time over the best grid's", "all 12 grids run"),
+        *("planner-truth-long-fast-inside-swapped-equal", "chosen over the best"),
+    ),
+    Claim(
+        *("Planner", "order of the grids (Kendall tau)", "all 12 grids run"),
+        *("planner-truth-long-fast-inside-swapped-equal", "Kendall tau"),
+    ),
+    Claim(
+        "Planner",
+        "peak memory, largest error",
+        "counted bytes",
+        "memory_truth",
+        "largest error of the peak",
+    ),
+    Claim(
+        *(
+            "Fine-tuning",
+            "1 B, all weights in 4 GiB: error of predicted time",
+            "the run",
+            "finetune-1b",
+        ),
+        "1 B, all weights: error of the prediction",
+    ),
+)
+COLUMNS = ("part", "what", "peer", "figure", "bar", "met", "machine", "commit", "date", "result")
 
 
 @dataclass(frozen=True)
 class Result:
     """A kept result."""
 
-    claim: str  # name of the result's files
-    title: str  # what was measured
-    date: str  # of the measurement
-    commit: str  # that was measured
-    machine: str  # the hardware in a few words
-    software: str  # versions of Python and torch
-    command: str  # that measured it
-    bars: tuple[Bar, ...]  # what was claimed
-    text: str  # tables and notes, without the bars and the line of JSON
-
-    @property
-    def area(self) -> str:
-        """First word of the claim."""
-        return self.claim.partition("-")[0]
-
-    @property
-    def anchor(self) -> str:
-        """Name of the result's place on the page."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.claim} {self.machine}".lower()).strip("-")
+    claim: str
+    date: str
+    commit: str
+    machine: str
+    bars: tuple[Bar, ...]
+    file: str
 
 
 def read(path: Path) -> Result:
     """Reads a result as `finish` of the harness has kept it."""
     text, _, line = path.read_text(encoding="utf-8").partition("```json\n")
     kept = json.loads(line.partition("\n```")[0])
-    title, _, text = text.removeprefix("# ").partition("\n")
-    facts = re.findall(r"^- (.*)$", text, re.MULTILINE)[:3]
-    text = text.partition(facts[2])[2]
-    text = re.sub(r"\| bar \| value \|(.*\n)(\|.*\n?)*", "", text)
+    facts = re.findall(r"^- (.*)$", text, re.MULTILINE)[:2]
     date, _, commit = facts[0].removeprefix("date ").partition(", commit ")
-    machine, _, software = facts[1].partition("; ")
     bars = tuple(Bar(**bar) for bar in kept["bars"])
-    return Result(
-        *(kept["claim"], title.strip(), date, commit, machine, software, facts[2].strip("`")),
-        *(bars, text.strip()),
-    )
+    return Result(kept["claim"], date, commit, facts[1].partition("; ")[0], bars, path.name)
 
 
-def newest(results: Sequence[Result]) -> list[Result]:
-    """The newest result of each claim on each machine, in the order of `AREAS`."""
-    found = {(r.claim, r.machine): r for r in sorted(results, key=lambda r: r.date)}
-    order = {area: place for place, area in enumerate(AREAS)}
-    return sorted(found.values(), key=lambda r: (order.get(r.area, len(order)), r.claim, r.machine))
+def newest(results: Sequence[Result]) -> dict[str, Result]:
+    """Returns the newest result of each claim from a committed tree."""
+    clean = [result for result in results if not result.commit.endswith("-dirty")]
+    return {result.claim: result for result in sorted(clean, key=lambda result: result.date)}
 
 
-def claims(bars: Sequence[Bar]) -> list[tuple[str, str, str, str]]:
-    """Rows of claim, figure, bar and whether it holds; bars of one kind and limit share a row."""
-    kinds = [bar.name.rpartition(": ")[2] for bar in bars]
-    groups: dict[tuple[str, float], list[Bar]] = {}
-    for bar, kind in zip(bars, kinds, strict=True):
-        name = kind if kinds.count(kind) > 1 else bar.name
-        groups.setdefault((name, bar.bar), []).append(bar)
-    return [_row(name, group) for (name, _), group in groups.items()]
+def worst(claim: Claim, results: dict[str, Result]) -> tuple[Result, Bar]:
+    """Returns the bar of a claim that is nearest to failing, with its result."""
+    result = results[claim.result]
+    # The name of a case stands before the bar's: "2 ranks, loopback: times faster than DTensor".
+    bars = [bar for bar in result.bars if bar.name == claim.bar or bar.name.endswith(claim.bar)]
+    at_least = any((bar.value > bar.bar) == bar.holds and bar.value != bar.bar for bar in bars)
+    return result, (min if at_least else max)(bars, key=lambda bar: bar.value)
 
 
-def _row(name: str, group: Sequence[Bar]) -> tuple[str, str, str, str]:
-    least = any((bar.value > bar.bar) == bar.holds and bar.value != bar.bar for bar in group)
-    exact = all(bar.value == bar.bar for bar in group)
-    worst = (min if least else max)(group, key=lambda bar: bar.value)
-    holding = sum(bar.holds for bar in group)
-    of = worst.name.removesuffix(name).removesuffix(": ")
-    figure = f"{worst.value:.3g}" + (f" ({of})" if of else "")
-    limit = "" if exact else "at least " if least else "at most "
-    if len(group) == 1:
-        holds = "yes" if holding else "**no**"
-    else:
-        holds = "yes" if holding == len(group) else f"**{holding} of {len(group)}**"
-    return name, figure, f"{limit}{worst.bar:.3g}", holds
+def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
+    """Returns a row for each claim that has a result."""
+    found = []
+    for claim in CLAIMS:
+        result, bar = worst(claim, results)
+        at_least = (bar.value > bar.bar) == bar.holds
+        limit = f"{'at least' if at_least else 'at most'} {bar.bar:.3g}"
+        cells = claim.area, claim.text, claim.peer, f"{bar.value:.3g}", limit
+        place = result.machine, result.commit, result.date, f"`{result.file}`"
+        found.append((*cells, "yes" if bar.holds else "**no**", *place))
+    return found
 
 
-def page(results: Sequence[Result]) -> str:
-    """The page: tables of claims, then what was measured."""
-    parts, areas = [HEAD], dict.fromkeys(result.area for result in results)
-    for area in areas:
-        rows = [row for result in results if result.area == area for row in _rows(result)]
-        parts.append(f"## {AREAS.get(area, area)}\n\n{markdown_table(COLUMNS, rows)}\n")
-    parts.append("## What was measured\n")
-    return "\n".join([*parts, *map(_details, results)])
+def draw(results: dict[str, Result], path: Path) -> None:
+    """Draws the speeds relative to peers, on a logarithmic axis."""
+    import matplotlib
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-def _rows(result: Result) -> list[tuple[str, ...]]:
-    link, place = f"[{result.title}](#{result.anchor})", (result.machine, result.commit)
-    found = claims(result.bars)
-    return [
-        (link if number == 0 else "", *claim, *place, result.date)
-        for number, claim in enumerate(found)
-    ]
-
-
-def _details(result: Result) -> str:
-    def kept(match: re.Match[str]) -> str:
-        return f"![{match[1]}]({PICTURES}/{match[2]})"
-
-    text = re.sub(r"!\[([^]]*)\]\(([^)/]+\.png)\)", kept, result.text)
-    return (
-        f'<a id="{result.anchor}"></a>\n\n### {result.title}\n\n'
-        f"{result.date}, commit {result.commit}; {result.machine}; {result.software}; "
-        f"`{result.command}`\n\n{text}\n"
-    )
+    shown = [(claim, worst(claim, results)[1]) for claim in CLAIMS if claim.speed]
+    names = [f"{claim.area}: {claim.text}, over {claim.peer}" for claim, _ in shown]
+    values = [bar.value for _, bar in shown]
+    colours = ["tab:blue" if bar.holds else "tab:orange" for _, bar in shown]
+    figure, axes = pyplot.subplots(figsize=(10, 0.4 * len(shown) + 1), layout="constrained")
+    axes.barh(names, [value - 1 for value in values], left=1, color=colours)
+    for row, value in enumerate(values):
+        axes.annotate(f" {value:.2f}", (max(value, 1), row), va="center")
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlim(right=max(values) * 2)
+    axes.set_xlabel("speed relative to the peer, worst case (orange: bar missed)")
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
 
 
 def main(path: Path) -> None:
-    results = newest([read(file) for file in RESULTS.glob("*.md")])
-    text = page(results)
-    folder = path.parent / PICTURES
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name in re.findall(rf"\({PICTURES}/([^)]+)\)", text):
-        shutil.copy(RESULTS / name, folder / name)
+    results = newest([read(file) for file in sorted(RESULTS.glob("*.md"))])
+    text = HEAD + markdown_table(COLUMNS, rows(results)) + "\n" + TAIL
     path.write_text(text, encoding="utf-8")
-    print(f"{path}: {len(results)} results")
+    draw(results, path.parent / "assets" / "benchmarks.png")
+    print(f"{path}: {len(CLAIMS)} claims")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks._harness import Bar, at_least, at_most
+from benchmarks._index import CLAIMS, Claim, Result, newest, read, rows, worst
 from benchmarks._which_plugin import MARKS, MEMORIES, state_bytes, table
 
 import gulliver
@@ -74,6 +77,35 @@ def test_output_that_nobody_reads_on_ends_without_a_traceback(
         with pytest.raises(SystemExit) as ended:
             _main.main(["plan", "--help"])
     assert ended.value.code == 141
+
+
+def test_the_page_of_benchmarks_shows_the_worst_case_and_missed_bars() -> None:
+    claim = Claim("ZeRO", "step", "DDP", "zero", "times faster", speed=True)
+    bars = tuple(
+        at_least(f"ZeRO {stage}: times faster", value, 1.2) for stage, value in ((1, 1.5), (2, 1.1))
+    )
+    made = [
+        Result("zero", "2026-11-01", "abc", "4 cores", bars, "zero.md"),
+        Result("zero", "2026-11-02", "def-dirty", "4 cores", bars[:1], "dirty.md"),
+    ]
+    result, bar = worst(claim, newest(made))
+    assert (result.file, bar.value, bar.holds) == ("zero.md", 1.1, False)
+    at_mosts = tuple(
+        at_most(f"{case}: off", value, 0.1) for case, value in (("a", 0.01), ("b", 0.3))
+    )
+    loss = Claim("ZeRO", "loss", "DDP", "zero", "off")
+    assert worst(loss, {"zero": replace(made[0], bars=at_mosts)})[1].value == 0.3
+
+
+def test_every_claim_of_the_page_has_a_kept_result_of_a_commit() -> None:
+    results = newest([read(path) for path in (ROOT / "benchmarks" / "results").glob("*.md")])
+    found = rows(results)
+    assert len(found) == len(CLAIMS) <= 25
+    assert all(
+        result.bars and all(isinstance(b, Bar) for b in result.bars) for result in results.values()
+    )
+    missed = [row for row in found if row[5] != "yes"]
+    assert len(missed) == sum(not worst(claim, results)[1].holds for claim in CLAIMS)
 
 
 PAGES = ROOT / "docs"
