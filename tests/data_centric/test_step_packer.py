@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Tokens
@@ -88,6 +88,7 @@ def test_both_packers_give_the_same_groups_to_the_bit(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
+@example(572)  # The degrees that take least would leave no rank to a shape.
 @settings(max_examples=40, deadline=None)
 def test_the_fallback_places_every_sample_once_inside_the_ranks(seed: int) -> None:
     draw = np.random.default_rng(seed)
