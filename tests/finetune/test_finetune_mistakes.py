@@ -46,7 +46,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
         ),
         ("a.json", b'[{"text": "a"}, {"te', "a.json is no JSON list, or was cut off"),
         ("a.json", b'[{"text": "\xff"}]', r"a.json: no UTF-8: 0xff at byte 11: a list is read"),
-        ("a.json", b'{\n"text": "a"\n}', "a.json is a single JSON object over several lines"),
         ("a.jsonl", b'{\n"text": "a"\n}', r"3 rows are bad, the first is .*a.jsonl:1: no JSON"),
         ("a.txt", b"a\0b", r"1 rows are bad, the first is .*a.txt: a NUL byte: at byte 1"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from tests.finetune.finetune_runs import small as small_finetune
 from tests.video.test_data import write_table, write_video
 
 SHAPES = ("5x16x16",)
-Begin = Callable[[Path], tuple[Any, Callable[[], None]]]
 """Makes the data and the first step of a run in a folder; returns its resumption."""
 
 

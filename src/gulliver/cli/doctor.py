@@ -25,7 +25,9 @@ GIB = 2**30
 
 def doctor(folder: Path, mib: int) -> int:
     """Runs the command."""
-    check_folder(folder, mib)
+    check_folder(folder)
+    with named_errors(folder):
+        require_space(folder, mib * MIB)
     table = Table(title=f"Gulliver {__version__} on {platform.node()}", title_justify="left")
     table.add_column("what")
     table.add_column("found")
@@ -44,16 +46,12 @@ def doctor(folder: Path, mib: int) -> int:
     return 0
 
 
-def check_folder(folder: Path, mib: int) -> None:
-    """Refuses, before anything is measured, a folder that cannot be written."""
-    if mib < 1:
-        raise GulliverError(f"--mib {mib}: at least 1")
+def check_folder(folder: Path) -> None:
+    """Refuses what is no folder, before anything is measured."""
     if not folder.exists():
         raise GulliverError(f"{folder} does not exist: --folder names a folder on the disk to test")
     if not folder.is_dir():
         raise GulliverError(f"{folder} is not a folder: --folder names one on the disk to test")
-    with named_errors(folder):
-        require_space(folder, mib * MIB)
 
 
 def machine() -> Iterator[tuple[str, str]]:

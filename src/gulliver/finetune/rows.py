@@ -151,7 +151,6 @@ def _json(file: Path) -> Rows:
     with file.open("rb") as opened:
         start = opened.read(64).removeprefix(MARK).lstrip()
     if not start.startswith(b"["):
-        _check_lines(file)
         yield from _json_lines(file)
         return
     text = _decoded(file.read_bytes(), str(file))
@@ -163,25 +162,6 @@ def _json(file: Path) -> Rows:
         raise GulliverError(f"{file} is no JSON list, or was cut off: {error}") from None
     for number, value in enumerate(values, 1):
         yield _row(value, f"{file}#{number}")
-
-
-def _check_lines(file: Path) -> None:
-    """Refuses a file that is a single object over several lines."""
-    with file.open("rb") as lines:
-        first = next((line for line in lines if line.removeprefix(MARK).strip()), b"")
-    if not _is_json(first) and _is_json(file.read_bytes()):
-        raise GulliverError(
-            f"{file} is a single JSON object over several lines: give a list of objects, or an "
-            "object a line"
-        )
-
-
-def _is_json(content: bytes) -> bool:
-    try:
-        json.loads(content.removeprefix(MARK))
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _table(delimiter: str) -> Callable[[Path], Rows]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.errors import GulliverError
 from gulliver.serve.attention import (
     ModelShape,
     Pages,
@@ -103,8 +102,6 @@ class LocalRunner:
                 the cache.
         """
         check_served(model)
-        if block_size < 1:
-            raise GulliverError(f"block_size={block_size}: give 1 or more")
         self._model = model.eval()
         self.device = device = next(model.parameters()).device
         zero = torch.zeros(1, dtype=torch.int64, device=device)
