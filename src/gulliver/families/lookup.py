@@ -33,7 +33,8 @@ _added: list[Family] = []
 @cache
 def _shipped() -> tuple[Family, ...]:
     """The records of this package, those with more to say first."""
-    return (*(r for r in vars(records).values() if isinstance(r, Family)), HUGGING_FACE, *TYPES)
+    known = [record for record in vars(records).values() if isinstance(record, Family)]
+    return (*sorted(known, key=lambda record: record.name.lower()), HUGGING_FACE, *TYPES)
 
 
 def all_families() -> tuple[Family, ...]:
