@@ -67,7 +67,7 @@ def answer_of(options: Search) -> Answer:
     return Answer(subject, found, prices, enough(found, samples), changed, why)
 
 
-def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subject, Found]:
+def _searched(options: Search, cluster: Cluster) -> tuple[Subject, Found]:
     subject = subject_of(options)
     optimizer = trained_part(subject, options)
     limit = None if options.memory is None else byte_size("--memory", options.memory)
@@ -86,9 +86,8 @@ def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subjec
         options.batch,
         limit,
         options.precision,
-        best,
-        facts,
-        OffloadTiers() if options.inference else OffloadTiers.of(options.host, options.disk),
+        facts=facts,
+        behind=OffloadTiers() if options.inference else OffloadTiers.of(options.host, options.disk),
     )
     return subject, found
 
