@@ -311,9 +311,7 @@ class ShardedState:
 
     def _release_idle(self) -> None:
         """Ends uses of the manager's objects that can be begun again later."""
-        # With other ranks no chunk can come again by itself: they would not take part.
-        if self.gatherer.alone:
-            self.gatherer.release_idle()
+        self.gatherer.release_idle()
         self.reducer.release_idle()
 
     def step_groups(self) -> list[list[int]]:
