@@ -90,6 +90,7 @@ def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int
     """Starts a receive from a rank of the world."""
     # Not by `dist.irecv`, which makes a dozen calls to find the same two arguments.
     found = group or dist.group.WORLD
+    assert found is not None, "the world is initialized"
     return found.recv([_content(tensor)], dist.get_group_rank(found, peer), tag)
 
 
@@ -112,6 +113,7 @@ def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -
     """Starts a send to a rank of the world."""
     count_sent(tensor.nbytes)
     found = group or dist.group.WORLD
+    assert found is not None, "the world is initialized"
     return found.send([_content(tensor)], dist.get_group_rank(found, peer), tag)
 
 

@@ -202,7 +202,6 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False
     before_any_write()  # buffers change hands, which a checkpoint may be copying
-    shards.gatherer.release_all()
     shards.take_writes()
     shards.publish_exact()
     chunks = shards.replaced(order, chunk_bytes)

@@ -294,7 +294,7 @@ class Gatherer:
         """Keeps all chunks here: passes inside bring nothing and give nothing back."""
         # Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
         # chunks come and go, but each rank brings them from a copy of its own, made here.
-        if not self.sharded or self.alone:
+        if not self.sharded or self in _alone:
             yield
             return
         if self._tight:
@@ -363,11 +363,6 @@ class Gatherer:
             at_end_of_backward(self.leave_backward)
 
     @property
-    def alone(self) -> bool:
-        """Whether chunks come without another rank that takes part."""
-        return self in _alone
-
-    @property
     def idle(self) -> bool:
         """Whether the model is not being run."""
         return self._depth == 0 and self._engine.current is Pass.NONE
@@ -400,8 +395,9 @@ class Gatherer:
             self.finish(sharded)
 
     def release_idle(self) -> None:
-        """Releases chunks that nothing refers to; on one rank they may come again at any time."""
-        for sharded in self.chunks:
+        """Releases chunks that nothing refers to, where they may come again at any time."""
+        # With other ranks no chunk can come again by itself: they would not take part.
+        for sharded in self.chunks if self in _alone else ():
             whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
             if whole and not wanted and storage_users(sharded.chunk.data) <= sharded.users:
                 self.release(sharded)

@@ -311,9 +311,7 @@ class ShardedState:
 
     def _release_idle(self) -> None:
         """Ends uses of the manager's objects that can be begun again later."""
-        # With other ranks no chunk can come again by itself: they would not take part.
-        if self.gatherer.alone:
-            self.gatherer.release_idle()
+        self.gatherer.release_idle()
         self.reducer.release_idle()
 
     def step_groups(self) -> list[list[int]]:
@@ -339,7 +337,8 @@ class ShardedState:
 
     def take_writes(self) -> None:
         """Brings what was written to the parameters, on all ranks alike, to the shards."""
-        self.gatherer.finish_all()
+        # With stage 3 none stays here: the shards may change next, and what was read would be old.
+        self.gatherer.release_all()
         for sharded in self.all_chunks:
             if sharded.chunk.buffer is not None:
                 sharded.chunk.take_writes()
