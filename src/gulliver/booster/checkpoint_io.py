@@ -136,7 +136,7 @@ def write_folder(
         names = _of_all({0: adapter_names(model)})[0]
         wanted = {source for sources in names.values() for source in sources.values()}
         return lambda weights: write_adapters(weights, model, folder, dtype, names=names), wanted
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         options.setdefault("config", config.to_dict())
     aliases = _of_all(holder.checkpoint.canonical_names(model))

@@ -281,5 +281,11 @@ def to_yaml(value: dict[str, Any]) -> str:
 
     for kind, represent in ((str, text), (list, row), (tuple, row), (dict, mapping)):
         Dumper.add_representer(kind, represent)
-    options = {"sort_keys": False, "allow_unicode": True, "width": math.inf}
-    return yaml.dump(value, Dumper=Dumper, default_flow_style=False, **options)
+    return yaml.dump(
+        value,
+        Dumper=Dumper,
+        default_flow_style=False,
+        sort_keys=False,
+        allow_unicode=True,
+        width=math.inf,
+    )
