@@ -22,7 +22,7 @@ from gulliver.dreambooth import DreamboothConfig
 from gulliver.dreambooth.base import Picture
 from gulliver.dreambooth.config import alternatives
 from gulliver.dreambooth.student import make_student
-from gulliver.dreambooth.trainer import DreamBoothTrainer, dreambooth, make_plugin
+from gulliver.dreambooth.trainer import DreamBoothTrainer, _plan, dreambooth, make_plugin
 from gulliver.dreambooth.video_base import VideoBase, along, load_adapter
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
@@ -178,8 +178,9 @@ def test_what_is_saved_makes_the_same_clips_and_only_adapters_and_the_row_have_l
     run: Path, subject: Path, tmp_path: Path
 ) -> None:
     config = config_for(run, subject, tmp_path / "out")
-    plugin = make_plugin(config, "fp32", 1)
-    trainer = DreamBoothTrainer(config, plugin, None, init_world(), "fp32")
+    plugin, world = make_plugin(config, "fp32", 1), init_world()
+    planned = _plan(config, plugin, world, "fp32", 1, lambda _: None)
+    trainer = DreamBoothTrainer(config, planned, world, "fp32")
     outcome = trainer.run_to_end(_Never())  # type: ignore[arg-type]
     assert outcome.result is not None
     requests = [Request(f"{TEXT} moving left", CLIP, 3), Request("the digit 2", CLIP, 4)]

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from gulliver.errors import GulliverError
 from gulliver.options import (
@@ -138,6 +138,9 @@ class DreamboothConfig(Options):
     """Continue from the newest checkpoint of the run folder, bit for bit."""
     plan: bool = False
     """Print what the run would take of memory, and end before a weight is read."""
+
+    ranks_of_a_model: ClassVar[int] = 1
+    """Ranks that hold one model together: no family says how these denoisers are cut."""
 
     @property
     def learns_token(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def filter_table(table: Table, condition: str) -> Filtered:
             clips = database.from_arrow(data).set_alias("clips")
             found = clips.select(holds).fetchnumpy()["kept"]
         except duckdb.Error as error:
-            hint = _texts_of(data)
+            hint = _texts_of(data, condition)
             if '"' in condition:
                 hint = " (text stands in single quotes)"
             raise GulliverError(
@@ -106,13 +107,13 @@ def _numbers(cells: list[str | None]) -> list[float | None] | None:
     return found
 
 
-def _texts_of(data: Any) -> str:
-    """Says which columns are text, where that may be why a condition fails."""
+def _texts_of(data: Any, condition: str) -> str:
+    """Says which columns of a condition are text, where that may be why it fails."""
     texts = [field.name for field in data.schema if str(field.type) in ("string", "large_string")]
-    if not texts:
+    named = [name for name in texts if re.search(rf"\b{re.escape(name)}\b", condition)]
+    if not named:
         return ""
-    name = texts[0]
-    return f" ({', '.join(texts)} is text, as numbers it is cast({name} as double))"
+    return f" ({', '.join(named)} is text, as numbers it is cast({named[0]} as double))"
 
 
 def _line(error: BaseException) -> str:
