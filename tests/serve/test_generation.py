@@ -219,17 +219,15 @@ def test_a_sheet_holds_every_clip_in_its_place(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def _trained_judges(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    """Judges are trained once in a session, and well with --full only."""
-    if not full:
-        monkeypatch.setattr(_judges, "READER_STEPS", 8)
+def _trained_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judges are trained once in a session."""
     monkeypatch.setattr(_evaluate, "train_judges", computed_once(_evaluate.train_judges))
 
 
 @pytest.mark.usefixtures("_trained_judges")
-def test_evaluation_counts_what_the_judges_see(model: VideoModel, full: bool) -> None:
+def test_evaluation_counts_what_the_judges_see(model: VideoModel) -> None:
     figures = evaluate(model, samples=6, sampling=QUICK, show=False).figures()
-    assert figures["ceiling"]["digit"] > 0.95 or not full
+    assert figures["ceiling"]["digit"] > 0.95
     assert figures["held_out"]
     assert figures["main"]["clips"] == figures["trained"]["clips"] == 6
     assert set(figures["shapes"]) == {"1x32x32"}
