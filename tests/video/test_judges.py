@@ -9,7 +9,7 @@ from gulliver.data import Bucket
 from gulliver.video.digits import Judges, MovingDigits, ceiling, train_judges
 from tests.references import computed_once
 
-# They train for half a minute; the demonstration in `tests/serve/test_generation.py` trains them less.
+# They train for half a minute; `tests/serve/test_generation.py` shows judges that learn less.
 pytestmark = pytest.mark.full
 
 
