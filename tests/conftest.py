@@ -7,6 +7,7 @@ for all of them lies in a folder that they share (`tests/references.py`).
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -142,6 +143,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What was imported stays: a collection of garbage need not look at a million objects each time.
+    gc.freeze()
     # In the processes that run tests: the server is a program of its own, and forks the workers.
     if session.items and not session.config.option.collectonly:
         start_server(many=len({item.path for item in session.items}) > MANY_FILES)

@@ -269,6 +269,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     """A worker: runs functions until the pool closes the connection."""
     import torch
 
+    gc.freeze()  # what the server has imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with open(stacks, "w") as file:

@@ -8,6 +8,7 @@ of `atexit` run at the end; what else an interpreter does there happens in true 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import runpy
@@ -160,6 +161,7 @@ def _begin(
     os.chdir(folder)
     import torch
 
+    gc.freeze()  # what the server has imported
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     try:
         function(*args)

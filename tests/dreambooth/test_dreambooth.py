@@ -276,7 +276,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all weights of three networks": ("sdxl", {"method": "full", "text_encoder": True}),
     "a flow": ("sd3", {}),
 }
-LONG = ("all weights of three networks",)
+LONG = ("all weights of three networks", "a flow")
 """Cases of the full grid."""
 
 

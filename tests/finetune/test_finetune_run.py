@@ -396,7 +396,7 @@ def test_folders_in_other_names_are_trained_and_written_as_those_of_their_values
     rows = example[1].read_text().splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_text("".join(rows[:16]))
     limit = {"memory": "200MiB", "disk": f"{tmp_path}:1GiB"}
-    ways = [(exact, {}), (folder, {}), (folder, limit)]
+    ways = [(exact, {}), (folder, limit)]
     results = []
     for number, (model, way) in enumerate(ways):
         config = small(

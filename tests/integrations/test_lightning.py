@@ -59,7 +59,7 @@ def compared(world: World, cases: list[tuple[str, str, str]]) -> dict[str, float
 
 
 CASES = [
-    *(("autoencoder", "gulliver", o) for o in ("value", "accumulated", "bf16-mixed")),
+    *(("autoencoder", "gulliver", o) for o in ("accumulated", "bf16-mixed")),
     *(("autoencoder", strategy, "norm") for strategy in ("zero3", "gemini", "zero2")),
     ("gan", "gulliver", "plain"),
     ("gpt", "zero3", "accumulated"),

@@ -128,9 +128,9 @@ def simulated(
 
 @pytest.mark.parametrize(("host", "disk"), [(9, 64), (26, 20), (48, 64)])
 def test_what_moves_between_three_tiers_is_what_the_simulation_says(
-    tmp_path: Path, host: int, disk: int
+    tmp_path: Path, host: int, disk: int, full: bool
 ) -> None:
-    for seed in range(2):
+    for seed in range(2 if full else 1):
         sizes, steps = programs(seed)
         manager, store, behind = three_tiers(tmp_path, 9, host, disk)
         objects = [

@@ -9,6 +9,9 @@ from gulliver.data import Bucket
 from gulliver.video.digits import Judges, MovingDigits, ceiling, train_judges
 from tests.references import computed_once
 
+# They train for half a minute; `tests/serve/test_generation.py` shows judges that learn less.
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def judges() -> Judges:

@@ -149,7 +149,7 @@ def killed(config: EncodeConfig, kills: int, seed: int, ranks: int) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize(("kills", "ranks"), [(4, 1), pytest.param(20, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("kills", "ranks"), [(2, 1), pytest.param(20, 2, marks=pytest.mark.full)])
 def test_killed_at_any_moment_and_resumed_leaves_the_same_bytes(
     parts: Path, kept: Path, tmp_path: Path, kills: int, ranks: int
 ) -> None:

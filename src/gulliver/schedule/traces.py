@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from io import StringIO
@@ -50,6 +51,9 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
             rows = found.get("jobs") if isinstance(found, dict) else found
         else:
             table = csv.DictReader(StringIO(text), restkey="more than the header has", strict=True)
+            names = Counter(table.fieldnames or ())
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ValueError(f"column {twice[0]!r} is given twice")
             rows = [{k: _cell(k, v) for k, v in row.items() if v} for row in table]
     except (OSError, ValueError, csv.Error) as error:
         raise GulliverError(f"trace {path} cannot be read: {error}") from None
