@@ -131,7 +131,7 @@ def _outside(range_: Range, is_float: bool) -> list[Any]:
         ("generate --prompt x --loops 2", "2 loops need a number of frames"),
         ("generate --prompt x --negative-prompt y --guidance 1", "no effect with guidance 1"),
         ("generate --prompt x --mask-strategy 0,0,0,0,1,2", "an edit ratio is between 0"),
-        ("generate --prompt x --mask-strategy 0", "names reference 0: there is no reference"),
+        ("generate --prompt x --mask-strategy 0", "names reference 0: the first is 0, there are 0"),
         ("generate --prompt x --reference none.png", "none.png does not exist"),
         ("generate --prompt |1|x", "names loops [1]: they begin at 0 and ascend"),
         ('generate --prompt x{"seed":"1"}', "the unknown field 'seed'"),
