@@ -218,8 +218,12 @@ def optimizer_entry(
             for name, entries in leaves.items()
         },
     }
-    others = optimizer.checkpoint.other_state()
-    return {**found, "others": others} if others else found
+    if others := optimizer.checkpoint.other_state():
+        found["others"] = others
+    # A run that went on with the first scale would skip steps that the saved one did not.
+    if isinstance(optimizer, ZeroOptimizer) and optimizer.scaler is not None:
+        found["loss_scale"] = optimizer.scaler.state_dict()
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -394,6 +398,8 @@ class OptimizerEntry:
             _give_state(reader, optimizer, content)
         for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
             group.update(_read(reader, saved["options"]))
+        if isinstance(optimizer, ZeroOptimizer) and optimizer.scaler and "loss_scale" in content:
+            optimizer.scaler.load_state_dict(content["loss_scale"])
 
 
 def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _misfits(values: Tensor, target: torch.dtype) -> Tensor:
-    """Which values become infinite or, where one of the dtypes is an integer, another number."""
+    """Marks values that become infinite or, if one of the dtypes is an integer, another number."""
     kinds = _kind(values.dtype), _kind(target)
     if "integer" not in kinds:
         return _not_finite(values, target)

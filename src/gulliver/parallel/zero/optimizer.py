@@ -66,6 +66,14 @@ class LossScaler:
         elif self.good_steps >= self.interval:
             self.scale, self.good_steps = min(self.largest, self.scale * self.growth), 0
 
+    def state_dict(self) -> dict[str, float]:
+        """The scale and the steps since it changed."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, found: Mapping[str, float]) -> None:
+        """Restores them."""
+        self.scale, self.good_steps = float(found["scale"]), int(found["good_steps"])
+
 
 # Buffers, such as running statistics: after every step all ranks have those of rank 0.
 #

@@ -40,11 +40,16 @@ def _protocol(header_seconds: float) -> type[H11Protocol]:
                 self.transport.abort()
 
         def send_400_response(self, msg: str) -> None:
+            cycle = self.cycle
             # Where an answer has gone out already, uvicorn's own would fail.
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             else:
                 self.transport.close()
+            if cycle is not None and not cycle.response_complete:
+                # The task of a request that came with the malformed bytes finds its client gone.
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     return Protocol
 
