@@ -108,7 +108,6 @@ def _sending(k: Tensor, v: Tensor, groups: SequenceGroups, shape: Shape) -> Step
         round_trip(
             *(pack.own(), pack.bytes, pack.numel, groups),
             lambda visit: part,
-            lambda into, arrived, visit: into,
         )
 
     return lambda: (forward, backward)

@@ -162,8 +162,6 @@ def _ring(wire: str, ranks: int) -> Callable[[], None]:
                 pack.numel,
                 groups,
                 compute,
-                lambda into, arrived, _: into.add_(arrived),
-                groups.all.wire,
             )
 
     return step

@@ -44,7 +44,7 @@ from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.planner.model import narrow_dtypes, unwrapped
 
 
-def on_main(write: Callable[[], None]) -> None:
+def on_main(write: Callable[[], object]) -> None:
     """Writes on rank 0 and raises on every rank if that fails; every rank calls it."""
     world = init_world()
     failure: Exception | None = None

@@ -320,7 +320,8 @@ def load_adapter(maker: VideoPipeline, folder: Path) -> None:
         setattr(network.get_submodule(parent), name, LowRank(layer, down, up, scale))
     for token, rows in read_tensors(folder / EMBEDDINGS).items() if EMBEDDINGS in found else ():
         assert isinstance(maker, VideoModel), "it has words"
-        maker.text.teach(token, rows[0])
+        text: Any = maker.text  # a `WordEncoder`
+        text.teach(token, rows[0])
         if maker.known_words is not None:
             maker.known_words |= {token}
 

@@ -279,7 +279,8 @@ def to_yaml(value: dict[str, Any]) -> str:
             key.style = None if key.value.isidentifier() else '"'
         return node
 
-    for kind, represent in ((str, text), (list, row), (tuple, row), (dict, mapping)):
+    represented: list[tuple[type, Any]] = [(str, text), (list, row), (tuple, row), (dict, mapping)]
+    for kind, represent in represented:
         Dumper.add_representer(kind, represent)
     return yaml.dump(
         value,

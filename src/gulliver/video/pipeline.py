@@ -194,7 +194,7 @@ class VideoPipeline:
         def load_networks(device: torch.device) -> Any:
             return load_autoencoder(autoencoder).to(device)
 
-        networks = PartAutoencoder(
+        networks: Any = PartAutoencoder(
             room.part(load_networks), load_networks(torch.device("meta")), memory
         )
         width, length = text_size(outline)

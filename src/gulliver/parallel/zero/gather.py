@@ -125,7 +125,7 @@ class Gatherer:
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
         self._every, self._tight = every, tight
-        self._engine = Prefetcher([], self, ahead, every, tight)
+        self._prefetcher = Prefetcher([], self, ahead, every, tight)
         self._chunk_of: dict[int, ShardedChunk] = {}
         self._depth, self._stays = 0, False
         self._now: list[ShardedChunk] = []
@@ -143,7 +143,7 @@ class Gatherer:
         self.chunks = list(chunks)
         self._chunk_of.clear()
         self._chunk_of.update({id(p): c for c in chunks for p in c.chunk.members})
-        self._engine = Prefetcher(self.chunks, self, self.ahead, self._every, self._tight)
+        self._prefetcher = Prefetcher(self.chunks, self, self.ahead, self._every, self._tight)
         self._at, self._begins = [], []
         self._reads, self._left = [], {}
         for sharded in chunks:
@@ -157,7 +157,7 @@ class Gatherer:
         """Starts the all-gather of a chunk's parameters from the master shards."""
         chunk = sharded.chunk
         # What is read between passes is as exact as what is saved.
-        exact = exact or (self.sharded and self._engine.current is Pass.NONE)
+        exact = exact or (self.sharded and self._prefetcher.current is Pass.NONE)
         chunk.sent_exact = exact
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
@@ -255,13 +255,13 @@ class Gatherer:
         """Gives everything back; with stages below 3 it only waits."""
         if self.sharded:
             self.check_views()
-            self._engine.release_all()
+            self._prefetcher.release_all()
             self._reads = []
         else:
             self.finish_all()
 
     def _purpose(self, sharded: ShardedChunk) -> Purpose:
-        why = _WHY[self._engine.current] if self.sharded else "after a step"
+        why = _WHY[self._prefetcher.current] if self.sharded else "after a step"
         return sharded.purpose("gathers", why)
 
     # Passes, of stage 3 only.
@@ -269,25 +269,25 @@ class Gatherer:
     def enter_forward(self) -> None:
         """The model is called."""
         self._depth += 1
-        if self.sharded and self._depth == 1 and self._engine.current is not Pass.BACKWARD:
+        if self.sharded and self._depth == 1 and self._prefetcher.current is not Pass.BACKWARD:
             self._begin(Pass.FORWARD)
 
     def leave_forward(self) -> None:
         """The model's call ends, well or not."""
         self._depth -= 1
-        if self.sharded and self._depth == 0 and self._engine.current is Pass.FORWARD:
-            self._engine.end_forward(keep_last=torch.is_grad_enabled())
+        if self.sharded and self._depth == 0 and self._prefetcher.current is Pass.FORWARD:
+            self._prefetcher.end_forward(keep_last=torch.is_grad_enabled())
             self._see_operations(self.chunks)
 
     def enter_backward(self) -> None:
         """A backward begins."""
-        if self.sharded and not self._stays and self._engine.current is not Pass.BACKWARD:
+        if self.sharded and not self._stays and self._prefetcher.current is not Pass.BACKWARD:
             self._begin(Pass.BACKWARD)
 
     def leave_backward(self) -> None:
         """A backward ends."""
-        if self.sharded and self._engine.current is Pass.BACKWARD:
-            self._engine.end_backward()
+        if self.sharded and self._prefetcher.current is Pass.BACKWARD:
+            self._prefetcher.end_backward()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -321,7 +321,7 @@ class Gatherer:
     def _from_copies(self) -> Iterator[None]:
         """Gathers chunks from copies on this rank."""
         self.release_all()
-        before = self._engine
+        before = self._prefetcher
         with ExitStack() as stack:
             for sharded in self.chunks:
                 chunk = sharded.chunk
@@ -329,8 +329,8 @@ class Gatherer:
                 with guard(), chunk.making_copy() as (whole, part):
                     all_gather(whole, part, self.group, purpose=self._purpose(sharded))
                 stack.callback(chunk.end_copy)
-            self._engine = Prefetcher(self.chunks, self, 0, every=False, tight=True)
-            stack.callback(setattr, self, "_engine", before)
+            self._prefetcher = Prefetcher(self.chunks, self, 0, every=False, tight=True)
+            stack.callback(setattr, self, "_prefetcher", before)
             _alone.add(self)
             stack.callback(_alone.discard, self)
             stack.callback(self.release_all)
@@ -345,7 +345,7 @@ class Gatherer:
             self._stays, self._reads = True, list(self.chunks)
             with torch.no_grad():
                 for sharded in self.chunks:
-                    self._engine.use(sharded)
+                    self._prefetcher.use(sharded)
             self._see_operations(self.chunks)
         try:
             yield
@@ -358,14 +358,14 @@ class Gatherer:
 
     def _follow_backward(self) -> None:
         """A backward has begun that nobody has announced, such as a micro-batch's."""
-        if self.sharded and self._engine.current is Pass.NONE:
+        if self.sharded and self._prefetcher.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
 
     @property
     def idle(self) -> bool:
         """Whether the model is not being run."""
-        return self._depth == 0 and self._engine.current is Pass.NONE
+        return self._depth == 0 and self._prefetcher.current is Pass.NONE
 
     def end_step(self) -> None:
         """The parameters were stepped; starts to gather those that are used first."""
@@ -379,18 +379,18 @@ class Gatherer:
     def _prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
         if self.sharded:
-            self._engine.prefetch()
+            self._prefetcher.prefetch()
 
     def _begin(self, kind: Pass) -> None:
         self.check_views()
         self._end_reads((), viewed=True)
-        self._engine.begin(kind)
+        self._prefetcher.begin(kind)
 
     def use(self, sharded: ShardedChunk) -> None:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
         if self.sharded:
             self._hold(sharded)
-            self._engine.use(sharded)
+            self._prefetcher.use(sharded)
         else:
             self.finish(sharded)
 
@@ -412,7 +412,7 @@ class Gatherer:
                 self.finish(sharded)
         if self.sharded:
             with self._using(chunks):
-                self._engine.use_together(chunks)
+                self._prefetcher.use_together(chunks)
 
     def _hold(self, sharded: ShardedChunk) -> None:
         self._show(sharded)
@@ -465,7 +465,7 @@ class Gatherer:
             if sharded.presence is Presence.ABSENT and sharded not in self._reads:
                 self._reads.append(sharded)
             self._show(sharded)
-            self._engine.use(sharded)
+            self._prefetcher.use(sharded)
 
     def _on_copies(self, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
         """Runs an operation on copies where chunks may not fit the memory limit all at once."""
