@@ -282,6 +282,9 @@ def to_yaml(value: dict[str, Any]) -> str:
     represented: list[tuple[type, Any]] = [(str, text), (list, row), (tuple, row), (dict, mapping)]
     for kind, represent in represented:
         Dumper.add_representer(kind, represent)
+        # Their subclasses too, such as `torch.__version__`, which is no plain text.
+        Dumper.add_multi_representer(kind, represent)
+    Dumper.add_multi_representer(float, lambda dumper, number: dumper.represent_float(float(number)))
     return yaml.dump(
         value,
         Dumper=Dumper,
