@@ -284,7 +284,7 @@ def to_yaml(value: dict[str, Any]) -> str:
         Dumper.add_representer(kind, represent)
         # Their subclasses too, such as `torch.__version__`, which is no plain text.
         Dumper.add_multi_representer(kind, represent)
-    Dumper.add_multi_representer(float, lambda dumper, number: dumper.represent_float(float(number)))
+    Dumper.add_multi_representer(float, lambda dumper, value: dumper.represent_float(float(value)))
     return yaml.dump(
         value,
         Dumper=Dumper,
