@@ -307,6 +307,6 @@ def _compared(
 
 
 def _predicted(plan: Any, ends: StepEnds, is_first: bool) -> float:
-    """Predicted seconds of a step; before the first of an epoch nothing is on its way."""
+    """Predicted seconds of a step; at the first of an epoch no stage is busy yet."""
     begin = 0.0 if is_first else ends.first(plan.phases[0])
     return plan.seconds + begin + ends.last(plan.phases[-1])

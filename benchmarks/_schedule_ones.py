@@ -161,7 +161,7 @@ FIRST_LOSS = 5.0
 
 
 def features(state: JobState, epochs: float) -> list[float]:
-    """What is seen of a job after some epochs: five numbers."""
+    """Returns the five features of a job after some epochs."""
     # They are the log of the epoch's samples, the first loss, epochs, the share that the loss has
     # fallen by, and the accuracy; loss and accuracy follow the job's curvature.
     job = state.job

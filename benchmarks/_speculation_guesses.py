@@ -48,7 +48,7 @@ class Noted(Speculator):
 
 
 class Foretold(Proposer):
-    """Guesses of a chosen quality that take no time: what is known to come, some of it spoilt."""
+    """Free guesses of a chosen quality: the known answer with some tokens replaced."""
 
     name, free = "foretold", True
 
@@ -209,7 +209,7 @@ def pooled(found: Sequence[Sequence[list[tuple[int, int]]]]) -> list[list[tuple[
 def acceptance(
     report: Report, model: Any, folder: Path, texts: list[list[int]], seeds: int
 ) -> None:
-    """Drafts of equal parameters beside one another, by depth: greedy, and drawn as they are."""
+    """Compares drafts of equal size by depth, greedy and sampled."""
     for temperature, how in ((0.0, ""), (1.0, ", drawn at temperature 1")):
         found = _accepted_by(report, model, folder, texts, seeds, temperature, how)
         for other in ("plain", "glide without block mask"):

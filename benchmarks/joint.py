@@ -80,7 +80,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan takes."""
+    """Measured time and memory of a plan."""
 
     steps: tuple[float, ...] = ()  # seconds of the slowest rank, of each step
     # seconds of products and of messages, of the rank that has most of both

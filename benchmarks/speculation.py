@@ -92,7 +92,7 @@ def main() -> None:
 def speed(
     report: Report, model: Any, tokenizer: Any, folder: Path, texts: list[list[int]], rounds: int
 ) -> None:
-    """Measured beside predicted, one text at a time."""
+    """Compares measured with predicted speed, one text at a time."""
     for name in (str(draft_folder(folder, "glide", 0)), "ngram"):
         kind = "glide" if name != "ngram" else name
         _measured(report, f"{kind}, target of 2 M", model, tokenizer, name, texts[:6], rounds)
@@ -128,7 +128,7 @@ def _measured(
 
 
 def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], rounds: int) -> None:
-    """Times as many guesses as pay beside none, by the number of sequences at a time."""
+    """Compares guarded speculation with none, by the number of concurrent sequences."""
     draft = load_draft(draft_folder(folder, "glide", 0))
     worst = {"clock": 9.9, "processors": 9.9}
     for count in LOADS:
@@ -169,7 +169,7 @@ def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], roun
 
 
 def larger(report: Report) -> None:
-    """A target of 110 M: measured beside predicted, and what verifying guesses costs.
+    """Compares measured with predicted speed for a target of 110 M, and the cost of verifying.
 
     Its weights are random, so that no draft can learn it: guesses are of a chosen quality.
     """

@@ -331,7 +331,7 @@ def _plain(number: Any) -> Any:
 
 
 def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ...]]:
-    """Has a clip made, and yields what to show: what is told, frames, clip and facts."""
+    """Requests a clip and yields the status, frames, clip and facts to show."""
     try:
         settings = _settings(values)
     except GulliverError as error:

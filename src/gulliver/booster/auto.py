@@ -161,7 +161,7 @@ def auto_engine(
     host: int | str | None = None,
     disk: str | None = None,
 ) -> AutoEngine:
-    """Searches how a model lies best over the ranks, and boosts it so; every rank calls it.
+    """Searches the fastest layout of a model over the ranks and boosts it; every rank calls it.
 
     Args:
         model: whole model.

@@ -209,7 +209,7 @@ def _trained(
 def optimizer_entry(
     optimizer: BoostedOptimizer, leaves: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What is saved of an optimizer."""
+    """Returns the checkpoint entry of an optimizer."""
     found: dict[str, Any] = {
         "optimizer": type(optimizer.inner).__name__,
         "groups": saved_groups(optimizer),

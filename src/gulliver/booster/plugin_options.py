@@ -124,7 +124,7 @@ class LimitOptions(Options):
 
 @dataclass(frozen=True)
 class PlacementOptions(Options):
-    """What a memory limit keeps on the device.
+    """Placement of state under a memory limit.
 
     Attributes:
         placement_policy: ``auto`` keeps what costs least to keep; ``static`` the shares below.
@@ -145,7 +145,7 @@ class PlacementOptions(Options):
 
 @dataclass(frozen=True)
 class StepOptions(Options):
-    """What a step does with gradients, activations and buffers.
+    """Treatment of gradients, activations and buffers in a step.
 
     Attributes:
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -107,7 +108,7 @@ class Decision:
     bound: float | None = None
 
 
-class Policy:
+class Policy(ABC):
     """Decides which job has how many slots. Subclasses fill in `decide`."""
 
     name: ClassVar[str]
@@ -119,9 +120,9 @@ class Policy:
         """Resets the policy for a new simulation."""
         del cluster
 
+    @abstractmethod
     def decide(self, view: View) -> Decision:
         """Decides what each job gets from now on."""
-        raise NotImplementedError
 
 
 def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -> dict[str, int]:

@@ -89,7 +89,7 @@ class ActivationParts:
         self.apart = None
 
     def of(self, path: str, x: Tensor, forward: Forward) -> list[Along]:
-        """Where an activation lies in the whole one."""
+        """Returns the position of an activation in the unsharded one, by dim."""
         dims = [Along.whole(size) for size in x.shape]
         if forward.samples and x.dim() and not (x.shape[0] == 1 < forward.samples):
             if x.shape[0] % forward.samples:

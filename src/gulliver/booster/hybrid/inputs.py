@@ -129,7 +129,7 @@ class SequenceCall:
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None) -> Mask:
-        """What a layer's queries see."""
+        """Returns the attention mask of a layer, made once."""
         if (causal, window) not in self._masks:
             self._masks[causal, window] = Mask(
                 causal=causal,

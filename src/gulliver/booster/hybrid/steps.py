@@ -189,7 +189,7 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 
 class WholeModel:
-    """What a cut needs to know of the whole model."""
+    """Facts of the whole model that sharding it needs."""
 
     def __init__(
         self,

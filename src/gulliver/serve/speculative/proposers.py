@@ -6,6 +6,7 @@ chooses among what it proposes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def chain(tokens: Sequence[int], sure: Sequence[float]) -> Proposal:
     return Proposal(tokens, list(range(-1, len(tokens) - 1)), sure)
 
 
-class Proposer:
+class Proposer(ABC):
     """Guesses what follows sequences; subclasses write `propose`, the rest as they need."""
 
     name: str
@@ -49,17 +50,17 @@ class Proposer:
     apart: float = 0.0
     """Seconds of the last `propose` that are spent once for a sequence, such as on its prompt."""
 
-    def begin(self, runner: Runner) -> None:
+    def begin(self, runner: Runner) -> None:  # noqa: B027 - optional
         """Learns which runner verifies."""
 
+    @abstractmethod
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
-        """Proposals by number of sequence, none deeper than `depth` or its sequence's room."""
-        raise NotImplementedError
+        """Returns proposals by sequence number, none deeper than `depth` or its sequence's room."""
 
-    def dropped(self, sequence: int) -> None:
+    def dropped(self, sequence: int) -> None:  # noqa: B027 - optional
         """Learns that a sequence has ended."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Lets go of memory."""
 
 

@@ -7,6 +7,7 @@ and are computed again.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,9 +134,9 @@ class ModelDraft(Proposer):
         self._cache, self._context, self.beside = cache, context, beside
         self._known: dict[int, int] = {}
 
+    @abstractmethod
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
         """Runs new tokens."""
-        raise NotImplementedError
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposes the first path of each sequence, and alternatives to its tokens."""
