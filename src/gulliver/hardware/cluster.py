@@ -316,12 +316,6 @@ class Cluster:
                 return number
         raise AssertionError("places that differ lie apart on an axis")
 
-    def link_between(self, ranks: Sequence[int]) -> Link:
-        """The slowest link that messages between some ranks, two or more, travel on."""
-        order = self.rank_order or range(self.size)
-        places = [order.index(rank) for rank in ranks]
-        return self.axes[self.level(min(places), max(places))].link
-
     def resized(self, size: int) -> Cluster:
         """The same machines for `size` ranks: inner axes stay full, or fewer of them are needed.
 

@@ -254,10 +254,6 @@ class NativeTables:
         return NativePacking(self._core.packing(numbers, list(map(int, counts))), self._tries)
 
 
-StepPacking = NativePacking | FallbackPacking
-"""Samples of a step, and ways to deal them to groups."""
-
-
 def packer_problem() -> str | None:
     """Says why steps are not packed by the extension; None where they are."""
     wanted = os.environ.get("GULLIVER_PACKER", "")
