@@ -1,7 +1,7 @@
-"""Embedding tables larger than the device: rows on the host or on disk, hot ones in a cache.
+"""Embedding tables larger than the device: rows on the host or on disk, hot rows in a cache.
 
-Start with `bag.py`: `CachedEmbeddingBag` is torch's EmbeddingBag over slots that rows move into,
-with their optimizer state. `gulliver.solve` decides which rows stay (`RowReplacement`).
+Start with `bag.py`: `CachedEmbeddingBag` runs torch's EmbeddingBag over cache slots that hold rows
+together with their optimizer state. `gulliver.solve` decides which rows stay (`RowReplacement`).
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""`CachedEmbeddingBag`: torch's EmbeddingBag whose rows lie on the host, the hot ones in a cache.
+"""`CachedEmbeddingBag`: torch's EmbeddingBag with rows on the host and a device cache of hot rows.
 
-Read `forward`. Rows are brought into slots (`records.py`) and torch's own ``embedding_bag`` runs
-on the slots, as it would on the table (`lookup.py`). The step of torch's optimizer changes the
-slots (`optimizers.py`).
+Start with `forward`. Rows are copied into slots (`records.py`), and torch's own ``embedding_bag``
+runs on the slots as it would on the full table (`lookup.py`). The torch optimizer updates the slots
+(`optimizers.py`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ MODES = ("sum", "mean", "max")
 
 @dataclass(frozen=True)
 class EmbeddingCacheOptions(Options):
-    """Options of `CachedEmbeddingBag` that few tables need; they are given to it by name.
+    """Less common options of `CachedEmbeddingBag`, passed to it as keyword arguments.
 
     Attributes:
-        max_norm: largest norm of a row, as of torch.
-        norm_type: kind of that norm.
-        disk: folder on a local disk for the rows, instead of host memory.
-        split: whether a forward without gradients goes in parts where the cache is too small.
-        stable: whether the gradients of a row are summed in the order of its uses, rather than in
-            torch's, which depends on all rows of the batch.
-        name: name of the table, for messages.
-        sparse: must be True: a table that does not fit has no dense gradient.
-        scale_grad_by_freq: must be False, as torch has no sparse gradients with it.
+        max_norm: maximum norm of a row, as in torch.
+        norm_type: p of the p-norm for `max_norm`.
+        disk: folder on a local disk that holds the rows instead of host memory.
+        split: whether a forward without gradients is split into parts when the cache is too small.
+        stable: whether the gradients of a row are summed in the order in which the row is used.
+            Torch's order depends on all rows of the batch.
+        name: name of the table in error messages.
+        sparse: must be True: a table larger than memory cannot have a dense gradient.
+        scale_grad_by_freq: must be False: torch does not support it with sparse gradients.
     """
 
     max_norm: float | None = None
@@ -57,42 +57,44 @@ class EmbeddingCacheOptions(Options):
     scale_grad_by_freq: bool = False
 
     def check_combinations(self) -> None:
-        """Refuses options that exclude each other."""
+        """Raises an error for options that exclude each other."""
         if not self.sparse:
             raise GulliverError(
-                "sparse=False needs a gradient as large as the table: leave it True"
+                "sparse=False needs a gradient as large as the table; leave sparse=True"
             )
         if self.scale_grad_by_freq:
-            raise GulliverError("scale_grad_by_freq=True has no sparse gradients: leave it False")
+            raise GulliverError(
+                "scale_grad_by_freq=True does not support sparse gradients; leave it False"
+            )
 
 
 class CachedEmbeddingBag(nn.Module):
-    """An embedding bag over a table, or several, that lie on the host or on a disk.
+    """An embedding bag over one or several tables stored in host memory or on disk.
 
-    Output, gradients and what an optimizer makes of the table are those of torch's EmbeddingBag
-    with ``sparse=True``, bit for bit, whatever the size of the cache. Its `state_dict`, and the
-    optimizer's, hold the whole table: they are interchangeable with those of torch's module.
+    Outputs, gradients and optimizer updates are bitwise equal to those of torch's EmbeddingBag with
+    ``sparse=True``, for any cache size. Its `state_dict` and the optimizer's hold the whole table
+    and are interchangeable with those of torch's module.
 
     Args:
-        num_embeddings: number of rows, or the rows of several tables by name, which then lie one
-            after the other in one table and share the cache.
-        embedding_dim: width of a row, of all tables alike.
+        num_embeddings: number of rows. For several tables, a dict from name to number of rows; they
+            are concatenated into one table and share the cache.
+        embedding_dim: width of a row, the same for all tables.
         mode: ``sum``, ``mean`` or ``max``.
-        _weight: first values, (rows, dim); they are taken over as they are, in their order.
-        include_last_offset: option of torch's EmbeddingBag.
-        padding_idx: row that is left out of all bags, counted from the end where it is negative;
-            by name where there are several tables.
+        _weight: initial values, (rows, dim), used without a copy.
+        include_last_offset: same as in torch's EmbeddingBag.
+        padding_idx: row that is excluded from all bags; negative values count from the end. A dict
+            by table name if there are several tables.
         device: device of the cache.
         dtype: dtype of the table.
-        cache: share of the rows that are on the device, or, as a whole number, how many.
-        options: fields of `EmbeddingCacheOptions`, by name.
+        cache: size of the device cache, as a fraction of the rows or as an integer number of rows.
+        options: fields of `EmbeddingCacheOptions`.
 
     Attributes:
-        weight: the cache, (slots, dim), or one slot more where there is padding. Its gradient's
-            indices are slots.
+        weight: the cache, (slots, dim), with one more slot if there is padding. Its gradient is
+            indexed by slot.
 
     Raises:
-        GulliverError: an argument that is not supported, naming it.
+        GulliverError: an argument is not supported.
 
     Example:
         >>> table = CachedEmbeddingBag(10_000_000, 64, mode="sum", cache=0.01)
@@ -140,7 +142,7 @@ class CachedEmbeddingBag(nn.Module):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, **options: Any
     ) -> CachedEmbeddingBag:
-        """Makes a table of given rows, which are not trained unless `freeze` is False."""
+        """Builds a table from existing rows. They are frozen unless `freeze` is False."""
         made = cls(len(embeddings), embeddings.shape[1], _weight=embeddings, **options)
         made.weight.requires_grad = not freeze
         return made
@@ -148,25 +150,27 @@ class CachedEmbeddingBag(nn.Module):
     def attach(
         self, optimizer: Optimizer, row_states: Mapping[str, RowState] | None = None
     ) -> None:
-        """Names the optimizer that has `weight`, so that the states of a row move with it.
+        """Attaches the optimizer of `weight`, so that the state of a row moves with the row.
 
         Args:
-            optimizer: optimizer, from now on the only one.
-            row_states: states that it has for each row, by their names in its state, where its
-                class is not one of `ROW_OPTIMIZERS` and it is known to be row-wise.
+            optimizer: optimizer of this table; a table has only one.
+            row_states: names and shapes of its per-row states. Needed only if its class is not in
+                `ROW_OPTIMIZERS`; its update must be row-wise.
 
         Raises:
-            GulliverError: it does not have `weight`, or is not row-wise.
+            GulliverError: the optimizer does not have `weight`, or is not row-wise.
         """
         if self._attached is not None:
-            raise GulliverError("the table has an optimizer already: make another table for it")
+            raise GulliverError(
+                "the table already has an optimizer; create another table for this one"
+            )
         self._attached = Attached(
             self._store, self._gradient, optimizer, row_states, self._storage, self.options.stable
         )
 
     @property
     def optimizer_steps(self) -> float | None:
-        """Steps that the attached optimizer counts for the table; None where it counts none."""
+        """Number of steps counted by the attached optimizer; None if it counts none."""
         return None if self._attached is None else self._attached.steps
 
     @optimizer_steps.setter
@@ -175,11 +179,11 @@ class CachedEmbeddingBag(nn.Module):
             self._attached.steps = steps
 
     def announce(self, input: Given) -> None:
-        """Takes the ids of a batch that will come; `LookAhead` does it for a loader."""
+        """Queues the ids of an upcoming batch for prefetching; `LookAhead` calls it."""
         self.announce_rows(self._rows_of(input))
 
     def announce_rows(self, rows: Tensor) -> None:
-        """Takes the rows of a batch that will come, checked already; -1 for padding."""
+        """Queues the validated rows of an upcoming batch for prefetching; -1 is padding."""
         self._store.announce(_real(rows))
 
     def forward(
@@ -188,20 +192,20 @@ class CachedEmbeddingBag(nn.Module):
         offsets: Given | None = None,
         per_sample_weights: Given | None = None,
     ) -> Tensor:
-        """Sums, averages or takes the largest of the rows of each bag.
+        """Returns the sum, mean or maximum of the rows of each bag.
 
         Args:
-            input: ids as of torch's EmbeddingBag. Of several tables: (samples, tables), one id of
-                each, or ids by name.
-            offsets: first place of each bag; by name where the ids are.
-            per_sample_weights: weight of each id; by name where the ids are.
+            input: ids as for torch's EmbeddingBag. For several tables, (samples, tables) with one
+                id each, or a dict of ids by table name.
+            offsets: start of each bag; a dict by name if the ids are.
+            per_sample_weights: weight of each id; a dict by name if the ids are.
 
         Returns:
-            (bags, dim), of several tables (samples, tables, dim).
+            (bags, dim), or (samples, tables, dim) for several tables.
 
         Raises:
-            GulliverError: bad ids, offsets or weights, naming the table; or a batch that does not
-                fit the cache.
+            GulliverError: ids, offsets or weights of a table are invalid, or the batch does not fit
+                into the cache.
         """
         given = input, offsets, per_sample_weights, self.mode, self.include_last_offset
         if self.several:
@@ -214,14 +218,14 @@ class CachedEmbeddingBag(nn.Module):
         return output.view(-1, len(self.tables), self.embedding_dim) if bags.tables else output
 
     def flush(self) -> None:
-        """Writes all that was changed to the host."""
+        """Writes all modified rows back to the host."""
         self._store.flush()
 
     def release(self, last: int | None = None) -> None:
-        """Gives up batches that wait for a step which will not come.
+        """Unpins batches that wait for an optimizer step that will not happen.
 
         Args:
-            last: how many, from the last one back; None for all.
+            last: number of most recent batches to unpin; None for all.
         """
         self._store.settle(last)
 
@@ -229,26 +233,34 @@ class CachedEmbeddingBag(nn.Module):
         """Grows the last table, or the only one, to a number of rows.
 
         Args:
-            rows: number of rows afterwards, in all; of several tables by the name of the last.
-            _weight: first values of the new rows; None to draw them as at the beginning.
+            rows: new total number of rows; a dict with the name of the last table if there are
+                several.
+            _weight: initial values of the new rows; None for random initialization.
 
         Raises:
-            GulliverError: it is not the last table, or would not grow.
+            GulliverError: it is not the last table, or `rows` is not larger than its size.
         """
         last = self.tables[-1]
         if isinstance(rows, Mapping):
             if set(rows) != {last.name}:
                 raise GulliverError(
-                    f"rows follow one another: only the last table, {last.name!r}, can grow"
+                    f"tables are stored consecutively and only the last one, {last.name!r}, can "
+                    "grow"
                 )
             rows = rows[last.name]
         more = whole_number("rows", rows) - last.rows
         if more < 1:
-            raise GulliverError(f"table {last.name!r} has {last.rows} rows: give more than that")
+            raise GulliverError(
+                f"table {last.name!r} already has {last.rows} rows; give a larger number"
+            )
         if _weight is not None and tuple(_weight.shape) != (more, self.embedding_dim):
-            raise GulliverError(f"_weight must be ({more}, {self.embedding_dim}), the new rows")
+            raise GulliverError(
+                f"_weight must have shape ({more}, {self.embedding_dim}), the shape of the new rows"
+            )
         if self._store.waiting:
-            raise GulliverError("batches wait for a step: call optimizer.step() before grow()")
+            raise GulliverError(
+                "some batches wait for an optimizer step; call optimizer.step() before grow()"
+            )
         self.flush()
         values = self._drawn(more, self.weight.dtype) if _weight is None else _weight
         self._store.grow(values, self._attached.first_rows(more) if self._attached else {})
@@ -256,12 +268,12 @@ class CachedEmbeddingBag(nn.Module):
         self.rows += more
         self._gradient = RowGradient(self._store)
         if self._attached is not None:
-            # The old one is bound to the slots and rows that there were.
+            # The old replacement policy is bound to the previous numbers of slots and rows.
             self._attached.gradient = self._gradient
         set_state_shape(self.weight, (self.rows, self.embedding_dim))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedEmbeddingBag:
-        """Copies the table with an empty cache; a copy has no optimizer, nor announced batches."""
+        """Copies the table with an empty cache, without its optimizer and its announced batches."""
         self.flush()
         rows = {table.name: table.rows for table in self.tables}
         padding = {t.name: t.padding for t in self.tables if t.padding is not None}
@@ -283,21 +295,20 @@ class CachedEmbeddingBag(nn.Module):
 
     @property
     def counts(self) -> RowCounts:
-        """Hits and misses so far."""
+        """Cache hits and misses so far."""
         return self._store.replacement.counts
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device that stay: cache, optimizer state and the row of each slot."""
+        """Bytes held on the device: cache, optimizer state and slot index."""
         return self._store.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host or disk: all rows, the index and the decisions."""
+        """Bytes held on the host or on disk: all rows, the index and the replacement state."""
         return self._store.host_bytes
 
     def extra_repr(self) -> str:
-        """Returns the sizes, for `repr`."""
         return (
             f"{self.rows}, {self.embedding_dim}, mode={self.mode!r}, slots={self._store.slots}, "
             f"on the device {size_text(self.device_bytes)}"
@@ -306,23 +317,25 @@ class CachedEmbeddingBag(nn.Module):
     # Lookup
 
     def _rows_of(self, ids: Given) -> Tensor:
-        """Returns the rows of all ids, in the order in which `forward` has them."""
+        """Returns the rows of all ids, in the order used by `forward`."""
         if isinstance(ids, Mapping):
             missing = [t.name for t in self.tables if t.name not in ids]
             if missing or len(ids) != len(self.tables):
-                raise GulliverError(f"give ids of the tables {[t.name for t in self.tables]}")
+                raise GulliverError(
+                    f"ids must be given for the tables {[t.name for t in self.tables]}"
+                )
             return torch.cat([rows_of(table, ids[table.name]) for table in self.tables])
         if self.several:
             return several_tables(self.tables, ids, None, None, self.mode, False).rows
         return rows_of(self.tables[0], ids)
 
     def looked_up(self, bags: Bags) -> Tensor:
-        """Reduces bags of rows that were checked already; see `forward`."""
+        """Reduces bags of validated rows; see `forward`."""
         trained = torch.is_grad_enabled() and self.weight.requires_grad
         if trained and self._attached is None:
             raise GulliverError(
-                "a table that is trained needs its optimizer, whose state moves with the rows: "
-                "call attach(optimizer), or run under torch.no_grad()"
+                "training needs the table's optimizer, whose state moves with the rows; call "
+                "attach(optimizer), or use torch.no_grad()"
             )
         real = _real(bags.rows)
         try:
@@ -334,7 +347,7 @@ class CachedEmbeddingBag(nn.Module):
             halves = bags.part(0, middle), bags.part(middle, len(bags))
             return torch.cat([self.looked_up(half) for half in halves])
         device = self.weight.device
-        # As torch: a padding index that no bag has still makes it add in another order.
+        # As in torch: a padding index changes the order of summation even if no bag contains it.
         padded = any(table.padding is not None for table in self.tables)
         slots, spare = found, self._store.slots
         if len(real) < len(bags.rows):
@@ -348,13 +361,13 @@ class CachedEmbeddingBag(nn.Module):
             return self._gradient.bags(lookup, weights)
         return lookup.bags(self.weight.detach(), weights)
 
-    # First values and state
+    # Initial values and state
 
     def _first(self, given: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         shape = self.rows, self.embedding_dim
         if given is not None:
             if tuple(given.shape) != shape:
-                raise GulliverError(f"_weight is {tuple(given.shape)}, the table {shape}")
+                raise GulliverError(f"_weight has shape {tuple(given.shape)}, the table {shape}")
             return self._storage.zeros(shape, given.dtype).copy_(given.detach())
         values = self._drawn(self.rows, dtype)
         for table in self.tables:
@@ -363,17 +376,17 @@ class CachedEmbeddingBag(nn.Module):
         return values
 
     def _drawn(self, count: int, dtype: torch.dtype | None) -> Tensor:
-        # On a disk the table is drawn where it lies.
+        # A table on disk is initialized in place.
         shape = count, self.embedding_dim
         return nn.init.normal_(self._storage.zeros(shape, dtype or torch.get_default_dtype()))
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Columns of all rows, by name: the weight and the optimizer's states."""
+        """Per-row data by name: the weight and the optimizer's states."""
         return self._store.columns
 
     def forget(self) -> None:
-        """Empties the cache without writing: the columns have been given other values."""
+        """Empties the cache without writing it back, because the columns were overwritten."""
         self._store.forget()
 
     @property
@@ -403,7 +416,8 @@ class CachedEmbeddingBag(nn.Module):
         values, shape = state_dict[key], (self.rows, self.embedding_dim)
         if tuple(values.shape) != shape:
             error_msgs.append(
-                f"{key} is {tuple(values.shape)}, the table {shape}: grow() it, or make it as large"
+                f"{key} has shape {tuple(values.shape)}, the table {shape}; call grow(), or "
+                "create a table of that size"
             )
             return
         self._store.flush()
@@ -412,12 +426,12 @@ class CachedEmbeddingBag(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with torch.no_grad():
-            # `fn` is what `Module.to` applies; one row tells where it would go.
+            # `fn` is applied by `Module.to`; one row shows its target device and dtype.
             probe = fn(self.weight[:1])
         if probe.device != self.weight.device or probe.dtype != self.weight.dtype:
             raise GulliverError(
-                "a cached table stays on its device and in its dtype: say device= and dtype= when "
-                "it is made"
+                "a cached table cannot change its device or dtype; pass device= and dtype= when "
+                "it is created"
             )
         return self
 
@@ -425,25 +439,29 @@ class CachedEmbeddingBag(nn.Module):
 def make_tables(
     rows: int | Mapping[str, int], padding: int | Mapping[str, int] | None, name: str
 ) -> list[Table]:
-    """Lays tables one after the other."""
+    """Lays out the tables consecutively."""
     named = rows if isinstance(rows, Mapping) else {name: rows}
     if not named:
-        raise GulliverError("num_embeddings names no table")
+        raise GulliverError("num_embeddings names no table; name at least one")
     if padding is not None and isinstance(rows, Mapping) != isinstance(padding, Mapping):
-        raise GulliverError("padding_idx is by name where num_embeddings is, else a number")
+        raise GulliverError(
+            "padding_idx must be a dict by table name exactly if num_embeddings is one"
+        )
     paddings = padding if isinstance(padding, Mapping) else {name: padding}
     for key in paddings:
         if padding is not None and key not in named:
-            raise GulliverError(f"padding_idx: there is no table {key!r}: {nearest(key, named)}")
+            raise GulliverError(
+                f"padding_idx names an unknown table {key!r}: {nearest(key, named)}"
+            )
     tables, first = [], 0
     for key, count in named.items():
         count, index = whole_number(f"num_embeddings of {key!r}", count), paddings.get(key)
         if count < 1:
-            raise GulliverError(f"table {key!r} has {count} rows: give at least 1")
+            raise GulliverError(f"table {key!r} has {count} rows; it needs at least 1")
         if index is not None and not -count <= index < count:
             raise GulliverError(
-                f"padding_idx of {key!r} is {index}: give a row, 0 to {count - 1}, or -1 to "
-                f"{-count} to count from the end"
+                f"padding_idx of {key!r} is {index}; use 0 to {count - 1}, or -1 to {-count} to "
+                "count from the end"
             )
         index = index + count if index is not None and index < 0 else index
         tables.append(Table(key, count, first, index))
@@ -452,17 +470,22 @@ def make_tables(
 
 
 def slots_of(cache: float | int, rows: int) -> int:
-    """Returns the number of slots that are asked for."""
+    """Converts `cache` to a number of slots."""
     number = cache if isinstance(cache, int) and not isinstance(cache, bool) else cache * rows
     if isinstance(cache, float) and not 0 < cache <= 1:
-        raise GulliverError(f"cache={cache} is no share of the rows: give 0 < cache <= 1, or slots")
+        raise GulliverError(
+            f"cache={cache} is not a fraction of the rows; use 0 < cache <= 1, or an integer "
+            "number of slots"
+        )
     if not 1 <= number <= rows and not 0 < number < 1:
-        raise GulliverError(f"cache={cache} slots: give 1 to {rows}, the number of rows")
+        raise GulliverError(
+            f"cache={cache} slots is out of range; use 1 to {rows}, the number of rows"
+        )
     return max(int(number), 1)
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Names the very device that is meant."""
+    """Returns the device with its index filled in."""
     found = torch.device(device if device is not None else "cpu")
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
@@ -472,24 +495,23 @@ def _real(rows: Tensor) -> Tensor:
     return rows[rows >= 0] if len(rows) and int(rows.min()) < 0 else rows
 
 
-# A loader that shows a table the next batches before they come.
+# A loader that announces upcoming batches to a table.
 
 
 T = TypeVar("T")
 
 
 class LookAhead(Generic[T]):
-    """Draws batches some steps before they are used, and announces their ids.
+    """Draws batches a few steps ahead of their use and announces their ids.
 
-    A batch is yielded when those of its window have been drawn, in the order of the loader, each
-    once. What was drawn and not used when a loop ends early is lost, as with any loader that works
-    ahead.
+    Batches are yielded in the order of the loader, each once. If a loop ends early, batches that
+    were drawn but not used are lost, as with any prefetching loader.
 
     Args:
         loader: batches.
-        table: table, or several tables with their ids each.
-        batches: number of batches that are known besides the present one.
-        ids: function that finds the ids in a batch: what the table's forward will be given.
+        table: table, or several tables.
+        batches: number of batches to look ahead.
+        ids: function that extracts from a batch the ids passed to the table's forward.
 
     Raises:
         GulliverError: fewer than 1 batch.
@@ -507,7 +529,7 @@ class LookAhead(Generic[T]):
         ids: Callable[[T], Given],
     ) -> None:
         if whole_number("batches", batches) < 1:
-            raise GulliverError(f"batches={batches}: look at least 1 batch ahead")
+            raise GulliverError(f"batches={batches} is too small; look at least 1 batch ahead")
         self._loader, self._table, self._batches, self._ids = loader, table, batches, ids
 
     def __iter__(self) -> Iterator[T]:

@@ -1,7 +1,7 @@
-"""What a forward is given, checked and brought into one form: ids of one long table, in bags.
+"""Validates the inputs of a forward and normalizes them to bags of rows of one concatenated table.
 
-Several tables lie one after the other in one long table; ids are checked by table, by its name,
-before anything is done. `Bags` is what torch's ``embedding_bag`` takes.
+Ids are checked per table, before anything is modified. `Bags` holds the arguments of torch's
+``embedding_bag``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Given = Tensor | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Table:
-    """A table among those that share a cache.
+    """A table that shares a cache with others.
 
     Attributes:
-        name: name, for messages.
+        name: name in error messages.
         rows: number of rows.
-        first: number of its first row among all rows.
+        first: index of its first row in the concatenated table.
         padding: padding index; None for none.
     """
 
@@ -39,21 +39,21 @@ class Table:
 class Bags:
     """Bags of rows."""
 
-    # Numbers among all rows, flat; -1 for padding.
+    # Row indices in the concatenated table, flat; -1 for padding.
     rows: Tensor
-    # First place of each bag.
+    # Start of each bag.
     offsets: Tensor
     # Weight of each id; None for none.
     weights: Tensor | None = None
-    # Number of tables whose bags follow one another, to be laid side by side; 0 for bags as they
-    # are, -1 for ids that are sample by sample.
+    # Number of tables whose bags are concatenated and will be placed side by side; 0 for plain
+    # bags, -1 for ids ordered by sample.
     tables: int = 0
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def part(self, begin: int, stop: int) -> Bags:
-        """Returns some of the bags."""
+        """Returns a range of the bags."""
         first = int(self.offsets[begin])
         last = int(self.offsets[stop]) if stop < len(self.offsets) else len(self.rows)
         weights = None if self.weights is None else self.weights[first:last]
@@ -61,7 +61,7 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
-    """Refuses ids that a table does not have."""
+    """Raises an error for ids out of a table's range."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
@@ -73,13 +73,13 @@ def check_ids(table: Table, ids: Tensor) -> None:
     flat = ids.reshape(-1)
     place = int(((flat < 0) | (flat >= table.rows)).nonzero()[0])
     raise GulliverError(
-        f"table {table.name!r} has the rows 0 to {table.rows - 1}: id {int(flat[place])}, number "
-        f"{place} of {flat.numel()}, is none of them"
+        f"table {table.name!r} has rows 0 to {table.rows - 1}; id {int(flat[place])} at position "
+        f"{place} of {flat.numel()} is out of range"
     )
 
 
 def rows_of(table: Table, ids: Tensor) -> Tensor:
-    """Checks ids and returns their numbers among all rows, on the host, flat; -1 for padding."""
+    """Validates ids and returns their rows in the joint table, flat, on the host; -1 is padding."""
     check_ids(table, ids)
     ids = ids.detach().reshape(-1).cpu().long()
     rows = ids + table.first
@@ -94,33 +94,35 @@ def one_table(
     mode: str,
     last: bool,
 ) -> Bags:
-    """Brings what a forward of one table is given into bags, by torch's rules."""
+    """Converts the inputs of a single table to bags, following torch's rules."""
     rows = rows_of(table, ids)
     where = f"table {table.name!r}"
     if ids.dim() == 2:
         if offsets is not None:
-            raise GulliverError(f"{where}: ids of two dims are bags already: leave offsets out")
+            raise GulliverError(f"{where}: two-dimensional ids already define bags; omit offsets")
         width = ids.shape[1]
         offsets = torch.arange(len(ids)) * width
     elif ids.dim() != 1:
         raise GulliverError(f"{where}: ids must have 1 or 2 dims, not {ids.dim()}")
     elif offsets is None:
-        raise GulliverError(f"{where}: ids of one dim need offsets, the first place of each bag")
+        raise GulliverError(f"{where}: one-dimensional ids need offsets, the start of each bag")
     else:
         offsets = _checked_offsets(where, offsets, len(rows), last)
     if weights is not None:
         if mode != "sum":
-            raise GulliverError(f"{where}: per_sample_weights are for mode='sum', not {mode!r}")
+            raise GulliverError(f"{where}: per_sample_weights need mode='sum', not {mode!r}")
         if weights.shape != ids.shape:
-            shapes = f"{tuple(weights.shape)}, of the ids {tuple(ids.shape)}"
-            raise GulliverError(f"{where}: per_sample_weights must be of the ids' shape: {shapes}")
+            shapes = f"{tuple(weights.shape)}, ids {tuple(ids.shape)}"
+            raise GulliverError(
+                f"{where}: per_sample_weights must have the shape of the ids: {shapes}"
+            )
         weights = weights.reshape(-1)
     return Bags(rows, offsets, weights)
 
 
 def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Tensor:
     if offsets.dim() != 1 or offsets.dtype not in INTEGERS:
-        raise GulliverError(f"{where}: offsets must be whole numbers of one dim")
+        raise GulliverError(f"{where}: offsets must be one-dimensional integers")
     offsets = offsets.detach().cpu().long()
     if last and not len(offsets):
         raise GulliverError(f"{where}: include_last_offset=True needs at least the last offset")
@@ -130,7 +132,7 @@ def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Ten
     if len(falls):
         place = int(falls[0]) + 1
         pair = f"{int(offsets[place])} follows {int(offsets[place - 1])}"
-        raise GulliverError(f"{where}: offsets must not fall, but number {place} does: {pair}")
+        raise GulliverError(f"{where}: offsets must not decrease, but offset {place} does: {pair}")
     end = int(offsets[-1]) if len(offsets) else 0
     if end > count or (last and end != count):
         right = f"{count}, the number of ids" if last else f"at most {count}, the number of ids"
@@ -146,20 +148,22 @@ def several_tables(
     mode: str,
     last: bool,
 ) -> Bags:
-    """Brings what a forward of several tables is given into bags."""
+    """Converts the inputs of several tables to bags."""
     if isinstance(ids, Tensor):
         return _one_each(tables, ids, offsets, weights, mode)
     names = [table.name for table in tables]
     for given in (ids, offsets or {}, weights or {}):
         if isinstance(given, Tensor):
-            raise GulliverError("ids by name take offsets and per_sample_weights by name, too")
+            raise GulliverError(
+                "ids are given by table name, so offsets and per_sample_weights must be too"
+            )
         for name in given:
             if name not in names:
-                raise GulliverError(f"there is no table {name!r}: {nearest(str(name), names)}")
+                raise GulliverError(f"unknown table {name!r}: {nearest(str(name), names)}")
     missing = [name for name in names if name not in ids]
     if missing:
         raise GulliverError(
-            f"table {missing[0]!r} has no ids: give empty bags where there are none"
+            f"table {missing[0]!r} has no ids; pass empty bags for samples without ids"
         )
     parts = []
     for table in tables:
@@ -171,11 +175,14 @@ def several_tables(
     for table, part in zip(tables, parts, strict=True):
         if len(part) != len(parts[0]):
             raise GulliverError(
-                f"table {table.name!r} has {len(part)} bags, table {names[0]!r} {len(parts[0])}: "
-                "give each a bag for every sample"
+                f"table {table.name!r} has {len(part)} bags, table {names[0]!r} {len(parts[0])}; "
+                "every table needs one bag per sample"
             )
         if (part.weights is None) != (parts[0].weights is None):
-            raise GulliverError("give per_sample_weights of all tables, or of none")
+            raise GulliverError(
+                "per_sample_weights are missing for some tables; give them for all tables or for "
+                "none"
+            )
     firsts = torch.tensor([0, *(len(part.rows) for part in parts)]).cumsum(0)[:-1]
     starts = [part.offsets + first for part, first in zip(parts, firsts, strict=True)]
     held = [part.weights for part in parts if part.weights is not None]
@@ -192,15 +199,15 @@ def _one_each(
 ) -> Bags:
     if ids.dim() != 2 or ids.shape[1] != len(tables):
         raise GulliverError(
-            f"ids of {len(tables)} tables must be (samples, {len(tables)}), one id of each, or a "
-            f"dict by name; not {tuple(ids.shape)}"
+            f"ids of {len(tables)} tables must have shape (samples, {len(tables)}), one id per "
+            f"table, or be a dict by name; their shape is {tuple(ids.shape)}"
         )
     if offsets is not None:
-        raise GulliverError("one id of each table needs no offsets: leave them out")
+        raise GulliverError("offsets do not apply to one id per table; omit them")
     rows = torch.stack([rows_of(t, ids[:, n]) for n, t in enumerate(tables)], 1).reshape(-1)
     if weights is not None and (isinstance(weights, Mapping) or weights.shape != ids.shape):
-        raise GulliverError("per_sample_weights must be of the ids' shape")
+        raise GulliverError("per_sample_weights must have the shape of the ids")
     if weights is not None and mode != "sum":
-        raise GulliverError(f"per_sample_weights are for mode='sum', not {mode!r}")
+        raise GulliverError(f"per_sample_weights need mode='sum', not {mode!r}")
     flat = None if weights is None else weights.reshape(-1)
     return Bags(rows, torch.arange(len(rows)), flat, -1)

@@ -15,30 +15,30 @@ from gulliver.embedding.records import RecordStore
 from gulliver.errors import GulliverError, once_differentiable
 
 
-# [Note: order of sums] What torch adds up when the gradients of a row meet depends on the numbers
-# of all rows: its sort is not stable, and sparse tensors are merged by their indices. Sorted by
-# slots the same gradients would be added in another order, with other last bits. So autograd sees a
-# tensor of all rows (`RowGradient.whole`, which has no memory) and adds gradients of rows; the
-# optimizer's parameter, the slots, is given the same gradient with slots in the place of rows.
+# [Note: order of sums] The order in which torch adds the gradients of a repeated row depends on the
+# indices of all rows: its sort is not stable, and sparse tensors are merged by index. Sorting by
+# slot instead would change the order, and so the last bits. So autograd sees a tensor of all rows
+# (`RowGradient.whole`, which uses no memory) and accumulates row gradients. The optimizer's
+# parameter, the slots, gets the same gradient with rows replaced by slots.
 @dataclass(frozen=True)
 class Lookup:
-    """Bags of slots, and how they are reduced."""
+    """Bags of slots, and how to reduce them."""
 
     # Slot of each id, flat.
     slots: Tensor
-    # First place of each bag.
+    # Start of each bag.
     offsets: Tensor
-    # Slot of padding; None where there is none.
+    # Slot of the padding row; None for none.
     padding: int | None
     # ``sum``, ``mean`` or ``max``.
     mode: str
-    # Largest norm of a row; None for any.
+    # Maximum norm of a row; None for no limit.
     max_norm: float | None
-    # Kind of norm.
+    # p of the p-norm.
     norm_type: float
 
     def bags(self, weight: Tensor, weights: Tensor | None) -> Tensor:
-        """Reduces the bags; for ``max`` torch has no sparse gradient: see `largest`."""
+        """Reduces the bags. Torch has no sparse gradient for ``max``: see `largest`."""
         return F.embedding_bag(
             self.slots,
             weight,
@@ -52,15 +52,15 @@ class Lookup:
         )
 
     def largest(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Reduces bags by their maxima over a copy of the rows that are used."""
+        """Reduces bags by maximum over a copy of the used rows."""
         if self.max_norm is not None:
             with torch.no_grad():
                 torch.embedding_renorm_(weight.detach(), self.slots, self.max_norm, self.norm_type)
         used, inverse = torch.unique(self.slots, return_inverse=True)
-        # torch takes no table without rows, so there is one that nobody uses.
+        # torch rejects a table without rows, so add an unused one.
         rows = torch.cat([weight.detach()[used], weight.new_zeros(1, weight.shape[1])])
         rows.requires_grad_()
-        # Padding has the last slot, so it is the last of the slots that are used.
+        # Padding is the last slot, so it is also the last of the used slots.
         padded = self.padding is not None and bool((used[-1:] == self.padding).any())
         last = len(used) - 1 if padded else None
         output = F.embedding_bag(inverse, rows, self.offsets, mode="max", padding_idx=last)
@@ -68,7 +68,7 @@ class Lookup:
 
 
 class _Bags(torch.autograd.Function):
-    """Bags whose gradient has rows for indices."""
+    """Embedding bags whose gradient is indexed by row."""
 
     @staticmethod
     def forward(
@@ -104,35 +104,35 @@ class _Bags(torch.autograd.Function):
 
 
 class RowGradient:
-    """The gradient of all rows, and its image that the slots have."""
+    """The gradient over all rows, and its counterpart over slots."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store, self.applied = store, cast("Tensor | None", None)
         weight = store.weight
         one = torch.zeros((), dtype=weight.dtype, device=weight.device)
-        # Stands for all rows, (rows, dim); its gradient is sparse.
+        # Placeholder for all rows, (rows, dim); its gradient is sparse.
         self.whole = one.expand(store.rows, weight.shape[1]).requires_grad_()
         self.whole.register_hook(self._before)
         self.whole.register_post_accumulate_grad_hook(self._after)
 
     def bags(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
-        """Reduces bags; the gradient comes to `whole`."""
+        """Reduces bags; their gradient accumulates in `whole`."""
         return cast(Tensor, _Bags.apply(self.whole, weights, lookup, self._store))
 
     def _before(self, gradient: Tensor) -> None:
         held = self._store.weight.grad
         if held is not None and held is self.applied and held._nnz():
             raise GulliverError(
-                "the table's gradient is still that of the last step, whose slots have other rows "
-                "by now: call optimizer.zero_grad() before backward"
+                "the table still has the gradient of the last step, whose slots now hold other "
+                "rows; call optimizer.zero_grad() before backward"
             )
-        # The user clears the gradient of the parameter; this one goes with it.
+        # When the user clears the gradient of the parameter, this one is cleared too.
         if held is None or not held._nnz():
             self.whole.grad = None
 
     def _after(self, whole: Tensor) -> None:
         store, gradient = self._store, whole.grad
-        assert gradient is not None, "it was just accumulated"
+        assert gradient is not None, "a gradient was just accumulated"
         slots = store.last_slots
         fresh = store.weight.grad is None or not store.weight.grad._nnz()
         if not fresh or len(slots) != gradient._nnz():
@@ -142,7 +142,7 @@ class RowGradient:
         )
 
 
-# What travels between ranks that share tables, forward and backward.
+# Communication between ranks that share tables, forward and backward.
 
 
 class BagExchange(torch.autograd.Function):
@@ -174,7 +174,7 @@ class BagExchange(torch.autograd.Function):
 
 
 class Pool(torch.autograd.Function):
-    """Bags of rows of which each is used once, with the gradient that a table's row would have."""
+    """Bags over rows that are each used once, with the gradients that a table's rows would have."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lookup: Lookup) -> Tensor:

@@ -1,9 +1,9 @@
-"""Optimizers that a cached table can have, and what each keeps of a row.
+"""Optimizers that work with a cached table, and the state that each keeps per row.
 
-A cached table holds the rows that a step touches, so an optimizer must change the rows of a batch
-and no others, each by its own gradient and state: then the state of a row moves with the row, and
-a run is that of the whole table. `ROW_OPTIMIZERS` says of each class what it keeps and which
-options break that.
+A cached table holds only the rows that a step uses, so the optimizer must update exactly these,
+each from its own gradient and state. The state of a row then moves with the row, and training
+matches that of the whole table. `ROW_OPTIMIZERS` lists for each class the state it keeps and the
+options that break this.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from gulliver.options import positive_number
 Group = Mapping[str, Any]
 
 
-# [Note: sparse semantics] ``torch.optim.SGD`` without momentum and decay and
-# ``torch.optim.Adagrad`` without decay do the same for dense and for sparse gradients.
-# ``torch.optim.SparseAdam`` is Adam whose averages of a row change in the steps that have a
-# gradient for it, while bias correction counts all steps: this, not dense Adam, is what a cached
-# table computes.
+# [Note: sparse semantics] ``torch.optim.SGD`` without momentum and decay, and
+# ``torch.optim.Adagrad`` without decay, compute the same updates for dense and sparse gradients.
+# ``torch.optim.SparseAdam`` is Adam that updates the moments of a row only in steps that have a
+# gradient for it, while its bias correction counts all steps. A cached table computes this variant,
+# not dense Adam.
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one number of state a row: the sum of its gradients' mean squares.
+    """Row-wise Adagrad: keeps one number per row, the accumulated mean square of its gradients.
 
     ``sum += mean(g * g); w -= lr / (1 + (step - 1) * lr_decay) * g / (sqrt(sum) + eps)``, the exact
-    row-wise Adagrad of recommender systems (Mudigere et al., arXiv 2104.05158). It takes sparse
+    row-wise Adagrad of recommender systems (Mudigere et al., arXiv 2104.05158). It accepts sparse
     gradients only.
 
     Args:
-        params: parameters, or groups of them.
+        params: parameters or parameter groups.
         lr: learning rate.
         lr_decay: decay of the learning rate.
-        initial_accumulator_value: first value of every sum.
-        eps: what is added to the root.
+        initial_accumulator_value: initial value of every sum.
+        eps: term added to the root.
 
     Raises:
-        GulliverError: a learning rate or eps that is not positive.
+        GulliverError: the learning rate or eps is not positive.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Changes the rows that have a gradient.
+        """Updates the rows that have a gradient.
 
         Raises:
             GulliverError: a gradient is not sparse.
@@ -89,7 +89,9 @@ class RowWiseAdagrad(Optimizer):
     def _update(self, parameter: Tensor, group: Group) -> None:
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
-            raise GulliverError("RowWiseAdagrad takes sparse gradients: make the table sparse=True")
+            raise GulliverError(
+                "RowWiseAdagrad needs sparse gradients; create the table with sparse=True"
+            )
         state, gradient = self.state[parameter], gradient.coalesce()
         rows, values = gradient._indices()[0], gradient._values()
         state["step"] += 1
@@ -102,11 +104,11 @@ class RowWiseAdagrad(Optimizer):
 
 @dataclass(frozen=True)
 class RowState:
-    """A state that an optimizer has for each row.
+    """Optimizer state that is kept per row.
 
     Attributes:
-        initial: first value, of all elements.
-        whole: whether it is as wide as the row, rather than one number.
+        initial: initial value of all elements.
+        whole: whether the state has the shape of the row, rather than one number.
     """
 
     initial: float = 0.0
@@ -115,24 +117,24 @@ class RowState:
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """What a class of optimizers keeps of a row."""
+    """Per-row state of an optimizer class."""
 
-    # States by name, from the options of a parameter group.
+    # States by name, given the options of a parameter group.
     states: Callable[[Group], dict[str, RowState]]
-    # Options that change other rows, or need more than the row, with what is right.
+    # Options that affect other rows or need more than the row, with their allowed values.
     forbidden: tuple[str, ...] = ()
-    # Whether it sums the gradients of a row before it uses them.
+    # Whether the optimizer sums the gradients of a row before using them.
     coalesced: bool = True
-    # State that it makes in its first step, without that of rows.
+    # State that it creates in its first step, other than per-row state.
     start: Mapping[str, Any] | None = None
 
     def check(self, kind: str, group: Group) -> None:
-        """Refuses options that change rows which are not in the batch."""
+        """Raises an error for options that update rows outside the batch."""
         for name in self.forbidden:
             if group.get(name):
                 raise GulliverError(
-                    f"{kind}({name}={group[name]}) is not row-wise: it changes rows that are not "
-                    f"in the batch, which a cached table does not have; leave {name} out"
+                    f"{kind}({name}={group[name]}) updates rows that are not in the batch, which "
+                    f"a cached table does not hold; omit {name}"
                 )
 
 
@@ -155,33 +157,33 @@ ROW_OPTIMIZERS: dict[type[Optimizer], RowOptimizer] = {
     SparseAdam: RowOptimizer(_sparse_adam, start={"step": 0}),
     RowWiseAdagrad: RowOptimizer(_row_wise),
 }
-"""Optimizers that a cached table can have."""
+"""Optimizers that work with a cached table."""
 
 
 def row_optimizer(optimizer: Optimizer, states: Mapping[str, RowState] | None) -> RowOptimizer:
-    """Finds what an optimizer keeps of a row."""
+    """Returns the per-row state of an optimizer."""
     if states is not None:
         return RowOptimizer(lambda group: dict(states))
     found = ROW_OPTIMIZERS.get(type(optimizer))
     if found is None:
         known = ", ".join(kind.__name__ for kind in ROW_OPTIMIZERS)
         raise GulliverError(
-            f"{type(optimizer).__name__} is not known to be row-wise: take one of {known}, or say "
-            "with row_states= which states it has for each row, if a row's update depends on that "
-            "row alone"
+            f"{type(optimizer).__name__} is not known to be row-wise; use one of {known}, or list "
+            "its per-row states in row_states= if the update of a row depends on that row alone"
         )
     return found
 
 
-# An optimizer whose state of a row moves with the row.
+# An optimizer whose per-row state moves with the row.
 #
-# `Attached` listens to the optimizer's step: before it, gradients are put into the order of rows;
-# after it, rows may leave. In the optimizer's `state_dict` the states of the slots are replaced by
-# those of all rows, so that it is what an optimizer of the whole table would write, and back.
+# `Attached` hooks into the optimizer's step: before it, gradients are put into row order; after it,
+# rows may be evicted. In the optimizer's `state_dict` the states of the slots are replaced by those
+# of all rows, so that it matches that of an optimizer over the whole table. Loading does the
+# reverse.
 
 
 class Attached:
-    """An optimizer, the store that its rows are in, and the hooks between them."""
+    """An optimizer, the store of its rows, and the hooks between them."""
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class Attached:
         optimizer.register_load_state_dict_pre_hook(self._read_state)
 
     def first_rows(self, count: int) -> dict[str, Tensor]:
-        """Returns the states of new rows."""
+        """Returns the initial states of new rows."""
         return {name: self._filled(state, count) for name, state in self._states.items()}
 
     def _group(self) -> dict[str, Any]:
@@ -213,14 +215,14 @@ class Attached:
             if any(parameter is self._store.weight for parameter in group["params"]):
                 return group
         raise GulliverError(
-            "the optimizer does not have the table's weight: give it its parameters"
+            "the optimizer does not have the table's weight; pass it table.parameters()"
         )
 
     def _check(self) -> None:
         self._kind.check(type(self._optimizer).__name__, self._group())
 
     def _make_columns(self, storage: RowStorage) -> None:
-        """Lays out the states of all rows, and on the device those of the slots."""
+        """Allocates the states of all rows on the host, and those of the slots on the device."""
         store, weight = self._store, self._store.weight
         for name, state in self._states.items():
             rows = self._filled(state, 0)
@@ -250,7 +252,7 @@ class Attached:
 
     @property
     def steps(self) -> float | None:
-        """Steps that the optimizer counts for these rows; None where it counts none."""
+        """Number of steps that the optimizer has counted for these rows; None if it counts none."""
         found = self._optimizer.state.get(self._store.weight, {}).get("step")
         return None if found is None else float(found)
 
@@ -267,22 +269,19 @@ class Attached:
         weight = self._store.weight
         if any(given is not None for given in args[1:]) or kwargs.get("closure") is not None:
             raise GulliverError(
-                "a cached table takes no closure: call backward before step(), so that its rows "
-                "are known"
+                "a cached table does not support closures; call backward before step(), so that "
+                "the rows in use are known"
             )
         self._check()
         gradient = weight.grad
         if gradient is None:
             return
         if not gradient.is_sparse:
-            raise GulliverError(
-                "the table's gradient is dense: use its rows through forward alone, so that only "
-                "rows of the batch have a gradient"
-            )
+            raise GulliverError("the table's gradient is dense; use its rows only through forward")
         if gradient is self.gradient.applied:
             raise GulliverError(
-                "the table's gradient is still that of the last step, whose slots have other rows "
-                "by now: call optimizer.zero_grad() before backward"
+                "the table still has the gradient of the last step, whose slots now hold other "
+                "rows; call optimizer.zero_grad() before backward"
             )
         if self._kind.coalesced:
             weight.grad = self._by_row(gradient)
@@ -292,13 +291,13 @@ class Attached:
         self._store.settle()
 
     def _by_row(self, gradient: Tensor) -> Tensor:
-        """Sums a gradient as if its indices were rows (`lookup.py`, [Note: order of sums])."""
+        """Sums a gradient as if it were indexed by row (`lookup.py`, [Note: order of sums])."""
         store = self._store
         shape = (store.rows, gradient.shape[1])
         rows = store.rows_in(gradient._indices()[0])[None]
         whole = torch.sparse_coo_tensor(rows, gradient._values(), shape, check_invariants=False)
         whole = _in_order(whole) if self._stable else whole.coalesce()
-        # In the order of rows, not of slots: distinct is all that "coalesced" has to mean here.
+        # Ordered by row, not by slot: "coalesced" only has to mean distinct here.
         return torch.sparse_coo_tensor(
             store.slots_in_use(whole._indices()[0])[None],
             whole._values(),
@@ -310,7 +309,7 @@ class Attached:
     # States of all rows
 
     def _number(self, groups: Any) -> int:
-        """Finds the number that the weight has in a state dict."""
+        """Returns the index of the weight in an optimizer state dict."""
         ours = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
         numbers = chain.from_iterable(group["params"] for group in groups)
         return next(n for n, p in zip(numbers, ours, strict=True) if p is self._store.weight)
@@ -328,14 +327,16 @@ class Attached:
     def _read_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
-            return state_dict  # torch says what is wrong
+            return state_dict  # torch raises its own error
         number = self._number(groups)
         held = state_dict["state"].get(number, {})
         for name, state in self._states.items():
             shape = (self._store.rows, *self._filled(state, 0).shape[1:])
             if held and (name not in held or tuple(held[name].shape) != shape):
                 found = tuple(held[name].shape) if name in held else "missing"
-                raise GulliverError(f"state {name!r} of the table must be {shape}: it is {found}")
+                raise GulliverError(
+                    f"state {name!r} of the table must have shape {shape}, not {found}"
+                )
         self._store.flush()
         for name, state in self._states.items():
             shape = (self._store.rows, *self._filled(state, 0).shape[1:])
@@ -350,7 +351,7 @@ class Attached:
 
 
 def _in_order(gradient: Tensor) -> Tensor:
-    """Sums the values of each row in the order in which they are given."""
+    """Sums the values of each row in the given order."""
     if not gradient._nnz():
         return gradient.coalesce()
     rows, order = gradient._indices()[0].sort(stable=True)

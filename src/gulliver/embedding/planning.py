@@ -1,4 +1,4 @@
-"""Places of the rows of a table among ranks, and first values that do not depend on them."""
+"""Placement of table rows on ranks, and initial values that do not depend on it."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """The way in which ranks share a table."""
+    """How ranks share a table."""
 
     # ``whole``, ``column`` or ``row``.
     kind: str
-    # Rank that has it, where it is whole.
+    # Rank that holds it, if it is whole.
     rank: int = 0
 
     @classmethod
     def read(cls, text: str, ranks: int) -> TablePlacement:
-        """Reads ``column``, ``row`` or ``whole:RANK``."""
+        """Parses ``column``, ``row`` or ``whole:RANK``."""
         kind, _, rank = text.partition(":")
         if kind not in ("whole", "column", "row") or (kind == "whole") != bool(rank):
             right = nearest(text, ["column", "row", "whole:0"])
-            raise GulliverError(f"placement {text!r} is unknown: {right}")
+            raise GulliverError(f"unknown placement {text!r}: {right}")
         if rank and not (rank.isdigit() and int(rank) < ranks):
-            raise GulliverError(f"placement {text!r}: there are the ranks 0 to {ranks - 1}")
+            raise GulliverError(
+                f"placement {text!r} names an unknown rank; the ranks are 0 to {ranks - 1}"
+            )
         return cls(kind, int(rank or 0))
 
 
 def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Returns what of so many rows or columns a rank has: first, and one past the last."""
+    """Returns the range of rows or columns that a rank holds: first, and one past the last."""
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
 class FirstRows:
-    """First values of rows, the same on whichever rank."""
+    """Initial values of rows, the same for any number of ranks."""
 
     def __init__(self, tables: list[Table], dim: int, given: Tensor | None, seed: int) -> None:
         rows = tables[-1].first + tables[-1].rows
         if given is not None and tuple(given.shape) != (rows, dim):
-            raise GulliverError(f"_weight is {tuple(given.shape)}, the tables {(rows, dim)}")
+            raise GulliverError(f"_weight has shape {tuple(given.shape)}, the tables {(rows, dim)}")
         self._tables = {table.name: (n, table) for n, table in enumerate(tables)}
         self._dim, self._given, self._seed = dim, given, seed
         self.dtype = torch.float32 if given is None else given.dtype
@@ -81,45 +83,45 @@ def _seed_of(*numbers: int) -> int:
     return seed
 
 
-# How tables lie over ranks, and what that takes, before any memory is asked for.
+# Chooses table placements and estimates their cost before any memory is allocated.
 #
-# `plan_tables` gives each table the placement (whole on a rank, by columns, by rows) with which
-# the slowest rank is done soonest and all fits; the report says what each table and each rank has,
-# in bytes and in seconds from the cluster's rates.
+# `plan_tables` picks a placement for each table (whole on a rank, by columns, by rows) that
+# minimizes the time of the slowest rank within the memory limits. The report lists bytes and
+# seconds per table and per rank, computed from the rates of the cluster.
 
 
 STATE = {"sgd": 0.0, "adagrad": 1.0, "row-wise adagrad": 0.0, "sparse adam": 2.0}
-"""Elements of state for each element of a row; row-wise Adagrad has one for a row."""
+"""Optimizer state elements per row element; row-wise Adagrad has one per row instead."""
 ITEM = 4
 SLOT_BYTES = 4
-"""Bytes on the device for a slot in addition to its record: the row in it."""
+"""Device bytes per slot in addition to its record: the index of its row."""
 CRITEO_1TB = (
     *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
     *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
 )
-"""Rows of the 26 tables of the Criteo 1TB click logs, without a limit: 177,944,275 in all."""
+"""Rows of the 26 tables of the Criteo 1TB click logs, without a limit: 177,944,275 in total."""
 CRITEO_KAGGLE = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992),
     *(5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
-"""Rows of the 26 tables of the Criteo Kaggle data: 33,762,577 in all."""
+"""Rows of the 26 tables of the Criteo Kaggle data: 33,762,577 in total."""
 DATA_SETS = {"criteo-1tb": CRITEO_1TB, "criteo-kaggle": CRITEO_KAGGLE}
 
 
 @dataclass(frozen=True)
 class TablesJob:
-    """Tables to be planned, and how they are used.
+    """Tables to place, and their workload.
 
     Attributes:
         tables: rows by name.
         dim: width of a row.
         ranks: number of ranks.
-        batch: samples of a step, on all ranks together.
-        ids: ids of a sample in each table.
-        cache: share of a table's rows that is on the device.
-        hit_rate: share of the uses that find their row there.
+        batch: global batch size in samples.
+        ids: ids per sample in each table.
+        cache: fraction of a table's rows that is on the device.
+        hit_rate: fraction of lookups that hit the cache.
         optimizer: one of `STATE`.
-        host_bytes: bytes of host memory, or disk, for each rank; None for any.
+        host_bytes: bytes of host memory or disk per rank; None for no limit.
     """
 
     tables: Mapping[str, int]
@@ -135,51 +137,51 @@ class TablesJob:
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table in the plan."""
+    """A placed table."""
 
     name: str
     # Number of rows.
     rows: int
-    # Placement, as `ShardedEmbeddingBag` takes it.
+    # Placement, as accepted by `ShardedEmbeddingBag`.
     placement: str
-    # Bytes of its records on each rank's host.
+    # Host bytes of its records per rank.
     host_bytes: tuple[int, ...]
-    # Bytes of its slots and their states on each rank's device.
+    # Device bytes of its slots and their states per rank.
     device_bytes: tuple[int, ...]
-    # Seconds of each rank for it in a step.
+    # Seconds per step on each rank.
     seconds: tuple[float, ...]
-    # Bytes that each rank sends for it in a forward.
+    # Bytes sent by each rank in a forward.
     sent: tuple[float, ...]
-    # Seconds of the slowest rank for this table, by placement.
+    # Seconds on the slowest rank, by placement.
     instead: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RankCache:
-    """A cache of a rank, which its whole tables and parts of rows share, or its columns."""
+    """A cache of a rank, shared by its whole tables and row shards, or by its column shards."""
 
     rank: int
-    # Number of rows that it holds.
+    # Capacity in rows.
     slots: int
-    # Number of rows there are.
+    # Total number of rows.
     rows: int
     # Number of tables.
     tables: int
-    # Most different rows that a batch may need of it at once.
+    # Maximum number of distinct rows that a batch may need from it at once.
     most: int
 
 
 @dataclass(frozen=True)
 class TablesPlan:
-    """Tables over ranks.
+    """A placement of all tables.
 
     Attributes:
-        job: what was planned.
+        job: the planned workload.
         tables: tables in the order of the job.
-        index_bytes: bytes of each rank's index, on the host.
-        seconds: seconds of each rank in a step, for all tables.
-        bound: seconds that no placement could be below.
-        parts: seconds of the slowest rank, by what takes them.
+        index_bytes: host bytes of each rank's index.
+        seconds: seconds per step on each rank, over all tables.
+        bound: lower bound of the seconds over all placements.
+        parts: seconds on the slowest rank, by component.
     """
 
     job: TablesJob
@@ -191,12 +193,12 @@ class TablesPlan:
 
     @property
     def placement(self) -> dict[str, str]:
-        """Placements by name, for `ShardedEmbeddingBag`."""
+        """Placements by table name, for `ShardedEmbeddingBag`."""
         return {table.name: table.placement for table in self.tables}
 
     @property
     def caches(self) -> tuple[RankCache, ...]:
-        """Caches of all ranks, as `ShardedEmbeddingBag` makes them."""
+        """Caches of all ranks, as created by `ShardedEmbeddingBag`."""
         found = []
         for rank in range(self.job.ranks):
             for columns in (False, True):
@@ -212,12 +214,12 @@ class TablesPlan:
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
-        """Bytes of each rank's device: slots, states and the row of each slot."""
+        """Device bytes of each rank: slots, states and slot indices."""
         return tuple(map(sum, zip(*(t.device_bytes for t in self.tables), strict=True)))
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Bytes of each rank's host: all records."""
+        """Host bytes of each rank: all records."""
         return tuple(map(sum, zip(*(t.host_bytes for t in self.tables), strict=True)))
 
 
@@ -225,12 +227,12 @@ def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
     """Chooses how ranks share tables.
 
     Args:
-        job: tables and what is done with them.
-        cluster: machines; its number of ranks is the job's.
+        job: tables and their workload.
+        cluster: machines; must have the number of ranks of the job.
 
     Raises:
-        GulliverError: an unknown optimizer, numbers that make no plan, tables that fit no rank, or
-            a cache that no batch fits.
+        GulliverError: the optimizer is unknown, a number is out of range, a table fits on no rank,
+            or a batch fits into no cache.
     """
     _check(job)
     options = [
@@ -267,24 +269,24 @@ def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
         if cache.slots < cache.tables and job.ids >= 1:
             raise GulliverError(
                 f"rank {cache.rank} has a cache of {cache.slots} slots for {cache.tables} tables, "
-                "and a batch needs a row of each at least: give a cache of "
-                f"{cache.tables / cache.rows:.3g} of the rows, or more"
+                "and a batch needs at least a row of each; use "
+                f"cache={cache.tables / cache.rows:.3g} or more"
             )
     return plan
 
 
 def _check(job: TablesJob) -> None:
     if job.optimizer not in STATE:
-        raise GulliverError(
-            f"optimizer {job.optimizer!r} is unknown: {nearest(job.optimizer, STATE)}"
-        )
+        raise GulliverError(f"unknown optimizer {job.optimizer!r}: {nearest(job.optimizer, STATE)}")
     if not job.tables:
-        raise GulliverError("there are no tables to plan: name some, with their rows")
+        raise GulliverError("no tables to plan; give at least one with its number of rows")
     for name, rows in job.tables.items():
         if rows < 1:
-            raise GulliverError(f"table {name!r} has {rows} rows: give at least 1")
+            raise GulliverError(f"table {name!r} has {rows} rows; it needs at least 1")
     if not (0 < job.cache <= 1 and 0 <= job.hit_rate <= 1):
-        raise GulliverError("cache and hit rate are shares: give 0 < cache <= 1, 0 <= rate <= 1")
+        raise GulliverError(
+            "cache and hit_rate are fractions; use 0 < cache <= 1 and 0 <= hit_rate <= 1"
+        )
     if min(job.dim, job.ranks, job.batch) < 1 or job.ids <= 0:
         raise GulliverError("dim, ranks, batch and ids must be positive")
 
@@ -293,14 +295,15 @@ def _names(job: TablesJob) -> list[str]:
     if job.ranks == 1:
         return ["whole:0"]
     found = [f"whole:{rank}" for rank in range(job.ranks)]
-    # Row-wise Adagrad needs whole rows, and narrower than a rank nothing is cut.
+    # Row-wise Adagrad needs whole rows, and a row narrower than the number of ranks cannot be
+    # split.
     if job.optimizer != "row-wise adagrad" and job.dim >= job.ranks:
         found.append("column")
     return [*found, "row"]
 
 
 def _shape(job: TablesJob, rows: int, name: str, rank: int) -> tuple[int, float]:
-    """Returns rows and columns of a table on a rank."""
+    """Returns the rows and columns of a table on a rank."""
     if name == "row":
         begin, stop = share(rows, rank, job.ranks)
         return stop - begin, job.dim
@@ -313,7 +316,7 @@ def _shape(job: TablesJob, rows: int, name: str, rank: int) -> tuple[int, float]
 def _load(job: TablesJob, rows: int, name: str, rank: int) -> LookupLoad:
     held, width = _shape(job, rows, name, rank)
     uses = job.batch * job.ids * held / rows
-    # Bags travel, or rows where no rank has all rows of a bag.
+    # Ranks exchange bags, or rows where no rank has all rows of a bag.
     vectors = uses if name == "row" else job.batch * (held > 0)
     sent = ITEM * vectors * width * (job.ranks - 1) / job.ranks
     missed = min(uses * (1 - job.hit_rate), held)
@@ -349,7 +352,7 @@ def _instead(options: list[TableOption]) -> dict[str, float]:
 
 
 def _index(job: TablesJob, tables: list[PlannedTable], rank: int) -> int:
-    """Returns the bytes of a rank's indices: one of whole rows, one of columns."""
+    """Returns the bytes of a rank's indices: one for whole rows, one for columns."""
     total = 0
     for columns in (False, True):
         held = [

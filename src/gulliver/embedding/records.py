@@ -1,7 +1,7 @@
-"""Columns: what a table keeps of every row, in host memory or on a disk.
+"""Columns: the per-row data of a table, in host memory or on disk.
 
-A record is a row of every column: the weight, and each state that an optimizer has for a row. A
-column reads and writes rows by their numbers, and says how many bytes that takes.
+A record is one row of every column: the weight, and each per-row optimizer state. A column reads
+and writes rows by index and reports its size in bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WEIGHT = "weight"
 
 
 class RowStorage:
-    """Memory that columns lie in: the host's, or files in a folder that end with the process."""
+    """Memory for columns: host memory, or files that are deleted when the process ends."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -38,13 +38,13 @@ class RowStorage:
             check_disk_folder(self.folder)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Makes a tensor of zeros that lies here; its pages are there when they are written."""
+        """Allocates zeros in this storage; pages are committed on first write."""
         if self.folder is None:
             return torch.zeros(shape, dtype=dtype)
         count = int(torch.Size(shape).numel())
         require_space(self.folder, count * dtype.itemsize)
         with tempfile.NamedTemporaryFile(dir=self.folder, prefix="gulliver-rows-") as file:
-            # The file has no name as soon as it is mapped: nothing is left behind, however we end.
+            # Unlinked once mapped: nothing is left on disk, however the process ends.
             flat = torch.from_file(file.name, shared=True, size=max(count, 1), dtype=dtype)
         return flat[:count].view(shape)
 
@@ -57,20 +57,20 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return self._values.nbytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes per row."""
         return self._values.nbytes // max(len(self._values), 1)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Returns a copy of rows."""
+        """Returns a copy of some rows."""
         return self._values.index_select(0, rows)
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Replaces distinct rows."""
+        """Overwrites distinct rows."""
         before_write([self._values])
         self._values.index_copy_(0, rows, values)
 
@@ -79,45 +79,45 @@ class Column:
         return self._values
 
     def fill(self, values: Tensor) -> None:
-        """Replaces all rows."""
+        """Overwrites all rows."""
         before_write([self._values])
         self._values.copy_(values)
 
     def grow(self, values: Tensor) -> None:
-        """Adds rows at the end."""
+        """Appends rows."""
         before, shape = self._values, (len(self._values) + len(values), *values.shape[1:])
         self._values = self._storage.zeros(shape, before.dtype)
         self._values[: len(before)], self._values[len(before) :] = before, values
 
 
-# The record store: rows of a table, with all that belongs to them, between host memory and device.
+# The record store: moves rows of a table and their optimizer state between host and device.
 #
-# A record is a row of the weight and of every state that the optimizer has for it. All records lie
-# in columns (`records.py`); the hot ones are copied to *slots* on the device, and changed there.
-# Which, `gulliver.solve.rows.RowReplacement` decides. Read `begin` first: what happens before a
-# batch is used.
+# A record is a row of the weight and of every per-row optimizer state. All records are stored in
+# columns (`records.py`); the hot ones are copied to *slots* on the device and updated there.
+# `gulliver.solve.rows.RowReplacement` selects them. Start with `begin`, which prepares a batch for
+# use.
 
 
 Records = dict[str, Tensor]
 
 
-# [Note: two threads] The *planner* sorts the batches that are announced and decides about them, in
-# their order; the *mover* reads rows of the host and writes them, in the order of decisions. While
-# a batch is computed, the next one is decided and its rows are brought as far as a buffer on the
-# device. They go into their slots when the batch before has been stepped: until then the rows that
-# they replace are in use. What is written back is taken from the cache at that moment and travels
-# behind the next batch. Because the mover is one queue, a row that was sent away and is wanted
-# again is read after it was written.
+# [Note: two threads] The *planner* sorts announced batches and makes their replacement decisions,
+# in order. The *mover* reads and writes host rows, in the order of these decisions. While a batch
+# is computed, the next one is planned and its rows are copied into a staging buffer on the device.
+# They move into their slots after the optimizer step of the current batch: until then the rows that
+# they replace are in use. Evicted rows are copied out of the cache at that moment and written back
+# after the next batch is fetched. Because the mover is one queue, a row that is evicted and then
+# needed again is read after it was written.
 #
-# [Note: exactness] What is in the cache never changes what is computed: a row has one valid copy,
-# in its slot if it has one, else in its columns. So decisions may be good or bad, early or late.
+# [Note: exactness] The contents of the cache never change the result: a row has one valid copy, in
+# its slot if it has one, else in its columns. So replacement decisions affect speed only.
 @dataclass
 class IdBatch:
     """A batch of ids."""
 
     # Flat, on the host.
     ids: Tensor
-    # Place of each id among the rows of the request.
+    # Index of each id in the rows of the request.
     inverse: Tensor | None = None
     # Rows of the batch, sorted.
     request: RowRequest | None = None
@@ -125,7 +125,7 @@ class IdBatch:
 
 @dataclass
 class PrefetchedBatch:
-    """A batch that is being decided and fetched while the one before is computed."""
+    """A batch that is planned and fetched during the computation of the previous one."""
 
     batch: IdBatch
     found: Future[tuple[RowPlan, Future[Records]]]
@@ -133,22 +133,22 @@ class PrefetchedBatch:
 
 @dataclass
 class RecordTraffic:
-    """Bytes and rows that were moved so far."""
+    """Bytes and rows moved so far."""
 
     # Bytes read from the columns.
     read: int = 0
     # Bytes written to them.
     written: int = 0
-    # Rows that left unchanged, without being written.
+    # Unmodified rows that were evicted without being written.
     clean: int = 0
-    # Seconds in which rows were read and brought to the device.
+    # Seconds spent reading rows and copying them to the device.
     fetching: float = 0.0
-    # Seconds in which a batch waited for them.
+    # Seconds that batches waited for them.
     waiting: float = 0.0
 
     @property
     def hidden(self) -> float:
-        """Share of the seconds of fetching that nobody waited for."""
+        """Fraction of the fetch time that overlapped with computation."""
         return max(1.0 - self.waiting / self.fetching, 0.0) if self.fetching else 1.0
 
 
@@ -167,14 +167,14 @@ class RecordStore:
     ) -> None:
         self.columns, self.replacement, self.rows = columns, replacement, rows
         self.slots, self.moved = replacement.slots, RecordTraffic()
-        # Slots, (slots, dim), a parameter; with the spare one behind them.
+        # Slots, (slots, dim), a parameter; includes the padding slot at the end.
         self.weight = nn.Parameter(torch.zeros(self.slots + spare, dim, dtype=dtype, device=device))
         kind = torch.int64 if rows > 2**31 else torch.int32
         self._row_of_slot = torch.zeros(self.slots, dtype=kind, device=device)
         self._dirty = np.zeros(self.slots, bool)
         self._states: Callable[[], Mapping[str, Tensor]] = dict
         self._waiting: list[tuple[Tensor, Tensor]] = []
-        # Slots of the rows that the last backward had gradients of, in its order.
+        # Slots of the rows that got gradients in the last backward, in its order.
         self.last_slots = torch.zeros(0, dtype=torch.int64)
         self._pinned: list[NDArray[np.int64]] = []
         self._queue: deque[IdBatch] = deque()
@@ -188,13 +188,13 @@ class RecordStore:
     # Batches
 
     def announce(self, ids: Tensor) -> None:
-        """Takes the ids of a batch that is to come; batches come in this order."""
+        """Queues the ids of an upcoming batch; batches must be used in this order."""
         batch = IdBatch(_on_host(ids))
         self._queue.append(batch)
         self._announced.append(self._planner.submit(self._sort, batch, True))
 
     def begin(self, ids: Tensor, changes: bool = False, waits: bool = False) -> Tensor:
-        """Brings the rows of a batch into slots."""
+        """Loads the rows of a batch into slots."""
         self._raise_failures()
         batch = self._next(_on_host(ids))
         plan, fetched = self._decided(batch)
@@ -215,16 +215,16 @@ class RecordStore:
         self._ahead = None
         self._under_way.append(self._planner.submit(self.replacement.commit, plan))
         self._look_ahead()
-        assert batch.inverse is not None, "the batch was sorted"
+        assert batch.inverse is not None, "the batch is already sorted"
         return slots[batch.inverse.to(slots.device)]
 
     def settle(self, last: int | None = None) -> None:
-        """Says that the batches so far, or the last of them, wait for no step: rows may leave."""
+        """Marks all batches so far, or the last few, as stepped: their rows may be evicted."""
         keep = 0 if last is None else max(len(self._pinned) - last, 0)
         del self._pinned[keep:], self._waiting[keep:]
 
     def flush(self) -> None:
-        """Writes all rows that were changed to their columns; they stay in their slots."""
+        """Writes all modified rows to their columns; they stay in their slots."""
         self.drain()
         changed = np.flatnonzero(self._dirty)
         self._dirty[changed] = False
@@ -232,7 +232,7 @@ class RecordStore:
         self.drain()
 
     def forget(self) -> None:
-        """Empties the slots without writing: the columns have been given other values."""
+        """Empties the slots without writing them back, because the columns were overwritten."""
         self.drain()
         self._ahead = None
         self.settle()
@@ -241,14 +241,14 @@ class RecordStore:
         self._look_ahead()
 
     def grow(self, weight: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Adds records at the end; call `flush` before."""
+        """Appends records; call `flush` before."""
         for name, values in {WEIGHT: weight, **states}.items():
             self.columns[name].grow(values)
         self.rows += len(weight)
         self._planner.submit(self.replacement.grow, self.rows).result()
 
     def use_states(self, states: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Names the states on the device whose rows belong to the records, by column."""
+        """Registers the states on the device that belong to the records, by column."""
         self._states = states
 
     @property
@@ -258,13 +258,13 @@ class RecordStore:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device that stay: slots, states, and the row of each slot."""
+        """Bytes held on the device: slots, states and slot index."""
         states = sum(state.nbytes for state in self._states().values())
         return self.weight.nbytes + states + self._row_of_slot.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host: columns, index and decisions."""
+        """Bytes on the host: columns, index and replacement state."""
         decisions = self.replacement.index.nbytes + self.replacement.nbytes
         return sum(column.nbytes for column in self.columns.values()) + decisions
 
@@ -273,7 +273,7 @@ class RecordStore:
         return self._row_of_slot.index_select(0, slots).long()
 
     def slots_in_use(self, rows: Tensor) -> Tensor:
-        """Returns the slots of rows of the batches that wait for a step."""
+        """Returns the slots in use by batches that wait for a step."""
         known, slots = self._waiting[0]
         if len(self._waiting) > 1:
             known, order = torch.cat([rows for rows, _ in self._waiting]).sort()
@@ -281,14 +281,14 @@ class RecordStore:
         return slots[torch.searchsorted(known, rows)]
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stops the threads."""
         self._planner.shutdown()
         self._mover.shutdown()
 
     # Decisions
 
     def _next(self, ids: Tensor) -> IdBatch:
-        """Finds a batch among those announced; those before it have been left out."""
+        """Finds an announced batch; those announced before it are skipped."""
         for place, batch in enumerate(self._queue):
             if len(batch.ids) == len(ids) and torch.equal(batch.ids, ids):
                 for _ in range(place):
@@ -300,7 +300,7 @@ class RecordStore:
         batch = self._queue.popleft()
         self._announced.popleft().result()
         self._ahead = None
-        assert batch.request is not None, "the batch was sorted"
+        assert batch.request is not None, "the batch is already sorted"
         self._planner.submit(self.replacement.skip, batch.request).result()
 
     def _decided(self, batch: IdBatch) -> tuple[RowPlan, Future[Records] | None]:
@@ -310,7 +310,7 @@ class RecordStore:
             try:
                 plan, fetched = ahead.found.result()
             except TooSmall:
-                pass  # it may fit by now, and if not the error says what is pinned
+                pass  # it may fit by now; if not, the error lists what is pinned
             else:
                 if pinned is None or not np.isin(plan.victims, pinned).any():
                     return plan, fetched
@@ -319,7 +319,7 @@ class RecordStore:
     def _decide_now(self, batch: IdBatch, pinned: NDArray[np.int64] | None) -> RowPlan:
         if batch.request is None:
             self._sort(batch, False)
-        assert batch.request is not None, "the batch was sorted"
+        assert batch.request is not None, "the batch is already sorted"
         return self.replacement.decide(batch.request, pinned)
 
     def _sort(self, batch: IdBatch, announced: bool) -> None:
@@ -334,7 +334,7 @@ class RecordStore:
             self._ahead = PrefetchedBatch(batch, self._planner.submit(self._look, batch))
 
     def _look(self, batch: IdBatch) -> tuple[RowPlan, Future[Records]]:
-        assert batch.request is not None, "batches are sorted in their order"
+        assert batch.request is not None, "batches are sorted in order"
         plan = self.replacement.decide(batch.request)
         rows = torch.from_numpy(plan.request.rows[plan.missing])
         return plan, self._mover.submit(self._fetch, rows)
@@ -351,7 +351,7 @@ class RecordStore:
         return staged
 
     def _fetch(self, rows: Tensor) -> Records:
-        """Reads rows and brings them to the device; runs in the mover."""
+        """Reads rows and copies them to the device; runs in the mover thread."""
         begun = time.perf_counter()
         found = {name: column.read(rows) for name, column in self.columns.items()}
         self.moved.read += sum(len(rows) * column.row_bytes for column in self.columns.values())
@@ -360,8 +360,8 @@ class RecordStore:
                 pinned = {name: values.pin_memory() for name, values in found.items()}
                 device = self.weight.device
                 found = {n: v.to(device, non_blocking=True) for n, v in pinned.items()}
-            # Not an event: the pinned copies die with this call, and must have been read by then.
-            # Only the mover thread is held up, which has nothing else to do meanwhile.
+            # Not an event: the pinned copies are freed after this call and must have been read by
+            # then. This blocks only the mover thread, which has no other work meanwhile.
             self._stream.synchronize()
         self.moved.fetching += time.perf_counter() - begun
         return found
@@ -371,20 +371,20 @@ class RecordStore:
             if name in staged:
                 target.index_copy_(0, slots, staged[name])
                 if self._stream is not None:
-                    # It was made on the stream of copies, which may not use its memory again yet.
+                    # Allocated on the copy stream, which must not reuse its memory yet.
                     staged[name].record_stream(torch.cuda.current_stream())
         rows = torch.from_numpy(plan.request.rows[plan.missing]).to(self._row_of_slot)
         self._row_of_slot.index_copy_(0, slots, rows)
 
     def _leave(self, plan: RowPlan) -> None:
-        # Rows that were only read have a valid copy in their column: dropping them costs nothing.
+        # Unmodified rows have a valid copy in their column: dropping them costs nothing.
         changed = plan.victims[self._dirty[plan.victims]]
         self.moved.clean += len(plan.victims) - len(changed)
         self._dirty[changed] = False
         self._write_back(changed)
 
     def _write_back(self, slots: NDArray[np.int64]) -> None:
-        """Takes changed rows from their slots; the mover writes them to their columns."""
+        """Copies modified rows out of their slots; the mover writes them to their columns."""
         if not len(slots):
             return
         places = torch.from_numpy(slots).to(self.weight.device)
@@ -405,7 +405,8 @@ class RecordStore:
         self.moved.written += sum(len(rows) * self.columns[name].row_bytes for name in taken)
 
     def _targets(self) -> dict[str, Tensor]:
-        # `data`, because autograd need not know: slots of a batch are not written in its use.
+        # `data`, because autograd need not track this: slots of a batch are not written while in
+        # use.
         return {WEIGHT: self.weight.data, **self._states()}
 
     def drain(self) -> None:
@@ -415,8 +416,8 @@ class RecordStore:
         self._raise_failures()
 
     def _raise_failures(self) -> None:
-        # The first of the queue stays there if it failed: a row that could not be written is lost,
-        # and whoever asks again must hear of it again.
+        # A failed write stays at the head of the queue: its row is lost, so every later call must
+        # raise the error again.
         while self._under_way and self._under_way[0].done():
             self._under_way[0].result()
             self._under_way.popleft()

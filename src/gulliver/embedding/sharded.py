@@ -1,8 +1,9 @@
-"""Errors that one rank finds and all ranks raise: none waits for a message that never comes.
+"""Errors found by one rank and raised by all, so that no rank waits for a message that never comes.
 
-A rank that has found a bad id, or has no room for a batch, takes part in the exchange that is due
-all the same, with a flag: in the numbers that are gathered with the ids, or as one element more
-behind what it sends. Where a flag is set all ranks exchange texts, and raise the same error.
+A rank that finds a bad id, or whose cache is too small for a batch, still takes part in the next
+exchange and sets a flag: in the counts that are gathered with the ids, or as an extra element at
+the end of the data it sends. If any flag is set, all ranks exchange error messages and raise the
+same error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from gulliver.options import whole_number
 
 
 def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor) -> Tensor:
-    """Returns what a rank is sent, flat, with the flag behind it."""
+    """Appends the flag to the flat data for a rank."""
     flag = like.new_full((1,), float(error is not None))
     return torch.cat([*(piece.reshape(-1) for piece in pieces), flag])
 
@@ -40,7 +41,7 @@ def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor)
 def unflagged(
     group: RankGroup, arriving: Sequence[Tensor], error: GulliverError | None
 ) -> list[Tensor]:
-    """Returns what has arrived without the flags."""
+    """Strips the flags from received data."""
     flags = torch.stack([flat.detach()[-1] for flat in arriving])
     if bool(flags.any()):
         raise_together(group, error, flags.device)
@@ -48,9 +49,9 @@ def unflagged(
 
 
 def raise_together(group: RankGroup, error: GulliverError | None, device: torch.device) -> NoReturn:
-    """Raises the error of the first rank that has one; all ranks call it."""
+    """Raises the error of the first failed rank; a collective call."""
     if group.size == 1:
-        assert error is not None, "a rank of its own flags what it has found"
+        assert error is not None, "set a flag exactly on the ranks that found an error"
         raise error
     text = list(str(error or "").encode())
     lengths = gather_integers(group, [len(text)], device)
@@ -60,16 +61,16 @@ def raise_together(group: RankGroup, error: GulliverError | None, device: torch.
     raise GulliverError(f"rank {rank}: {bytes(texts[rank].tolist()).decode()}") from error
 
 
-# What a rank saves of tables that it shares, in addition to the rows that it has.
+# What a rank saves of shared tables, in addition to its rows.
 
 
 STEPS = "optimizer.step"
-"""Name of the number of steps that the optimizer has taken, which corrects biases and decays."""
+"""Name of the optimizer's step count in checkpoints, used for bias correction and decay."""
 
 
 def with_empty_parts(parts: Mapping[str, Part], group: RankGroup) -> dict[str, Part]:
-    """Adds empty parts of tensors that other ranks alone have parts of; every rank calls it."""
-    # Without them a rank would neither know what a checkpoint holds, nor read it.
+    """Adds empty parts for tensors that exist only on other ranks; a collective call."""
+    # Without them a rank would not know the contents of a checkpoint, and could not read it.
     mine = {name: (part.shape, part.value.dtype) for name, part in parts.items()}
     everyone = gather_objects(mine, group.process_group)
     known = {name: of for rank in everyone for name, of in rank.items()}
@@ -82,7 +83,7 @@ def with_empty_parts(parts: Mapping[str, Part], group: RankGroup) -> dict[str, P
 
 
 def steps_taken(bags: Sequence[CachedEmbeddingBag], group: RankGroup) -> Tensor | None:
-    """The optimizer's steps, (1,) in float64; None where it counts none. Every rank calls it."""
+    """The optimizer's step count, (1,) in float64; None if it counts none. A collective call."""
     mine = [steps for bag in bags if (steps := bag.optimizer_steps) is not None]
     everyone = gather_objects(max(mine, default=None), group.process_group)
     known = [steps for steps in everyone if steps is not None]
@@ -90,53 +91,52 @@ def steps_taken(bags: Sequence[CachedEmbeddingBag], group: RankGroup) -> Tensor 
 
 
 def steps_part(steps: Tensor, group: RankGroup) -> Part:
-    """The part of every rank, which all hold alike."""
+    """The step count as a checkpoint part, identical on all ranks."""
     return Part(steps, (1,), region=Region((1,), 0, ((0, 1),), group.size))
 
 
-# Tables shared by ranks: whole on one of them, by columns, or by rows; each part behind a cache.
+# Tables sharded over ranks: whole on one rank, by columns or by rows, each part behind a cache.
 #
-# Read `forward`. Every rank has samples of its own. The ids of all are gathered; each rank looks
-# up what it holds for the samples of all, and sends every rank what that one needs:
+# Start with `forward`. Every rank has its own samples. Ids are all-gathered, each rank looks up the
+# parts it holds for the samples of all ranks, and sends each rank its results:
 #
-# - a *whole* table: bags, from the rank that has it,
+# - *whole* table: bags, from the rank that holds it,
 # - *columns*: bags, a slice of their width from every rank,
-# - *rows*: rows, one for each id, from the rank that has it; bags are made of them where they
-# belong.
+# - *rows*: one row per id, from the rank that holds it; the destination reduces them to bags.
 
 
-# [Note: exact over ranks] Bags are reduced where all rows of a bag are, in the order of its ids,
-# and a rank that holds a row gets the gradients of all samples in the order of ranks. Gradients of
-# a row are summed in that order (`stable`). So nothing depends on the number of ranks, but for the
-# width of columns, which elements do not know of. To add up parts of bags on the way (as a
-# reduce-scatter does) would send fewer bytes where bags are long, and be another order of sums.
+# [Note: exact over ranks] A bag is reduced where all its rows are, in the order of its ids, and the
+# holder of a row receives the gradients of all samples in rank order. Gradients of a row are summed
+# in that order (`stable`). So results do not depend on the number of ranks; splitting columns does
+# not matter because elements are independent. Summing partial bags on the way (as a reduce-scatter
+# does) would send fewer bytes for long bags, but in another order of summation.
 class ShardedEmbeddingBag(nn.Module):
-    """Several tables, cached, over ranks; each rank passes its own samples.
+    """Several cached tables sharded over ranks; each rank passes its own samples.
 
     Args:
         num_embeddings: rows of the tables by name.
-        embedding_dim: width of a row, of all tables alike.
-        placement: ``whole:RANK``, ``column`` or ``row``, for all tables or by name, as
-            `plan_tables` chooses it.
+        embedding_dim: width of a row, the same for all tables.
+        placement: ``whole:RANK``, ``column`` or ``row``, for all tables or by name, as chosen by
+            `plan_tables`.
         mode: ``sum``, ``mean`` or ``max``.
-        group: ranks that share; None for all.
+        group: ranks that share the tables; None for all.
         average: whether gradients are divided by the number of ranks, for losses that are means
             over a rank's own samples (as with DDP).
-        _weight: first values of all rows, table after table; None to draw them, each row alike
-            whatever the ranks.
-        padding_idx: padding index of tables by name, as of `CachedEmbeddingBag`.
-        include_last_offset: option of torch's EmbeddingBag.
-        seed: seed of the first values.
+        _weight: initial values of all rows, table after table; None for random values that do not
+            depend on the number of ranks.
+        padding_idx: padding index of tables by name, as for `CachedEmbeddingBag`.
+        include_last_offset: same as in torch's EmbeddingBag.
+        seed: seed of the initial values.
         device: device of the caches.
         options: further options of `CachedEmbeddingBag`, such as `cache` and `disk`.
 
     Attributes:
         device: device of the caches.
-        nothing: a parameter without elements on a rank that has no part of any table, so that it
-            has something to give an optimizer.
+        nothing: an empty parameter on a rank that holds no part of any table, so that it can still
+            create an optimizer.
 
     Raises:
-        GulliverError: an unknown placement, or columns that do not go up in the ranks.
+        GulliverError: a placement is unknown, or the number of ranks does not divide the columns.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class ShardedEmbeddingBag(nn.Module):
             self.nothing = nn.Parameter(self.anchor.detach().new_zeros(0, self.dim))
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Names the optimizer of this rank's parameters, whose state moves with the rows.
+        """Attaches the optimizer of this rank's parameters, whose state moves with the rows.
 
         Raises:
-            GulliverError: it needs whole rows and some table is shared by columns.
+            GulliverError: the optimizer needs whole rows and a table is sharded by columns.
         """
         if (
             isinstance(optimizer, RowWiseAdagrad)
@@ -191,16 +191,16 @@ class ShardedEmbeddingBag(nn.Module):
             and self.group.size > 1
         ):
             raise GulliverError(
-                "RowWiseAdagrad needs whole rows: place the tables by row or whole, not by column"
+                "RowWiseAdagrad needs whole rows; place the tables by row or whole, not by column"
             )
         for bag in self._bags():
             bag.attach(optimizer)
 
     def announce(self, input: Given) -> None:
-        """Takes the ids of a batch that will come; all ranks call it together.
+        """Queues the ids of an upcoming batch for prefetching; a collective call.
 
         Raises:
-            GulliverError: bad ids on any rank, naming it and the table.
+            GulliverError: ids are invalid on any rank.
         """
         own, error = self._tried(input, None)
         everyone = self._gather(own, error)
@@ -210,18 +210,18 @@ class ShardedEmbeddingBag(nn.Module):
             bag.announce_rows(rows)
 
     def forward(self, input: Given, offsets: Given | None = None) -> Tensor:
-        """Reduces the bags of this rank's samples; all ranks call it together.
+        """Reduces the bags of this rank's samples; a collective call.
 
         Args:
-            input: ids by name, as of one table each, or (samples, tables), one id of each.
-            offsets: first places of bags by name, where ids have one dim.
+            input: a dict of ids by table name, or (samples, tables) with one id each.
+            offsets: starts of bags by table name, for one-dimensional ids.
 
         Returns:
             (samples, tables, dim).
 
         Raises:
-            GulliverError: bad ids or offsets on any rank, naming it and the table, or no room for
-                the batch in a cache; all ranks raise the same, and may go on with other ids.
+            GulliverError: ids or offsets are invalid on any rank, or a cache is too small for the
+                batch. All ranks raise the same error and can continue with other ids.
         """
         own, error = self._tried(input, offsets)
         announced = bool(self._gathered)
@@ -232,13 +232,13 @@ class ShardedEmbeddingBag(nn.Module):
         found, error = self._found(everyone, error)
         outgoing = [self._outgoing(found, everyone, rank, error) for rank in self._ranks]
         counts = [self._count(rank, own) + 1 for rank in self._ranks]
-        # Gradients are scaled as they arrive, once, and not in every row that they are added to.
+        # Gradients are scaled once on arrival, not in every row that they are added to.
         scale = 1.0 / self.group.size if self.average else 1.0
         arrived = BagExchange.apply(self.anchor, self.group, counts, scale, *outgoing)
         try:
             arriving = unflagged(self.group, cast(Sequence[Tensor], arrived), error)
         except GulliverError:
-            # The lookups were made and will get no gradient: their rows may leave the cache.
+            # These lookups will get no gradient: their rows may be evicted.
             self._take_back(found)
             raise
         if announced:
@@ -246,17 +246,17 @@ class ShardedEmbeddingBag(nn.Module):
         return self._assembled(arriving, own)
 
     def flush(self) -> None:
-        """Writes all that was changed to the host."""
+        """Writes all modified rows to the host."""
         for bag in self._bags():
             bag.flush()
 
     def parts(self) -> dict[str, Part]:
-        """Flushes, and returns this rank's parts of all tables and states, to be saved or loaded.
+        """Flushes, and returns this rank's parts of all tables and states for saving or loading.
 
         ``AsyncCheckpointer.save(step, {"tables": sharded.parts()})`` writes whole tables, which
-        ``load(folder, {"tables": sharded.parts()})`` reads on any number of ranks, in any
-        placement; call `loaded` after it. Every rank calls it; of what a rank has nothing of there
-        is an empty part.
+        ``load(folder, {"tables": sharded.parts()})`` reads on any number of ranks and in any
+        placement; call `loaded` after it. A collective call: ranks without rows of a tensor pass an
+        empty part.
         """
         self.flush()
         found = {}
@@ -276,7 +276,7 @@ class ShardedEmbeddingBag(nn.Module):
         return with_empty_parts(found, self.group)
 
     def loaded(self) -> None:
-        """Says that what `parts` returned last has been given other values."""
+        """Marks the tensors returned by the last `parts` call as overwritten."""
         for bag in self._bags():
             bag.forget()
             if self._steps is not None:
@@ -284,7 +284,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on this rank's device that stay."""
+        """Bytes held on this rank's device."""
         return sum(bag.device_bytes for bag in self._bags())
 
     # Placement
@@ -294,17 +294,20 @@ class ShardedEmbeddingBag(nn.Module):
         named = dict.fromkeys(names, given) if isinstance(given, str) else given
         for name in [*names, *named]:
             if name not in named or name not in names:
-                raise GulliverError(f"placement of table {name!r}: {nearest(name, names)}")
+                raise GulliverError(f"unknown table {name!r} in placement: {nearest(name, names)}")
         made = {n: TablePlacement.read(named[n], self.group.size) for n in names}
         if any(p.kind == "column" for p in made.values()) and self.dim < self.group.size:
-            raise GulliverError(f"{self.dim} columns do not go up in {self.group.size} ranks")
+            raise GulliverError(
+                f"{self.group.size} ranks do not divide {self.dim} columns; choose another "
+                "embedding_dim or placement"
+            )
         return made
 
     def _kind(self, table: Table) -> str:
         return self.placements[table.name].kind
 
     def _rows(self, table: Table) -> tuple[int, int]:
-        """Returns the rows of a table that this rank has."""
+        """Returns this rank's rows of a table."""
         place, rank = self.placements[table.name], self.group.rank
         if place.kind == "row":
             return share(table.rows, rank, self.group.size)
@@ -325,7 +328,7 @@ class ShardedEmbeddingBag(nn.Module):
             values = values[:, slice(*columns)].contiguous()
         sizes = {name: stop - begin for name, (begin, stop) in held.items()}
         width = values.shape[1]
-        # Padding of whole tables and of columns; rows of it are never asked for.
+        # Padding for whole tables and columns; padding rows are never requested.
         padding = {t.name: t.padding for t in tables if t.padding is not None and t.name in held}
         padding = {n: p for n, p in padding.items() if self.placements[n].kind != "row"}
         return CachedEmbeddingBag(
@@ -356,7 +359,7 @@ class ShardedEmbeddingBag(nn.Module):
     # Ids
 
     def _tried(self, ids: Given, offsets: Given | None) -> tuple[list[Bags], GulliverError | None]:
-        """Returns the bags of each table, or none and what is wrong with them."""
+        """Returns the bags of each table, or None and the error."""
         try:
             return self._own(ids, offsets), None
         except GulliverError as error:
@@ -364,17 +367,18 @@ class ShardedEmbeddingBag(nn.Module):
             return [Bags(empty, empty) for _ in self.tables], error
 
     def _own(self, ids: Given, offsets: Given | None) -> list[Bags]:
-        """Checks this rank's ids and returns the bags of each table."""
+        """Validates this rank's ids and returns the bags of each table."""
         if isinstance(ids, Tensor):
             if ids.dim() != 2 or ids.shape[1] != len(self.tables) or offsets is not None:
                 raise GulliverError(
-                    f"ids must be (samples, {len(self.tables)}), one of each table, or by name"
+                    f"ids must have shape (samples, {len(self.tables)}), one per table, or be a "
+                    "dict by name"
                 )
             ids = {t.name: ids[:, n : n + 1] for n, t in enumerate(self.tables)}
         by_name = offsets if isinstance(offsets, Mapping) else {}
         for table in self.tables:
             if table.name not in ids:
-                raise GulliverError(f"table {table.name!r} has no ids: give empty bags")
+                raise GulliverError(f"table {table.name!r} has no ids; pass empty bags")
         found = [
             one_table(
                 replace(table, first=0),
@@ -390,14 +394,14 @@ class ShardedEmbeddingBag(nn.Module):
             if len(bags) != len(found[0]):
                 raise GulliverError(
                     f"table {table.name!r} has {len(bags)} bags, table {self.tables[0].name!r} "
-                    f"{len(found[0])}: give each a bag for every sample"
+                    f"{len(found[0])}; every table needs one bag per sample"
                 )
         return found
 
     def _announced(
         self, own: list[Bags], error: GulliverError | None
     ) -> tuple[list[Bags], list[list[Bags]], GulliverError | None]:
-        """Returns what was gathered when the next bags were announced; these must be those."""
+        """Returns the data gathered by the matching `announce`, which must be the next one."""
         bags, everyone = self._gathered[0]
         same = error is not None or all(
             torch.equal(a.rows, b.rows) and torch.equal(a.offsets, b.offsets)
@@ -405,8 +409,8 @@ class ShardedEmbeddingBag(nn.Module):
         )
         if not same:
             error = GulliverError(
-                "the ids are not those that were announced next: over ranks batches come in the "
-                "order of announcing"
+                "these ids are not the next announced batch; with several ranks batches must be "
+                "used in the order in which they were announced"
             )
         return bags, everyone, error
 
@@ -432,7 +436,7 @@ class ShardedEmbeddingBag(nn.Module):
         return everyone
 
     def _local(self, bag: CachedEmbeddingBag, everyone: list[list[Bags]]) -> Bags:
-        """Returns what this rank looks up in one of its bags, for the samples of all ranks."""
+        """Returns the lookups of this rank in one of its bags, for the samples of all ranks."""
         rows, offsets, count = [], [], 0
         for local in bag.tables:
             number = next(n for n, t in enumerate(self.tables) if t.name == local.name)
@@ -453,7 +457,7 @@ class ShardedEmbeddingBag(nn.Module):
     def _found(
         self, everyone: list[list[Bags]], error: GulliverError | None
     ) -> tuple[dict[int, Tensor], GulliverError | None]:
-        """Looks up what all ranks need of this one, as far as there is room for it."""
+        """Looks up the rows that all ranks need from this one, if they fit into the cache."""
         found: dict[int, Tensor] = {}
         if error is not None:
             return found, error
@@ -465,7 +469,7 @@ class ShardedEmbeddingBag(nn.Module):
         return found, None
 
     def _take_back(self, found: Mapping[int, Tensor]) -> None:
-        """Gives up the rows of a batch that not all ranks have room for."""
+        """Unpins the rows of a batch that does not fit on every rank."""
         for bag in self._bags():
             if found.get(id(bag)) is not None and found[id(bag)].requires_grad:
                 bag.release(1)
@@ -477,7 +481,7 @@ class ShardedEmbeddingBag(nn.Module):
         rank: int,
         error: GulliverError | None,
     ) -> Tensor:
-        """Returns what a rank is sent, or as many zeros where there is an error."""
+        """Returns the data for a rank, or as many zeros after an error."""
         if error is not None:
             zeros = self.anchor.detach().new_zeros(self._count(self.group.rank, everyone[rank]))
             return flagged([zeros], error, self.anchor.detach())
@@ -486,7 +490,7 @@ class ShardedEmbeddingBag(nn.Module):
     def _pieces(
         self, found: Mapping[int, Tensor], everyone: list[list[Bags]], rank: int
     ) -> list[Tensor]:
-        """Returns what of this rank's lookups another rank needs, table by table."""
+        """Returns the lookups that another rank needs, table by table."""
         pieces = []
         for bag in self._bags():
             output, place = found[id(bag)], 0
@@ -500,7 +504,7 @@ class ShardedEmbeddingBag(nn.Module):
         return pieces
 
     def _wanted(self, number: int, bags: Bags, holder: int) -> int:
-        """Returns how many vectors of a table a holder sends for some bags."""
+        """Returns the number of vectors of a table that a holder sends for some bags."""
         table = self.tables[number]
         if self._kind(table) != "row":
             return len(bags)
@@ -508,7 +512,7 @@ class ShardedEmbeddingBag(nn.Module):
         return int(((bags.rows >= begin) & (bags.rows < stop)).sum())
 
     def _sent_by(self, holder: int) -> list[tuple[int, int]]:
-        """Returns the tables that a rank sends something of, and its width, in its order."""
+        """Returns the tables of which a rank sends data, and its width, in its order."""
         wide, narrow = [], []
         for number, table in enumerate(self.tables):
             place = self.placements[table.name]
@@ -526,7 +530,7 @@ class ShardedEmbeddingBag(nn.Module):
         return sum(self._wanted(n, own[n], holder) * width for n, width in self._sent_by(holder))
 
     def _assembled(self, arriving: Sequence[Tensor], own: list[Bags]) -> Tensor:
-        """Makes the bags of this rank's samples from what all ranks sent."""
+        """Assembles the bags of this rank's samples from the received data."""
         parts: list[list[Tensor]] = [[] for _ in self.tables]
         for holder, flat in enumerate(arriving):
             sent = self._sent_by(holder)
@@ -543,7 +547,7 @@ class ShardedEmbeddingBag(nn.Module):
         return torch.stack(made, 1)
 
     def _pooled(self, table: Table, bags: Bags, rows: Tensor) -> Tensor:
-        """Reduces bags of rows that have come ordered by rank."""
+        """Reduces bags of rows received in rank order."""
         ends = torch.tensor(
             [share(table.rows, r, self.group.size)[1] for r in range(self.group.size)]
         )

@@ -1,4 +1,4 @@
-"""Moving bytes between memory and disk, whole or not at all."""
+"""Asynchronous I/O engines and atomic files."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Arguments and results of the I/O engines, and the checks before anything is done."""
+"""Arguments, results and argument checks of the I/O engines."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 from gulliver.errors import GulliverError, nearest
 
 BLOCK = 4096
-"""Bytes: alignment of pages, and of whatever goes past the page cache."""
+"""Bytes: alignment of pages and of direct I/O."""
 Auto = bool | Literal["auto"]
 Call = Literal["open", "fallocate", "write", "read", "fsync", "truncate"]
 CALLS: tuple[Call, ...] = ("open", "fallocate", "write", "read", "fsync", "truncate")
 
 
 class IoError(GulliverError):
-    """A file could not be opened, written, read or forced to the disk.
+    """A file could not be opened, written, read or synced.
 
     Attributes:
-        path: file that it is about.
-        offset: byte at which it failed; None where the call has none (opening, fsync).
-        errno: error number of the system; `errno.ENODATA` where a file ended early.
+        path: file that failed.
+        offset: byte offset of the failure; None if the call has none (opening, fsync).
+        errno: error number of the system; `errno.ENODATA` if the file is too short.
     """
 
     def __init__(self, action: str, path: str | Path, offset: int | None, number: int) -> None:
@@ -49,26 +49,26 @@ class IoError(GulliverError):
         return IoError, (self.action, self.path, self.offset, self.errno)
 
     def again(self) -> IoError:
-        """Copies the error: several threads may raise one failure, each with its own traceback."""
+        """Copies the error, so that several threads may raise it with their own tracebacks."""
         return IoError(self.action, self.path, self.offset, self.errno)
 
 
 class File:
-    """A file that an engine has open; only that engine takes it."""
+    """A file opened by an engine; only that engine accepts it."""
 
-    # Path that it was opened by.
+    # Path that it was opened with.
     path: Path
-    # Size when it was opened, or the size that `create` was given.
+    # Size when it was opened, or the size given to `create`.
     nbytes: int
 
 
 @dataclass(frozen=True)
 class StridedView:
-    """Elements that lie apart in memory, one behind the other in the row-major order of `sizes`.
+    """Non-contiguous elements in memory, in the row-major order of `sizes`.
 
     Attributes:
         address: address of the first element.
-        itemsize: bytes of an element.
+        itemsize: bytes per element.
         sizes: size of each dim, in elements.
         strides: stride of each dim, in elements.
     """
@@ -86,10 +86,10 @@ class StridedView:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the pool, lent by `Engine.acquire`.
+    """A page of the pool, obtained from `Engine.acquire`.
 
     Attributes:
-        index: number of the page in the pool.
+        index: index of the page in the pool.
         address: address of its first byte, a multiple of 4096.
         nbytes: size of the page.
     """
@@ -100,93 +100,95 @@ class Page:
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """The page's memory, (nbytes,); to be used only until it is written or released."""
+        """The page's memory, (nbytes,); valid only until the page is written or released."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.address))
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of what an engine has done so far."""
+    """Counters of an engine's work so far."""
 
     written: int
     read: int
-    # Bytes, written and read, that went past the page cache.
+    # Bytes written and read with direct I/O.
     direct: int
-    # Number of requests in flight or waiting.
+    # Number of requests queued or in flight.
     pending: int
-    # Number of pages that nobody has.
+    # Number of free pages.
     free_pages: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request as it is submitted, to either engine."""
+    """A request as submitted to an engine."""
 
     # Operation; `page` writes an acquired page.
     kind: Literal["stage", "page", "write", "read", "sync"]
     # File to read, write or sync.
     file: File
-    # First byte in the file.
+    # Byte offset in the file.
     offset: int = 0
-    # First byte in memory; of a staged request the page is not known yet.
+    # First byte in memory; staged requests get their page later.
     address: int = 0
     # Number of bytes.
     nbytes: int = 0
-    # Order of service; the higher goes first.
+    # Priority; higher goes first.
     priority: int = 0
-    # Table (n, 2), address and bytes of the segments that are staged.
+    # Table (n, 2): address and bytes of the staged segments.
     table: NDArray[np.int64] | None = None
-    # Views of segments whose elements lie apart, by the number of the segment.
+    # Views of non-contiguous segments, by segment index.
     views: Mapping[int, StridedView] = field(default_factory=dict)
-    # Acquired page that is written.
+    # Acquired page to write.
     page: Page | None = None
-    # Whether what is read is to be summed.
+    # Whether to compute a checksum of the data read.
     checksum: bool = False
 
 
 def check_process(owner: int) -> None:
-    """Refuses to use an engine, or to wait for its ticket, in another process than its own."""
+    """Raises an error if an engine or its ticket is used in another process than its own."""
     if os.getpid() != owner:
         raise GulliverError(
-            "this I/O engine belongs to the parent process and has no threads here: make another "
-            "one after forking"
+            "this I/O engine belongs to the parent process and its threads do not exist here; "
+            "create another one after forking"
         )
 
 
 def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.int64]:
-    """Refuses segments that no page can hold: they would be written over other memory."""
+    """Raises an error for segments that do not fit into a page."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
-    # Floats: a sum of 64-bit integers could wrap around.
+    # In floating point: a sum of 64-bit integers could wrap around.
     if len(table) and (table[:, 1].min() < 0 or table[:, 1].sum(dtype=np.float64) > page_bytes):
-        raise GulliverError(f"segments of {table[:, 1].tolist()} bytes do not fit {page_bytes}")
+        raise GulliverError(
+            f"segments of {table[:, 1].tolist()} bytes do not fit into {page_bytes} bytes"
+        )
     return table
 
 
 def check_sizes(page_bytes: int, **counts: int) -> None:
-    """Refuses an engine that could not work."""
+    """Validates the sizes of an engine."""
     if page_bytes < BLOCK or page_bytes % BLOCK:
-        raise GulliverError(f"page_bytes {page_bytes} is not a positive multiple of {BLOCK}")
+        raise GulliverError(f"page_bytes={page_bytes} must be a positive multiple of {BLOCK}")
     for name, value in counts.items():
         if value < 1:
-            raise GulliverError(f"{name} {value}: at least 1")
+            raise GulliverError(f"{name}={value} must be at least 1")
 
 
-# The engine's interface: bytes between memory and files, moved by threads of its own.
+# The engine interface: moves bytes between memory and files in background threads.
 #
-# Submitted as (address, bytes, file, offset), completed as the two events of a `Ticket`: `copied`,
-# when the source may change again, and `done`, when the bytes have been handed to the file. Two
-# implementations take the same calls: `NativeEngine` (C++, never touches the GIL) and
-# `PythonEngine` (small and plain; what runs where no compiler was). `default_engine` chooses.
+# Requests are submitted as (address, bytes, file, offset) and complete with the two events of a
+# `Ticket`: `copied`, when the source may be reused, and `done`, when the bytes have been handed to
+# the file. Two implementations share this interface: `NativeEngine` (C++, never holds the GIL) and
+# `PythonEngine` (small; used if no compiler was available). `default_engine` picks one.
 #
-# What is staged goes through a pool of aligned pages::
+# Staged data goes through a pool of aligned pages::
 #
 #     stage(segments)     waits for a page -> gather, checksum -> COPIED -> I/O queue -> DONE
 #     acquire, fill it, write_page(page)   -> checksum         -> COPIED -> I/O queue -> DONE
 #     read, write         straight between the file and the caller's memory   -> I/O queue -> DONE
 #     sync(file)          waits for the writes submitted before it on that file -> I/O queue -> DONE
 #
-# Nothing here knows what the bytes mean. Addresses are believed: the caller keeps its memory alive
-# until `copied` (staging) or `done` (reading, writing).
+# Addresses are not checked: the caller keeps its memory alive until `copied` (staging) or `done`
+# (reading, writing).
 
 
 NO_VIEWS: Mapping[int, StridedView] = MappingProxyType({})
@@ -194,7 +196,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Ticket(ABC):
-    """A handle of one request, which tells whether, and how, it has ended."""
+    """Handle of a request."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -202,26 +204,26 @@ class Ticket(ABC):
     @property
     @abstractmethod
     def copied(self) -> bool:
-        """Whether the source may change again (for `read`, `write` and `sync`: same as `done`)."""
+        """Whether the source may be reused (for `read`, `write` and `sync`: same as `done`)."""
 
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the request has completed or failed."""
 
     @property
     @abstractmethod
     def checksum(self) -> int | None:
-        """CRC-32 of the bytes as `zlib.crc32`; None until known, or where none was asked for."""
+        """CRC-32 of the bytes as in `zlib.crc32`; None until known, or if not requested."""
 
     def wait_copied(self, timeout: float | None = None) -> None:
-        """Waits until the source may change again, which a failed request allows, too."""
+        """Waits until the source may be reused; also returns if the request failed."""
         check_process(self._process)
         if not self._wait_copied(timeout):
             raise TimeoutError(f"not copied within {timeout:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until it has ended."""
+        """Waits for completion."""
         check_process(self._process)
         if not self._wait_done(timeout):
             raise TimeoutError(f"not done within {timeout:g} s")
@@ -230,7 +232,7 @@ class Ticket(ABC):
             if failure is not None:
                 raise failure
         finally:
-            del failure  # which holds this frame, and so what its callers have
+            del failure  # the traceback holds this frame, and so the callers' variables
 
     @abstractmethod
     def _wait_copied(self, timeout: float | None) -> bool: ...
@@ -244,10 +246,10 @@ class Ticket(ABC):
 
 
 class Engine(ABC):
-    """Moves bytes between memory and files; every method may be called from any thread.
+    """Moves bytes between memory and files; all methods are thread-safe.
 
-    Among the requests that wait, the higher priority goes first; within one, the older. Impossible
-    arguments are refused here; an implementation has the methods that begin with an underscore.
+    Queued requests are served by priority, then by age. Arguments are validated here;
+    implementations override the methods that begin with an underscore.
 
     Attributes:
         kind: ``native io_uring``, ``native threads`` or ``python threads``.
@@ -264,35 +266,35 @@ class Engine(ABC):
     @property
     @abstractmethod
     def pages(self) -> int:
-        """Pages in the pool."""
+        """Number of pages in the pool."""
 
     @property
     @abstractmethod
     def regions(self) -> list[tuple[int, int]]:
-        """The pool's memory as (address, bytes): one region at first, one more for each growth."""
+        """The pool's memory as (address, bytes): one region at first, plus one per growth."""
 
     @property
     @abstractmethod
     def counters(self) -> Counters:
-        """Returns what was done so far."""
+        """Returns the counters so far."""
 
     def grow(self, pages: int) -> None:
-        """Adds pages to the pool, touched before this returns.
+        """Adds pages to the pool and touches them before returning.
 
         Raises:
-            GulliverError: there is no memory for them.
+            GulliverError: there is not enough memory.
         """
         self._check_process()
         if pages < 1:
-            raise GulliverError(f"pages {pages}: at least 1")
+            raise GulliverError(f"pages={pages} must be at least 1")
         self._grow(pages)
 
     def create(self, path: str | Path, nbytes: int) -> File:
-        """Makes a new file for writing and reading, with space for `nbytes` where that can be had.
+        """Creates a file for writing and reading, and reserves `nbytes` if the file system can.
 
         Raises:
-            IoError: it exists, or the disk has no room (then no file is left behind), or any other
-                refusal of the system.
+            IoError: the file exists, the disk is full (no file is left behind), or the system
+                reports another error.
         """
         self._check_process()
         return self._create(Path(path), nbytes)
@@ -301,7 +303,7 @@ class Engine(ABC):
         """Opens a file for reading.
 
         Raises:
-            IoError: it does not exist, or is a folder, or any other refusal of the system.
+            IoError: it does not exist, is a folder, or the system reports another error.
         """
         self._check_process()
         return self._open(Path(path))
@@ -317,37 +319,37 @@ class Engine(ABC):
     ) -> Ticket:
         """Gathers segments of memory into a page, and writes it.
 
-        Does not wait for a page or the disk, only while `queue` requests are in flight.
+        Blocks only while `queue` requests are in flight, not for a page or the disk.
 
         Args:
             file: file to write to.
-            offset: byte in the file; multiples of 4096 may go past the page cache.
+            offset: byte offset in the file; multiples of 4096 allow direct I/O.
             segments: table (n, 2), address and bytes of each; together at most a page.
-            priority: order of service; the higher goes first.
-            views: views of segments whose elements lie apart, by the number of the segment. Such a
-                segment has its first byte in the view in place of an address.
+            priority: higher goes first.
+            views: views of non-contiguous segments, by segment index. In the table such a segment
+                has its first byte in the view instead of an address.
 
         Returns:
-            A ticket with `copied` (the segments may change) and, from then on, a checksum.
+            A ticket. Once `copied`, the segments may change and its checksum is known.
 
         Raises:
-            GulliverError: more than a page, a closed file, a closed engine.
+            GulliverError: the segments exceed a page, or the file or engine is closed.
         """
         self._check_process()
         table = check_segments(segments, self.page_bytes)
         total = int(table[:, 1].sum())
-        # Copies: the caller may reuse the table for the next page.
+        # Copied: the caller may reuse the table for the next page.
         request = Request("stage", file, offset, 0, total, priority, table.copy(), dict(views))
         return self._submit(request)
 
     @abstractmethod
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:
-        """Lends a page for the caller to fill; `write_page` or `release` gives it back.
+        """Takes a page for the caller to fill; `write_page` or `release` returns it.
 
-        Waits in one queue with what is staged, by priority.
+        Queues together with staged requests, by priority.
 
         Raises:
-            TimeoutError: none was free in time.
+            TimeoutError: no page was free in time.
         """
 
     def write_page(
@@ -356,17 +358,17 @@ class Engine(ABC):
         """Writes the first bytes of an acquired page, which then returns to the pool.
 
         Returns:
-            A ticket with a checksum; it is `copied` once that is known.
+            A ticket; it is `copied` once its checksum is known.
         """
         self._check_process()
         if nbytes > page.nbytes:
-            raise GulliverError(f"{nbytes} bytes of a page of {page.nbytes}")
+            raise GulliverError(f"{nbytes} bytes exceed the page of {page.nbytes}")
         request = Request("page", file, offset, page.address, nbytes, priority, page=page)
         return self._submit(request)
 
     @abstractmethod
     def release(self, page: Page) -> None:
-        """Gives an acquired page back unwritten."""
+        """Returns an acquired page to the pool without writing it."""
 
     def read(
         self,
@@ -378,10 +380,10 @@ class Engine(ABC):
         priority: int = 0,
         checksum: bool = False,
     ) -> Ticket:
-        """Reads straight into memory.
+        """Reads directly into memory.
 
-        May go past the page cache where offset and address are multiples of 4096, unless the file
-        has been prefetched. A file that ends early is an error.
+        Uses direct I/O if offset and address are multiples of 4096 and the file was not prefetched.
+        Reading past the end of the file is an error.
         """
         self._check_process()
         request = Request("read", file, offset, address, nbytes, priority, checksum=checksum)
@@ -390,27 +392,26 @@ class Engine(ABC):
     def write(
         self, file: File, offset: int, address: int, nbytes: int, *, priority: int = 0
     ) -> Ticket:
-        """Writes straight from memory, which must not change until `done`."""
+        """Writes directly from memory, which must not change until `done`."""
         self._check_process()
         return self._submit(Request("write", file, offset, address, nbytes, priority))
 
     def prefetch(self, file: File, offset: int, nbytes: int) -> None:
-        """Asks the system to read ahead; from then on this file is read through the page cache."""
+        """Asks the system to read ahead; afterwards this file is read through the page cache."""
         self._check_process()
         self._prefetch(file, offset, nbytes)
 
     def sync(self, file: File) -> Ticket:
-        """Forces a file to the disk, after the writes on it that were submitted before.
+        """Syncs a file to the disk after all writes submitted before.
 
-        An error of any earlier write on the file is the error of this: who waits for the sync
-        alone must not take a broken file for a whole one.
+        Fails if any earlier write on the file failed, so that waiting for the sync alone is enough.
         """
         self._check_process()
         return self._submit(Request("sync", file))
 
     @abstractmethod
     def close_file(self, file: File) -> None:
-        """Closes a file after what is in flight on it; a second time does nothing.
+        """Closes a file after its pending requests; closing twice is allowed.
 
         Raises:
             IoError: the system reports a late failure.
@@ -418,10 +419,9 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finishes everything that was submitted, ends the threads, frees the pool.
+        """Finishes all submitted requests, stops the threads and frees the pool.
 
-        At the interpreter's exit it is called for whatever engine is still open. Nobody must have
-        an acquired page in use.
+        Called at interpreter exit for engines that are still open. No acquired page may be in use.
         """
 
     def inject(
@@ -433,14 +433,14 @@ class Engine(ABC):
         *,
         times: int = 1,
     ) -> None:
-        """Makes system calls fail that have not been made yet; for tests.
+        """Makes future system calls fail; for tests.
 
         Args:
             call: kind of system call.
-            nth: first one to fail, counted from now: 1 is the next.
+            nth: first call to fail, counted from now; 1 is the next.
             errno: error number that it fails with.
-            short: most bytes that it moves, in place of an error.
-            times: number of calls in a row.
+            short: maximum number of bytes that it moves, instead of an error.
+            times: number of consecutive calls that fail.
         """
         if call not in CALLS:
             raise GulliverError(f"unknown call {call!r}: {nearest(call, CALLS)}")
@@ -450,7 +450,7 @@ class Engine(ABC):
 
     @abstractmethod
     def hold(self, held: bool) -> None:
-        """Lets no read, write or sync begin while held, as on a disk that hangs; for tests."""
+        """Blocks reads, writes and syncs while held, like a hanging disk; for tests."""
 
     @abstractmethod
     def _grow(self, pages: int) -> None: ...
@@ -463,7 +463,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _submit(self, request: Request) -> Ticket:
-        """Takes a request that is known to make sense, and waits for room in the queue."""
+        """Takes a validated request and waits for space in the queue."""
 
     @abstractmethod
     def _prefetch(self, file: File, offset: int, nbytes: int) -> None: ...
@@ -480,13 +480,13 @@ class Engine(ABC):
         self.close()
 
     def _check_process(self) -> None:
-        """Refuses a forked child: threads do not survive a fork, and it would wait for ever."""
+        """Raises an error in a forked child, which has no threads and would wait forever."""
         check_process(self._process)
 
 
 @atexit.register
 def _finish_all() -> None:
-    """Finishes what was submitted before the interpreter ends."""
+    """Finishes submitted requests before the interpreter exits."""
     for engine in list(_open_engines):
         if engine._process == os.getpid():
             engine.close()

@@ -1,7 +1,6 @@
-"""Files and folders that appear whole or not at all.
+"""Files and folders that are written atomically.
 
-All is written under a temporary name next to the final one, forced to the disk, and renamed.
-Nothing here knows what the bytes mean.
+Everything is written under a temporary name next to the final one, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from gulliver.errors import GulliverError
 from gulliver.options import size_text
 
 LEFT = re.compile(r"\..*\.([0-9]+)(?:-[0-9a-f]+)?\.partial", re.DOTALL)
-"""Temporary names, with the number of the process that writes."""
+"""Temporary names, with the process id of the writer."""
 PARTIAL = ".partial"
-"""Ending of temporary names: whatever carries it may be deleted when nobody is writing."""
+"""Suffix of temporary names; such files may be deleted when nobody is writing."""
 
 
 def sync(path: Path) -> None:
-    """Forces a file or a folder's entries to the disk."""
+    """Syncs a file or the entries of a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -41,9 +40,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, needed: int = 0, durable: bool = True) -> Iterator[Path]:
-    """Yields a temporary path in the folder of `path`, renamed to it when the block ends well."""
+    """Yields a temporary path in the folder of `path`, renamed to `path` if the block succeeds."""
     require_space(path.parent, needed)
-    # A name that nobody can guess, or a link planted there would be followed.
+    # An unpredictable name; otherwise a link planted there would be followed.
     token = f"{os.getpid()}-{secrets.token_hex(6)}"
     partial = path.with_name(f".{path.name}.{token}{PARTIAL}")
     with named_errors(path, needed=needed):
@@ -53,7 +52,7 @@ def atomic_file(path: Path, needed: int = 0, durable: bool = True) -> Iterator[P
             if durable:
                 sync(partial)
             os.replace(partial, path)
-            # The new name is an entry of the folder, which reaches the disk separately.
+            # The new name is an entry of the folder, which needs its own sync.
             if durable:
                 sync(path.parent)
         finally:
@@ -61,24 +60,24 @@ def atomic_file(path: Path, needed: int = 0, durable: bool = True) -> Iterator[P
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Writes a text file, whole or not at all; see `atomic_file`."""
+    """Writes a text file atomically; see `atomic_file`."""
     content = text.encode("utf-8")
     with atomic_file(path, len(content), durable) as partial:
         partial.write_bytes(content)
 
 
 def finish_folder(partial: Path, path: Path) -> None:
-    """Forces everything in a folder to the disk and gives it its final name."""
-    # A folder that has this name is replaced: at every moment there is one of the two.
+    """Syncs everything in a folder and gives it its final name."""
+    # Replaces an existing folder of this name: at every moment one of the two exists.
     name_folder(partial, path)
     with named_errors(path):
         sync(path.parent)
 
 
 def name_folder(partial: Path, path: Path) -> None:
-    """Does what `finish_folder` does, without forcing the new name to the disk."""
+    """Does the same as `finish_folder` without syncing the new name."""
     with named_errors(path):
-        # Contents before the name: after a crash the final name must not lead to half a folder.
+        # Contents before the name: after a crash the final name must not refer to a partial folder.
         for found in sorted(partial.rglob("*")):
             sync(found)
         sync(partial)
@@ -90,8 +89,8 @@ def name_folder(partial: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder: it is there as a whole, or under a temporary name, or not at all."""
-    # Of a link to a folder only the link goes.
+    """Removes a folder: after a crash it exists whole, under a temporary name, or not at all."""
+    # For a link to a folder only the link is removed.
     with named_errors(path, "removed"):
         doomed = path.with_name(path.name + PARTIAL)
         os.replace(path, doomed)
@@ -99,8 +98,8 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_all(path: Path) -> None:
-    """Removes a file, a link (not what it leads to) or a folder with all that is in it."""
-    # What cannot be removed stays, and so does the folder that it is in.
+    """Removes a file, a link (not its target) or a folder recursively."""
+    # Files that cannot be removed stay, together with their folder.
     if path.is_symlink() or not path.is_dir():
         with suppress(OSError):
             path.unlink()
@@ -109,9 +108,9 @@ def remove_all(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes what processes that were killed have left half written in a folder."""
-    # Removes only what is named for a process that does not run on this machine, and that nobody
-    # has locked (`hold`): the lock keeps what another machine is writing.
+    """Removes temporary files in a folder left by processes that were killed."""
+    # Removes only files of processes that do not run on this machine and that are not locked
+    # (`hold`): the lock protects files that another machine is writing.
     removed = []
     for path in folder.glob(f".*{PARTIAL}") if folder.is_dir() else ():
         found = LEFT.fullmatch(path.name)
@@ -124,7 +123,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 @contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Locks a file or folder for as long as it is written."""
+    """Locks a file or folder while it is written."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         try:
@@ -149,18 +148,18 @@ def _is_alive(pid: int) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Refuses to begin what the disk has no room for."""
+    """Raises an error if the disk has too little free space."""
     free = _free(folder)
     if free < needed:
         raise GulliverError(
-            f"no space for {size_text(needed)} in {folder}: {size_text(free)} are free, nothing "
-            "was changed"
+            f"{folder} needs {size_text(needed)} and has {size_text(free)} free; nothing was "
+            "changed"
         )
 
 
 @contextmanager
 def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterator[None]:
-    """Turns the system's refusals into one line that names the path."""
+    """Converts operating system errors to a one-line error that names the path."""
     try:
         yield
     except OSError as error:
@@ -169,8 +168,8 @@ def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterat
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             wanted = f"{size_text(needed)} needed, " if needed else ""
             raise GulliverError(
-                f"no space left for {path}: {wanted}{size_text(_free(path))} are free, nothing was "
-                "changed"
+                f"no space left for {path}: {wanted}{size_text(_free(path))} are free; nothing "
+                "was changed"
             ) from error
         raise GulliverError(
             f"{error.filename or path} cannot be {action}: {error.strerror}"
@@ -189,14 +188,14 @@ def _existing(path: Path) -> Path:
 
 
 def _swap(one: Path, other: Path) -> None:
-    """Exchanges the names of two folders, in one move where the system has it (Linux)."""
+    """Exchanges the names of two folders, atomically if the system can (Linux)."""
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None and not rename(
         here, os.fsencode(one), here, os.fsencode(other), exchange
     ):
         return
-    # Two moves: a process killed between them leaves both under temporary names.
+    # Two renames: a process killed between them leaves both under temporary names.
     aside = other.with_name(f"{other.name}.old{PARTIAL}")
     os.replace(other, aside)
     os.replace(one, other)
@@ -205,26 +204,25 @@ def _swap(one: Path, other: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Folder that keeps results from job to job: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
+    """Folder that caches results across jobs: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
     chosen = os.environ.get("GULLIVER_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "gulliver"
 
 
-# Memory that is a file: where it lies, and how its pages go back to the system.
+# File-backed memory: where it is mapped, and how its pages return to the system.
 
 
 PAGEOUT = 21
 """`MADV_PAGEOUT` of Linux 5.4 and later."""
 
 
-# [Note: mapped files] State that does not fit into memory lies in files that are mapped: a page is
-# read when it is touched, and stays until the system needs the room. Whoever goes once through a
-# file larger than memory would push out what is used all the time, and under a limit of the system
-# have it made room for page by page. So what has been gone through is given back (`MADV_PAGEOUT`),
-# which writes what was changed and loses nothing; `MADV_DONTNEED` would empty memory that is no
-# file.
+# [Note: mapped files] State that does not fit into memory is stored in mapped files: a page is read
+# on first use and stays until the system needs the memory. One pass through a file larger than
+# memory would evict pages that are in constant use, and under a memory limit the system would
+# reclaim page by page. So pages are released after the pass (`MADV_PAGEOUT`), which writes modified
+# pages and loses nothing; `MADV_DONTNEED` would clear memory that is not file-backed.
 class FileMappings:
-    """Files that are mapped into this process, as the system tells it now."""
+    """Snapshot of the files mapped into this process."""
 
     def __init__(self, maps: str = "/proc/self/maps") -> None:
         self._begins: list[int] = []
@@ -232,7 +230,7 @@ class FileMappings:
         try:
             lines = Path(maps).read_text(errors="replace").splitlines()
         except OSError:
-            return  # no Linux: nothing is known to be a file
+            return  # not Linux: no mappings are known
         for line in lines:
             # Libraries are mapped privately; shared memory without a file is /dev/zero or /dev/shm.
             if "s " not in line[:50] or " /" not in line or " /dev/" in line:
@@ -242,13 +240,13 @@ class FileMappings:
             self._stops.append(stop)
 
     def hold(self, address: int, nbytes: int) -> bool:
-        """Whether memory is that of a file."""
+        """Whether memory is file-backed."""
         number = bisect_right(self._begins, address) - 1
         return number >= 0 and 0 < nbytes <= self._stops[number] - address
 
     def let_go(self, address: int, nbytes: int) -> None:
-        """Gives the whole pages of memory back to the system, where they are a file's."""
-        # It is advice: where the system does not take it nothing happens.
+        """Releases the whole pages of memory to the system if they are file-backed."""
+        # Only a hint: nothing happens if the system does not support it.
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if size > 0 and self.hold(address, nbytes):
@@ -261,7 +259,7 @@ def to_yaml(value: dict[str, Any]) -> str:
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
-            return True  # what occurs twice is written twice
+            return True  # no anchors: repeated values are written out
 
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
             super().increase_indent(flow, indentless=False)
@@ -282,7 +280,7 @@ def to_yaml(value: dict[str, Any]) -> str:
     represented: list[tuple[type, Any]] = [(str, text), (list, row), (tuple, row), (dict, mapping)]
     for kind, represent in represented:
         Dumper.add_representer(kind, represent)
-        # Their subclasses too, such as `torch.__version__`, which is no plain text.
+        # Their subclasses too, such as `torch.__version__`, which is not a plain str.
         Dumper.add_multi_representer(kind, represent)
     Dumper.add_multi_representer(float, lambda dumper, value: dumper.represent_float(float(value)))
     return yaml.dump(

@@ -1,7 +1,7 @@
-"""The native engine as Python sees it, and the choice between it and Python's engine.
+"""Python wrapper of the native engine, and the choice between it and the Python engine.
 
-The extension `gulliver.io._core` is built from ``native/`` where there is a compiler. Its calls
-release the GIL and wait at most a tenth of a second, so that signals are heard in between.
+The extension `gulliver.io._core` is built from ``native/`` if a compiler is available. Its calls
+release the GIL and wait at most a tenth of a second, so that signals are handled in between.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from gulliver.io.python_engine import PythonEngine, gather_slowly
 
 Result = TypeVar("Result")
 INTERFACE = 2
-"""Version of the extension's interface; both sides count up when their calls change."""
+"""Version of the extension's interface; incremented on both sides when its calls change."""
 HEARING_S = 0.1
-"""Seconds that a call into the extension waits before signals are looked at."""
+"""Seconds that a call into the extension waits before signals are handled."""
 
 
 def native_problem() -> str | None:
-    """Says why there is no native engine; None where there is one."""
+    """Returns why the native engine is not available; None if it is."""
     try:
         built = _extension().INTERFACE
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it again"
+        return "its extension has another version; rebuild it with pip install -e ."
     return None
 
 
 def _extension() -> Any:
-    # By name: type checking must pass where it has not been built.
+    # By name: type checking must pass if it has not been built.
     return importlib.import_module("gulliver.io._core")
 
 
@@ -98,7 +98,7 @@ class NativeFile(File):
 
 
 class NativeEngine(Engine):
-    """The engine with threads of C++."""
+    """The engine with C++ threads."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class NativeEngine(Engine):
         check_sizes(page_bytes, pages=pages, copiers=copiers, writers=writers, queue=queue)
         problem = native_problem()
         if problem:
-            raise GulliverError(f"there is no native I/O engine here: {problem}")
+            raise GulliverError(f"the native I/O engine is not available: {problem}")
         with _refusals():
             self._core = _extension().Engine(
                 page_bytes,
@@ -129,16 +129,16 @@ class NativeEngine(Engine):
         self.kind = self._core.kind
         if io_uring is True and self.ring_problem:
             self._core.stop()
-            raise GulliverError(f"io_uring cannot be used here: {self.ring_problem}")
+            raise GulliverError(f"io_uring is not available: {self.ring_problem}")
         super().__init__()
 
     @property
     def ring_problem(self) -> str:
-        """Says why io_uring is not used; empty where it is."""
+        """Why io_uring is not used; empty if it is."""
         number = self._core.ring_errno
         if number == 0:
             return ""
-        return "not asked for" if number < 0 else os.strerror(number)
+        return "not requested" if number < 0 else os.strerror(number)
 
     @property
     def pages(self) -> int:
@@ -200,7 +200,7 @@ class NativeEngine(Engine):
                 raise
             index, address = wanted.page
         if index < 0:
-            raise GulliverError("the I/O engine was closed while a page was waited for")
+            raise GulliverError("the I/O engine was closed while waiting for a page")
         return Page(index, address, self.page_bytes)
 
     def release(self, page: Page) -> None:
@@ -222,7 +222,7 @@ class NativeEngine(Engine):
         return NativeTicket(ticket, request.file.path, self._process)
 
     def _call(self, request: Request, core: Any) -> Callable[[], Any]:
-        """Returns the call of the extension, which returns None while its queue is full."""
+        """Wraps a call of the extension, which returns None while its queue is full."""
         r, ours = request, self._core
         match r.kind:
             case "stage":
@@ -246,7 +246,7 @@ class NativeEngine(Engine):
             raise GulliverError(f"{file} was not opened by this I/O engine")
         return file
 
-    # The end, and tests
+    # Shutdown and tests
 
     def close(self) -> None:
         self._check_process()
@@ -269,7 +269,7 @@ def _view(view: StridedView) -> Any:
 
 
 def _within(timeout: float | None, wait: Callable[[float], bool]) -> bool:
-    """Waits in short turns: between them Python handles signals."""
+    """Waits in short intervals, between which Python handles signals."""
     if timeout is None:
         while not wait(HEARING_S):
             pass
@@ -298,7 +298,7 @@ def _refusals() -> Iterator[None]:
 
 
 def gather(target: int, segments: NDArray[np.int64]) -> None:
-    """Copies pieces of memory one behind the other; returns when all are copied."""
+    """Copies segments of memory into one buffer; returns when all are copied."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     if os.environ.get("GULLIVER_IO") != "python" and native_problem() is None:
         importlib.import_module("gulliver.io._core").gather(target, table)
@@ -307,29 +307,29 @@ def gather(target: int, segments: NDArray[np.int64]) -> None:
 
 
 CHOICES = ("native", "threads", "python")
-"""Values of ``$GULLIVER_IO``: native with io_uring where allowed, native without, Python."""
+"""Values of ``$GULLIVER_IO``: native with io_uring if allowed, native without it, Python."""
 _said: set[str] = set()
 
 
 def default_engine(**options: Any) -> Engine:
-    """Makes the native engine where it was built, else the Python engine, which the log says once.
+    """Creates the native engine if it was built, else the Python engine, which is logged once.
 
-    ``$GULLIVER_IO`` forces one: ``native``, ``threads`` (native without io_uring) or ``python``.
+    ``$GULLIVER_IO`` selects one: ``native``, ``threads`` (native without io_uring) or ``python``.
 
     Args:
-        options: arguments of `NativeEngine` but for `io_uring`.
+        options: arguments of `NativeEngine` except `io_uring`.
 
     Raises:
-        GulliverError: an unknown choice, or a native engine demanded that was not built.
+        GulliverError: the choice is unknown, or the native engine is required and was not built.
     """
     choice = os.environ.get("GULLIVER_IO", "")
     if choice and choice not in CHOICES:
         raise GulliverError(f"GULLIVER_IO={choice!r} is unknown: {nearest(choice, CHOICES)}")
     problem = native_problem()
     if problem and choice in ("native", "threads"):
-        raise GulliverError(f"GULLIVER_IO={choice} asks for the native engine, but {problem}")
+        raise GulliverError(f"GULLIVER_IO={choice} needs the native engine, but {problem}")
     if problem and not choice and problem not in _said:
-        # Once for each reason and process: every checkpointer and reader makes an engine.
+        # Once per reason and process: every checkpointer and reader creates an engine.
         _said.add(problem)
         logging.getLogger("gulliver").warning(
             "I/O runs in Python threads, which compete for the GIL: %s", problem

@@ -1,9 +1,9 @@
-"""The Python engine: small and correct, for machines on which the native one is not built.
+"""The Python engine: small and correct, for machines without the native one.
 
-A request waits in one of two heaps, for a page or for the disk. Whoever frees a page fills it at
-once for the first that waits; `writers` threads call the system. One condition guards all that is
-shared and is notified of every change: simple, where the native engine is fast. All goes through
-the page cache, and an acquired page is lent when nothing that is staged waits for one.
+A request waits in one of two heaps, for a page or for the disk. The thread that frees a page fills
+it at once for the first waiting request; `writers` threads call the system. One condition guards
+all shared state and is notified of every change. All I/O goes through the page cache, and staged
+requests get pages before `acquire`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class PythonFile(File):
-    """A descriptor, and what is in flight on it (guarded by the engine's condition)."""
+    """A file descriptor and its requests in flight (guarded by the engine's condition)."""
 
     def __init__(self, owner: Engine, path: Path, handle: int, nbytes: int = 0) -> None:
         self.owner, self.path, self.nbytes, self.handle = owner, path, nbytes, handle
@@ -95,7 +95,8 @@ class PythonTicket(Ticket):
 class PythonEngine(Engine):
     """The engine with Python threads; see `NativeEngine` for the arguments."""
 
-    # There are no copiers: whoever submits, or frees a page, copies. `direct` is not used.
+    # There are no copier threads: the thread that submits, or frees a page, copies. `direct` is not
+    # used.
 
     kind = "python threads"
 
@@ -127,7 +128,7 @@ class PythonEngine(Engine):
         for thread in self._threads:
             thread.start()
 
-    # The pool
+    # Page pool
 
     @property
     def pages(self) -> int:
@@ -154,7 +155,7 @@ class PythonEngine(Engine):
                 text = f"no memory for {pages} pages of {size} bytes: {error}"
                 raise GulliverError(text) from error
             start = _start(memory)
-            # Touched now: the first use of fresh memory is several times slower than the next.
+            # Touched now: the first access to fresh memory is several times slower than later ones.
             ctypes.memset(start, 0, len(memory))
             self._memory.append(memory)
             self._free += [Page(first + n, start + n * size, size) for n in range(pages)]
@@ -180,11 +181,11 @@ class PythonEngine(Engine):
 
     def _take_back(self, page: Page) -> None:
         if page not in self._lent:
-            raise GulliverError(f"page {page.index} is not lent to anybody")
+            raise GulliverError(f"page {page.index} is not acquired")
         self._lent.remove(page)
 
     def _grant(self) -> None:
-        """Fills free pages for those who wait for them, in order, and wakes all threads."""
+        """Fills free pages for waiting requests, in order, and notifies all threads."""
         while self._for_page and self._free:
             ticket = heappop(self._for_page)
             ticket.page = self._free.pop()
@@ -266,7 +267,7 @@ class PythonEngine(Engine):
             raise GulliverError(f"{file.path} is closed")
 
     def _prefetch(self, file: File, offset: int, nbytes: int) -> None:
-        self._check_open(self._of(file))  # a hint, and every file is read through the page cache
+        self._check_open(self._of(file))  # only a hint; every file is read through the page cache
 
     # Requests
 
@@ -275,7 +276,7 @@ class PythonEngine(Engine):
         ticket = PythonTicket(request, file)
         with self._changed:
             self._check_open(file)
-            # Who has a page does not wait: those in the queue may wait for this very page.
+            # The holder of a page must not wait here: the queue may be waiting for this very page.
             while request.page is None and self._pending >= self._queue:
                 self._changed.wait()
                 self._check_open(file)
@@ -294,7 +295,7 @@ class PythonEngine(Engine):
         return ticket
 
     def _run(self) -> None:
-        """Serves the disk until the engine is closed."""
+        """Serves disk requests until the engine is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: (self._for_disk and not self._held) or self._closed)
@@ -306,19 +307,19 @@ class PythonEngine(Engine):
             except IoError as error:
                 ticket.error = error
             except Exception:
-                # Whatever it is: a thread that ended here would leave everybody waiting.
+                # Any exception: if this thread died, all waiting callers would hang.
                 logging.getLogger("gulliver").exception("an I/O thread failed")
                 ticket.error = IoError("use", ticket.file.path, None, errno.EIO)
             with self._changed:
                 self._finish(ticket)
 
     def _attempt(self, ticket: PythonTicket) -> None:
-        """Does what is asked for; what the system leaves out is asked for again."""
+        """Performs the request; repeats short reads and writes."""
         request, file, done = ticket.request, ticket.file, 0
         if request.kind == "sync":
             if file.error is not None:
                 raise file.error
-            self._call("fsync", "force to the disk", file, lambda _: os.fsync(file.handle))
+            self._call("fsync", "sync", file, lambda _: os.fsync(file.handle))
             return
         call: Call = "read" if request.kind == "read" else "write"
 
@@ -341,7 +342,7 @@ class PythonEngine(Engine):
             self._moved[call] += done
 
     def _finish(self, ticket: PythonTicket) -> None:
-        """Ends a request, and starts what waited for it."""
+        """Completes a request, and starts those that waited for it."""
         file = ticket.file
         if ticket.request.kind in ("stage", "page", "write"):
             file.writing -= 1
@@ -366,7 +367,7 @@ class PythonEngine(Engine):
         function: Callable[[int | None], Any],
         offset: int | None = None,
     ) -> Any:
-        """Calls the system, telling the most bytes to move; again after an interruption."""
+        """Makes a system call with a maximum number of bytes; retries after an interrupt."""
         while True:
             try:
                 return function(self._injected(call))
@@ -375,7 +376,7 @@ class PythonEngine(Engine):
             except OSError as error:
                 raise IoError(action, file.path, offset, error.errno or errno.EIO) from error
 
-    # The end, and tests
+    # Shutdown and tests
 
     def close(self) -> None:
         self._check_process()
@@ -389,7 +390,7 @@ class PythonEngine(Engine):
             thread.join()
         for file in list(self._files):
             self.close_file(file)
-        # The memory goes when the last array on it does: mmap refuses to close under one.
+        # The memory is freed with the last array on it: mmap refuses to close while one exists.
         self._memory.clear()
 
     def hold(self, held: bool) -> None:
@@ -419,7 +420,7 @@ def _start(memory: mmap.mmap) -> int:
 
 
 def _fallocate(handle: int, nbytes: int) -> None:
-    """The system call itself: `os.posix_fallocate` would write zeros where it is not supported."""
+    """Calls fallocate directly: `os.posix_fallocate` would write zeros where it is unsupported."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -429,7 +430,7 @@ def _fallocate(handle: int, nbytes: int) -> None:
 
 
 def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
-    """Copies pieces of memory one behind the other, in Python."""
+    """Copies segments of memory into one buffer, in Python."""
     for number, (begin, nbytes) in enumerate(table.tolist()):
         if number in views and nbytes:
             view = views[number]
@@ -447,7 +448,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 def _elements(view: StridedView) -> np.flatiter:
     """Returns the elements of a view in row-major order."""
-    # Opaque elements: numpy has no bfloat16, and a copy needs their size only.
+    # Opaque elements: numpy has no bfloat16, and a copy only needs their size.
     kind = np.dtype((np.void, view.itemsize))
     spans = zip(view.sizes, view.strides, strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in spans)

@@ -1,6 +1,6 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
-Each returns an answer, its value and, where possible, a bound; each is tested against brute force.
+Each returns a solution, its value and, if possible, a bound. Tests compare them with brute force.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,10 @@
-"""Sets of states of which none is at least as good as another in everything.
+"""Pareto fronts of search states.
 
-A search that goes through a chain from one end to the other may drop a state if another one of the
-same kind is at least as good in every measure that what follows depends on (`undominated`). Where
-too many are left some of them are dropped, too: each kind is cut into bins by its peak, and those
-stay that are the best of a bin at one of several prices (`boxed`). So for any limit of the peak
-something stays that is best, at about the right price, below it, but for one bin: a weighted sum
-alone would not keep what is worse in the sum and lower in the peak than all others.
+A dynamic program over a chain may drop a state if another one of the same kind is at least as good
+in every measure that the future depends on (`undominated`). If too many remain, `boxed` prunes
+heuristically: each kind is divided into bins by peak, and the best states of each bin at several
+prices stay. So for any peak limit, a state close to the best at about the right price remains below
+it. A weighted sum alone would lose states that are worse in the sum but lower in the peak.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gulliver.errors import GulliverError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 DIGITS = 1e12
-"""Sums of the same seconds in another order are equal to so many parts of the largest."""
+"""Relative tolerance for sums of the same seconds in another order."""
 PAIRS, AT_ONCE = 128, 16
 
 
@@ -35,7 +34,7 @@ def rounded(values: Floats) -> Floats:
 
 
 def kinds_of(keys: NDArray[Any]) -> Ints:
-    """Numbers that are the same for rows with the same key."""
+    """Labels rows so that rows with the same key have the same label."""
     found = np.zeros(len(keys), dtype=np.int64)
     for column in keys.T:
         least = column.min(initial=0)
@@ -47,7 +46,7 @@ def kinds_of(keys: NDArray[Any]) -> Ints:
 
 
 def groups_of(kinds: Ints) -> list[Ints]:
-    """Numbers of the rows of each kind."""
+    """Row indices of each kind."""
     if not len(kinds):
         return []
     order = np.argsort(kinds, kind="stable")
@@ -55,9 +54,9 @@ def groups_of(kinds: Ints) -> list[Ints]:
 
 
 def undominated(values: Floats) -> Ints:
-    """Numbers of the rows that no other row is at most equal to in all columns; of equals, one."""
-    # Few rows are compared pair by pair. Many are looked at by the sum of their columns, each
-    # divided by its largest: a row can only be beaten by one before it. O(rows x rows that are
+    """Indices of the rows not dominated by another row; one of several equal rows."""
+    # Small sets are compared pairwise. Large ones are visited in order of the sum of their
+    # normalized columns: a row can only be dominated by one before it. O(rows x rows that are
     # left).
     least = values.min(axis=0)
     scale = values.max(axis=0) - least
@@ -72,7 +71,7 @@ def undominated(values: Floats) -> Ints:
         return left[np.flatnonzero(np.triu(beats, 1).any(axis=0) == 0)]
     kept: list[Ints] = []
     while len(left):
-        # A few at once: each is only kept if none of them before it is as good.
+        # In small batches: each row is kept only if no earlier one dominates it.
         few = values[:AT_ONCE]
         beats = np.logical_and.reduce(few[:, None] <= values[None], axis=2)
         first = np.flatnonzero(np.triu(beats[:, : len(few)], 1).any(axis=0) == 0)
@@ -83,7 +82,7 @@ def undominated(values: Floats) -> Ints:
 
 
 def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
-    """Numbers of the rows that are the best of their kind and bin at one of several prices."""
+    """Indices of the rows that are the best of their kind and bin at one of several prices."""
     if not len(kinds):
         return np.zeros(0, dtype=np.intp)
     order, starts, sizes = _sorted(kinds)
@@ -101,32 +100,31 @@ def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
 
 
 def _sorted(kinds: Ints) -> tuple[Ints, Ints, Ints]:
-    """Order of the rows by kind, and where in it each kind begins, and how many it has."""
+    """Order of the rows by kind, and start and length of each kind."""
     order = np.argsort(kinds, kind="stable")
     starts = np.concatenate([[0], np.flatnonzero(np.diff(kinds[order])) + 1])
     return order, starts, np.diff(np.append(starts, len(order)))
 
 
-# What becomes of each block's activations: kept, computed again in backward, or moved away.
+# Chooses for each block's activations: keep, recompute in backward, or offload.
 #
-# Blocks run 1 to n in forward and n to 1 in backward. Block i leaves `output` bytes (the next
-# one's input, always kept) and `saved` bytes for its backward, of which `movable` could go to a
-# slower tier. Its own pass needs all it saved and `working` bytes besides. A tier is read while
-# the block above is still in backward, so what is to come next takes its room already:
+# Blocks run 1 to n in forward and n to 1 in backward. Block i leaves `output` bytes (the next one's
+# input, always kept) and `saved` bytes for its backward, of which `movable` can be offloaded to a
+# slower tier. Its own pass needs all it saved plus `working` bytes. A tier is read during the
+# backward of the block above, so incoming data already occupies memory:
 #
 #     sum over j < i of output_j + left_j  +  coming_(i-1)  +  saved_i + working_i  <=  room
 #
-# for each i, with left = saved if kept, 0 if recomputed, saved - movable if moved away, and coming
-# = movable if moved away, else 0. Moves run beside compute, in each pass as long as the longer of
-# the two takes:
+# for each i, with left = saved if kept, 0 if recomputed, saved - movable if offloaded, and coming =
+# movable if offloaded, else 0. Transfers overlap with compute; each pass takes the longer of the
+# two times:
 #
 #     seconds = max(forward, writes) + max(backward + recomputed, reads)
 #
-# `choose_activations` finds the least by dynamic programming over blocks; its states are (bytes
-# left, bytes moved, seconds recomputed), and those that another state beats in all three are
-# dropped. That is exact as long as no more than `STATES` are left, which equal blocks hardly
-# reach. A quick search with few states comes first: nothing that takes longer than what it found
-# is looked at again.
+# `choose_activations` minimizes this by dynamic programming over blocks. States are (bytes left,
+# bytes moved, seconds recomputed); dominated states are dropped. The result is exact as long as at
+# most `STATES` remain, which equal blocks rarely exceed. A quick search with few states comes first
+# and gives an upper bound for pruning.
 
 
 Choice = Literal["keep", "recompute", "offload"]
@@ -137,13 +135,13 @@ QUICK, STATES = 64, 1024
 class BlockActivations:
     """Activations of one block."""
 
-    # Bytes that its forward saves for its backward, its output aside.
+    # Bytes that its forward saves for its backward, without its output.
     saved: int
     # Bytes of its output.
     output: int
-    # Bytes that its backward (or forward, if more) needs besides, while it runs.
+    # Extra bytes while its backward (or forward, if larger) runs.
     working: int = 0
-    # Bytes of `saved` that can be moved to a slower tier.
+    # Bytes of `saved` that can be offloaded.
     movable: int = 0
     # Seconds of its forward.
     recompute_s: float = 0.0
@@ -151,19 +149,19 @@ class BlockActivations:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a step without recompute and moves of activations."""
+    """Seconds of a step without recomputation and offload of activations."""
 
-    # Seconds of compute of the forward.
+    # Compute seconds of the forward.
     forward: float = 0.0
-    # Seconds of compute of the backward.
+    # Compute seconds of the backward.
     backward: float = 0.0
-    # Seconds for which the slower tier is busy in forward already.
+    # Seconds for which the slower tier is already busy in forward.
     writes: float = 0.0
-    # Seconds for which it is busy in backward already.
+    # Seconds for which it is already busy in backward.
     reads: float = 0.0
-    # Seconds per byte that is written to it.
+    # Seconds per byte written to it.
     write_s: float = 0.0
-    # Seconds per byte that is read from it.
+    # Seconds per byte read from it.
     read_s: float = 0.0
 
     def seconds(self, moved: int, recomputed: float) -> float:
@@ -174,15 +172,15 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class ActivationChoice:
-    """What becomes of each block's activations."""
+    """The choice for each block's activations."""
 
     # Choice of each block.
     choices: tuple[Choice, ...]
     # Predicted seconds of forward and backward.
     seconds: float
-    # Most bytes of activations at once.
+    # Peak bytes of activations.
     peak: int
-    # Whether no choice takes less; else it is the best of those that were looked at.
+    # Whether the choice is optimal; else it is the best one found.
     exact: bool
 
 
@@ -196,7 +194,7 @@ class _State(NamedTuple):
     before: _State | None
 
     def choices(self) -> tuple[Choice, ...]:
-        """The choices that led here."""
+        """The choices of the blocks so far."""
         found, state = list[Choice](), self
         while state.choice is not None and state.before is not None:
             found.append(state.choice)
@@ -213,16 +211,16 @@ def choose_activations(
     costs: PassCosts,
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
 ) -> ActivationChoice:
-    """Chooses what becomes of each block's activations, with least predicted time.
+    """Chooses what to keep, recompute and offload to minimize the predicted time.
 
     Args:
         blocks: blocks in the order of forward.
-        room: bytes that activations may take.
-        costs: seconds of the step without recompute and moves.
+        room: bytes available for activations.
+        costs: seconds of the step without recomputation and offload.
         allowed: choices to choose from.
 
     Raises:
-        GulliverError: the room is below what any choice needs; names the least, and the block.
+        GulliverError: no choice fits into `room`; names the least that fits, and the block.
     """
     least = costs.seconds(0, 0.0)
     best, exact = _search(blocks, room, costs, allowed, QUICK, math.inf)
@@ -240,14 +238,14 @@ def _search(
     most: int,
     bound: float,
 ) -> tuple[_State, bool]:
-    """The best state that was found, and whether it is the best there is."""
+    """Returns the best state found, and whether it is optimal."""
     states, exact = [_START], True
     for number, block in enumerate(blocks):
         fitting = [state for state in states if _need(state, block) <= room]
         if not fitting:
             raise GulliverError(
                 f"activations need {least_room(blocks, allowed)} bytes at once, and {room} are "
-                f"left: block {number} does not fit beside those below it"
+                f"available; block {number} does not fit next to those below it"
             )
         grown = [_leave(state, block, choice) for state in fitting for choice in allowed]
         states = _undominated([s for s in grown if _seconds(costs, s) <= bound])
@@ -262,7 +260,7 @@ def _seconds(costs: PassCosts, state: _State) -> float:
 
 
 def activations_peak(blocks: Sequence[BlockActivations], choices: Sequence[Choice]) -> int:
-    """Most bytes of activations at once."""
+    """Peak bytes of activations."""
     state = _START
     for block, choice in zip(blocks, choices, strict=True):
         state = _leave(state, block, choice)
@@ -273,18 +271,18 @@ def least_room(
     blocks: Sequence[BlockActivations],
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
 ) -> int:
-    """Least room with which some choice works: where the most is moved away or recomputed."""
+    """Least memory with which any choice works: as much as possible is offloaded or recomputed."""
     leanest: tuple[Choice, ...] = ("recompute",) if "recompute" in allowed else tuple(allowed)
     return min(activations_peak(blocks, (choice,) * len(blocks)) for choice in leanest)
 
 
 def _need(state: _State, block: BlockActivations) -> int:
-    """Bytes that a block's pass takes beside what is below it."""
+    """Bytes that a block's pass needs in addition to those held below it."""
     return state.left + state.coming + block.saved + block.working
 
 
 def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
-    """The state above a block."""
+    """The state after a block."""
     away = block.movable if choice == "offload" else 0
     rest = 0 if choice == "recompute" else block.saved - away
     return _State(
@@ -299,10 +297,10 @@ def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Drops states that another one beats: in bytes now and later, bytes moved, and seconds."""
-    # Bytes later are `left`, bytes for the next block are `left + coming`: both are in the order.
+    """Drops states dominated in bytes now and later, bytes moved, and seconds."""
+    # Bytes later are `left`, bytes for the next block are `left + coming`: the order covers both.
     kept: list[_State] = []
-    # By coming: with 0, and each size that is on its way.
+    # By coming: 0, and each size in flight.
     for coming in sorted({state.coming for state in states}):
         group = [state for state in states if state.coming == coming]
         group.sort(key=lambda s: (s.moved, s.recomputed, s.left, s.peak))
@@ -319,7 +317,7 @@ def _undominated(states: list[_State]) -> list[_State]:
 
 
 def _thinned(states: list[_State], most: int) -> list[_State]:
-    """Keeps so many of the states, by bytes left; the leanest is among them."""
+    """Keeps a limited number of states, spread over bytes left, including the smallest."""
     states.sort(key=lambda s: (s.left + s.coming, s.recomputed, s.moved))
     step = len(states) / most
     return [states[int(number * step)] for number in range(most)]

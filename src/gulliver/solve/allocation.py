@@ -1,14 +1,14 @@
-"""Sums of completion times that no schedule of malleable jobs is below.
+"""Lower bounds on the sum of completion times of malleable jobs.
 
-Let area_j be the least slot-seconds that do the whole of job j, and shortest_j its least seconds. A
+Let area_j be the fewest slot-seconds that complete job j, and shortest_j its shortest run time. A
 schedule gives j the fraction f_j(t) of its work at time t, with sum_j f_j(t) area_j <= slots and
 f_j(t) <= 1 / shortest_j. Its mean busy time M_j = integral of t f_j(t) is at least shortest_j / 2
-before its end. Three bounds follow, and the best is taken:
+before its end. The best of three bounds is used:
 
 1. every job alone on all slots: sum of release + shortest;
 2. one machine as fast as all slots: shortest remaining time first is optimal (Schrage 1968);
-3. sum of M_j + shortest_j / 2, where the least sum of M_j on one machine is had by always running
-   the job of least area (Goemans et al. 2002, "Single machine scheduling with release dates").
+3. sum of M_j + shortest_j / 2, where on one machine always running the job with the smallest area
+minimizes sum of M_j (Goemans et al. 2002, "Single machine scheduling with release dates").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 def fluid_bound(
     work: Sequence[float], rates: np.ndarray, releases: Sequence[float], slots: int
 ) -> float:
-    """Bounds the sum of completion times from below, in closed form."""
+    """Lower bound on the sum of completion times, in closed form."""
     if not len(work):
         return 0.0
     amount, rates = np.asarray(work, float), np.asarray(rates, float)
@@ -38,7 +38,7 @@ def fluid_bound(
 def _one_machine(
     lengths: np.ndarray, releases: Sequence[float], remaining: bool
 ) -> tuple[float, float]:
-    """Runs jobs on one machine, least remaining or least whole length first."""
+    """Runs jobs on one machine, ordered by remaining or by total length."""
     left = lengths.astype(float).copy()
     times = sorted({float(release) for release in releases})
     now, ends, middles = times[0], 0.0, 0.0
@@ -64,14 +64,14 @@ def _one_machine(
     return ends, middles
 
 
-# Slots that jobs share in one round: exact for any values, by dynamic programming over slots.
+# Allocation of slots to jobs in one round: exact for any values, by dynamic programming over slots.
 #
 #     best_j(c) = max over n <= c of best_(j-1)(c - n) + value_j(n)
 #
-# in jobs x slots^2 operations (a multiple-choice knapsack whose weights are small whole numbers,
-# Ibaraki and Katoh 1988, "Resource allocation problems"). Several worlds are solved at once,
-# because a planner asks for many. Groups of jobs with a limit of their own are solved first, and
-# then shared among in the same way, which keeps it exact.
+# in jobs x slots^2 operations (a multiple-choice knapsack with small integer weights, Ibaraki and
+# Katoh 1988, "Resource allocation problems"). Several scenarios are solved at once, because
+# planners need many. Groups of jobs with their own limit are solved first and then enter as one
+# job, which keeps the result exact.
 
 
 MINUS = -np.inf
@@ -80,7 +80,7 @@ MINUS = -np.inf
 def allocate(
     values: np.ndarray, groups: Sequence[Sequence[int]] = (), limits: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shares slots so that the sum of values is highest."""
+    """Allocates slots to maximize the sum of values."""
     worlds, jobs, _ = values.shape
     groups = groups or [range(jobs)]
     curves, choices = [], []
@@ -106,16 +106,17 @@ def allocate(
 
 
 def _shared(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the best sum over slots used, [worlds, slots + 1], and what each job then has."""
+    """Returns the best sum over slots used, [worlds, slots + 1], and the slots of each job."""
     worlds, jobs, width = values.shape
     padded = np.full((worlds, 2 * width - 1), MINUS)
     best = padded[:, width - 1 :]
     best[:, 0] = 0.0
-    # Row c of the windows is best(c), best(c - 1), ..., best(0), -inf ...: what n slots leave.
+    # Row c of the windows is best(c), best(c - 1), ..., best(0), -inf ...: the value left by n
+    # slots.
     windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)[:, :, ::-1]
     choices = np.zeros((jobs, worlds, width), dtype=np.int64)
     for job in range(jobs):
-        # Numbers of slots that no world allows need no look: of 64, few jobs can use more than 16.
+        # Skip slot counts that no scenario allows: of 64, few jobs can use more than 16.
         possible = np.flatnonzero((values[:, job] > MINUS).any(axis=0))
         most = int(possible[-1]) + 1 if len(possible) else 1
         sums = windows[:, :, :most] + values[:, job, None, :most]
@@ -125,7 +126,7 @@ def _shared(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _traced(choices: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Reads each job's slots back from the last job to the first."""
+    """Traces each job's slots back from the last job to the first."""
     jobs, worlds, _ = choices.shape
     counts, left, every = np.zeros((worlds, jobs), dtype=np.int64), ends.copy(), np.arange(worlds)
     for job in reversed(range(jobs)):

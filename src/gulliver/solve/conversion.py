@@ -1,27 +1,26 @@
-"""The least-cost way from one sharding of a tensor to another, found exactly.
+"""Finds the exact least-cost conversion from one sharding of a tensor to another.
 
-A layout says for each axis of a mesh what it does with a tensor: nothing (every rank has all of
-what the other axes leave it), it cuts a dim, or every rank of it holds a term of a sum. Several
-axes may cut one dim, one inside the other, and the order matters: gathering along the outer one of
-two would leave every second block. So a state also has the order, and each rank holds one box.
+A layout assigns each mesh axis one of three roles: replicate (every rank has all that the other
+axes leave it), shard a dim, or partial (ranks hold terms of a sum). Several axes may shard one dim,
+nested, and their order matters: gathering along the outer one of two would leave every second
+block. So the order is part of the state, and each rank holds one box.
 
-Between states lead moves, each a collective along an axis, along several, or no message at all:
+Moves between states are collectives along one or several axes, or local:
 
 | move | from | to | message |
-|---|---|---|---|
-| slice | nothing | innermost cut of a dim | none |
-| gather | innermost cuts of a dim | nothing | all-gather, slowest axis first |
-| exchange | innermost cut of a dim | innermost cut of another | all-to-all |
-| reduce | terms | nothing | all-reduce |
-| scatter | terms | innermost cuts of a dim | reduce-scatter, slowest axis last |
-| swap | what one axis does | another does; two axes change places | each rank sends to one |
-| split | nothing, or a cut | term | none: all but one rank put zeros |
+| --- | --- | --- | --- |
+| slice | replicated | innermost shard of a dim | none |
+| gather | innermost shards of a dim | replicated | all-gather, slowest axis first |
+| exchange | innermost shard of a dim | innermost shard of another | all-to-all |
+| reduce | partial | replicated | all-reduce |
+| scatter | partial | innermost shards of a dim | reduce-scatter, slowest axis last |
+| swap | roles of two axes | exchanged | each rank sends to one |
+| split | replicated or sharded | partial | none: all but one rank write zeros |
 
-A move costs seconds, which the caller computes (`Seconds`), and needs room for what it reads and
-writes. Dijkstra's algorithm (1959) over the states finds the way of least total seconds in the
-room given; it is exact for the moves of the table, whatever the seconds are, as long as none is
-negative. Colossal-Auto's greedy search, which goes to the neighbour that looks nearest, is dearer
-on 28 to 71 % of pairs.
+The caller computes the seconds of a move (`Seconds`), and each move needs memory for its input and
+output. Dijkstra's algorithm (1959) finds the fastest conversion that fits into memory; it is exact
+for the moves of the table and any non-negative seconds. Colossal-Auto's greedy search, which moves
+to the nearest-looking neighbour, is slower on 28 to 71 % of pairs.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ Kind = Literal["slice", "gather", "exchange", "reduce", "scatter", "swap", "spli
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies on a mesh."""
+    """Layout of a tensor on a mesh."""
 
-    # Axes that cut each dim of the tensor, outer to inner.
+    # Axes that shard each dim of the tensor, outer to inner.
     cuts: tuple[tuple[int, ...], ...]
-    # Axes whose ranks hold terms of a sum, rising.
+    # Axes whose ranks hold terms of a sum, ascending.
     terms: tuple[int, ...] = ()
 
     def with_cut(self, dim: int, axes: tuple[int, ...]) -> Self:
-        """The same with other axes on a dim."""
+        """The same layout with other axes on a dim."""
         return type(self)((*self.cuts[:dim], axes, *self.cuts[dim + 1 :]), self.terms)
 
     def with_terms(self, terms: Sequence[int]) -> Self:
-        """The same with other axes of terms."""
+        """The same layout with other partial axes."""
         return type(self)(self.cuts, tuple(sorted(terms)))
 
     def used(self) -> set[int]:
-        """Axes that do something."""
+        """Axes that are not replicated."""
         return {axis for axes in self.cuts for axis in axes} | set(self.terms)
 
 
@@ -64,15 +63,15 @@ class Sharding:
 class ConversionStep:
     """One step of a conversion."""
 
-    # What is done.
+    # Kind of move.
     kind: Kind
-    # Axes of the mesh that take part, outer to inner as the links are: rising.
+    # Mesh axes that take part, from slow to fast links: ascending.
     axes: tuple[int, ...]
-    # Layout that it starts from.
+    # Layout before the step.
     before: Sharding
-    # Layout that it leads to.
+    # Layout after the step.
     after: Sharding
-    # Elements of the largest box of a rank before and after.
+    # Elements of the largest box of a rank, before and after.
     elements: tuple[int, int]
 
 
@@ -81,22 +80,22 @@ Seconds = Callable[[ConversionStep], float]
 
 @dataclass(frozen=True)
 class Conversion:
-    """A way from one layout to another."""
+    """A sequence of steps from one layout to another."""
 
-    # Steps in order; empty where the layouts are one.
+    # Steps in order; empty if the layouts are equal.
     moves: tuple[ConversionStep, ...]
-    # Sum over the moves.
+    # Total over the steps.
     seconds: float
-    # Elements that a rank holds at most at once, read and written.
+    # Peak elements on a rank, input and output included.
     peak: int
-    # Layouts that the search has looked at.
+    # Layouts visited by the search.
     states: int
 
 
 def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int, int]:
-    """First and last (exclusive) index that one rank has of a dim."""
-    # Cuts are those of `torch.chunk`: all parts as long as the first, the last ones shorter or
-    # empty; inner cuts cut what the outer ones leave.
+    """First and last (exclusive) index that a rank holds of a dim."""
+    # Shards are those of `torch.chunk`: all as long as the first, the last ones shorter or empty;
+    # inner axes divide the shards of outer ones.
     low, high = 0, length
     for size, at in zip(parts, place, strict=True):
         part = -(-(high - low) // size)
@@ -122,13 +121,15 @@ def convert_least(
     seconds: Seconds,
     room: int | None = None,
 ) -> Conversion | None:
-    """Finds the way of least seconds."""
+    """Finds the fastest conversion."""
     for layout in (before, after):
         axes = [*itertools.chain(*layout.cuts), *layout.terms]
         if len(layout.cuts) != len(shape) or not set(axes) <= set(range(len(mesh))):
             raise GulliverError(f"{layout} does not fit {len(shape)} dims and {len(mesh)} axes")
         if len(set(axes)) < len(axes):
-            raise GulliverError(f"{layout} uses an axis twice: give each axis one dim, or terms")
+            raise GulliverError(
+                f"{layout} uses an axis twice; each axis can shard one dim or be partial"
+            )
     best: dict[Sharding, float] = {before: 0.0}
     came: dict[Sharding, ConversionStep] = {}
     heap: list[tuple[float, int, Sharding]] = [(0.0, 0, before)]
@@ -163,7 +164,7 @@ def convert_least(
 def moves_from(
     shape: Sequence[int], mesh: Sequence[int], state: Sharding
 ) -> Iterator[ConversionStep]:
-    """Every move that a layout allows."""
+    """All moves from a layout."""
 
     def move(kind: Kind, axes: Sequence[int], after: Sharding) -> ConversionStep:
         sizes = box_elements(shape, mesh, state), box_elements(shape, mesh, after)
@@ -202,7 +203,7 @@ def moves_from(
 def _swaps(
     shape: Sequence[int], mesh: Sequence[int], state: Sharding, free: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], Sharding]]:
-    """Layouts whose boxes are those of this one, on other ranks, where all boxes are equal."""
+    """Layouts with the same boxes on other ranks, if all boxes are equal."""
     for axis, other in itertools.product(state.terms, free):
         if mesh[other] == mesh[axis]:
             yield (axis, other), _replaced(state, {axis: other})

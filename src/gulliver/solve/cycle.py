@@ -1,7 +1,7 @@
-"""A step that repeats: when each object is needed next, what stays until then, what room is left.
+"""A repeating step: next uses, planned residency and free memory at every position.
 
-A *position* is the number of an event of the step. What is held "at" a position is held after its
-event, until the next. Positions beyond the last belong to the next repetition.
+A *position* is the index of an event in the step. State "at" a position holds after its event,
+until the next. Positions beyond the last belong to the next repetition.
 """
 
 from __future__ import annotations
@@ -16,70 +16,69 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# What a fast tier keeps from use to use, for accesses that repeat: a plan, and a lower bound.
+# Residency in a fast tier for repeating accesses: a plan, and a lower bound.
 #
-# Between two uses of an object lies a *gap*, in which it stays or leaves. With :math:`x_g = 1`
-# for a gap that it leaves in, sizes :math:`s_g`, and :math:`W_p` for writing back what one
-# *period* (from one write to the next) has changed, the cheapest plan is::
+# Between two uses of an object is a *gap*, in which it stays or leaves. With :math:`x_g = 1` for
+# gaps in which it leaves, sizes :math:`s_g`, and :math:`W_p` for writing back the changes of one
+# *period* (from one write to the next), the cheapest plan is::
 #
 #     minimize    sum_g r_g x_g + sum_p W_p y_p                        bytes read and written
 #     subject to  x_g <= y_p                     for each gap g of a period p
 #                 sum_{g covers t} s_g (1 - x_g) <= room_t             for each position t
 #
-# Time is a circle: a gap may reach from the end of a cycle into the next.
+# Time is circular: a gap may extend from the end of a cycle into the next.
 
 
 ROUNDS = 200
 """Steps of the subgradient method."""
 SNAPSHOTS = 10
-"""Rounds between the plans that are made from its prices."""
+"""Rounds between plans built from the current prices."""
 STATES = 4000
-"""Most states that the search in depth looks at."""
+"""Maximum number of states that the depth-first search visits."""
 LONGEST = 200
-"""Most gaps of a problem that is searched in depth."""
+"""Maximum number of gaps for depth-first search."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-# [Note: bound and plan] The rows of `room` are relaxed with prices per byte and position; what is
-# left falls apart into periods, and is solved exactly. The best prices (subgradient steps of
-# Polyak) give the linear relaxation's value, below which no policy comes in the long run, however
-# it moves. The same prices rank what to keep. Of the plans made by them, and by a sweep that lets
-# go of the farthest next use (Belady's rule, exact for equal sizes and costs on a line), the
-# cheapest is taken. What is left between it and the bound is searched in depth: gap after gap stays
-# or leaves, as long as what is decided fits and the prices leave something to win. Where that ends
-# before `STATES` states were looked at, the plan is the best that there is.
+# [Note: bound and plan] The rows of `room` are relaxed with prices per byte and position. The rest
+# decomposes into periods and is solved exactly. The best prices (Polyak's subgradient steps) give
+# the value of the linear relaxation, a lower bound on the long-run cost of any policy. The same
+# prices rank which objects to keep. The cheapest is taken of the plans built from them and of a
+# sweep that evicts the farthest next use (Belady's rule, exact for equal sizes and costs on a
+# line). Depth-first search then tries to close the gap to the bound: each gap in turn stays or
+# leaves while the choices fit and the prices allow an improvement. If it ends before `STATES`
+# states, the plan is optimal.
 @dataclass(frozen=True)
 class Gap:
-    """A time in which an object is not in use, between two uses."""
+    """An interval between two uses of an object."""
 
     # First position at which it is not in use.
     begin: int
-    # Position of its next use, which is not part of the gap; of a gap that reaches into the next
-    # cycle it is beyond the last position.
+    # Position of its next use (exclusive); beyond the last position if it is in the next cycle.
     end: int
     # Size of the object.
     nbytes: int
-    # Cost of bringing it back at the end; 0 where its content is not needed then.
+    # Cost of loading it at the end; 0 if its content is not needed then.
     read: float
-    # Number of the period: leaving in any of its gaps costs one write.
+    # Index of the period: leaving in any of its gaps costs one write.
     period: int
 
 
 @dataclass(frozen=True)
 class Residency:
-    """A plan of what stays."""
+    """A residency plan."""
 
     # Whether the object stays in each gap.
     keep: tuple[bool, ...]
-    # Cost of a cycle.
+    # Cost per cycle.
     cost: float
-    # No policy has a lower cost per cycle in the long run.
+    # Lower bound on the long-run cost per cycle of any policy.
     bound: float
-    # States that the search in depth looked at.
+    # States visited by the depth-first search.
     states: int = 0
-    # Prices of each position's room that give the bound.
+    # Prices per position that give the bound.
     prices: tuple[float, ...] = ()
 
 
@@ -128,7 +127,7 @@ def plan_residency(
 
 
 class _Problem:
-    """The arrays of one problem, and steps on them."""
+    """The arrays of one problem, and operations on them."""
 
     def __init__(self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int]) -> None:
         self.begin: Ints = np.array([g.begin for g in gaps], dtype=np.int64)
@@ -153,7 +152,7 @@ class _Problem:
         return float(self.read[~keep].sum() + self.writes[left].sum())
 
     def usage(self, keep: Flags) -> Floats:
-        """Returns the bytes that a plan keeps at each position."""
+        """Returns the bytes kept at each position."""
         changes = np.zeros(2 * self.length + 1)
         np.add.at(changes, self.begin[keep], self.size[keep])
         np.add.at(changes, self.end[keep], -self.size[keep])
@@ -161,7 +160,7 @@ class _Problem:
         return held[: self.length] + held[self.length :]
 
     def relaxed(self, prices: Floats) -> tuple[float, Flags]:
-        """Returns the bound that prices give, and what would be kept at these prices."""
+        """Returns the bound for given prices, and the gaps kept at these prices."""
         paid = self.paid(prices)
         kinds = len(self.writes)
         staying = np.bincount(self.period, paid, kinds)
@@ -172,15 +171,15 @@ class _Problem:
         return float(value), keep
 
     def pack(self, prices: Floats) -> Flags:
-        """Keeps what saves most for its price, one after the other, as long as it fits."""
+        """Greedily keeps the gaps with the highest saving per price, as long as they fit."""
         return self._fill(np.zeros(len(self.size), dtype=bool), prices)
 
     def refill(self, keep: Flags) -> Flags:
-        """Keeps more where there is room left."""
+        """Greedily keeps more gaps in the remaining memory."""
         return self._fill(keep.copy(), np.ones(self.length))
 
     def sweep(self) -> Flags:
-        """Goes once round, and lets go of the farthest next use wherever there is too much."""
+        """Goes around the cycle once and evicts the farthest next use if memory is exceeded."""
         keep = np.ones(len(self.size), dtype=bool)
         usage = self.usage(keep)
         start = int(np.argmax(usage - self.room))
@@ -193,17 +192,17 @@ class _Problem:
         return keep
 
     def _farthest(self, keep: Flags, now: int) -> int:
-        """Returns the kept gap over a position that costs least for the time it covers."""
+        """Returns the kept gap over a position that costs least for its length."""
         over = np.where(self.begin <= now, now, now + self.length)
         rest = np.where(keep & (self.begin <= over) & (over < self.end), self.end - over, 0)
         return int(np.argmax(rest * self.size / (self.values() + 1e-30) * (rest > 0)))
 
     def values(self) -> Floats:
-        """Returns what leaving in each gap alone would cost."""
+        """Returns the cost of leaving in each gap alone."""
         return self.read + self.writes[self.period]
 
     def paid(self, prices: Floats) -> Floats:
-        """Returns what staying in each gap costs at these prices."""
+        """Returns the price of staying in each gap."""
         total = np.concatenate(([0.0], np.cumsum(np.concatenate((prices, prices)))))
         return self.size * (total[self.end] - total[self.begin])
 
@@ -245,13 +244,13 @@ class _Problem:
             held[span] += nbytes
 
     def fits(self, slack: Floats, number: int) -> bool:
-        """Whether a gap's bytes are free at all of its positions."""
+        """Whether a gap's bytes are free at all its positions."""
         nbytes = self._nbytes[number]
         return all(np.minimum.reduce(slack[span]) >= nbytes for span in self._spans[number])
 
 
 class _Search:
-    """Looks for a cheaper plan in depth, gap after gap."""
+    """Depth-first search for a cheaper plan, gap by gap."""
 
     def __init__(self, problem: _Problem, prices: Floats, best: Flags, cost: float) -> None:
         self.best, self.cost, self.states = best, cost, 0
@@ -266,18 +265,18 @@ class _Search:
         leaves = np.bincount(problem.period, self._cheaper, len(problem.writes))
         self._leaves = (problem.writes + leaves).tolist()
         self._offset = float(prices @ problem.room)
-        # What weighs most first: the least is left open where a bound can decide.
+        # Heaviest first, so that the bound decides the light ones.
         self._order = np.argsort(-problem.values() * paid, kind="stable").tolist()
         costs = [*problem.read.tolist(), *problem.writes.tolist()]
         self._grain = float(math.gcd(*(int(value) for value in costs))) if costs else 0.0
 
     def run(self) -> None:
-        """Looks at `STATES` states at most."""
+        """Visits at most `STATES` states."""
         pairs = zip(self._stays, self._leaves, strict=True)
         self._go(0, sum(min(pair) for pair in pairs) - self._offset)
 
     def _go(self, depth: int, bound: float) -> None:
-        # Costs are sums of whole sizes: less than the grain is nothing.
+        # Costs are sums of integer sizes: differences below the grain are zero.
         if bound > self.cost - max(self._grain, 1.0) + 1e-6 * self.cost or self.states >= STATES:
             return
         self.states += 1
@@ -292,7 +291,7 @@ class _Search:
             self._choose(gap, stays, depth, bound)
 
     def _choose(self, gap: int, stays: bool, depth: int, bound: float) -> None:
-        """Goes on with a gap that stays or leaves, if there is room."""
+        """Continues with a gap that stays or leaves, if it fits."""
         if stays and not self._problem.fits(self._slack, gap):
             return
         period, nbytes = self._period[gap], self._nbytes[gap]
@@ -310,42 +309,42 @@ class _Search:
 
 
 NEVER = 1 << 60
-"""Position of a use that is not on the schedule."""
+"""Position of a use that is not in the schedule."""
 MARGIN_SHARE = 4
-"""The margins take this part of the room, unless they are given."""
+"""Default fraction of memory reserved for margins."""
 WORTH = 1.618
-"""Moves with margins, over those without, up to which they are worth it; see the note."""
+"""Ratio of moves with margins to moves without, up to which margins are used; see the note."""
 FEW, TURNS = 60, 6
-"""Most gaps, and most steps, of a plan over several steps."""
+"""Maximum numbers of gaps and of steps in a plan over several steps."""
 What = Literal["use", "done", "discard", "lend", "give", "budget"]
 
 
-# [Note: margins] An object that leaves is still being written for a while, and has to be on its way
-# back before it is needed. So every gap between two uses has two *margins*, in which the object has
-# its room whether it stays or not: one after the use before it, one ahead of the use after it. They
-# are measured in bytes used, not in seconds: what is decided must not depend on how fast a disk is.
-# Between the margins, `plan_residency` decides.
+# [Note: margins] An evicted object is still being written for a while, and its load must start
+# before it is needed. So every gap has two *margins*, one after the previous use and one before the
+# next, in which the object occupies memory whether it stays or not. They are measured in bytes
+# used, not in seconds, because decisions must not depend on disk speed. Between the margins,
+# `plan_residency` decides.
 #
-# Where objects are few and large, the room of margins may cost many moves. With :math:`c` seconds
-# of compute and :math:`m` of moves a step takes :math:`max(c, m)` with margins, and at most
-# :math:`c + m_0` without. Whatever :math:`c` is, the worse choice is at most :math:`m / m_0` times
-# as slow without compute, and :math:`1 + m_0 / m` times where compute covers the moves: both are
-# equal at the golden ratio, from which on there are no margins.
+# For few, large objects, margins may cost many moves. With :math:`c` seconds of compute and
+# :math:`m` of moves a step takes :math:`max(c, m)` with margins, and at most :math:`c + m_0`
+# without. For any :math:`c`, the worse choice is at most :math:`m / m_0` times as slow without
+# compute, and :math:`1 + m_0 / m` times if compute covers the moves. Both are equal at the golden
+# ratio; above it margins are not used.
 #
-# [Note: taking turns] Where few objects compete for the same room, less moves if one stays in this
-# step and another in the next: of three, in memory for two, one after another, three loads do for
-# two steps. `plan_cycle` looks for such plans over a few steps while the problem is small, and the
-# bound, which holds for any number of steps, says that there is something to win. With many objects
-# there is next to nothing: of n equal ones, in memory for k, n - k + 1 loads a step in place of n
-# (n - k) / (n - 1).
+# [Note: taking turns] If few objects compete for the same memory, alternating between steps saves
+# moves: with three objects and memory for two, three loads are enough for two steps. `plan_cycle`
+# searches for such plans over a few steps while the problem is small; the bound, which holds for
+# any number of steps, shows whether an improvement is possible. With many objects there is little
+# to gain: n equal ones with memory for k take n - k + 1 loads per step instead of n (n - k) / (n -
+# 1).
 class Event(NamedTuple):
-    """Something that happens in a step.
+    """An event of a step.
 
     Attributes:
         what: kind of event.
-        key: object; of memory that is lent or given back its bytes, of a budget the new one.
+        key: the object; the bytes if memory is lent or returned; the new budget.
         write: whether a use changes the object.
-        fresh: whether a use overwrites it as a whole.
+        fresh: whether a use overwrites the whole object.
     """
 
     what: What
@@ -356,11 +355,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """The gap before a use, as it was planned.
+    """The planned gap before a use.
 
     Attributes:
-        length: positions from the end of the use before it.
-        lead: positions of the margin ahead of the use.
+        length: positions since the end of the previous use.
+        lead: positions of the margin before the use.
         keep: whether the object stays.
         fresh: whether its content is not needed then.
     """
@@ -387,7 +386,7 @@ class Cycle:
         prices: Sequence[float] = (),
     ) -> None:
         self.events, self.repeats, self.step = list(events) * repeats, repeats, len(events)
-        # Number of events of all steps that are planned together.
+        # Number of events of all steps planned together.
         self.length = len(self.events)
         self._sizes = sizes
         self._prices = np.array([*prices] * repeats) if prices else None
@@ -395,22 +394,22 @@ class Cycle:
         for position, event in enumerate(self.events):
             self._where.setdefault(_mark(event), []).append(position)
         self._uses: dict[Hashable, list[int]] = {}
-        self._ends: dict[Hashable, list[int]] = {}  # of gaps: uses, and where content is forgotten
+        self._ends: dict[Hashable, list[int]] = {}  # ends of gaps: uses, and discards
         self._marks: dict[Hashable, list[tuple[int, str, bool, bool]]] = {}
         self._spans: dict[int, Span] = {}
-        # Positions of the uses of objects that are not in use already.
+        # Positions of uses of objects that are not already in use.
         self.outer: set[int] = set()
         room = self._follow(budget, held, dict(pins or {}))
         self._plan(room, ahead, rounds)
 
     @property
     def cost(self) -> float:
-        """Bytes read and written in a step, on average."""
+        """Bytes read and written per step, on average."""
         return self.residency.cost / self.repeats
 
     @property
     def bound(self) -> float:
-        """No policy with the same margins moves less in a step, in the long run."""
+        """Lower bound on the long-run moves per step of any policy with the same margins."""
         return self.residency.bound / self.repeats
 
     def after(self, event: Event, cursor: int, end: int) -> int | None:
@@ -424,7 +423,7 @@ class Cycle:
         return _mark(self.events[position]) == _mark(event)
 
     def next_use(self, key: Hashable, cursor: int) -> int:
-        """Returns the position of an object's next use from a position on."""
+        """Returns the position of an object's next use at or after a position."""
         positions = self._uses.get(key)
         if not positions:
             return NEVER
@@ -432,11 +431,11 @@ class Cycle:
         return positions[place] if place < len(positions) else positions[0] + self.length
 
     def span(self, position: int) -> Span | None:
-        """Returns the gap that ends at a position; None where there is none."""
+        """Returns the gap that ends at a position; None if there is none."""
         return self._spans.get(position % self.length)
 
     def stays(self, key: Hashable, cursor: int) -> bool:
-        """Whether the plan keeps an object that is not in use at a position."""
+        """Whether the plan keeps an idle object at a position."""
         positions = self._ends.get(key)
         if not positions:
             return False
@@ -445,7 +444,7 @@ class Cycle:
         return span is not None and span.keep
 
     def _follow(self, budget: int, held: int, pins: dict[Hashable, int]) -> list[int]:
-        """Notes the marks of objects; returns what is not in use at each position."""
+        """Records the marks of objects; returns the idle objects at each position."""
         room, pinned = [], sum(self._sizes.get(key, 0) for key in pins)
         begun = budget, held, {**pins}
         for position, (what, key, write, fresh) in enumerate(self.events):
@@ -475,17 +474,17 @@ class Cycle:
                         pinned -= self._sizes[key]
                         marks.append((position, "done", False, False))
             room.append(max(budget - pinned - held, 0))
-        # Whether the step ends as it begins.
+        # Whether the step ends in the state in which it begins.
         self.closed = begun == (budget, held, {key: count for key, count in pins.items() if count})
         return room
 
     def _plan(self, room: list[int], ahead: int | None, rounds: int) -> None:
-        """Decides which gaps are kept, with the widest margins that there is room for."""
+        """Decides which gaps are kept, with the widest margins that fit."""
         gaps, writes, owners = self._gaps()
         margin = ahead if ahead is not None else min(room, default=0) // (2 * MARGIN_SHARE)
         edges, free = self._margins(gaps, writes, room, margin)
         inner = _between(gaps, edges)
-        # Plan of what stays.
+        # Residency plan.
         self.residency = self._decide(inner, writes, free, rounds)
         if ahead is None and self.margin:
             bare = [(0, 0)] * len(gaps)
@@ -502,13 +501,13 @@ class Cycle:
             span = Span(gap.end - gap.begin, lead, stays, fresh)
             self._spans[gap.end % self.length] = span
         self.base: Ints = slack
-        # Bytes of two repetitions that nothing has been planned for.
+        # Unplanned bytes over two repetitions.
         self.slack: Ints = slack.copy()
 
     def _margins(
         self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int], margin: int
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """The widest margins that there is room for, and the room beside them."""
+        """The widest margins that fit, and the memory left next to them."""
         used = [0] * self.length
         for key, positions in self._uses.items():
             for position in positions:
@@ -539,7 +538,7 @@ class Cycle:
         return plan_residency(wanted, writes, free, rounds, self._prices)
 
     def _gaps(self) -> tuple[list[Gap], list[float], list[bool]]:
-        """Returns the gaps, what writing costs in each period, and which gaps end afresh."""
+        """Returns the gaps, the write cost of each period, and gaps that end with an overwrite."""
         gaps: list[Gap] = []
         writes: list[float] = []
         fresh_ends: list[bool] = []
@@ -571,14 +570,14 @@ class Cycle:
         length = gap.end - gap.begin
         lag = bisect_right(traffic, traffic[gap.begin + 1] + margin) - 1 - gap.begin
         last = gap.end + self.length  # of the second repetition, so that there is one before
-        # With itself no more than the margin is on its way, but one object always is.
+        # With itself, no more than the margin is in flight, but at least one object is.
         lead = last - bisect_left(traffic, traffic[last] - max(margin - gap.nbytes, 0))
         return (min(lag, length) if changes else 0), (min(lead, length) if gap.read else 0)
 
     def _without(
         self, room: Sequence[int], gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]
     ) -> tuple[list[int], int]:
-        """Returns the room beside the margins, at least 0, and the least of it."""
+        """Returns the memory left next to the margins, at least 0, and its minimum."""
         free: Ints = np.tile(np.array(room, dtype=np.int64), 2)
         for gap, (lag, lead) in zip(gaps, edges, strict=True):
             if lag + lead >= gap.end - gap.begin:
@@ -598,7 +597,7 @@ def plan_cycle(
     pins: Mapping[Hashable, int] | None = None,
     ahead: int | None = None,
 ) -> Cycle:
-    """Plans a step, or a few together where objects that take turns move less."""
+    """Plans one step, or several together if alternating saves moves."""
     once = best = Cycle(events, sizes, budget, held, pins, ahead)
     most = min(FEW // max(len(once.residency.keep), 1), TURNS) if once.closed else 1
     for repeats in range(2, most + 1):
@@ -612,7 +611,7 @@ def plan_cycle(
 
 
 def _between(gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]) -> list[Gap | None]:
-    """What of the gaps lies between their margins; None where nothing does."""
+    """The part of each gap between its margins; None if empty."""
     return [
         Gap(gap.begin + lag, gap.end - lead, gap.nbytes, gap.read, gap.period)
         if lag + lead < gap.end - gap.begin
@@ -622,7 +621,7 @@ def _between(gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]) -> list[Gap 
 
 
 def _mark(event: Event) -> tuple[What, Hashable]:
-    """What identifies an event: budgets may differ from step to step."""
+    """Identity of an event; budgets may differ from step to step."""
     return event.what, (None if event.what == "budget" else event.key)
 
 
@@ -631,7 +630,7 @@ def _follows_discard(marks: Sequence[tuple[int, str, bool, bool]], number: int) 
 
 
 def _charge(slack: Ints, begin: int, end: int, nbytes: int, length: int) -> None:
-    """Takes bytes away from a part of the circle, in both repetitions."""
+    """Subtracts bytes from a part of the circle, in both repetitions."""
     for start in range(begin, end, length):
         stop = min(end, start + length)
         low, high = start % length, start % length + stop - start

@@ -1,24 +1,24 @@
-"""Cost model of the joint search: shardings, recomputation and offload of operators.
+"""Cost model of the joint search over shardings, recomputation and offload of operators.
 
-A network is a row of *blocks*, each a small graph of *operators* in the order of forward; the last
-operator of a block gives the block's output. Each operator takes one of its *strategies*
-(shardings, with the seconds and bytes of a device), and one of three choices for its saved tensors:
-keep, recompute, offload.
+A network is a sequence of *blocks*, each a small graph of *operators* in forward order; the output
+of the last operator is the block's output. Each operator takes one of its *strategies* (shardings,
+with their seconds and bytes on a device), and one of three choices for its saved tensors: keep,
+recompute, offload.
 
-Seconds. Forward and backward of an operator are its compute, its communication, and the conversions
-of its inputs from the producers' layouts. Recomputation repeats the whole forward, communication
-and conversions included. What a block offloads is written during the forward of the next block, and
-read during the backward of the next block; the link is one server, and each of these passes takes
-the longer of the two times. What the last block offloads overlaps with nothing.
+Seconds. Forward and backward of an operator consist of compute, communication, and the conversion
+of its inputs from the producers' layouts. Recomputation repeats the whole forward, including
+communication and conversions. A block's offloaded tensors are written during the forward of the
+next block, and read during the backward of the next block; the link is serial, and each of these
+passes takes the longer of the two times. Offload of the last block does not overlap with anything.
 
-Memory. State (parameters, gradients, optimizer state) exists all the time. In addition the passes
-of operator t, forward and backward, need at once
+Memory. State (parameters, gradients, optimizer state) is always held. In addition the passes of
+operator t, forward and backward, need at once
 
-    what operators below have left + run + saved_t + output_t + working_t
-    + what the block below has offloaded (in flight, or already back)
+    bytes left by operators below + run + saved_t + output_t + working_t
+    + bytes offloaded by the block below (in flight, or already back)
 
-An operator always leaves `output`, and `saved` if that is kept. Offloaded tensors stay while their
-own block runs.
+An operator always leaves `output`, and also `saved` if that is kept. Offloaded tensors stay while
+their own block runs.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from gulliver.errors import GulliverError
 from gulliver.solve.activations import Choice
 
 ENTRY = -1
-"""Number of the input of a block: the output of the block before."""
+"""Index of the input of a block: the output of the block before."""
 
 
-# [Note: runs] What is recomputed comes back in runs, as with activation checkpointing: from the
-# first recomputed operator on, a run goes on while one of its values is still to be used further
-# up, by a backward or, where its output does not stay, by any operator. All of a run is computed
-# again when the backward first needs any of it, and each value goes with the backward of its own
-# operator. So operator t finds the bytes of the whole open run below it, and may need the transient
-# bytes of any forward in it. Runs end where blocks end: a block's output is kept or moved.
+# [Note: runs] Recomputation happens in runs, as with activation checkpointing: a run begins at a
+# recomputed operator and continues while one of its values is still needed later, by a backward or,
+# if its output does not stay, by any operator. The whole run is recomputed when the backward first
+# needs any of it, and each value is freed with the backward of its own operator. So operator t sees
+# the bytes of the whole open run below it, and may need the transient bytes of any forward in it.
+# Runs end with their block: a block's output is kept or offloaded.
 @dataclass(frozen=True)
 class Strategy:
-    """A sharding of an operator, with the costs of one device.
+    """A sharding of an operator, with its costs on one device.
 
     Attributes:
-        name: name to tell it by.
-        forward_s: seconds of compute, forward.
-        backward_s: seconds of compute, backward.
-        forward_comm_s: seconds of communication, forward.
-        backward_comm_s: seconds of communication, backward, that compute does not hide.
+        name: name for reports.
+        forward_s: compute seconds of the forward.
+        backward_s: compute seconds of the backward.
+        forward_comm_s: communication seconds of the forward.
+        backward_comm_s: communication seconds of the backward that compute does not hide.
         state: bytes of parameters, gradients and optimizer state.
-        saved: bytes that are there between forward and backward if they are kept, those of its
-            output included where some backward reads it.
-        output: bytes that stay whatever becomes of `saved`.
-        forward_bytes: bytes that its forward needs besides, while it runs.
-        backward_bytes: bytes that its backward needs besides, gradients included.
-        movable: bytes of `saved` that can be moved to a slower tier.
+        saved: bytes between forward and backward if they are kept, including its output if some
+            backward reads it.
+        output: bytes that stay regardless of `saved`.
+        forward_bytes: extra bytes while its forward runs.
+        backward_bytes: extra bytes while its backward runs, including gradients.
+        movable: bytes of `saved` that can be offloaded.
     """
 
     name: str = ""
@@ -76,11 +76,11 @@ class Strategy:
 class EdgeSeconds:
     """Costs of an input, by the strategies of its producer (rows) and its consumer (columns)."""
 
-    # Seconds of its conversion, forward.
+    # Seconds of its conversion in forward.
     forward_s: tuple[tuple[float, ...], ...]
     # Seconds of the conversion of its gradient.
     backward_s: tuple[tuple[float, ...], ...]
-    # Bytes of the converted copy, which the consumer saves; None: nothing.
+    # Bytes of the converted copy, which the consumer saves; None for none.
     saved: tuple[tuple[int, ...], ...] | None = None
 
 
@@ -89,12 +89,12 @@ class Operator:
     """A node of a block.
 
     Attributes:
-        name: name to tell it by.
+        name: name for reports.
         strategies: ways to shard it.
-        inputs: numbers of the operators that it reads, in its block; `ENTRY` is the block's input.
-        conversions: costs of each input; of none at all if empty.
-        last_use: number of the last operator whose backward reads what this one saves; None: only
-            its own.
+        inputs: indices of the operators that it reads, in its block; `ENTRY` is the block's input.
+        conversions: costs of each input; no costs if empty.
+        last_use: index of the last operator whose backward reads this one's saved tensors; None for
+            itself.
         recomputable: whether its forward may run twice.
     """
 
@@ -108,12 +108,12 @@ class Operator:
 
 @dataclass(frozen=True)
 class Block:
-    """Operators in the order of forward; the last one's output is the block's."""
+    """Operators in forward order; the output of the last one is the block's."""
 
     operators: tuple[Operator, ...]
 
     def used_until(self, number: int, strategy: int) -> int:
-        """Number of the last operator that needs what one saves; the count for later blocks."""
+        """Index of the last operator that needs one's saved tensors; the count for later blocks."""
         operator = self.operators[number]
         last = max(number, operator.last_use or 0)
         if operator.strategies[strategy].output:
@@ -127,14 +127,14 @@ class Block:
 class OffloadLink:
     """Link to the slower tier."""
 
-    # Seconds per byte that is written.
+    # Seconds per byte written.
     write_s: float = 0.0
-    # Seconds per byte that is read.
+    # Seconds per byte read.
     read_s: float = 0.0
 
 
 class Pick(NamedTuple):
-    """The strategy of an operator, and whether its saved tensors are kept, recomputed or moved."""
+    """The strategy of an operator, and the choice for its saved tensors."""
 
     strategy: int
     choice: Choice
@@ -146,13 +146,13 @@ class JointCost:
 
     # Seconds of forward and backward.
     seconds: float
-    # Most bytes at once.
+    # Peak bytes.
     peak: int
-    # Block and operator whose passes need them.
+    # Block and operator whose passes need the peak.
     at: tuple[int, int]
-    # Bytes of state among them.
+    # Bytes of state in the peak.
     state: int
-    # Bytes that operators below have left, among them.
+    # Bytes left by operators below in the peak.
     below: int
 
 
@@ -165,7 +165,7 @@ class _Pass(NamedTuple):
 def joint_cost(
     blocks: Sequence[Block], picks: Sequence[Sequence[Pick]], link: OffloadLink | None = None
 ) -> JointCost:
-    """Walks through a network with given picks."""
+    """Computes the costs of given picks."""
     needs, given = list[tuple[int, int, tuple[int, int]]](), link
     link = link or OffloadLink()
     below = state = moved = waiting = 0
@@ -181,12 +181,12 @@ def joint_cost(
     rest = waiting * (link.write_s + link.read_s)
     need, under, at = max(needs, key=lambda n: n[0])
     if moved and given is None:
-        raise GulliverError("what is offloaded needs a link: give its seconds per byte")
+        raise GulliverError("offload needs a link; pass its seconds per byte")
     return JointCost(seconds + rest, state + need, at, state, under)
 
 
 class _Walk:
-    """Costs of one block with given picks."""
+    """Accumulates the costs of one block with given picks."""
 
     def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
         self.forward = self.backward = 0.0
@@ -215,7 +215,7 @@ class _Walk:
                 self.left += spent.saved - away
                 self.moved += away
         if until >= len(block.operators):
-            raise GulliverError("the output of a block cannot be recomputed: it is kept or moved")
+            raise GulliverError("the output of a block cannot be recomputed; keep or offload it")
 
 
 def _passes(operator: Operator, picks: Sequence[Pick], number: int, entry: int | None) -> _Pass:

@@ -1,18 +1,18 @@
-"""Lower bound of the seconds and price of memory, by Lagrangian relaxation.
+"""Lower bound of the seconds, and the price of memory, by Lagrangian relaxation.
 
-Of all memory constraints only the moments of one block are kept: the passes of each of its
-operators, at which state, what is left below and the operator's own bytes must be within the
-budget. Bytes get a price, `price` seconds each, shared by the moments, and exceeding the budget is
-paid for instead of forbidden:
+Only the memory constraints of one block are kept: for the passes of each of its operators, state,
+bytes left below and the operator's own bytes must be within the budget. Bytes have a price of
+`price` seconds each, distributed over these moments, and exceeding the budget costs seconds instead
+of being forbidden:
 
     bound(prices) = min over picks of (seconds + sum of price_t x bytes at t) - price x budget
 
-That is a shortest path through the operators, so it is exact and fast, and any prices give a bound.
-States are the strategies that are still to be read and, in the block whose moments count, the end
-of the open run. The best price is about what one more byte would save. Source: Everett 1963,
-"Generalized Lagrange multiplier method".
+This is a shortest path through the operators, so it is exact and fast, and any prices give a valid
+bound. States are the strategies that are still to be read and, in the block whose moments count,
+the end of the open run. The best price approximates the seconds that one more byte would save.
+Source: Everett 1963, "Generalized Lagrange multiplier method".
 
-The longer of two times is at least any weighted mean of both: `hidden` is the link's weight.
+The longer of two times is at least any weighted mean of both; `hidden` is the weight of the link.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from gulliver.solve.activations import Choice, Floats
 from gulliver.solve.joint import ENTRY, Block, OffloadLink
 
 STEPS = 40
-"""Prices that are tried for the same shares of the moments."""
+"""Number of prices tried for the same shares."""
 SHARES = 16
-"""Times that the moments' shares of the price are changed."""
+"""Number of updates of the shares."""
 BUMP = 1e-3
 GOLDEN = (5**0.5 - 1) / 2
 NOTHING = 1e-6
-"""Relative gain for which no higher price is tried: the sums of higher ones are inexact."""
+"""Relative gain below which no higher price is tried: sums at higher prices are inexact."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound and where it comes from."""
+    """A lower bound and its multipliers."""
 
-    # Seconds that no picks can be below.
+    # Lower bound of the seconds over all picks.
     seconds: float
-    # Seconds that a byte more would save, about.
+    # Approximate seconds saved per additional byte.
     price: float
-    # Share of the link in the longer of compute and moves.
+    # Weight of the link in the longer of compute and moves.
     hidden: float
-    # Least priced seconds from each block on, by the strategy of what comes before it.
+    # Least priced seconds from each block on, by the strategy of the previous block.
     rest: tuple[Floats, ...]
-    # Parts of the price, by the operator of the block whose passes count.
+    # Shares of the price, by operator of the block whose passes count.
     moments: tuple[float, ...]
 
 
@@ -96,7 +96,7 @@ class Relaxation:
 
         Args:
             top: the best bound with the given shares.
-            priced: makes the bound of shares and a price.
+            priced: computes the bound for shares and a price.
             shares: the moments' shares of the price, which sum to 1.
         """
         size, price, best = 0.5, top.price, shares
@@ -190,7 +190,7 @@ class Relaxation:
 
 
 class Guide:
-    """Least priced seconds of all picks that begin with given ones, for each kind of block."""
+    """Least priced seconds of all picks with a given prefix, for each kind of block."""
 
     def __init__(self, cost: _Cost, outside: Floats, entries: int) -> None:
         self._cost = cost
@@ -213,10 +213,10 @@ class Guide:
 
     def seconds(self, number: int, states: GuidedStates, strategies: NDArray[np.int16]) -> Floats:
         """Least priced seconds of states after an operator."""
-        # [Note: a peak for each moment] Of the last block all moments have a price. Those that are
-        # behind may each be as high as the peak so far, which has to be within the budget just as
-        # they have: so it stands for all of them. Those ahead hold what is left by now, and the
-        # next one an open run.
+        # [Note: a peak for each moment] In the last block all moments have a price. Each past
+        # moment may be as high as the peak so far, which has to be within the budget as well, so
+        # the peak replaces them all. Future moments include the bytes left by now, and the next one
+        # an open run.
         ahead = self._tables[number][tuple(strategies[:, 1 + a] for a in self._after[number])]
         cost = self._cost
         link = cost.link or OffloadLink()
@@ -250,22 +250,23 @@ class _Cost:
     moments: tuple[float, ...]
     # Price of a byte in all passes of later blocks.
     later: float
-    # Whether it is the last of all.
+    # Whether it is the last block of all.
     last: bool
-    # Share of the link in the longer of compute and moves.
+    # Weight of the link in the longer of compute and moves.
     hidden: float
     # Price of a byte of state.
     price: float
     # Link to the slower tier.
     link: OffloadLink | None
-    # Choices for what is saved.
+    # Choices for saved tensors.
     choices: Sequence[Choice]
 
     def matrix(self, entries: int) -> Floats:
         """Least priced seconds by the strategy of the entry (rows) and of the last operator."""
         operators, runs = self.block.operators, any(self.moments)
         axes, tables = [ENTRY], [np.zeros(max(1, entries))]
-        # The first table is of states with no open run, the others of those with one, by its end.
+        # The first table is of states without an open run, the others of those with one, by its
+        # end.
         tables += [np.full(max(1, entries), np.inf) for _ in operators] if runs else []
         for number in range(len(operators)):
             axes.append(number)
@@ -286,7 +287,7 @@ class _Cost:
         return tables[0]
 
     def frontier(self, number: int, axes: Sequence[int]) -> list[int]:
-        """Operators that later ones read, and always the entry and the last one."""
+        """Operators that later ones read, always including the entry and the last one."""
         operators = self.block.operators
         ahead = {s for o in operators[number + 1 :] for s in o.inputs}
         end = {len(operators) - 1} if number == len(operators) - 1 else set[int]()
@@ -345,9 +346,9 @@ class _Cost:
 class _Parts(NamedTuple):
     """Priced seconds of an operator, by the strategies of its inputs and its own."""
 
-    # Seconds if what it saves is kept or moved.
+    # Seconds if its saved tensors are kept or offloaded.
     stays: Floats
-    # Least seconds of all choices, in a run that is as short as it can be.
+    # Least seconds over all choices, with the shortest possible run.
     least: Floats
-    # Seconds if it is recomputed, by the end of the run, from its own number on.
+    # Seconds if it is recomputed, by the end of the run, starting with its own index.
     again: list[Floats]

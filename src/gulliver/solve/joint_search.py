@@ -1,16 +1,16 @@
-"""Joint search for shardings, recomputation and offload with the least time.
+"""Joint search over shardings, recomputation and offload for the least time.
 
-The undominated plans of each different block are made once. Then the search goes through the chain
-of blocks; its states are, by the last operator's strategy:
+The undominated plans of each distinct block are computed once. Then the search goes through the
+chain of blocks; its states are, by the last operator's strategy:
 
-    seconds so far; state and what is left; state and the peak so far; bytes that are moving
+    seconds so far; state plus bytes left; state plus the peak so far; bytes in transfer
 
-Dropped are states that another one beats in all of these, that end beyond the budget, or that a
-lower bound shows to end above known picks; all of that is exact. Where more than `states` of a
-strategy are left the search is not exact; the bound says how far off the answer can be.
+Exact pruning drops states that are dominated in all of these, that exceed the budget, or whose
+lower bound is above a known solution. If more than `states` per strategy remain, the search becomes
+heuristic and the bound shows how far from optimal the answer can be.
 
 Complexity: O(blocks x strategies x states x plans of a block), after one `block_plans` for each
-different block.
+distinct block.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ from gulliver.solve.joint_bound import Bound, Guide, GuidedStates, Relaxation
 
 # Undominated plans of one block, by dynamic programming over operators.
 #
-# States are partial picks. What follows depends on the strategies of operators that are still to
-# be read (the frontier), on the end of the open run, and on these measures, where less is better:
-# seconds, state, state and the peak, state and what is left, what is moved, the bytes and the
-# largest forward of the open run. A state is dropped if another one with the same frontier and
-# run is at least as good in all of them; that is exact. With more than `most` states of a
-# frontier, or too many in all to compare, states stay that are best at one of several prices of
-# memory below one of several peaks, and `Plans.exact` is False.
+# States are partial picks. The future depends on the strategies of operators that are still to be
+# read (the frontier), on the end of the open run, and on these measures, where less is better:
+# seconds, state, state plus the peak, state plus bytes left, bytes moved, the bytes and the largest
+# forward of the open run. A state is dropped if another one with the same frontier and run is at
+# least as good in all of them; that is exact. With more than `most` states per frontier, or too
+# many in total to compare, the best at several prices of memory below several peaks stay, and
+# `Plans.exact` is False.
 #
 # O(operators x frontiers x most x picks), with as many frontiers as combinations of open
-# strategies: the width of the block's graph is expensive, not its length.
+# strategies: cost grows with the width of the block's graph, not its length.
 
 
 FORWARD, BACKWARD, STATE, LEFT, MOVED, PEAK, RUN, REPLAYED = range(8)
 CHOICES: tuple[Choice, ...] = ("keep", "recompute", "offload")
 Bytes = NDArray[np.int16]
 COMPARED = 16
-"""States in all that are compared, for each one kept of a frontier: of more, the best are taken."""
+"""Limit of states to compare, per state kept of a frontier; beyond it the best are taken."""
 PRICES = np.array(
     sorted(
         product((0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0), (0.0, 0.3, 0.7)),
         key=lambda p: abs(math.log(p[0])) + p[1],
     )
 )
-"""Prices of memory: multiples of the one that is about right, and the peak's share of them."""
+"""Prices of memory: multiples of the estimated one, and the peak's share of them."""
 
 
 class StateSizes(NamedTuple):
-    """What states are priced by: seconds, peak bytes, resident bytes, moved bytes."""
+    """Quantities that states are priced by: seconds, peak bytes, resident bytes, moved bytes."""
 
     seconds: Floats
     peak: Floats
@@ -86,21 +86,21 @@ class StateSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a search may choose."""
+    """Options of a search."""
 
-    # Choices for what is saved.
+    # Choices for saved tensors.
     allowed: tuple[Choice, ...]
-    # Number of states that are kept of one frontier.
+    # Number of states kept per frontier.
     most: int
-    # Whether seconds matter; without, memory alone is looked at.
+    # Whether seconds matter; otherwise only memory is minimized.
     timed: bool = True
-    # Seconds that a byte is worth, about.
+    # Approximate value of a byte in seconds.
     price: float = 0.0
-    # About the exposed seconds of moving a byte.
+    # Approximate exposed seconds of moving a byte.
     moved_s: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
-        """What states are compared by."""
+        """Measures by which states are compared."""
         columns = [
             values[:, STATE],
             values[:, STATE] + values[:, PEAK],
@@ -119,7 +119,7 @@ class Rules:
         return np.stack(columns, axis=1)
 
     def best(self, kinds: Ints, measures: Floats, sizes: StateSizes) -> tuple[Ints, bool]:
-        """Indices of the states to keep, and whether nothing better was dropped."""
+        """Indices of the states to keep, and whether no undominated one was dropped."""
         if self.timed and len(kinds) > COMPARED * self.most:
             some = self._boxed(kinds, sizes)
             return some, len(some) == len(kinds)
@@ -147,21 +147,21 @@ class Plans:
 
     # Columns `FORWARD` to `PEAK` of each plan.
     values: Floats
-    # Strategy of the entry and of each operator [plans, 1 + operators].
+    # Strategy of the entry and of each operator, [plans, 1 + operators].
     strategies: Bytes
-    # Choice of each operator, by its number in `CHOICES` [plans, operators].
+    # Choice of each operator, as an index into `CHOICES`, [plans, operators].
     choices: Bytes
     # Whether no undominated plan is missing.
     exact: bool
 
     @property
     def entry(self) -> Bytes:
-        """Strategy of the input, of each plan."""
+        """Strategy of each plan's input."""
         return self.strategies[:, 0]
 
     @property
     def exit(self) -> Bytes:
-        """Strategy of the last operator, of each plan."""
+        """Strategy of each plan's last operator."""
         return self.strategies[:, -1]
 
     def picks(self, plan: int) -> tuple[Pick, ...]:
@@ -223,7 +223,7 @@ def _guided(values: Floats) -> GuidedStates:
 
 
 def _picks(block: Block, number: int, allowed: Sequence[Choice]) -> list[tuple[int, Choice]]:
-    """The picks of an operator that make a difference."""
+    """The picks of an operator that differ in cost."""
     operator, found = block.operators[number], list[tuple[int, Choice]]()
     for (place, taken), choice in product(enumerate(operator.strategies), allowed):
         again = operator.recomputable and block.used_until(number, place) < len(block.operators)
@@ -233,7 +233,7 @@ def _picks(block: Block, number: int, allowed: Sequence[Choice]) -> list[tuple[i
 
 
 def _frontier(block: Block, number: int) -> list[int]:
-    """Operators up to one that later ones read; the last one always."""
+    """Operators up to a given one that later ones read, always including the last."""
     rest = block.operators[number + 1 :]
     read = {source for operator in rest for source in operator.inputs}
     if number == len(block.operators) - 1:
@@ -251,7 +251,7 @@ def _placed(
     choices: Bytes,
     entries: int,
 ) -> tuple[Floats, Ints, Bytes, Bytes]:
-    """States after one more operator with a given pick."""
+    """States after adding an operator with a given pick."""
     (place, choice), operator = pick, block.operators[number]
     taken = operator.strategies[place]
     forward, backward, saved = _passes(operator, taken, place, strategies, entries)
@@ -282,7 +282,7 @@ def _placed(
 def _passes(
     operator: Operator, taken: Strategy, place: int, strategies: Bytes, entries: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Seconds of forward and backward, and bytes saved, of an operator after each state."""
+    """Seconds of forward and backward, and saved bytes, of an operator after each state."""
     count = len(strategies)
     forward = np.full(count, taken.forward_s + taken.forward_comm_s)
     backward = np.full(count, taken.backward_s + taken.backward_comm_s)
@@ -299,28 +299,28 @@ def _passes(
 
 
 LEVELS, STATES, LAST = (16, 64), 256, 2
-"""States kept of one kind: in first rounds and in the last; times more in the last block."""
+"""States kept per kind in the first rounds and in the last, and a factor for the last block."""
 HOPES = (1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, 0.064, math.inf)
-"""Shares above the bound that are tried, the least first: with less there is less to look at."""
+"""Relative distances from the bound to try, smallest first: smaller ones prune more."""
 SCARCE = 0.1
-"""Price of all of the budget where none of it is scarce, as a share of the seconds."""
+"""Price of the whole budget if memory is not scarce, as a fraction of the seconds."""
 SAME = 1e-9
-"""Relative difference of seconds that counts as none."""
+"""Relative difference of seconds that counts as equal."""
 
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The picks that were found."""
+    """The picks found."""
 
     # Picks of each block's operators.
     picks: tuple[tuple[Pick, ...], ...]
-    # Seconds and bytes that they take.
+    # Their costs.
     cost: JointCost
-    # Seconds that no picks can be below.
+    # Lower bound of the seconds over all picks.
     lower: float
-    # Whether no picks take less.
+    # Whether the picks are optimal.
     exact: bool
-    # Seconds that a byte more would save, about.
+    # Approximate seconds saved per additional byte.
     price: float
 
     @property
@@ -337,21 +337,21 @@ def solve_joint(
     states: int = STATES,
     tolerance: float = 1e-3,
 ) -> JointPlan:
-    """Finds the picks with the least seconds that keep within a budget.
+    """Finds the picks with the least seconds within a budget.
 
-    Rounds keep more and more states, and look first at what lies close to the lower bound.
+    Rounds keep more and more states, and start close to the lower bound.
 
     Args:
-        blocks: blocks in the order of forward; equal ones are solved once.
+        blocks: blocks in forward order; equal ones are solved once.
         budget: bytes of a device.
-        link: link to the slower tier; None: nothing is offloaded.
-        allowed: choices for what is saved.
-        states: number of states that are kept of one kind; more is closer to exact, and slower.
-        tolerance: gap that is good enough; with 0 all rounds are made.
+        link: link to the slower tier; None disables offload.
+        allowed: choices for saved tensors.
+        states: number of states kept per kind; more is closer to exact, and slower.
+        tolerance: acceptable gap; with 0 all rounds run.
 
     Raises:
-        GulliverError: the budget is below what any picks need; names the least that would do, and
-            the operator that needs it.
+        GulliverError: no picks fit into the budget; names the smallest feasible budget and the
+            operator that needs it.
     """
     chosen = possible(allowed, link)
     lean, _ = _BlockChain(blocks, Rules(chosen, max(states, STATES), timed=False), link).best(
@@ -365,7 +365,8 @@ def solve_joint(
     guides, lower = relaxation.guides(bound), bound.seconds
     picks, cost = lean, least
     exact, moves = False, link or OffloadLink()
-    # Bytes have a price even if memory is ample: of two equal states the smaller one stays.
+    # Bytes have a price even if memory is ample, so that the smaller of two equally fast states
+    # stays.
     price = bound.price or SCARCE * bound.seconds / max(1, budget)
     moved_s = bound.hidden * (moves.write_s + moves.read_s)
     for most in (*(level for level in LEVELS if level < states), states):
@@ -396,12 +397,12 @@ def least_memory(
     link: OffloadLink | None = None,
     allowed: Sequence[Choice] = CHOICES,
 ) -> JointCost:
-    """Finds the least feasible budget, and the operator that needs it.
+    """Finds the smallest feasible budget, and the operator that needs it.
 
     Args:
-        blocks: blocks in the order of forward.
-        link: link to the slower tier; None: nothing is offloaded.
-        allowed: choices for what is saved.
+        blocks: blocks in forward order.
+        link: link to the slower tier; None disables offload.
+        allowed: choices for saved tensors.
     """
     chosen = possible(allowed, link)
     picks, _ = _BlockChain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
@@ -419,9 +420,9 @@ def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:
     name = blocks[number].operators[place].name
     passes = least.peak - least.state - least.below
     return (
-        f"a budget of {budget} bytes is too small: {least.peak} would do. Operator {name!r} of "
-        f"block {number} needs them: {least.state} bytes of state, {least.below} that are left "
-        f"below it, and {passes} for its own passes"
+        f"a budget of {budget} bytes is too small; use at least {least.peak}. Operator {name!r} "
+        f"of block {number} needs it: {least.state} bytes of state, {least.below} left below it, "
+        f"and {passes} for its own passes"
     )
 
 
@@ -431,12 +432,12 @@ class _States:
 
     seconds: Floats
     held: Floats
-    """Bytes of state and of what is left."""
+    """Bytes of state plus bytes left."""
     peak: Floats
-    """Bytes of state so far, and the most of all else."""
+    """Bytes of state so far plus the peak of everything else."""
     moving: Floats
     hope: Floats
-    """Least seconds with which it may end."""
+    """Lower bound of the final seconds."""
     strategy: Bytes
     parent: Ints
     plan: Ints
@@ -480,7 +481,7 @@ class _BlockChain:
     def best(
         self, budget: float, bound: Bound | None = None, known: float = math.inf
     ) -> tuple[tuple[tuple[Pick, ...], ...], bool]:
-        """The best picks within a budget, empty if none improve, and whether that is exact."""
+        """Returns the best picks within a budget, or none, and whether they are exact."""
         zeros = np.zeros(1)
         start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
         state = _States(zeros, zeros, zeros, zeros, zeros, start, none, none)
@@ -504,7 +505,7 @@ class _BlockChain:
     def _grown(
         self, number: int, state: _States, budget: float, bound: Bound | None, known: float
     ) -> _States:
-        """States after one more block that may still improve the best."""
+        """States after one more block that may still improve on the best."""
         plans, parts = self._plans[number], list[_States]()
         slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
         for entry in np.unique(plans.entry):
@@ -549,8 +550,8 @@ class _BlockChain:
 
     def _raise_peaks(self, number: int, part: _States, budget: float) -> None:
         """Raises peaks that make no difference, so that more states are dominated."""
-        # Later blocks need at least this much above what is held, which hides any lower peak; and a
-        # peak that fits with the most state they can add never matters.
+        # Later blocks need at least this much above the bytes held, which hides any lower peak; and
+        # a peak that fits even with all state still to be added never matters.
         hidden = part.held + self._least_need[number]
         if self._rules.timed:
             hidden = np.maximum(hidden, budget - self._most_state[number])

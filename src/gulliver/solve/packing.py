@@ -1,8 +1,8 @@
-"""Things into bins of one size, so that few bins do: best fit, the largest first.
+"""Bin packing into equal bins: best fit decreasing.
 
-Each thing, the largest first, goes into the fullest bin that still has room for it. At most
-11/9 OPT + 4 bins (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-Case Performance Bounds for
-Simple One-Dimensional Packing Algorithms"); for many small things hardly more than the bound.
+Each item, largest first, goes into the fullest bin that still has room for it. At most 11/9 OPT + 4
+bins (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-Case Performance Bounds for Simple
+One-Dimensional Packing Algorithms"); close to the bound for many small items.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gulliver.errors import GulliverError, nearest
 
 @dataclass(frozen=True)
 class Packing:
-    """Things that lie together."""
+    """An assignment of items to bins."""
 
-    # Numbers of the things of each bin, the largest of them first.
+    # Indices of the items of each bin, largest first.
     bins: list[list[int]]
-    # Number of bins that no packing can do without.
+    # Lower bound on the number of bins.
     bound: int
 
 
 def pack(sizes: Sequence[int], capacity: int) -> Packing:
-    """Packs things into bins; the same for the same sizes in the same order."""
+    """Packs items into bins; deterministic in the sizes and their order."""
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
@@ -55,18 +55,18 @@ def pack(sizes: Sequence[int], capacity: int) -> Packing:
     return Packing(bins, max(halves, -(-sum(sizes) // capacity)))
 
 
-# First-fit packing of a step's samples, where the compiled packer was not built.
+# First-fit packing of a step's samples, used if the compiled packer was not built.
 #
-# It is slower than the extension and packs less tightly: every shape has the one degree that costs
-# least rank seconds, and no other degrees are tried where groups leave ranks idle.
+# It is slower than the extension and packs less tightly: every shape uses the one degree that costs
+# the fewest rank seconds, and no other degrees are tried if groups leave ranks idle.
 
 
 Filled = tuple[int, float, list[tuple[int, int]]]
-"""Degree, seconds, and how many samples of each shape a group takes."""
+"""Degree, seconds, and number of samples of each shape in a group."""
 Packed = tuple[list[Filled], list[int]]
-"""Groups, and how many samples of each shape are left."""
+"""Groups, and the remaining samples of each shape."""
 CLOSE = 0.004
-"""Share of the bound at which trying more times does not pay."""
+"""Ratio to the bound below which no further times are tried."""
 FALLBACK_TRIES = 24
 
 
@@ -82,7 +82,7 @@ class FallbackAnswer:
 
 
 class FallbackTables:
-    """Ends of all shapes, by number."""
+    """End times of all shapes, by index."""
 
     def __init__(self, ranks: int, repeat: bool) -> None:
         self._ranks, self._repeat = ranks, repeat
@@ -97,7 +97,7 @@ class FallbackTables:
 
 
 class FallbackPacking:
-    """Samples of a step, and ways to deal them to groups."""
+    """Samples of a step, and their assignment to groups."""
 
     def __init__(
         self, ends: Sequence[Mapping[int, list[float]]], counts: list[int], ranks: int, repeat: bool
@@ -107,7 +107,7 @@ class FallbackPacking:
     def pack(
         self, limit: float, degrees: list[int], lost: float = 0.0, partly: bool = False
     ) -> Packed | None:
-        """Fills groups up to a time, the shapes of the widest groups and the largest first."""
+        """Fills groups up to a time limit, widest groups and largest shapes first."""
         chosen = [self._degree(shape, limit, self._ranks) for shape in range(len(self._ends))]
         if not partly and not all(chosen):
             return None
@@ -130,7 +130,7 @@ class FallbackPacking:
         return groups, left
 
     def search(self, bound: float) -> FallbackAnswer | None:
-        """Packs all samples in as little time as bisection finds."""
+        """Packs all samples, bisecting for the shortest time."""
         low, limit = bound, 1.05 * bound
         best: FallbackAnswer | None = None
         for _ in range(FALLBACK_TRIES):
@@ -143,8 +143,8 @@ class FallbackPacking:
             if best is not None and best.seconds - low < CLOSE * bound:
                 break
         if best is None:
-            # No time was long enough, as where two shapes need more ranks together than there are:
-            # one group of a degree that all shapes have can take them one after the other.
+            # No time was long enough, for example if two shapes together need more ranks than there
+            # are: one group of a degree that all shapes support can run them sequentially.
             shared = min(set[int].intersection(*map(set, self._ends)), default=0)
             last = self
             if shared and self._repeat:
@@ -155,7 +155,7 @@ class FallbackPacking:
         return best
 
     def _degree(self, shape: int, limit: float, most: int) -> int:
-        """Degree of least rank seconds a sample, 0 where none has an end in time."""
+        """Degree with the fewest rank seconds per sample, 0 if none ends in time."""
         rates: list[tuple[float, int]] = []
         for degree, ends in self._ends[shape].items():
             if degree <= most and ends[1] <= limit:
@@ -190,32 +190,33 @@ def _answer(packed: Packed) -> FallbackAnswer:
     return FallbackAnswer(max((seconds for _, seconds, _ in packed[0]), default=0.0), packed)
 
 
-# The packer of steps: the extension `gulliver.solve._packer` where it was built, else first fit.
+# The step packer: the extension `gulliver.solve._packer` if it was built, else first fit.
 #
-# ``GULLIVER_PACKER=python`` or ``native`` forces one. Their plans differ, so all ranks need the
-# same.
+# ``GULLIVER_PACKER=python`` or ``native`` selects one. Their plans differ, so all ranks must use
+# the same.
 
 
 TRIES = 10
-"""Times that are tried."""
+"""Number of times to try."""
 FIRST = 1.05
-"""The first time that is tried, over the bound."""
+"""First time to try, relative to the bound."""
 WIDENED = tuple(1.06 ** (2**number) for number in range(7))
-"""How much longer the next time is, while none is found: by its number."""
+"""Growth of the time while none works, by attempt."""
 OTHERWISE = ((0.5, 1, 0.02), (2.0, 1, 0.06), (0.0, 2, 0.06), (0.0, 4, 0.06))
-"""Second tries: how much of the time that a shape's samples leave in a group counts as lost, what
-part of the ranks a group may have (one wide group makes all samples pay for its messages), and the
-gap to the bound from which on it is tried."""
+"""Second attempts: weight of the time that a shape's samples leave unused in a group, maximum
+fraction of the ranks in a group (one wide group makes all samples pay for its messages), and the
+gap to the bound above which the attempt is made.
+"""
 SHORTER = 0.01
-"""Share by which each of those is shorter than the best so far."""
+"""Relative improvement that each of those must reach over the best so far."""
 INTERFACE = 1
-"""Version of the extension's interface; both sides count up when their calls change."""
+"""Version of the extension's interface; incremented on both sides when its calls change."""
 PACKERS = ("native", "python")
-"""Values of ``$GULLIVER_PACKER``; the first that is there is taken where it is not set."""
+"""Values of ``$GULLIVER_PACKER``; if unset, the first one available is used."""
 
 
 class NativePacking:
-    """A packing of the extension."""
+    """A packing computed by the extension."""
 
     def __init__(self, core: Any, tries: Any) -> None:
         self._core, self._tries = core, tries
@@ -228,17 +229,17 @@ class NativePacking:
         partly: bool = False,
         most: int | None = None,
     ) -> Packed | None:
-        """Fills groups up to a time."""
+        """Fills groups up to a time limit."""
         packed, degrees[:] = self._core.pack(limit, degrees, lost, partly, most)
         return packed
 
     def search(self, bound: float) -> Any:
-        """Packs all samples in as little time as is found; None where they do not fit."""
+        """Packs all samples in the shortest time found; None if they do not fit."""
         return self._core.search(bound, self._tries)
 
 
 class NativeTables:
-    """Ends and rates of all shapes in the extension."""
+    """End times and rates of all shapes, in the extension."""
 
     def __init__(self, ranks: int, repeat: bool) -> None:
         built = _extension()
@@ -246,16 +247,16 @@ class NativeTables:
         self._tries = built.Tries(TRIES, CLOSE, FIRST, SHORTER, list(WIDENED), list(OTHERWISE))
 
     def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
-        """Takes the ends of a shape by degree, and its least rank seconds of a sample."""
+        """Sets the end times of a shape by degree, and its fewest rank seconds per sample."""
         self._core.learn(number, list(map(int, ends)), list(ends.values()), rate)
 
     def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> NativePacking:
-        """The packing of so many samples of shapes."""
+        """Returns the packing for given numbers of samples per shape."""
         return NativePacking(self._core.packing(numbers, list(map(int, counts))), self._tries)
 
 
 def packer_problem() -> str | None:
-    """Says why steps are not packed by the extension; None where they are."""
+    """Returns why the extension is not used; None if it is."""
     wanted = os.environ.get("GULLIVER_PACKER", "")
     if wanted and wanted not in PACKERS:
         raise GulliverError(f"GULLIVER_PACKER={wanted!r} is unknown: {nearest(wanted, PACKERS)}")
@@ -263,12 +264,12 @@ def packer_problem() -> str | None:
         return "GULLIVER_PACKER=python"
     problem = _not_built()
     if problem and wanted:
-        raise GulliverError(f"GULLIVER_PACKER=native cannot be met: {problem}")
+        raise GulliverError(f"GULLIVER_PACKER=native is not possible: {problem}")
     return problem
 
 
 def step_tables(ranks: int, repeat: bool) -> NativeTables | FallbackTables:
-    """Returns empty tables of the packer that is there."""
+    """Returns empty tables of the available packer."""
     if packer_problem() is None:
         return NativeTables(ranks, repeat)
     return FallbackTables(ranks, repeat)
@@ -281,10 +282,10 @@ def _not_built() -> str | None:
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it again"
+        return "its extension has another version; rebuild it with pip install -e ."
     return None
 
 
 def _extension() -> Any:
-    # By name: type checking must pass where it has not been built.
+    # By name: type checking must pass if it has not been built.
     return importlib.import_module("gulliver.solve._packer")

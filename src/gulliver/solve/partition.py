@@ -1,4 +1,4 @@
-"""Candidate sizes for a cost that falls first and then rises."""
+"""Candidate sizes for a cost that first falls and then rises."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import accumulate
 
 from gulliver.errors import GulliverError
 
-# Cutting a chain of costs into consecutive parts whose largest is as small as can be.
+# Cuts a chain of costs into consecutive parts with the smallest maximum.
 #
-# A pipeline cuts the layers of a network over its stages, and the slowest stage sets the pace. The
-# answer is exact, by dynamic programming over (parts so far, costs so far):
+# Pipeline parallelism cuts the layers of a network into stages, and the slowest stage limits
+# throughput. Dynamic programming over (parts so far, costs so far) is exact:
 #
 #     best[k][j] = min over i of max(best[k - 1][i], time of part k from i to j)
 #
@@ -21,25 +21,25 @@ from gulliver.errors import GulliverError
 
 
 _SLACK = 1e-12
-"""Relative tolerance: sums of floats that should be equal differ by so much."""
+"""Relative tolerance for sums of floats that should be equal."""
 
 
-# [Note: two passes] Many cuts reach the least maximum, and some leave the other parts needlessly
-# uneven. So a second pass looks, among the cuts whose parts all keep within that maximum, for the
-# least sum of squared times. One pass that minimised the sum of squares from the start could end
-# with a larger maximum.
+# [Note: two passes] Many partitions reach the smallest maximum, and some leave the other parts
+# needlessly uneven. So a second pass minimizes the sum of squared times among the partitions whose
+# parts all keep within that maximum. Minimizing the sum of squares alone could end with a larger
+# maximum.
 @dataclass(frozen=True)
 class ChainPartition:
     """Consecutive parts of a chain."""
 
-    # First cost of each part, and the count of all costs at the end: part k has the costs from
-    # ``bounds[k]`` up to, without, ``bounds[k + 1]``.
+    # First cost of each part, followed by the total count: part k has the costs ``bounds[k]`` to
+    # ``bounds[k + 1]`` (exclusive).
     bounds: tuple[int, ...]
-    # Time of each part, in the unit of the costs over that of the speeds.
+    # Time of each part, in the unit of the costs divided by that of the speeds.
     times: tuple[float, ...]
     # Largest of the times.
     value: float
-    # Bound that no partition can be below: all costs over all speeds, or the largest cost on the
+    # Lower bound over all partitions: total cost over total speed, or the largest cost on the
     # fastest machine.
     lower: float
 
@@ -55,22 +55,24 @@ def partition_chain(
     *,
     speeds: Sequence[float] | None = None,
 ) -> ChainPartition:
-    """Cuts `costs` into `parts` consecutive, non-empty parts; the largest time is least.
+    """Cuts `costs` into `parts` consecutive, non-empty parts and minimizes the largest time.
 
     Args:
-        costs: costs in the order of the chain, finite and not negative, in any unit.
+        costs: costs in chain order, finite and not negative, in any unit.
         parts: number of parts.
-        speeds: speed of each part's machine; the time of a part is the sum of its costs over its
-            speed. None: all 1.
+        speeds: speed of each part's machine; the time of a part is the sum of its costs divided by
+            its speed. None: all 1.
 
     Returns:
-        The best cut: the least maximum, and of those the most even.
+        The partition with the smallest maximum, and of those the most even.
 
     Raises:
         GulliverError: there are fewer costs than parts.
     """
     if len(costs) < parts:
-        raise GulliverError(f"a chain of {len(costs)} cannot be cut into {parts} parts")
+        raise GulliverError(
+            f"a chain of {len(costs)} cannot be cut into {parts} parts; use fewer parts"
+        )
     speeds = list(speeds or [1.0] * parts)
     time = _times(costs, speeds)
     value, _ = _best(len(costs), parts, time, max, math.inf)
@@ -105,11 +107,11 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """Returns the least value of ``join(value of the parts before, time)``, and a cut that has it.
+    """Returns the least ``join(value of the parts before, time)``, and a partition that has it.
 
     Only parts of times up to `limit` are considered.
     """
-    # best[j]: value of the first j costs in the parts so far; choices lead back to the cut.
+    # best[j]: value of the first j costs in the parts so far; choices lead back to the partition.
     best = [0.0] + [math.inf] * count
     choices: list[list[int]] = []
     for part in range(parts):
@@ -131,17 +133,17 @@ def _best(
     return best[count], bounds[::-1]
 
 
-# Dealing costs out to parts in any order, so that the largest sum is small.
+# Assigns costs to parts in any order to minimize the largest sum.
 #
-# Longest processing time first: every cost, the largest first, goes to the part that has least so
-# far. The largest sum is at most 4/3 of the least possible. Source: Graham 1969, "Bounds on
+# Longest processing time first: every cost, largest first, goes to the part with the smallest sum
+# so far. The largest sum is at most 4/3 of the optimum. Source: Graham 1969, "Bounds on
 # Multiprocessing Timing Anomalies".
 
 
 def balanced_parts(costs: Sequence[int], parts: int) -> list[int]:
-    """Returns the part that each cost goes to; the same for the same costs in the same order."""
+    """Returns the part of each cost; deterministic in the costs and their order."""
     if parts < 1:
-        raise GulliverError(f"parts={parts}: deal costs to at least 1 part")
+        raise GulliverError(f"parts={parts} must be at least 1")
     loads, found = [0] * parts, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda n: -costs[n]):
         part = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Moves of objects between a fast tier of memory and what lies behind it."""
+"""Moves of objects between a fast tier of memory and the tier behind it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gulliver.solve.cycle import NEVER, Cycle, Event, Span, plan_cycle
 
 
 class NoRoom(GulliverError):
-    """What is needed does not fit beside what is in use."""
+    """A request does not fit into the tier next to the objects in use."""
 
     def __init__(self, text: str, budget: int = 0) -> None:
         super().__init__(text)
@@ -20,18 +20,18 @@ class NoRoom(GulliverError):
 
 
 class Move(Enum):
-    """What happens to an object."""
+    """Kind of move."""
 
     LOAD = "load"
     """The content is read into the fast tier."""
     MAKE = "make"
-    """Memory is made for it: there is no content, or none that is needed."""
+    """Memory is allocated: there is no content, or it is not needed."""
     WRITE = "write"
-    """The object leaves the fast tier, and its content is written behind it."""
+    """The object leaves the fast tier, and its content is written to the tier behind."""
     DROP = "drop"
-    """The object leaves the fast tier; its content lies behind it already."""
+    """The object leaves the fast tier; the tier behind already has its content."""
     FORGET = "forget"
-    """The content is gone, wherever it lay."""
+    """The content is discarded in all tiers."""
 
 
 @dataclass(frozen=True)
@@ -42,48 +42,49 @@ class Action:
     move: Move
     # Object that moves.
     key: Hashable
-    # Why, in a few words.
+    # Reason, in a few words.
     reason: str = ""
-    # Whether memory that is made has to be filled with zeros.
+    # Whether allocated memory must be zeroed.
     zero: bool = False
 
 
-# What a fast tier of memory holds, and what goes to make room: decisions only.
+# Residency and eviction policy of a fast tier: decisions only.
 #
-# `Replacement` is told of every event (`Event`) and answers with the moves that it takes. It
-# counts bytes and knows neither tensors nor time: a write under way has ended for it. So what it
-# decides depends on the events alone, and a plan counts the moves of a run without running it.
+# `Replacement` receives every event (`Event`) and returns the moves it requires. It counts bytes
+# and knows neither tensors nor time: a write in flight has already completed for it. So its
+# decisions depend on the events alone, and a planner can count the moves of a run without running
+# it.
 #
-# The events of a step are the schedule of the next (`Cycle`), and a hint: whatever is used is
-# served. As long as it holds, an object stays or leaves as it was planned, and what comes next is
-# loaded as soon as there is room, in the order of use. What was not planned makes room by farthest
-# next use, half as far for what has to be written first.
+# The events of a step are the schedule of the next (`Cycle`), used as a hint: any use is served.
+# While the schedule holds, an object stays or leaves as planned, and upcoming objects are loaded in
+# order of use as soon as they fit. Otherwise objects are evicted by farthest next use, with half
+# the distance for those that must be written first.
 
 
 Policy = Literal["planned", "farthest", "recent"]
 LONGEST = 1 << 16
-"""Events after which a step that nobody ends is ended."""
+"""Maximum number of events after which a step ends automatically."""
 FARTHEST_JUMP = 4
-"""The cursor skips at most this part of a step at once."""
+"""Largest fraction of a step that the cursor skips at once."""
 
 
-# [Note: where we are] An event that is not the one expected has been left out of this step (then
-# others before it are skipped, and the cursor jumps to it), or was put in (then it stays). Which of
-# the two it was, the next event tells: both places are remembered.
+# [Note: where we are] An unexpected event means either that events of this step were skipped (the
+# cursor jumps past them) or that an extra event was inserted (the cursor stays). The next event
+# shows which, so both positions are remembered.
 @dataclass
 class _Object:
     name: str
     nbytes: int
     resident: bool = False
     stored: bool = False
-    claimed: bool = False  # here, or on its way, for a use that has not come yet
+    claimed: bool = False  # here or in flight, for a future use
     early: bool = False  # loaded ahead of its use
     pins: int = 0
     last: int = 0
 
 
 class Replacement:
-    """Decides what a fast tier of a given size holds."""
+    """Decides which objects are resident in a fast tier of a given size."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Replacement:
     # Events
 
     def add(self, key: Hashable, name: str, nbytes: int, filled: bool) -> list[Action]:
-        """Takes a new object; one that is filled is put into the fast tier."""
+        """Adds an object; one with content is placed in the fast tier."""
         found = _Object(name, nbytes)
         actions: list[Action] = []
         if filled:
@@ -145,23 +146,23 @@ class Replacement:
         return actions + self._look_ahead()
 
     def done(self, key: Hashable) -> list[Action]:
-        """Unpins an object: after as many as there were uses it may leave."""
+        """Unpins an object; it may leave after as many calls as there were uses."""
         found = self._objects[key]
         if not found.pins:
-            raise GulliverError(f"{found.name} is not in use: each done() follows one use()")
+            raise GulliverError(f"{found.name} is not in use; each done() must follow one use()")
         found.pins -= 1
         self._note(Event("done", key))
         actions = []
         if not found.pins:
             self.pinned -= found.nbytes
             cycle = self._planned()
-            # At once: what is written early has made room when that is needed.
+            # Immediately: an early write frees memory before it is needed.
             if cycle and cycle.next_use(key, 0) != NEVER and not cycle.stays(key, self._cursor):
-                actions.append(self._leave(found, key, "not needed for long"))
+                actions.append(self._leave(found, key, "not needed soon"))
         return actions + self._look_ahead()
 
     def restore(self, key: Hashable) -> bool:
-        """Puts back what was to leave and could not be written; False where there is no room."""
+        """Reverts an eviction whose write failed; False if it no longer fits."""
         found = self._objects[key]
         if self.used + found.nbytes > self.budget:
             return False
@@ -170,7 +171,7 @@ class Replacement:
         return True
 
     def undo(self, key: Hashable, stored: bool, arrived: bool) -> None:
-        """Takes back a use that failed before the object was there."""
+        """Reverts a use that failed before the object was loaded."""
         found = self._objects[key]
         found.pins -= 1
         if not found.pins:
@@ -183,29 +184,29 @@ class Replacement:
             self._record.pop()
 
     def keep(self, key: Hashable) -> None:
-        """Says that the tier behind was given the content of an object that is not here."""
+        """Records that the tier behind received the content of a non-resident object."""
         self._objects[key].stored = True
 
     def changed(self, key: Hashable) -> None:
-        """Says that an object in the fast tier was changed without a use."""
+        """Records that a resident object was changed without a use."""
         self._objects[key].stored = False
 
     def revert(self, key: Hashable) -> list[Action]:
-        """Drops an object that is not in use, if the tier behind has its content."""
+        """Drops an idle object if the tier behind has its content."""
         found = self._objects[key]
         gone = not found.resident or found.pins or not found.stored
-        return [] if gone else [self._leave(found, key, "what is behind holds")]
+        return [] if gone else [self._leave(found, key, "the tier behind has its content")]
 
     def discard(self, key: Hashable) -> list[Action]:
-        """Forgets the content of an object, which is zeros from then on."""
+        """Discards the content of an object, which reads as zeros afterwards."""
         found = self._objects[key]
         if found.pins:
-            raise GulliverError(f"{found.name} is in use and cannot be discarded before done()")
+            raise GulliverError(f"{found.name} is in use; call done() before discard()")
         self._note(Event("discard", key))
         return self._forget(found, key) + self._look_ahead()
 
     def lend(self, nbytes: int, name: str) -> list[Action]:
-        """Makes room for memory that is no object's."""
+        """Reserves memory that belongs to no object."""
         actions = self._room(nbytes, name)
         self._note(Event("lend", nbytes))
         self.lent += nbytes
@@ -214,7 +215,7 @@ class Replacement:
         return actions + self._look_ahead()
 
     def give(self, nbytes: int) -> list[Action]:
-        """Takes back what was lent."""
+        """Returns reserved memory."""
         self._note(Event("give", nbytes))
         self.lent -= nbytes
         self.used -= nbytes
@@ -224,8 +225,9 @@ class Replacement:
         """Changes the size of the fast tier."""
         if nbytes < self.pinned + self.lent:
             raise GulliverError(
-                f"a memory budget of {nbytes} bytes is too small: {self.pinned + self.lent} bytes "
-                f"are in use now: give at least {max(self.minimum, self.pinned + self.lent)}"
+                f"a memory budget of {nbytes} bytes is too small because "
+                f"{self.pinned + self.lent} bytes are in use; use at least "
+                f"{max(self.minimum, self.pinned + self.lent)}"
             )
         before, self.budget = self.budget, nbytes
         try:
@@ -234,14 +236,14 @@ class Replacement:
             self.budget = before
             raise
         cycle = self.cycle
-        # Between steps it holds for all of the next; within one it may come back every time.
+        # Between steps it applies to the whole next step; within one it may recur in every step.
         expected = cycle is not None and any(event.what == "budget" for event in cycle.events)
         if self._record:
             self._note(Event("budget", nbytes))
         else:
             expected = False
         if nbytes != before and cycle is not None and not expected:
-            self._begun = nbytes, *self._begun[1:]  # for good, as far as one can know
+            self._begun = nbytes, *self._begun[1:]  # permanently, as far as is known
             self._plan(cycle.events[: cycle.step])
         return actions + self._look_ahead()
 
@@ -259,7 +261,7 @@ class Replacement:
             self._plan(record)
         self._cursor = self._phase * cycle.step if cycle is not None else 0
 
-    # What there is
+    # Queries
 
     def is_resident(self, key: Hashable) -> bool:
         """Whether an object is in the fast tier."""
@@ -291,7 +293,7 @@ class Replacement:
         return self.cycle if self.policy == "planned" and self.backed else None
 
     def _restart(self) -> None:
-        """Plans what is loaded ahead anew, from the cursor on."""
+        """Restarts lookahead from the cursor."""
         self._head = self._cursor
         for found in self._objects.values():
             found.claimed = False
@@ -299,7 +301,7 @@ class Replacement:
             self.cycle.slack[:] = self.cycle.base
 
     def _note(self, event: Event) -> None:
-        """Records an event, and finds it on the schedule."""
+        """Records an event, and locates it in the schedule."""
         self._clock += 1
         self._record.append(event)
         if len(self._record) >= LONGEST:
@@ -326,10 +328,10 @@ class Replacement:
         self._cursor = cursor
         self._restart()
 
-    # Loading ahead
+    # Lookahead
 
     def _look_ahead(self) -> list[Action]:
-        """Loads what comes next, as far as there is room, in the order of use."""
+        """Loads upcoming objects in order of use, as far as they fit."""
         cycle, actions = self._planned(), []
         if cycle is None:
             return actions
@@ -345,12 +347,12 @@ class Replacement:
     def _claim(
         self, cycle: Cycle, position: int, event: Event, found: _Object, actions: list[Action]
     ) -> bool:
-        """Makes sure of an object for a use to come; False where that has to wait."""
+        """Reserves an object for a future use; False if that has to wait."""
         if position % cycle.length not in cycle.outer:
             return True
         span = cycle.span(position)
         if found.pins or (span and position - span.length >= self._cursor):
-            # There is a use before it. What leaves after that cannot be loaded yet.
+            # It is used before. If it leaves after that use, it cannot be loaded yet.
             return span is None or span.keep
         if event.fresh or not (found.resident or found.stored):
             return True
@@ -371,39 +373,39 @@ class Replacement:
         return True
 
     def _leads(self, position: int, span: Span | None) -> bool:
-        """Whether a use is so near that its object is to be loaded whatever else is ahead."""
+        """Whether a use is so near that its object is loaded regardless of other lookahead."""
         return position - (span.lead if span else 0) <= self._cursor
 
     def _bring(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
-        """Loads an object ahead of use, in the place of what is not needed for long."""
+        """Loads an object ahead of use, replacing objects that are not needed soon."""
         short = self.used + found.nbytes - self.budget
         victims = [victim for victim in self._idle() if self._is_left(*victim)] if short > 0 else []
         if sum(victim.nbytes for _, victim in victims) < short:
             return False
         for name, victim in self._enough(victims, short):
-            actions.append(self._leave(victim, name, f"room for {found.name}"))
+            actions.append(self._leave(victim, name, f"evicted for {found.name}"))
         actions.append(Action(Move.LOAD, key, "needed next"))
         self._enter(found)
         found.early = True
         self._early += found.nbytes
         return True
 
-    # Making room
+    # Evictions
 
     def _room(self, nbytes: int, name: str) -> list[Action]:
-        """Decides what goes so that `nbytes` more fit."""
+        """Decides which objects to evict so that `nbytes` more fit."""
         short = self.used + nbytes - self.budget
         if short <= 0:
             return []
         held = self.pinned + self.lent if self.backed else self.used
         if held + nbytes > self.budget:
-            why = "" if self.backed else " and there is no disk or host memory behind it"
+            why = "" if self.backed else ", and there is no disk or host memory behind it"
             least = max(self.minimum, held + nbytes)
-            # No name here may refer to it: with its traceback it would keep all callers' frames,
-            # and the memory that they look at, until garbage is collected.
+            # No local may refer to the error: with its traceback it would keep all callers' frames,
+            # and the memory they reference, until garbage collection.
             raise NoRoom(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
-                f"bytes beside {held} in use{why}: give at least {least}",
+                f"bytes in addition to {held} in use{why}; use at least {least}",
                 least,
             )
         idle = self._idle()
@@ -411,13 +413,13 @@ class Replacement:
         if self._planned() and sum(victim.nbytes for _, victim in left) >= short:
             idle = left
         chosen = self._enough(idle, short)
-        actions = [self._leave(found, key, f"room for {name}") for key, found in chosen]
+        actions = [self._leave(found, key, f"evicted for {name}") for key, found in chosen]
         if idle is not left:
             self._restart()
         return actions
 
     def _idle(self) -> list[tuple[Hashable, _Object]]:
-        """Returns what may leave, what is least worth keeping first."""
+        """Returns the objects that may leave, least valuable first."""
         idle = [(key, o) for key, o in self._objects.items() if o.resident and not o.pins]
         return sorted(idle, key=lambda pair: self._rank(*pair))
 
@@ -428,7 +430,7 @@ class Replacement:
         return -distance / (1 if found.stored else 2), found.last
 
     def _is_left(self, key: Hashable, found: _Object) -> bool:
-        """Whether nothing is planned for an object that is here."""
+        """Whether a resident object has no planned use."""
         if self.cycle is None:
             return True
         return not found.claimed and not self.cycle.stays(key, self._cursor)
@@ -436,7 +438,7 @@ class Replacement:
     def _enough(
         self, victims: Iterable[tuple[Hashable, _Object]], short: int
     ) -> list[tuple[Hashable, _Object]]:
-        """Returns the first of the victims that make enough room, without those in excess."""
+        """Returns the first victims that free enough memory, without those in excess."""
         chosen: list[tuple[Hashable, _Object]] = []
         for victim in victims:
             if short <= 0:
@@ -478,38 +480,38 @@ class Replacement:
             self._early -= found.nbytes
 
     def _grown(self) -> None:
-        # Most bytes that were pinned and lent at once so far.
+        # Peak of pinned plus lent bytes so far.
         self.minimum = max(self.minimum, self.pinned + self.lent)
 
 
-# What a middle tier of memory does for the tier before it: decisions only.
+# The middle one of three memory tiers: decisions only.
 #
-# Of three tiers the first decides as if there were two (`Replacement`). What it loads has to be
-# in the middle one until it has been copied, what it writes is copied there: these are uses of
-# the middle tier's objects, by which a `Replacement` of its own decides what lies there, what
-# goes on to the last tier, and what is read from there ahead of the next step's loads. So both
-# follow from the events of the first tier alone, whoever carries them out, or only counts.
+# The first tier decides as if there were two (`Replacement`). An object that it loads must be in
+# the middle tier until it has been copied, and its writes are copied there. These count as uses of
+# the middle tier's objects, for which a second `Replacement` decides what stays, what moves on to
+# the last tier, and what is prefetched for the next step's loads. So both depend only on the events
+# of the first tier, whether the moves are executed or only counted.
 
 
-# [Note: loads under way] An object that is loaded stays in the middle tier from the decision until
-# its use in the first, since only then it has certainly been copied. Loads run far ahead where the
-# first tier has room. If all of the middle tier were held by them, nothing could be written there,
-# and so the oldest is waited for where there is no room.
+# [Note: loads in flight] A loaded object stays in the middle tier from the decision until its use
+# in the first, because only then it has certainly been copied. Loads run far ahead if the first
+# tier has memory. If they held all of the middle tier, nothing could be written there, so if memory
+# runs out the oldest load is waited for.
 class Tier(Protocol):
-    """A tier whose objects are named by those of the tier before it."""
+    """A tier whose objects are named by the tier before it."""
 
     def use(self, key: Hashable, fresh: bool, /) -> None:
-        """Pins an object; fresh if it will be overwritten."""
+        """Pins an object; `fresh` if it will be overwritten."""
 
     def done(self, key: Hashable, /) -> None:
-        """Unpins it."""
+        """Unpins an object."""
 
     def discard(self, key: Hashable, /) -> None:
-        """Forgets its content."""
+        """Discards an object's content."""
 
 
 class Transit:
-    """Uses a middle tier as the moves of the tier before it ask for."""
+    """Uses a middle tier for the moves of the tier before it."""
 
     def __init__(self, tier: Tier, behind: int) -> None:
         self._tier, self._behind = tier, behind
@@ -520,14 +522,14 @@ class Transit:
 
     @property
     def used(self) -> int:
-        """Bytes of the objects that have content here or behind."""
+        """Bytes of the objects with content in this tier or behind."""
         return sum(self._sizes[key] for key in self._filled)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._sizes
 
     def add(self, key: Hashable, nbytes: int) -> None:
-        """Takes a new object, which has no content yet."""
+        """Adds an object, which has no content yet."""
         self._sizes[key] = nbytes
         if nbytes > self._behind:
             self._stays[key] = False
@@ -535,17 +537,17 @@ class Transit:
             self._behind -= nbytes
 
     def remove(self, key: Hashable) -> None:
-        """Forgets an object, which its tier forgets, too, in use or not."""
+        """Removes an object from this tier, even if it is in use."""
         nbytes = self._sizes.pop(key)
         self._behind += nbytes if self._stays.pop(key, None) is None else 0
         self._filled.discard(key)
 
     def fill(self, key: Hashable) -> None:
-        """Says that an object has content from now on."""
+        """Records that an object has content from now on."""
         self._filled.add(key)
 
     def needs_place(self, key: Hashable) -> bool:
-        """Whether an object that has to stay here has no memory yet."""
+        """Whether an object that must stay here has no memory yet."""
         return not self._stays.get(key, True)
 
     def expect(self, key: Hashable) -> None:
@@ -555,28 +557,28 @@ class Transit:
             self._coming[key] = None
 
     def landed(self, key: Hashable) -> None:
-        """Says that an object is in the tier before, or no longer wanted there."""
+        """Ends a load: the object has arrived or is no longer needed."""
         if key in self._coming:
             del self._coming[key]
             self._tier.done(key)
 
     def lost(self, key: Hashable) -> None:
-        """Says that a load has failed, and its object is pinned no more."""
+        """Ends a failed load and unpins its object."""
         self._coming.pop(key, None)
 
     def begin_write(self, key: Hashable) -> None:
-        """Makes room for an object that leaves the tier before."""
+        """Reserves memory for an object that leaves the tier before."""
         self._use(key, fresh=True)
 
     def end_write(self, key: Hashable) -> None:
-        """Says that its content is on its way."""
+        """Marks its content as in flight."""
         if self.needs_place(key):
-            self._stays[key] = True  # its pin is not given back
+            self._stays[key] = True  # its pin is kept
         else:
             self._tier.done(key)
 
     def forget(self, key: Hashable) -> None:
-        """Says that the content of an object is out of date."""
+        """Marks the content of an object as stale."""
         if key in self._filled:
             self._filled.remove(key)
             if key not in self._stays:
@@ -593,7 +595,7 @@ class Transit:
 
 
 class MiddleReplacement:
-    """Decides for a middle tier what the moves of the tier before it take, without making them."""
+    """Decides for a middle tier, given the moves of the tier before, without executing moves."""
 
     def __init__(
         self,
@@ -606,7 +608,7 @@ class MiddleReplacement:
         self._transit = Transit(self, behind)
 
     def follow(self, action: Action, nbytes: int) -> None:
-        """Does what a move of the tier before asks for."""
+        """Handles a move of the tier before."""
         key, transit = action.key, self._transit
         if action.move is Move.LOAD:
             transit.expect(key)
@@ -623,21 +625,21 @@ class MiddleReplacement:
             transit.forget(key)
 
     def used(self, key: Hashable, write: bool) -> None:
-        """Says that an object is used in the tier before, and perhaps changed."""
+        """Records that an object is used, and perhaps changed, in the tier before."""
         self._transit.landed(key)
         if write:
             self._transit.forget(key)
 
-    # What `Transit` asks for.
+    # Interface for `Transit`.
 
     def use(self, key: Hashable, fresh: bool) -> None:
         """Pins an object."""
         self._run(self.core.use(key, fresh=fresh))
 
     def done(self, key: Hashable) -> None:
-        """Unpins it."""
+        """Unpins an object."""
         self._run(self.core.done(key))
 
     def discard(self, key: Hashable) -> None:
-        """Forgets its content."""
+        """Discards an object's content."""
         self._run(self.core.discard(key))

@@ -1,8 +1,8 @@
-"""Finds the slot of a row: a hash table of 32-bit numbers, or an array where that is smaller.
+"""Maps rows to slots: a hash table of 32-bit integers, or an array if that is smaller.
 
-All of it works on arrays of keys at once. `HashIndex` is open addressing with linear probing, at
-most half full; a key that is removed leaves a mark that probes pass, and the table is laid out
-again when marks become many. `DenseIndex` has an entry for every row there is.
+All operations take arrays of keys. `HashIndex` uses open addressing with linear probing, at most
+half full; a removed key leaves a tombstone, and the table is rebuilt when there are many.
+`DenseIndex` has an entry for every row.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class DenseIndex:
-    """An index with 4 bytes for each row there is."""
+    """An index with 4 bytes per row of the table."""
 
     def __init__(self, rows: int) -> None:
         self._slots = np.full(rows, EMPTY, np.int32)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return self._slots.nbytes
 
     def lookup(self, keys: Keys) -> Values:
-        """Returns the value of each key, -1 where there is none."""
+        """Returns the value of each key, -1 if it is absent."""
         return self._slots[keys].astype(np.int64)
 
     def insert(self, keys: Keys, values: Values) -> None:
-        """Adds distinct keys that are not there."""
+        """Adds distinct, absent keys."""
         self._slots[keys] = values
 
     def remove(self, keys: Keys) -> None:
-        """Removes distinct keys that are there."""
+        """Removes distinct, present keys."""
         self._slots[keys] = EMPTY
 
     def grow(self, rows: int) -> None:
-        """Takes keys below `rows` from now on."""
+        """Raises the limit of keys to `rows`."""
         more = np.full(rows - len(self._slots), EMPTY, np.int32)
         self._slots = np.concatenate([self._slots, more])
 
@@ -60,14 +60,14 @@ class HashIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
     def __len__(self) -> int:
         return self._count
 
     def lookup(self, keys: Keys) -> Values:
-        """Returns the value of each key, -1 where there is none."""
+        """Returns the value of each key, -1 if it is absent."""
         found = np.full(len(keys), EMPTY, np.int64)
         places = self._places(keys)
         hits = places >= 0
@@ -75,7 +75,7 @@ class HashIndex:
         return found
 
     def insert(self, keys: Keys, values: Values) -> None:
-        """Adds distinct keys that are not there."""
+        """Adds distinct, absent keys."""
         if self._count + len(keys) > self._capacity // 2:
             self._rebuild(self._count + len(keys))
         elif self._count + self._marks + len(keys) > 3 * self._capacity // 4:
@@ -86,7 +86,7 @@ class HashIndex:
             free = self._values[places] < 0
             wanted, who = places[free], open_[free]
             before = self._values[wanted]
-            # Of several that want one place, that which wrote last has it.
+            # Of several keys that collide, the last write wins.
             self._values[wanted] = _CLAIMED - who
             won = self._values[wanted] == _CLAIMED - who
             at, winners = wanted[won], who[won]
@@ -98,15 +98,15 @@ class HashIndex:
         self._count += len(keys)
 
     def remove(self, keys: Keys) -> None:
-        """Removes distinct keys that are there."""
+        """Removes distinct, present keys."""
         places = self._places(keys)
-        assert (places >= 0).all(), "what is removed is there"
+        assert (places >= 0).all(), "all removed keys are present"
         self._values[places] = REMOVED
         self._marks += len(keys)
         self._count -= len(keys)
 
     def grow(self, rows: int) -> None:
-        """Takes keys below `rows` from now on."""
+        """Raises the limit of keys to `rows`."""
         if rows > 2**31 and self._key_type is np.int32:
             self._key_type = np.int64
             self._rebuild(self._capacity // 2)
@@ -132,7 +132,7 @@ class HashIndex:
         return ((keys.astype(np.uint64) * _GOLDEN) >> shift).astype(np.int64)
 
     def _places(self, keys: Keys) -> NDArray[np.int64]:
-        """Returns where each key is in the table, -1 for what is not there."""
+        """Returns the table position of each key, -1 if it is absent."""
         found = np.full(len(keys), -1, np.int64)
         open_, places = np.arange(len(keys)), self._first(keys)
         while len(open_):
@@ -145,7 +145,7 @@ class HashIndex:
 
 
 RowIndex = DenseIndex | HashIndex
-"""A map from rows to numbers of 0 and more."""
+"""A map from rows to non-negative integers."""
 
 
 def _capacity(entries: int) -> int:
@@ -153,22 +153,22 @@ def _capacity(entries: int) -> int:
 
 
 def index_bytes(rows: int, slots: int) -> int:
-    """Bytes of the index of `slots` of `rows` rows, as `make_index` makes it."""
+    """Bytes of the index that `make_index` creates for `slots` of `rows` rows."""
     return min(4 * rows, _capacity(slots) * (12 if rows > 2**31 else 8))
 
 
 def make_index(rows: int, slots: int) -> RowIndex:
-    """Makes the smaller of the two kinds of index of `slots` of `rows` rows."""
+    """Creates the smaller of the two kinds of index for `slots` of `rows` rows."""
     if 4 * rows <= index_bytes(rows, slots):
         return DenseIndex(rows)
     return HashIndex(slots, wide_keys=rows > 2**31)
 
 
-# Counts how often rows were used, more for what was of late, in memory that does not grow.
+# Counts uses of rows with exponential decay in a fixed amount of memory.
 #
-# A count-min sketch (Cormode and Muthukrishnan, 2005) with conservative update (Estan and
-# Varghese, 2002): each row has a counter in each of a few tables, which it shares with others; the
-# smallest of them is its estimate, never too low.
+# A count-min sketch (Cormode and Muthukrishnan, 2005) with conservative update (Estan and Varghese,
+# 2002): each row has a counter in each of a few tables, shared with other rows; the smallest is its
+# estimate, which is never too low.
 
 
 _ODD = np.array(
@@ -177,9 +177,9 @@ _ODD = np.array(
 LARGE = 2.0**20
 
 
-# [Note: decay] Counts of long ago weigh less by making those of now weigh more: the unit grows by a
-# factor with every tick. What is not used keeps its number, so that numbers which were read at
-# different times may be compared. When the unit becomes large all are divided by it.
+# [Note: decay] Instead of reducing old counts, new ones get a larger weight: the unit grows by a
+# factor with every tick. A counter that is not incremented keeps its value, so estimates read at
+# different times are comparable. When the unit becomes large, all counters are divided by it.
 class DecayedCounts:
     """A sketch of decayed counts."""
 
@@ -193,11 +193,11 @@ class DecayedCounts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return self.tables.nbytes
 
     def tick(self) -> float:
-        """Lets all counts age; returns what kept estimates are to be multiplied by, mostly 1."""
+        """Ages all counts; returns the factor to multiply cached estimates by, mostly 1."""
         self.unit *= self._growth
         if self.unit < LARGE:
             return 1.0
@@ -215,7 +215,7 @@ class DecayedCounts:
         return now
 
     def estimate(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns the estimates of rows, in multiples of which `unit` is one use now."""
+        """Returns the estimates of rows, scaled so that a use now counts as `unit`."""
         return self._smallest(self._places(rows))
 
     def _places(self, rows: NDArray[np.int64]) -> list[NDArray[np.uint64]]:
@@ -233,36 +233,35 @@ class DecayedCounts:
         return found
 
 
-# Decides which rows of a large table a cache holds, a batch of rows at a time.
+# Decides which rows of a large table a cache holds, one batch at a time.
 #
-# A batch is *announced* as soon as it is known, *decided* (`decide` says which rows come, into
-# which slots, and which leave; nothing changes by it) and *committed*. Between announcing and
-# committing it lies in the window. All rows of a batch are in the cache at once.
+# A batch is *announced* as soon as it is known, *decided* (`decide` selects the rows to load, their
+# slots, and the rows to evict; it changes nothing) and *committed*. Between announcement and commit
+# it is in the window. All rows of a batch are in the cache at once.
 
 
 NEVER = 2**50
 _SOON = 1e15
-"""Key of what is used at once; what is used later has smaller ones. Counts are far smaller."""
+"""Key of immediate use; later uses have smaller keys. Counts are far smaller."""
 Slots = NDArray[np.int64]
 HALF_LIVES = (8.0, 512.0)
-"""Half-lives in batches of which the better one is taken where none is given."""
+"""Half-lives in batches to choose from if none is given."""
 
 
-# [Note: look-ahead] Inside the window the future is known. What is used there leaves after all that
-# is not, the farthest use first: Belady's rule (1966), which has the fewest misses there can be
-# where the window reaches to the end. What is not used inside the window leaves by its decayed
-# count, the smallest first. Rows with equal claims leave in the order of their numbers, so that
-# decisions depend on the batches alone.
+# [Note: look-ahead] Inside the window the future is known. Rows used there leave after all others,
+# farthest use first: Belady's rule (1966), which minimizes misses if the window reaches to the end.
+# Rows not used inside the window leave by decayed count, smallest first. Ties are broken by row
+# number, so that decisions depend on the batches alone.
 class TooSmall(GulliverError):
-    """A batch does not fit a cache."""
+    """A batch does not fit into a cache."""
 
     def __init__(self, rows: int, held: int, slots: int) -> None:
-        # Smallest number of slots that it would fit.
+        # Smallest number of slots that would suffice.
         self.least = rows + held
-        beside = f" beside {held} rows that wait for an optimizer's step" if held else ""
+        beside = f" next to {held} rows that wait for an optimizer step" if held else ""
         super().__init__(
-            f"a batch of {rows} different rows{beside} does not fit a cache of {slots} slots: "
-            f"the smallest legal cache has {self.least}"
+            f"a batch of {rows} distinct rows{beside} does not fit into a cache of {slots} slots; "
+            f"use at least {self.least}"
         )
 
 
@@ -272,36 +271,36 @@ class RowRequest:
 
     # Distinct rows, ascending.
     rows: NDArray[np.int64]
-    # Uses of each in the batch.
+    # Number of uses of each in the batch.
     counts: NDArray[np.int64]
-    # Number of the batch among those that were announced; -1 for none of these.
+    # Index of the batch among the announced ones; -1 if it was not announced.
     number: int
-    # Number of the next batch that is known to use each, else `NEVER`.
+    # Index of the next known batch that uses each row, else `NEVER`.
     next_use: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What a batch does to a cache."""
+    """Changes of a cache for a batch."""
 
     request: RowRequest
     # Slot of each of its rows.
     slots: Slots
-    # Places, among the rows, of those that have to be loaded.
+    # Indices of the rows that must be loaded.
     missing: NDArray[np.int64]
-    # Slots whose rows leave; the last of those that `missing` are loaded into.
+    # Slots of evicted rows; the last ones receive the `missing` rows.
     victims: Slots
 
 
 @dataclass
 class RowCounts:
-    """Uses of rows so far."""
+    """Counters of row uses."""
 
     # Number of batches.
     batches: int = 0
-    # Number of distinct rows, batch by batch.
+    # Sum over batches of the number of distinct rows.
     rows: int = 0
-    # Number of them that were loaded.
+    # Number of those that were loaded.
     misses: int = 0
     # Uses of rows.
     uses: int = 0
@@ -310,7 +309,7 @@ class RowCounts:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the uses that found their row in the cache."""
+        """Fraction of uses that hit the cache."""
         return 1.0 - self.missed_uses / max(self.uses, 1)
 
 
@@ -325,12 +324,12 @@ class RowReplacement:
         counters: int | None = None,
     ) -> None:
         self.slots = slots
-        # Row in each slot, -1 for none.
+        # Row in each slot, -1 if empty.
         self.slot_rows = np.full(slots, -1, np.int64)
-        # What has happened so far.
+        # Counters so far.
         self.counts = RowCounts()
         self.index = make_index(rows, slots)
-        # What an empty slot has is never the smallest key.
+        # The key of an empty slot is never the smallest.
         self._keys = np.full(slots, np.inf)
         self._scores = np.zeros(slots)
         self._free = slots
@@ -345,14 +344,14 @@ class RowReplacement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the decisions' own state, in addition to the index."""
+        """Bytes of the policy's own state, in addition to the index."""
         arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
         sketches = sum(sketch.nbytes for sketch in self._sketches)
         duel = self._duel.nbytes if self._duel else 0
         return sum(array.nbytes for array in arrays) + sketches + duel
 
     def announce(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Takes the next batch that is known; they are decided in this order."""
+        """Adds the next known batch; batches are decided in this order."""
         number, self._announced = self._announced, self._announced + 1
         request = RowRequest(rows, counts, number, np.full(len(rows), NEVER, np.int64))
         self._window.append(request)
@@ -372,7 +371,7 @@ class RowReplacement:
         return request
 
     def sudden(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Makes a request of a batch that was not announced and is decided at once."""
+        """Creates a request for a batch that is decided immediately without being announced."""
         next_use = np.full(len(rows), NEVER, np.int64)
         for request in reversed(self._window):
             if not len(request.rows):  # a batch of empty bags
@@ -383,7 +382,7 @@ class RowReplacement:
         return RowRequest(rows, counts, -1, next_use)
 
     def decide(self, request: RowRequest, pinned: Slots | None = None) -> RowPlan:
-        """Says what a batch loads, and what leaves for it."""
+        """Returns the rows that a batch loads and evicts."""
         slots = self.index.lookup(request.rows)
         missing = np.flatnonzero(slots < 0)
         kept = slots[slots >= 0]
@@ -400,10 +399,12 @@ class RowReplacement:
         return RowPlan(request, slots, missing, victims)
 
     def commit(self, plan: RowPlan) -> None:
-        """Makes what was decided so."""
+        """Applies a decision."""
         request, slots, missing = plan.request, plan.slots, plan.missing
         if request.number >= 0:
-            assert self._window[0] is request, "batches are committed in the order of announcing"
+            assert self._window[0] is request, (
+                "batches are committed in the order in which they were announced"
+            )
             self._window.popleft()
             self._latest.remove(request.rows[request.next_use == NEVER])
         self._free -= len(missing) - len(plan.victims)
@@ -421,8 +422,10 @@ class RowReplacement:
         counts.missed_uses += int(request.counts[missing].sum())
 
     def skip(self, request: RowRequest) -> None:
-        """Drops the first batch of the window, which does not come after all."""
-        assert self._window[0] is request, "batches are skipped in the order of announcing"
+        """Drops the first batch of the window, which will not be used."""
+        assert self._window[0] is request, (
+            "batches are skipped in the order in which they were announced"
+        )
         self._window.popleft()
         self._latest.remove(request.rows[request.next_use == NEVER])
         slots = self.index.lookup(request.rows)
@@ -430,20 +433,20 @@ class RowReplacement:
         self._expect(slots[here], request.next_use[here])
 
     def grow(self, rows: int) -> None:
-        """Knows of more rows from now on."""
+        """Adds rows to the table."""
         self.index.grow(rows)
         for cache in self._duel.caches if self._duel else ():
             cache.grow(rows)
 
     def forget(self) -> None:
-        """Empties the cache; what is known of the future and of the past stays."""
+        """Empties the cache; history and announced batches stay."""
         used = self.slot_rows[: self.slots - self._free]
         self.index.remove(used)
         self.slot_rows[:], self._keys[:], self._free = -1, np.inf, self.slots
         self._next_use[:] = NEVER
 
     def _age(self, request: RowRequest) -> None:
-        """Lets counts age, and takes those of the half-life that does better by now."""
+        """Ages counts, and switches to the half-life that currently does better."""
         factors = [sketch.tick() for sketch in self._sketches]
         factor = factors[self._sketches.index(self._sketch)]
         best = self._sketches[self._duel.see(request.rows, request.counts)] if self._duel else None
@@ -459,7 +462,7 @@ class RowReplacement:
         self._keys[idle] = self._scores[idle]
 
     def _count(self, request: RowRequest) -> NDArray[np.float32]:
-        """Counts a batch by all half-lives; returns the counts of the one that is taken."""
+        """Counts a batch with all half-lives; returns the counts of the selected one."""
         found = [sketch.add(request.rows, request.counts) for sketch in self._sketches]
         return found[self._sketches.index(self._sketch)]
 
@@ -468,7 +471,7 @@ class RowReplacement:
         self._keys[slots] = np.where(next_use != NEVER, _SOON - next_use, self._scores[slots])
 
     def _smallest(self, count: int, kept: Slots) -> Slots:
-        """Returns the slots with the smallest keys, by rows where keys are equal."""
+        """Returns the slots with the smallest keys; ties are broken by row."""
         if count == 0:
             return np.empty(0, np.int64)
         before = self._keys[kept]
@@ -484,19 +487,19 @@ class RowReplacement:
 
 
 SAMPLE = 16
-"""One row of so many is in the sample that half-lives are tried on."""
+"""One in this many rows is in the sample for comparing half-lives."""
 MEMORY = 0.99
-"""Part of the misses of a sample that still counts after a batch."""
+"""Decay of a sample's misses per batch."""
 LEAD = 0.01
-"""Part of the misses that the other half-life has to save before it is taken."""
+"""Fraction of the misses that the other half-life must save before it is selected."""
 
 
 class Duel:
-    """Half-lives next to each other, each in a cache of its own for a sample of the rows."""
+    """Compares half-lives, each in a small cache for a sample of the rows."""
 
-    # A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows
-    # do in theirs (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
-    # simulations"); that the better of two rules is taken is set dueling (Qureshi et al. 2007).
+    # A sample by row hash, in a cache scaled down equally, has about the miss rate of the full
+    # cache (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
+    # simulations"). Selecting the better of two policies is set dueling (Qureshi et al. 2007).
 
     def __init__(self, slots: int, rows: int) -> None:
         small = max(slots // SAMPLE, 1)
@@ -505,11 +508,11 @@ class Duel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the small caches' decisions."""
+        """Bytes of the small caches."""
         return sum(cache.nbytes + cache.index.nbytes for cache in self.caches)
 
     def see(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
-        """Shows a batch to the small caches; returns the number of the half-life to take."""
+        """Feeds a batch to the small caches; returns the index of the half-life to use."""
         mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mine = (mixed >> np.uint64(40)) % np.uint64(SAMPLE) == 0
         rows, counts = rows[mine], counts[mine]

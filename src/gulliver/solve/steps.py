@@ -1,8 +1,8 @@
-"""How many samples of one shape become micro-batches: a group's time, and the least of all ranks.
+"""Splits samples of one shape into micro-batches: a group's time, and the minimum over all groups.
 
-`accumulated` says how long a group takes for 1, 2, ... samples, `split_batches` into which
-micro-batches they are cut for that, and `covering` the least rank seconds of any number of samples
-on any groups, which bounds every plan.
+`accumulated` gives the time of a group for 1, 2, ... samples, `split_batches` the corresponding
+micro-batches, and `covering` the fewest rank seconds for any number of samples on any groups, which
+bounds every plan.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gulliver.solve.packing import FallbackAnswer, step_tables
 
 
 def accumulated(seconds: np.ndarray, most: int) -> np.ndarray:
-    """Seconds of 0, 1, ... samples on one group, cut into micro-batches."""
-    # Samples are cut evenly, into as few micro-batches as fit or into those of the best rate, or
-    # into whole ones of the best rate and a rest. The first is best where seconds grow faster and
-    # faster with a batch, the last where they grow slower and slower.
+    """Seconds of 0, 1, ... samples on one group, split into micro-batches."""
+    # Samples are split evenly into the fewest micro-batches that fit, evenly into those with the
+    # best rate, or into full ones with the best rate plus a remainder. The first is best if seconds
+    # grow superlinearly with the batch size, the last if they grow sublinearly.
     counts = np.arange(most + 1)
     _, found = _ways(seconds, counts)
     return np.maximum.accumulate(np.min(found, axis=0))
 
 
 def split_batches(seconds: np.ndarray, count: int) -> tuple[int, ...]:
-    """Cuts samples into micro-batches in the way that `accumulated` took, the largest first.
+    """Splits samples into the micro-batches that `accumulated` chose, largest first.
 
     Args:
         seconds: seconds of micro-batches of 1, 2, ... samples: [B].
@@ -46,9 +46,9 @@ def split_batches(seconds: np.ndarray, count: int) -> tuple[int, ...]:
 
 
 def covering(rank_seconds: Mapping[int, np.ndarray], most: int) -> tuple[np.ndarray, float]:
-    """The least rank seconds of 0, 1, ... samples in micro-batches on groups of any size."""
-    # Exact: least(n) = min over b of least(n - b) + w(b), where w(b) is the least over degrees. It
-    # is a bound for every way in which a step may deal the samples.
+    """The fewest rank seconds of 0, 1, ... samples in micro-batches on groups of any size."""
+    # Exact: least(n) = min over b of least(n - b) + w(b), where w(b) is the minimum over degrees. A
+    # lower bound for any assignment of samples to groups in a step.
     size = max(map(len, rank_seconds.values()))
     one = np.full(size, np.inf)
     for row in rank_seconds.values():
@@ -66,7 +66,7 @@ def _best_batch(seconds: np.ndarray) -> int:
 
 
 def _ways(seconds: np.ndarray, counts: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Numbers of even parts of three ways [3][K]; seconds of those and of best ones [4, K]."""
+    """Numbers of even parts of three ways [3][K]; their seconds and the best ones [4, K]."""
     size, best = len(seconds), _best_batch(seconds)
     at = np.concatenate(([0.0], seconds))
     fewest = np.maximum(1, -(-counts // size))
@@ -81,43 +81,43 @@ def _ways(seconds: np.ndarray, counts: np.ndarray) -> tuple[list[np.ndarray], np
     return ways, np.array(found)
 
 
-# Steps dealt to groups of ranks: who shares which samples, so that all ranks end together.
+# Assigns a step's samples to groups of ranks so that all ranks finish together.
 #
-# Samples of a shape are alike. A micro-batch of b of them on a group of d ranks takes t(shape, d,
-# b) seconds, and a group runs its micro-batches one after the other. Given how many samples there
-# are of each shape, ranks are partitioned into groups, and samples dealt to them, so that the
-# longest group is as short as possible. That is makespan on moldable machines with batches, which
-# is NP-hard; what is done is McNaughton's wrap-around rule inside a search:
+# Samples of a shape are equal. A micro-batch of b of them on a group of d ranks takes t(shape, d,
+# b) seconds, and a group runs its micro-batches sequentially. Given the number of samples of each
+# shape, ranks are partitioned into groups and samples assigned to them so that the longest group is
+# as short as possible. This is makespan minimization for moldable jobs with batching, which is
+# NP-hard; the heuristic is McNaughton's wrap-around rule inside a search:
 #
 #     for a time T, found by bisection between the bound and the best so far:
-#         every shape names the degree at which it costs least rank seconds and one sample fits in T
-#         shapes in order of degree, then of one sample's seconds, the largest first
-#         a group of the first shape's degree opens and is filled up to T: as many samples of each
-#         shape in that order as fit, so that small samples close what large ones leave
+#         every shape takes the degree with the fewest rank seconds at which one sample fits in T
+#         shapes are ordered by degree, then by the seconds of one sample, largest first
+#         a group of the first shape's degree opens and is filled up to T: as many samples of
+#             each shape in that order as fit, so that small samples fill the gaps of large ones
 #         T is possible if the ranks suffice
 #
-# The bound of a step: the ranks' time together is at least the least rank seconds of every shape's
-# samples, whatever groups they are in (`covering`, exact by dynamic programming), and some group
-# runs the sample that takes longest.
+# The bound of a step: the ranks' total time is at least the fewest rank seconds of every shape's
+# samples on any groups (`covering`, exact by dynamic programming), and some group runs the longest
+# sample.
 #
-# Read `plan_step` first. It knows nothing of torch, files, or of what a sample is.
+# Start with `plan_step`.
 #
 # Source: McNaughton 1959, "Scheduling with Deadlines and Loss Functions" (the wrap-around rule).
 
 
 REMEMBERED = 4096
-"""Steps whose plans are kept: some come again."""
+"""Number of cached plans; steps may recur."""
 
 
 class WorkPiece(NamedTuple):
-    """Samples of one shape that a group runs: the sizes of their micro-batches."""
+    """Samples of one shape in a group: the sizes of their micro-batches."""
 
     shape: Hashable
     batches: tuple[int, ...]
 
 
 class GroupWork(NamedTuple):
-    """What one group of ranks runs in a step."""
+    """The work of one group of ranks in a step."""
 
     # Ranks of the group.
     degree: int
@@ -125,30 +125,30 @@ class GroupWork(NamedTuple):
     seconds: float
     # Micro-batches by shape, in order.
     pieces: tuple[WorkPiece, ...]
-    # Seconds of those in which stages of a pipeline fill and drain.
+    # Seconds in which pipeline stages fill and drain.
     filling: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class BalancedStep:
-    """A step: groups, the widest first."""
+    """A planned step: groups, widest first."""
 
-    # Groups with work; ranks that are in none have none.
+    # Groups with work; ranks in no group are idle.
     groups: tuple[GroupWork, ...]
     # Seconds of the longest group.
     seconds: float
-    # Seconds that no plan can be under.
+    # Lower bound over all plans.
     bound: float
-    # Samples that found no place, by shape, where a group may run one micro-batch only.
+    # Unassigned samples by shape, if each group may run only one micro-batch.
     left: dict[Hashable, int]
 
 
 @dataclass(slots=True)
 class _Found:
-    """Shapes of a step in order, their groups by number, and the bound."""
+    """Shapes of a step in order, their groups by index, and the bound."""
 
-    # Groups are kept as objects from the second time on that they are asked for: those of thousands
-    # of steps that never come again would be looked through by the garbage collector.
+    # Group objects are cached from the second request on: caching those of thousands of steps that
+    # never recur would burden the garbage collector.
 
     shapes: list[Hashable]
     answer: FallbackAnswer
@@ -181,7 +181,7 @@ class StepSolver:
         self._numbers: dict[Hashable, int] = {}
         self._tables = step_tables(ranks, repeat)
         self.packer = type(self._tables).__name__
-        """Kind of the packer: ranks whose packers differ would plan different steps."""
+        """Kind of packer: ranks with different packers would plan different steps."""
         for shape, rows in seconds.items():
             self.add(shape, rows)
 
@@ -189,15 +189,17 @@ class StepSolver:
         """Adds a shape with its seconds by degree."""
         fit = {d: np.asarray(t) for d, t in sorted(rows.items()) if len(t) and d <= self.ranks}
         if not fit:
-            raise GulliverError(f"shape {shape!r} fits at no degree of up to {self.ranks} ranks")
+            raise GulliverError(
+                f"shape {shape!r} does not fit at any degree of up to {self.ranks} ranks"
+            )
         self._seconds[shape], self._names[shape], self._known[shape] = fit, repr(shape), 0
         self._one[shape] = min(float(t.min()) for t in fit.values())
-        # Plans that were found are of other costs.
+        # Cached plans used other costs.
         self._plans.clear()
         self._learn(shape, 16)
 
     def _learn(self, shape: Hashable, count: int) -> None:
-        """Makes the tables of a shape long enough for so many samples."""
+        """Extends the tables of a shape to a number of samples."""
         if count <= self._known[shape]:
             return
         size = max(16, 1 << (count - 1).bit_length())
@@ -211,15 +213,15 @@ class StepSolver:
         least, self._rate[shape] = covering({d: d * t for d, t in rows.items()}, size)
         self._least[shape] = least.tolist()
         number = self._numbers.setdefault(shape, len(self._numbers))
-        # Tables grow by doubling: new counts make a shape learn again only a few times.
+        # Tables grow by doubling, so that a shape is updated only a few times.
         self._tables.learn(number, self._ends[shape], self._rate[shape])
 
     def rank_seconds(self, shape: Hashable) -> float:
-        """The least rank seconds of a sample of a shape, in the best micro-batch."""
+        """The fewest rank seconds per sample of a shape, in the best micro-batch."""
         return self._rate[shape]
 
     def one_sample_seconds(self, shape: Hashable) -> float:
-        """The least seconds that a micro-batch with such a sample takes."""
+        """The least seconds of a micro-batch with a sample of a shape."""
         return self._one[shape]
 
     @property
@@ -228,7 +230,7 @@ class StepSolver:
         return self._seconds
 
     def bound(self, counts: Mapping[Hashable, int]) -> float:
-        """Seconds that no plan of so many samples of each shape can be under."""
+        """Lower bound of the seconds of any plan for these samples."""
         together = longest = 0.0
         for shape, count in counts.items():
             least, one = self._least[shape], self._one[shape]
@@ -244,7 +246,7 @@ class StepSolver:
         return found.answer.seconds, found.bound
 
     def plan_step(self, counts: Mapping[Hashable, int]) -> BalancedStep:
-        """Deals samples to groups of ranks; the same answer for the same counts in any order."""
+        """Assigns samples to groups of ranks, independently of the order of the counts."""
         if not counts:
             return BalancedStep((), 0.0, 0.0, {})
         found = self._found(counts)
@@ -253,7 +255,7 @@ class StepSolver:
         return step
 
     def _dealt(self, found: _Found, counts: Mapping[Hashable, int]) -> BalancedStep:
-        """The groups that were found."""
+        """The groups of a solution."""
         shapes, (groups, rest) = found.shapes, found.answer.packed()
         left = {shape: n for shape, n in zip(shapes, rest, strict=True) if n}
         bound = self.bound(_less(counts, shapes, rest)) if left else found.bound
@@ -281,7 +283,7 @@ class StepSolver:
         return found
 
     def _searched(self, counts: Mapping[Hashable, int]) -> _Found:
-        # The order of a mapping is the order of arrival: answers must not depend on it.
+        # Mappings keep insertion order, and the result must not depend on it.
         shapes = sorted(counts, key=self._names.__getitem__)
         sizes = [counts[shape] for shape in shapes]
         for shape, count in zip(shapes, sizes, strict=True):
@@ -291,7 +293,7 @@ class StepSolver:
         packing = self._tables.packing([self._numbers[shape] for shape in shapes], sizes)
         found = packing.search(bound)
         if found is None:
-            raise GulliverError(f"no {self.ranks} ranks can run these shapes in one step: {shapes}")
+            raise GulliverError(f"{self.ranks} ranks cannot run these shapes in one step: {shapes}")
         return _Found(shapes, found, bound)
 
     def _split(self, shape: Hashable, degree: int, count: int) -> tuple[int, ...]:
@@ -305,34 +307,35 @@ class StepSolver:
 def _less(
     counts: Mapping[Hashable, int], shapes: Iterable[Hashable], left: Iterable[int]
 ) -> dict[Hashable, int]:
-    """Samples that are not left."""
+    """Assigned samples."""
     each = zip(shapes, left, strict=True)
     return {shape: counts[shape] - rest for shape, rest in each if counts[shape] > rest}
 
 
-# Micro-batches of groups whose ranks are stages of a pipeline: smaller ones fill it sooner.
+# Micro-batches for groups whose ranks are pipeline stages: smaller ones fill the pipeline sooner.
 #
-# Micro-batches of p_1, ..., p_n seconds on each of S equal stages, one after the other, end after
+# Micro-batches of p_1, ..., p_n seconds on each of S equal stages end after
 #
 #     p_1 + ... + p_n + (S - 1) max p
 #
-# seconds: the makespan of a proportionate flow shop, in whatever order they run (Pinedo,
-# "Scheduling", section 6.1). So few large micro-batches, which compute best, let stages wait
-# longest. `fill_stages` cuts the samples of each group again, with several limits of what one
-# micro-batch may take, and keeps what ends soonest.
+# seconds in any order: the makespan of a proportionate flow shop (Pinedo, "Scheduling", section
+# 6.1). So large micro-batches, which compute most efficiently, have the largest bubbles.
+# `fill_stages` splits the samples of each group again, with several limits on the seconds of a
+# micro-batch, and keeps the fastest.
 
 
 LIMITS = 12
-"""Limits that are tried for each group, from the largest micro-batch to an eighth of it or less."""
+"""Number of limits to try for each group, from the largest micro-batch to an eighth of it or less.
+"""
 SHORTER = 0.8
-"""Share of a limit that the next one is."""
+"""Ratio of successive limits."""
 
 Seconds = Mapping[Hashable, Mapping[int, np.ndarray]]
-"""Seconds that a stage takes for micro-batches of 1, 2, ... samples, by shape and degree."""
+"""Seconds of a stage for micro-batches of 1, 2, ... samples, by shape and degree."""
 
 
 def fill_stages(step: BalancedStep, seconds: Seconds, stages: int) -> BalancedStep:
-    """Cuts the samples of each group into the micro-batches with which its stages end soonest."""
+    """Splits the samples of each group into the micro-batches with which its stages end soonest."""
     if stages == 1:
         return step
     groups = tuple(_filled(work, seconds, stages) for work in step.groups)
@@ -344,7 +347,7 @@ def _filled(work: GroupWork, seconds: Seconds, stages: int) -> GroupWork:
     counts = [sum(sizes) for _, sizes in work.pieces]
     tried = [tuple(sizes for _, sizes in work.pieces)]
     limit = _longest(tables, tried[0])
-    # No limit may be under what single samples take.
+    # No limit may be below the time of a single sample.
     least = max(float(table[0]) for table in tables)
     for _ in range(LIMITS):
         limit = max(limit * SHORTER, least)
@@ -369,7 +372,7 @@ def _longest(tables: list[np.ndarray], sizes: tuple[tuple[int, ...], ...]) -> fl
 def _end(
     tables: list[np.ndarray], sizes: tuple[tuple[int, ...], ...], stages: int
 ) -> tuple[float, float]:
-    """Seconds of all micro-batches, and those in which stages fill and drain."""
+    """Total seconds of all micro-batches, and the seconds of pipeline fill and drain."""
     pairs = zip(tables, sizes, strict=True)
     spent = sum(float(table[size - 1]) for table, row in pairs for size in row)
     return spent, (stages - 1) * _longest(tables, sizes)

@@ -1,8 +1,8 @@
-"""How ranks share tables: one option for each table, so that the slowest rank is done soonest.
+"""Assigns tables to ranks: one option per table, minimizing the time of the slowest rank.
 
-Longest first (Graham 1969), once with all options and once with the cheapest, then moved while that
-helps: one table to another option, or two that exchange theirs. The bound is that
-of shares that could be cut anywhere.
+Longest first (Graham 1969), once with all options and once with the cheapest, then local search:
+move one table to another option, or exchange those of two. The bound assumes that work can be split
+arbitrarily.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class TableOption:
 
     # Name of the placement.
     name: str
-    # What it costs each rank.
+    # Seconds on each rank.
     seconds: tuple[float, ...]
-    # What it takes of each rank's memory.
+    # Bytes on each rank.
     nbytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TablesPlaced:
-    """An option for each table."""
+    """A choice of options for all tables."""
 
     # Chosen options, in the order of the tables.
     options: tuple[TableOption, ...]
     # Seconds of each rank.
     seconds: tuple[float, ...]
-    # Seconds that no choice can be below.
+    # Lower bound over all choices.
     bound: float
 
     @property
@@ -46,7 +46,9 @@ class TablesPlaced:
 def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPlaced:
     """Chooses an option for each table."""
     if not tables or not all(tables):
-        raise GulliverError("give at least one table, and at least one option of each")
+        raise GulliverError(
+            "place_tables needs at least one table, and at least one option of each"
+        )
     starts = [
         _improved(tables, _longest_first(tables, room, least), room) for least in (True, False)
     ]
@@ -55,7 +57,7 @@ def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPl
     most = max(map(sum, zip(*(o.nbytes for o in options), strict=True)))
     if most > room:
         raise GulliverError(
-            f"the tables need {most} bytes on one rank, which has {room}: take more ranks or a disk"
+            f"the tables need {most} bytes on one rank, which has {room}; use more ranks or a disk"
         )
     ranks = len(options[0].seconds)
     seconds = tuple(map(sum, zip(*(o.seconds for o in options), strict=True)))
@@ -65,7 +67,7 @@ def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPl
 
 
 def _longest_first(tables: Sequence[Sequence[TableOption]], room: int, least: bool) -> list[int]:
-    """Places the largest tables first; with `least`, each only where it takes least in all."""
+    """Places the largest tables first; with `least`, each only with its cheapest option."""
     order = sorted(range(len(tables)), key=lambda t: -min(sum(o.seconds) for o in tables[t]))
     chosen: dict[int, int] = {}
     for table in order:
@@ -78,7 +80,7 @@ def _longest_first(tables: Sequence[Sequence[TableOption]], room: int, least: bo
 def _score(
     tables: Sequence[Sequence[TableOption]], chosen: dict[int, int], room: int
 ) -> tuple[int, float, float]:
-    """Ranks a choice: bytes too many, seconds of the slowest rank, seconds of all."""
+    """Ranks a choice by excess bytes, seconds of the slowest rank, and total seconds."""
     options = [tables[t][n] for t, n in chosen.items()]
     taken = map(sum, zip(*(o.nbytes for o in options), strict=True))
     seconds = list(map(sum, zip(*(o.seconds for o in options), strict=True)))

@@ -1,36 +1,36 @@
-"""Predicted seconds of pipeline schedules and of a step of ZeRO."""
+"""Predicted seconds of pipeline schedules and of a ZeRO step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# How long the ranks of a pipeline take for the orders of their schedule, and how long they wait.
+# Simulates pipeline schedules: the time of a step, and the bubble.
 #
-# Each rank does the next thing of its order as soon as what that needs is there: a forward, the
-# forward of the stage before; a backward, the own forward and the backward of the stage after it
-# (or the part of it that is for the inputs); the part for the weights, that for the inputs.
-# Messages between ranks take `link` seconds and no rank's time.
+# Each rank performs the next action of its order as soon as its inputs are available. A forward
+# needs the forward of the previous stage. A backward (or its part for the inputs) needs its own
+# forward and the backward of the next stage. The part for the weights needs the part for the
+# inputs. Messages between ranks take `link` seconds and no rank's time.
 
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-"""Kinds of work: forward, backward, and the two parts of a backward that is split."""
+"""Kinds of work: forward, backward, and the two parts of a split backward."""
 Work = tuple[str, int, int]
 """The kind, stage and micro-batch of an action."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of a pipeline."""
+    """Predicted step of a pipeline."""
 
     # Time until the last rank is done.
     seconds: float
-    # Seconds that each rank computes.
+    # Compute seconds of each rank.
     busy: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they wait."""
+        """Fraction of the ranks' time spent waiting."""
         return 1 - sum(self.busy) / (self.seconds * len(self.busy))
 
 
@@ -40,7 +40,7 @@ def schedule_seconds(
     rank_of: Mapping[int, int],
     link: float = 0.0,
 ) -> Prediction:
-    """Walks through the orders of all ranks."""
+    """Simulates the orders of all ranks."""
     clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
     done: dict[Work, float] = {}
     following = [0] * len(orders)
@@ -58,14 +58,14 @@ def schedule_seconds(
                 busy[rank] += spent
                 following[rank] += 1
                 left -= 1
-        assert left < before, "a schedule can be run"
+        assert left < before, "the schedule can be executed"
     return Prediction(max(clocks), tuple(busy))
 
 
 def _ready(
     work: Work, done: Mapping[Work, float], rank_of: Mapping[int, int], link: float
 ) -> float | None:
-    """When what some work needs is there; None while it is not known."""
+    """When the inputs of an action are available; None if not known yet."""
     kind, stage, micro = work
     needs: list[tuple[tuple[str, ...], int]] = []
     if kind == FORWARD and stage > 0:
