@@ -1,7 +1,7 @@
-"""The page of a run: prompts, pictures and settings in a browser, clips as they are made.
+"""The web page of a run: prompts, pictures and settings in a browser.
 
-Start with `service.py`, which serves users in turn and outlives the sampling process of
-`worker.py`. gradio is imported by `page.py` and `server.py` alone.
+Start with `service.py`, which serves users in turn and restarts the sampling process of
+`worker.py`. Only `page.py` and `server.py` import gradio.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Clips on disk, each with its settings in a JSON file, so that they are there after a restart."""
+"""Clips on disk, each with its settings in a JSON file, so that they survive a restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.io.files import write_text
 
 SHOWN = 60
-"""Most clips that the page shows, the newest ones."""
+"""Maximum number of clips on the page, newest first."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class Entry:
     path: Path
     # Settings that it was made with.
     settings: Settings
-    # What else its JSON file says: source (options that name the model), checkpoint, fps, scale,
+    # Other fields of its JSON file: source (options that name the model), checkpoint, fps, scale,
     # seconds, date.
     facts: dict[str, Any]
 
     @property
     def caption(self) -> str:
-        """The settings, in a line."""
+        """The settings in one line."""
         s = self.settings
         shape = f"{s.frames}x{s.height}x{s.width}"
         return f"{s.prompt} · {shape} · {s.steps} steps · guidance {s.guidance:g} · seed {s.seed}"
 
     @property
     def command(self) -> str:
-        """The `gulliver generate` that makes the same clip."""
+        """The `gulliver generate` command that makes the same clip."""
         s, facts = self.settings, self.facts
         divisor = math.gcd(s.height, s.width)
         options = {
@@ -69,15 +69,15 @@ class Gallery:
     folder: Path
 
     def place(self) -> Path:
-        """Returns a path for a clip that is to be made; names sort by time."""
+        """Returns a path for a new clip; names sort by time."""
         now = time.time()
         moment = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
         return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
 
     def keep(self, made: Made, settings: Settings, source: Source) -> Entry:
-        """Writes the settings of a clip, which is in the gallery from then on."""
+        """Writes the settings of a clip and thereby adds it to the gallery."""
         if settings.picture is not None:
-            # The page's copy goes with the page.
+            # gradio deletes its copy when the page is closed.
             picture = made.path.with_suffix(f".picture{settings.picture.suffix.lower()}")
             shutil.copyfile(settings.picture, picture)
             settings = replace(settings, picture=picture)
@@ -95,7 +95,7 @@ class Gallery:
         return Entry(made.path, settings, facts)
 
     def entries(self, most: int = SHOWN) -> list[Entry]:
-        """Lists the newest clips, newest first; what is no clip with settings is left out."""
+        """Lists the newest clips first, ignoring other files."""
         found: list[Entry] = []
         for path in sorted(self.folder.glob("*.json"), reverse=True):
             if len(found) == most:
@@ -104,13 +104,13 @@ class Gallery:
         return found
 
     def find(self, name: str) -> Entry:
-        """Returns a clip by the name of its file."""
+        """Returns a clip by its file name."""
         for entry in self._read(self.folder / f"{Path(name).stem}.json"):
             return entry
         raise GulliverError(f"{Path(name).name} is no longer in {self.folder}")
 
     def _read(self, path: Path) -> Iterator[Entry]:
-        """Yields the clip of a JSON file; none where that, or the clip, is not as it should be."""
+        """Reads the clip of a JSON file; yields nothing if either is invalid."""
         clip = path.with_suffix(".mp4")
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))

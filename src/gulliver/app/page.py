@@ -1,7 +1,7 @@
-"""Looks at a run, which may still be training: nothing is written, and anything may be half there.
+"""Reads a run that may still be training: nothing is written, and files may be incomplete.
 
-Losses come from the lines of the logs that can be read; samples are the pictures and clips in the
-run's folder `samples`, and the sheet that `gulliver demo` puts next to the run.
+Losses are read from the logs; samples are the pictures and clips in the run's folder `samples`, and
+the sheet that `gulliver demo` writes next to the run.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from gulliver.video.config import TrainConfig
 from gulliver.video.run import Run
 
 POINTS = 400
-"""Most points of a curve: a longer log is drawn as the means of as many stretches."""
+"""Maximum number of points of a curve: longer logs are averaged over equal intervals."""
 SAMPLES = 24
 SUFFIXES = {".png", ".gif", ".mp4", ".jpg", ".webp"}
 
 
 @dataclass(frozen=True)
 class RunView:
-    """Figures and samples of a run, as the page shows them."""
+    """Progress, losses and samples of a run, as the page shows them."""
 
-    # How far it is, in a line.
+    # Progress in one line.
     summary: str
     # Points (step, loss, "training" or "held out").
     losses: list[tuple[int, float, str]]
@@ -57,14 +57,14 @@ class RunView:
 
 
 def look(folder: Path) -> RunView:
-    """Looks at a run."""
+    """Reads the state of a run."""
     run = Run(folder)
     try:
         config = run.read_config()
         newest = run.checkpoints.latest()
         lines, held_out = run.log.read(), run.validation.read()
     except (GulliverError, OSError, ValueError, TypeError, KeyError) as error:
-        return RunView(f"{folder} cannot be read now: {error}", [], [])
+        return RunView(f"{folder} cannot be read: {error}", [], [])
     losses = [*_curve(lines, "training"), *_curve(held_out, "held out")]
     return RunView(_summary(run, config, lines, newest), losses, _samples(folder))
 
@@ -110,16 +110,16 @@ def _samples(folder: Path) -> list[Path]:
             facts = path.stat()
         except OSError:
             continue
-        # Whoever writes one as it grows has written nothing at first.
+        # A file that is still being written may be empty.
         if path.suffix.lower() in SUFFIXES and facts.st_size and not path.name.startswith("."):
             found.append((facts.st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)[:SAMPLES]]
 
 
-# The page: what is asked for, how far it is, the clip, the gallery, and the run that trains.
+# The page: settings, progress, the clip, the gallery, and the run in training.
 #
-# Handlers turn what gradio hands over into calls of the service, the gallery and the run, and
-# their answers into what is shown. A user is a tab: gradio gives each a session.
+# Handlers translate gradio's values to calls of the service, the gallery and the run, and their
+# results back. A user is a browser tab: gradio gives each a session.
 
 
 REFRESH_S = 3.0
@@ -136,16 +136,16 @@ CSS = """
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of the page, and the functions that they call."""
+    """Components of the page and the functions that they call."""
 
-    # Service that makes clips.
+    # Service that generates clips.
     service: Service
-    # Gallery that keeps them.
+    # Gallery that stores them.
     gallery: Gallery
     source: Source
-    # Settings that a new tab begins with.
+    # Initial settings of a new tab.
     first: Settings
-    # Shapes to choose from, as frames x height x width; any other may be typed.
+    # Shapes to choose from, as frames x height x width; others may be typed.
     shapes: list[str]
 
 
@@ -172,25 +172,25 @@ def build(parts: Parts) -> gr.Blocks:
             parts.service.stop(_user(request))
 
         page.unload(leave)
-    # Clips wait in the service, which is fair to users: nothing else may keep them waiting.
+    # Clips are queued by the service, which is fair to users; gradio must not queue them as well.
     page.queue(default_concurrency_limit=None)
     return page
 
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
-"""Options of handlers that answer at once."""
+"""Options of handlers that return immediately."""
 
 PICTURES: dict[str, Any] = {
     "columns": 4,
     "object_fit": "contain",
     "interactive": False,
-    # Not the third: it would send a clip to a public server.
+    # Not the third button: it would upload a clip to a public server.
     "buttons": ["download", "fullscreen"],
 }
 
 
 def _make_tab(parts: Parts) -> tuple[list[Any], Any]:
-    """Builds the tab of the prompt; returns its fields and the event of a clip that is done."""
+    """Builds the prompt tab; returns its fields and the event of a finished clip."""
     with gr.Row():
         with gr.Column():
             fields = _fields(parts)
@@ -222,25 +222,25 @@ def _make_tab(parts: Parts) -> tuple[list[Any], Any]:
 
 
 def _fields(parts: Parts) -> list[Any]:
-    """Builds the fields of the settings, in the order of `_values`."""
+    """Builds the settings fields, in the order of `_values`."""
     first = parts.first
 
     def number(name: str, value: float) -> gr.Number:
-        # Without a precision: gradio would round 2.5 steps, where they are to be refused.
+        # No precision: gradio would round 2.5 steps, which must be an error.
         return gr.Number(value, label=name, precision=None, elem_id=name, min_width=80)
 
     prompt = gr.Textbox(first.prompt, label="Prompt", elem_id="prompt")
-    negative = gr.Textbox(label="Negative prompt: to lead away from", elem_id="negative")
+    negative = gr.Textbox(label="Negative prompt", elem_id="negative")
     picture = gr.Image(
-        label="Picture to animate: the first frame",
+        label="First frame: picture to animate",
         type="filepath",
         sources=["upload", "clipboard"],
         height=180,
         elem_id="picture",
     )
-    # gradio would open it, and show "Error" alone where it cannot: our own reading says why.
+    # gradio would only show "Error" for an unreadable picture; our reader reports the cause.
     setattr(picture, "preprocess", lambda data: data.path if data else None)  # noqa: B010
-    shape = gr.Dropdown(parts.shapes, label="Shapes of the training", visible=bool(parts.shapes))
+    shape = gr.Dropdown(parts.shapes, label="Training shapes", visible=bool(parts.shapes))
     with gr.Row():
         sizes = [number(name, getattr(first, name)) for name in ("frames", "height", "width")]
     with gr.Row():
@@ -251,7 +251,7 @@ def _fields(parts: Parts) -> list[Any]:
 
 
 def _gallery_tab(parts: Parts, tabs: gr.Tabs, fields: list[Any]) -> list[Any]:
-    """Builds the tab of the clips; returns what `_listed` fills."""
+    """Builds the clips tab; returns the components that `_listed` fills."""
     gallery = gr.Gallery(label="Clips", elem_id="gallery", **PICTURES)
     names, chosen = gr.State([]), gr.State("")
     facts = gr.HTML(elem_id="chosen")
@@ -283,7 +283,7 @@ def _training_tab(page: gr.Blocks, run: Path) -> None:
     plot = gr.LinePlot(
         _table([]), x="step", y="loss", color="curve", height=320, label="Loss", elem_id="loss"
     )
-    samples = gr.Gallery(label="Samples of the training", elem_id="samples", **PICTURES)
+    samples = gr.Gallery(label="Training samples", elem_id="samples", **PICTURES)
 
     def refresh() -> tuple[Any, ...]:
         view = look(run)
@@ -311,10 +311,10 @@ def _values(settings: Settings) -> list[Any]:
 
 
 def _settings(values: list[Any]) -> Settings:
-    """Reads settings from the fields."""
+    """Parses the fields into settings."""
     prompt, negative, frames, height, width, steps, guidance, seed, picture = values
     if guidance is None:
-        raise GulliverError("guidance is empty: give a number such as 2")
+        raise GulliverError("guidance is empty; enter a number such as 2")
     whole = {"frames": frames, "height": height, "width": width, "steps": steps, "seed": seed}
     return Settings(
         prompt=(prompt or "").strip(),
@@ -326,7 +326,7 @@ def _settings(values: list[Any]) -> Settings:
 
 
 def _plain(number: Any) -> Any:
-    """A number as it was typed: browsers send 2 as 2.0."""
+    """A number as typed: browsers send 2 as 2.0."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -343,18 +343,18 @@ def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ..
         for event in ticket.follow():
             yield _shown(parts, settings, event)
     except GeneratorExit:
-        # The tab is gone.
+        # The tab was closed.
         parts.service.stop(user)
         raise
 
 
 def _shown(parts: Parts, settings: Settings, event: Event) -> tuple[Any, ...]:
-    """Shows an event."""
+    """Renders an event."""
     same = gr.skip()
     match event:
         case Waiting(before):
             clips = "clip is" if before == 1 else "clips are"
-            text = f"Waiting: {before} {clips} made before." if before else "Next."
+            text = f"Waiting: {before} {clips} ahead of yours." if before else "Next."
             return f"<p>{text}</p>", same, same, same
         case Loading():
             return "<p>Loading the model …</p>", same, same, same
@@ -368,8 +368,8 @@ def _shown(parts: Parts, settings: Settings, event: Event) -> tuple[Any, ...]:
             try:
                 entry = parts.gallery.keep(event, settings, parts.source)
             except (GulliverError, OSError) as error:
-                return _wrong(f"the clip cannot be kept: {error}"), "", None, ""
-            told = f"<p>Made in {event.seconds:.1f} s with {escape(event.checkpoint)}.</p>"
+                return _wrong(f"the clip cannot be saved: {error}"), "", None, ""
+            told = f"<p>Generated in {event.seconds:.1f} s with {escape(event.checkpoint)}.</p>"
             notes = "".join(f"<p>Note: {escape(note)}</p>" for note in event.notes)
             return told + notes, "", str(entry.path), _facts(entry)
 
@@ -385,7 +385,7 @@ def _frames(gif: bytes | None) -> Any:
     if gif is None:
         return gr.skip()
     content = base64.b64encode(gif).decode()
-    return f'<img alt="the clip as it is now" src="data:image/gif;base64,{content}">'
+    return f'<img alt="preview of the clip" src="data:image/gif;base64,{content}">'
 
 
 def _wrong(line: str) -> str:
@@ -397,7 +397,7 @@ def _notice(service: Service) -> str:
 
 
 def _facts(entry: Entry) -> str:
-    """Lists the settings of a clip, and where it lies."""
+    """Lists the settings and the path of a clip."""
     facts, negative = entry.facts, entry.settings.negative_prompt
     lines = [
         entry.caption + (f" · not: {negative}" if negative else ""),
@@ -405,7 +405,7 @@ def _facts(entry: Entry) -> str:
         str(entry.path),
     ]
     told = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return f"{told}<p>The same clip:</p><pre>{escape(entry.command)}</pre>"
+    return f"{told}<p>Command for the same clip:</p><pre>{escape(entry.command)}</pre>"
 
 
 def _listed(gallery: Gallery) -> tuple[list[tuple[str, str]], list[str]]:

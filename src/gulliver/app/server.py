@@ -1,4 +1,4 @@
-"""Puts the page on a port: finds the run, starts the service, and ends both."""
+"""Serves the page: finds the run, starts the service, and stops both."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from gulliver.video.pipeline import VideoPipeline
 from gulliver.video.run import Run
 
 RUNS = (Path("out/demo/run"), Path("runs/video"))
-"""Folders in which a run is looked for where none is named: those of `demo` and of `train`."""
+"""Default folders in which to look for a run: those of `demo` and `train`."""
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 
 
-# [Note: without network] The page may hold things that must not leave the machine, and machines
-# that train often reach nothing. gradio's telemetry and its search for newer versions are off, its
-# share links are never made, and a content security policy has browsers load nothing from
-# elsewhere.
+# [Note: without network] The page may show confidential data, and training machines often have no
+# internet access. gradio's telemetry and update check are disabled, share links are never created,
+# and a content security policy stops browsers from loading anything from other hosts.
 def find_run(named: Path | None) -> Path:
     """Finds the run to open."""
     places = RUNS if named is None else (named, named / "run")
@@ -39,13 +38,13 @@ def find_run(named: Path | None) -> Path:
             return place
     looked = " and ".join(str(place) for place in places)
     raise GulliverError(
-        f"no training run in {looked} (no config.json): make one with `gulliver demo` or "
-        "`gulliver train --out FOLDER`, or name its folder: gulliver app FOLDER"
+        f"no training run in {looked} (no config.json); start one with `gulliver demo` or "
+        "`gulliver train --out FOLDER`, or give its folder: gulliver app FOLDER"
     )
 
 
 def first_settings(source: Source) -> tuple[Settings, list[str]]:
-    """Returns settings to begin with, and the shapes to choose from."""
+    """Returns the initial settings and the shapes to choose from."""
     if source.run is not None:
         shapes = _shapes_of(source.run)
         frames, height, width = (int(n) for n in (shapes or ["13x32x32"])[0].split("x"))
@@ -58,9 +57,9 @@ def first_settings(source: Source) -> tuple[Settings, list[str]]:
         for name, path in (("--autoencoder", paths[1]), ("--text-encoder", paths[2])):
             if path is None:
                 raise GulliverError(
-                    f"--model {source.model} needs {name}: name what it was trained with"
+                    f"--model {source.model} needs {name}; give the part that it was trained with"
                 )
-        # Headers alone are read.
+        # Only headers are read.
         own = VideoPipeline.load(*paths).sampling  # type: ignore[arg-type]
         shapes, (frames, height, width), prompt = [], (17, 256, 256), ""
     guidance, steps = own.guidance, own.steps
@@ -69,7 +68,7 @@ def first_settings(source: Source) -> tuple[Settings, list[str]]:
 
 @dataclass(frozen=True)
 class Page:
-    """A page that is being served.
+    """A page being served.
 
     Attributes:
         url: address of the page.
@@ -82,7 +81,7 @@ class Page:
     _copies: Path
 
     def close(self) -> None:
-        """Ends the server, the process that samples and whatever is waited for."""
+        """Stops the server and the sampling process, and cancels waiting jobs."""
         self.service.close()
         self._blocks.close(verbose=False)
         shutil.rmtree(self._copies, ignore_errors=True)
@@ -101,14 +100,15 @@ def open_page(source: Source, out: Path, host: str = "127.0.0.1", port: int = 0)
     port = _free_port(host, port)
     copies = Path(tempfile.mkdtemp(prefix="gulliver-app-"))
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    # Read when components are made: copies of what is shown, which go with the page.
+    # Environment variable read by gradio when components are created: folder for copies of shown
+    # files, deleted with the page.
     os.environ["GRADIO_TEMP_DIR"] = str(copies)
     try:
         from starlette.middleware import Middleware
 
         from gulliver.app.page import CSS, Parts, build
     except ImportError as error:
-        raise missing_extra(f"the page needs {error.name or 'gradio'}", "app") from error
+        raise missing_extra(f"gulliver app needs {error.name or 'gradio'}", "app") from error
     first, shapes = first_settings(source)
     gallery = Gallery(out.resolve())
     service = Service(source)
@@ -130,20 +130,20 @@ def open_page(source: Source, out: Path, host: str = "127.0.0.1", port: int = 0)
         )
     except OSError as error:
         service.close()
-        raise GulliverError(f"{host}:{port} cannot be listened at: {error}") from error
+        raise GulliverError(f"cannot listen on {host}:{port}: {error}") from error
     return Page(url, service, blocks, copies)
 
 
 def serve(source: Source, out: Path, host: str, port: int) -> None:
-    """Serves a page until it is interrupted."""
+    """Serves a page until interrupted."""
     page = open_page(source, out, host, port)
     show = console().print
     if not is_local(host):
         show(
-            f"warning: {host} is not this machine alone: whoever reaches {page.url} can make clips "
-            "and see those of others; there is no password"
+            f"warning: {host} is reachable from other machines; anyone who opens {page.url} can "
+            "generate clips and see those of others without a password"
         )
-    show(f"{source.name} is on {page.url}, clips are kept in {out}; Ctrl+C ends it")
+    show(f"{source.name} is on {page.url}, clips are saved in {out}; press Ctrl+C to stop")
     try:
         threading.Event().wait()
     finally:
@@ -151,7 +151,7 @@ def serve(source: Source, out: Path, host: str, port: int) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is that of this machine for itself alone."""
+    """Whether an address is only reachable from this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -159,7 +159,7 @@ def is_local(host: str) -> bool:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Returns a port that can be listened at."""
+    """Returns a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -167,14 +167,14 @@ def _free_port(host: str, port: int) -> int:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             raise GulliverError(
-                f"{host}:{port} cannot be listened at ({error.strerror}): another page may run "
-                "there, give another --port, or --port 0 for any"
+                f"cannot listen on {host}:{port} ({error.strerror}); stop the other program, or "
+                "give another --port or --port 0 for any"
             ) from error
         return probe.getsockname()[1]
 
 
 def _shown_folders(source: Source, gallery: Gallery) -> list[str]:
-    """Lists what browsers may be shown: not a run's checkpoints."""
+    """Lists the folders that browsers may read, which exclude checkpoints."""
     shown = [gallery.folder]
     if source.run is not None:
         shown += [source.run / "samples", source.run.parent / "sheet.gif"]
@@ -182,7 +182,7 @@ def _shown_folders(source: Source, gallery: Gallery) -> list[str]:
 
 
 class _OwnFilesOnly:
-    """Has browsers load nothing from elsewhere, whatever gradio's files name."""
+    """Adds the content security policy to all responses."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app

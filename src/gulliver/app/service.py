@@ -1,8 +1,8 @@
-"""Serves users in turns with one process that samples, and outlives it.
+"""Serves users in turn with one sampling process, and restarts it if it ends.
 
-A user's clips wait in the order in which they were asked for, and users take turns: who asks for
-ten clips at once does not keep another waiting for all of them. Events of a process go to the
-ticket that it works for, and to no other.
+A user's clips are made in the order of their requests, and users take turns, so that ten requests
+of one user do not block the others. Events of a process are sent only to the ticket it is working
+on.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from gulliver.app.worker import (
 
 Work = Callable[[Connection, Source], None]
 TRIES = 3
-"""Processes in a row that end before they have made a clip, after which none is started ahead."""
+"""Consecutive processes that may end before their first clip; after that none is started in
+advance.
+"""
 
 
-# [Note: turns] A ticket's round is one more than that of the user's ticket before, and at least one
-# more than that of the ticket that was served last. The lowest round is next, and of one round the
-# ticket that came first. So a user who asks for many gets one of each round, a newcomer joins the
-# round that is next, and nobody waits for ever (start-time fair queueing, with clips of equal
-# cost).
+# [Note: turns] A ticket's round is one more than that of the same user's previous ticket, and at
+# least one more than that of the last ticket served. The lowest round is served first, ties in
+# order of arrival. So each user gets one clip per round, a new user joins the next round, and no
+# ticket waits forever (start-time fair queueing, with equal costs).
 @dataclass(eq=False)
 class ClipTicket:
-    """A job that a user waits for."""
+    """A queued job of a user."""
 
-    # Who asked, as the page identifies users.
+    # User id from the page.
     user: str
     job: ClipJob
-    # Place in the order of arrival.
+    # Order of arrival.
     number: int
-    # Round in which it is served; see the note on turns.
+    # Round in which it is served; see [Note: turns].
     round: int
     _events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
 
@@ -58,7 +59,7 @@ class ClipTicket:
         self._events.put(event)
 
     def follow(self) -> Iterator[Event]:
-        """Yields what happens, until the clip is there or will never be."""
+        """Yields events until the clip is done or has failed."""
         while True:
             event = self._events.get()
             yield event
@@ -67,11 +68,11 @@ class ClipTicket:
 
 
 class Worker:
-    """The process that samples, and the pipe to it."""
+    """The sampling process, and the pipe to it."""
 
     def __init__(self, work: Work, source: Source, ended: Callable[[], None]) -> None:
-        # Forked from a server that has imported torch and never run it: threads of the page are
-        # not there, and a process in place of one that was killed is there at once.
+        # Forked from a server process that has imported torch without running it: it has no threads
+        # of the page, and a killed process is replaced quickly.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload([work.__module__])
         self.connection, other = context.Pipe()
@@ -80,7 +81,7 @@ class Worker:
         other.close()
 
         def watch() -> None:
-            # Waits, and leaves asking for the exit code to the thread that owns the process.
+            # Waits, and leaves reading the exit code to the thread that owns the process.
             wait([self.process.sentinel])
             ended()
 
@@ -91,19 +92,19 @@ class Worker:
         return self.process.is_alive()
 
     def fate(self) -> str:
-        """Waits for the end of the process, and says how it ended."""
+        """Waits for the end of the process, and describes how it ended."""
         self.process.join()
         self.connection.close()
         code = self.process.exitcode or 0
         if code >= 0:
-            return f"ended with code {code}"
+            return f"exited with code {code}"
         name = signal.Signals(-code).name
         memory = ": out of memory?" if -code == signal.SIGKILL else ""
         return f"was killed ({name}{memory})"
 
 
 class Service:
-    """Makes clips for users, one after the other."""
+    """Generates clips for users, one at a time."""
 
     def __init__(self, source: Source, work: Work = work) -> None:
         self._source, self._work = source, work
@@ -121,18 +122,18 @@ class Service:
 
     @property
     def notice(self) -> str:
-        """Notice to all users, in a line; empty: none."""
+        """Notice to all users in one line; empty if none."""
         return self._notice
 
     @property
     def pid(self) -> int | None:
-        """Process id of the process that samples."""
+        """Process id of the sampling process."""
         return self._worker.process.pid
 
     def submit(self, user: str, job: ClipJob) -> ClipTicket:
         """Queues a job of a user."""
         with self._changed:
-            # Rounds that are past bind nobody.
+            # Completed rounds do not count.
             self._rounds = {u: r for u, r in self._rounds.items() if r > self._round}
             number = 1 + max(self._round, self._rounds.get(user, 0))
             self._rounds[user] = number
@@ -144,19 +145,19 @@ class Service:
             return ticket
 
     def stop(self, user: str) -> None:
-        """Ends all that a user waits for."""
+        """Cancels all jobs of a user."""
         with self._changed:
             for ticket in [t for t in self._waiting if t.user == user]:
                 self._waiting.remove(ticket)
                 ticket.tell(Stopped())
             self._tell_places()
             if self._current is not None and self._current.user == user:
-                # A process that has just ended: the thread that serves will report it.
+                # The process has just ended; the serving thread will report it.
                 with suppress(OSError):
                     self._worker.connection.send(Stop())
 
     def close(self) -> None:
-        """Ends the process and whatever is waited for."""
+        """Stops the process and cancels all waiting jobs."""
         with self._changed:
             self._closing = True
             for ticket in self._waiting:
@@ -181,7 +182,7 @@ class Service:
             ticket.tell(end)
 
     def _next(self) -> ClipTicket | None:
-        """Waits for a ticket, and keeps a process ready meanwhile; None at the end."""
+        """Waits for a ticket, and keeps a process ready meanwhile; None when closed."""
         with self._changed:
             while not self._closing:
                 if self._deaths < TRIES and not self._worker.alive():
@@ -196,7 +197,7 @@ class Service:
         return None
 
     def _served(self, ticket: ClipTicket) -> End:
-        """Has a job done, and sends its ticket all events but the end."""
+        """Runs a job, and sends its ticket all events except the last."""
         try:
             with self._changed:
                 if not self._worker.alive():
@@ -210,17 +211,17 @@ class Service:
                 return Stopped()
             with self._changed:
                 fate = self._replace()
-            return Failed(f"the process that made this clip {fate}; a new one runs, ask again")
+            return Failed(f"the sampling process {fate}; a new one is running, try again")
         if isinstance(event, Made):
             self._deaths = 0
         return event
 
     def _replace(self) -> str:
-        """Starts a process in place of one that has ended; says how it ended."""
+        """Replaces a process that has ended; describes how it ended."""
         fate = self._worker.fate()
         self._deaths += 1
         self._notice = (
-            f"{time.strftime('%H:%M:%S')}: the process that samples {fate}; a new one runs"
+            f"{time.strftime('%H:%M:%S')}: the sampling process {fate}; a new one is running"
         )
         self._worker = self._start()
         return fate

@@ -1,7 +1,7 @@
-"""The process that samples: jobs come through a pipe, events go back.
+"""The sampling process: receives jobs through a pipe and sends events back.
 
-It holds the model, so that a fault of the device, or the kernel's killer of processes that take too
-much memory, ends this process and not the page.
+It holds the model, so that a device fault or an out-of-memory kill ends this process and not the
+page.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gulliver.video.pipeline import VideoPipeline, open_run
 from gulliver.video.requests import Request
 from gulliver.video.run import Run
 
-# What the page and the process that samples say to each other: plain data, which is pickled.
+# Messages between the page and the sampling process: plain data, pickled.
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model to sample with: a run, or the parts of a public one."""
+    """A model to sample from: a run, or the parts of a public one."""
 
-    # Folder of the run; None where `model` is given.
+    # Run folder; None if `model` is given.
     run: Path | None = None
     # Folder or file of a public transformer.
     model: Path | None = None
@@ -41,26 +41,26 @@ class Source:
     autoencoder: Path | None = None
     # Folder of its T5.
     text_encoder: Path | None = None
-    # Folder of its CLIP, where it reads one.
+    # Folder of its CLIP, if it uses one.
     clip: Path | None = None
-    # Whether networks of public parts stay in memory once they are filled.
+    # Whether networks of public parts stay in memory after loading.
     keep: bool = False
 
     @property
     def name(self) -> str:
-        """Path of the run or the transformer, for people."""
+        """Path of the run or the transformer, for display."""
         return str(self.run or self.model)
 
     @property
     def options(self) -> dict[str, str]:
-        """The options of `gulliver generate` that name it."""
+        """The options of `gulliver generate` that select it."""
         paths = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keep"}
         return {name.replace("_", "-"): str(path) for name, path in paths.items() if path}
 
 
 @dataclass(frozen=True)
 class Settings(Options):
-    """Settings of a clip: the same ones and the same model make the same clip, bit for bit."""
+    """Settings of a clip; equal settings and models give bitwise equal clips."""
 
     prompt: str
     negative_prompt: str = ""
@@ -75,7 +75,7 @@ class Settings(Options):
 
 @dataclass(frozen=True)
 class ClipJob:
-    """A clip to make."""
+    """A clip to generate."""
 
     # Settings of the clip.
     settings: Settings
@@ -85,14 +85,14 @@ class ClipJob:
 
 @dataclass(frozen=True)
 class Stop:
-    """Asks for an end of the present job. One that comes late finds no job, and does nothing."""
+    """Cancels the current job; ignored if it has already finished."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """The job waits."""
+    """The job is queued."""
 
-    # Number of clips that are made before.
+    # Number of clips ahead of it.
     before: int
 
 
@@ -103,75 +103,77 @@ class Loading:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A sampling step is done."""
+    """A sampling step has finished."""
 
-    # Number of steps done.
+    # Number of finished steps.
     done: int
-    # Number of steps in all.
+    # Total number of steps.
     steps: int
-    # Seconds that the other steps will take, judged by those done.
+    # Estimated seconds for the remaining steps.
     seconds_left: float
-    # Animated GIF of the clip as it is expected to become; None: as before.
+    # Animated GIF preview of the clip; None: unchanged.
     frames: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Made:
-    """The clip is there."""
+    """The clip is finished."""
 
     path: Path
-    # Name of the checkpoint, or of the public model.
+    # Name of the checkpoint or of the public model.
     checkpoint: str
     # Frames per second of the file.
     fps: float
-    # Times that each pixel is repeated in both directions.
+    # Integer upscaling factor of the pixels.
     scale: int
-    # Seconds that it took.
+    # Seconds of sampling.
     seconds: float
-    # What a user should know of it.
+    # Warnings for the user.
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Failed:
-    """There will be no clip."""
+    """The job failed."""
 
-    # What is wrong, in a line.
+    # Error message in one line.
     reason: str
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The job was stopped as was asked."""
+    """The job was cancelled."""
 
 
 Event = Waiting | Loading | Sampling | Made | Failed | Stopped
 End = Made | Failed | Stopped
 
 
-# The process: it makes clips until the page is gone.
+# Main loop: generates clips until the page is closed.
 
 
 PREVIEWS = 8
-"""Most previews of a clip: each is decoded, which may take as long as several steps."""
+"""Maximum number of previews of a clip: decoding one may take as long as several steps."""
 PREVIEW_SIDE = 256
-"""Most pixels of a preview's longer side."""
+"""Maximum pixels of a preview's longer side."""
 SHOWN_SIDE = 256
-"""Pixels up to which the pixels of small clips are repeated: browsers blur what they enlarge."""
+"""Small clips are upscaled by pixel repetition up to this size, because browsers blur when they
+enlarge.
+"""
 
 Tell = Callable[[Any], None]
 
 
 class _StopAsked(Exception):
-    """Ends sampling, from within."""
+    """Ends sampling from inside."""
 
 
 def work(connection: Connection, source: Source) -> None:
-    """Makes clips until the other end of the pipe is closed."""
-    # Ctrl+C goes to all processes of a terminal: the page ends this one when it is done.
+    """Generates clips until the other end of the pipe is closed."""
+    # Ctrl+C reaches all processes of a terminal: the page stops this one when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     maker = Maker(source)
-    # The page is gone, and with it all who wait for a clip.
+    # The page is gone, and with it all waiting users.
     with suppress(EOFError, OSError):
         while True:
             job = connection.recv()
@@ -181,7 +183,7 @@ def work(connection: Connection, source: Source) -> None:
 
 def _result(maker: Maker, job: ClipJob, connection: Connection) -> Made | Failed | Stopped:
     try:
-        # All that comes while a job is made asks to stop it.
+        # Messages during a job ask to stop it.
         return maker.make(job, connection.send, connection.poll)
     except _StopAsked:
         connection.recv()
@@ -191,13 +193,13 @@ def _result(maker: Maker, job: ClipJob, connection: Connection) -> Made | Failed
     except ConnectionError:
         raise
     except Exception as error:
-        # A device without memory, a broken picture: the next job may do better.
+        # Out of memory or an invalid picture: the next job may succeed.
         lines = str(error).strip().splitlines() or [""]
         return Failed(f"{type(error).__name__}: {lines[0][:300]}")
 
 
 class Maker:
-    """Makes clips with the newest checkpoint of a run, or with public parts."""
+    """Generates clips with the newest checkpoint of a run, or with public parts."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -205,7 +207,7 @@ class Maker:
         self._checkpoint = ""
 
     def make(self, job: ClipJob, tell: Tell, stop_asked: Callable[[], bool]) -> Made:
-        """Makes a clip and writes its file."""
+        """Generates a clip and writes its file."""
         started = time.monotonic()
         model = self._ready(tell)
         request = request_of(job.settings)
@@ -220,7 +222,7 @@ class Maker:
         return Made(job.path, self._checkpoint, fps, scale, seconds, notes)
 
     def _ready(self, tell: Tell) -> Any:
-        """Returns the model, loaded again when training has saved a newer checkpoint."""
+        """Returns the model, reloaded if training has saved a newer checkpoint."""
         run, source = self._source.run, self._source
         if run is None:
             if self._model is None:
@@ -232,14 +234,14 @@ class Maker:
         newest = Run(run).newest_checkpoint().name
         if newest != self._checkpoint:
             tell(Loading())
-            # Not two of them in memory at once.
+            # Never hold two models in memory.
             self._model, self._checkpoint = None, ""
             self._model = open_run(run)
             self._checkpoint = newest
         return self._model
 
     def _preview(self, request: Request) -> Callable[[Any], bytes] | None:
-        """Returns what draws previews; None where the autoencoder would push the model out."""
+        """Returns the preview function; None if the autoencoder would not fit next to the model."""
         if self._source.run is None and not self._source.keep:
             return None
         autoencoder, frames = self._model.autoencoder, request.bucket.frames
@@ -251,7 +253,7 @@ class Maker:
 
 
 class _Watch:
-    """Tells the page of the steps, and ends sampling when that is asked for."""
+    """Reports steps to the page, and ends sampling on request."""
 
     def __init__(
         self, draw: Callable[[Any], bytes] | None, tell: Tell, stop_asked: Callable[[], bool]
@@ -270,14 +272,14 @@ class _Watch:
 
 
 def request_of(settings: Settings) -> Request:
-    """Converts settings to what a model is asked, as `gulliver generate` does."""
+    """Converts settings to a model request, as `gulliver generate` does."""
     bucket = Bucket(settings.frames, settings.height, settings.width)
     given = None if settings.picture is None else read_frames(settings.picture, 1)
     return Request(settings.prompt, bucket, settings.seed, given, settings.negative_prompt)
 
 
 def sampling_of(model: Any, settings: Settings) -> SamplingConfig:
-    """Returns steps and guidance, and else what the model's release says."""
+    """Returns steps and guidance, which default to those of the model's release."""
     return replace(model.sampling, steps=settings.steps, guidance=settings.guidance)
 
 

@@ -1,6 +1,6 @@
-"""Teaches a model one subject from a few pictures, with a token of its own (DreamBooth).
+"""DreamBooth: teaches a model one subject from a few pictures.
 
-Start with `base.py` (what is required of a model) and `trainer.py` (the recipe).
+Start with `base.py` (the interface of a model) and `trainer.py` (the recipe).
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,8 @@
-"""What the recipe needs of a model that is to be taught a subject, whatever kind of model it is.
+"""The interface between the DreamBooth recipe and a model.
 
-The recipe (`trainer.py`) knows pictures, texts, weights of samples, ranks and files; a `Base`
-knows its networks: how a picture becomes latents, what the loss of a sample is, and how it samples.
-`diffusers_base.py` has those of diffusers' pipelines, `video_base.py` those of Gulliver's video
-models.
+The recipe (`trainer.py`) handles pictures, prompts, sample weights, ranks and files. A `Base` wraps
+the networks: it encodes pictures, computes the loss and samples. `diffusers_base.py` implements it
+for diffusers pipelines, `video_base.py` for Gulliver's video models.
 """
 
 from __future__ import annotations
@@ -21,48 +20,48 @@ from gulliver.checkpoint.files import read_json
 from gulliver.errors import GulliverError
 
 FACTS = "gulliver.json"
-"""The file of a result that says what base it is of."""
+"""File in a result folder that identifies its base model."""
 Method = Literal["lora", "full", "token"]
-"""What learns in addition to the new tokens: adapters of low rank, all weights, or nothing."""
+"""What is trained in addition to new tokens: low-rank adapters, all weights, or nothing."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that the model learns from, upright and without transparency."""
+    """A training picture, upright and without transparency."""
 
     # File that it was read from.
     path: Path
-    # Colours ``[H, W, 3]``, or of a prior clip ``[T, H, W, 3]``, uint8.
+    # RGB ``[H, W, 3]``, or a prior clip ``[T, H, W, 3]``, uint8.
     pixels: np.ndarray
-    # Caption of its own; None takes the prompt of the run.
+    # Its own caption; None uses the prompt of the run.
     text: str | None = None
 
 
 @dataclass(frozen=True)
 class TokenHandle:
-    """A new word of a text encoder."""
+    """A new token of a text encoder."""
 
-    # Word as it is written in prompts.
+    # The token as written in prompts.
     token: str
-    # Ids that the word is replaced by, in order.
+    # Ids that replace the token, in order.
     ids: tuple[int, ...]
-    # Embeddings of the word ``[len(ids), width]``: a parameter of its own inside of `Base.text`, so
+    # Embeddings of the token, ``[len(ids), width]``: a separate parameter inside `Base.text`, so
     # that no other row can change.
     rows: nn.Parameter
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a run has taught a model.
+    """The trained weights of a run.
 
     Attributes:
-        method: what learnt in addition to the tokens.
-        tensors: whole tensors of what was trained on the CPU, each read when it is asked for; by
-            their names in the networks, with ``trained.`` or ``text.`` before them.
-        tokens: new words, whose rows are among the tensors.
-        adapters: PEFT's configuration of the adapters, by network: ``trained`` and ``text``.
-        write: function that writes tensors to a safetensors file, by their names there and here,
-            without having all of them in memory.
+        method: what was trained in addition to the tokens.
+        tensors: full trained tensors on the CPU, read on access; keyed by their names in the
+            networks, prefixed with ``trained.`` or ``text.``.
+        tokens: new tokens; their embeddings are among the tensors.
+        adapters: PEFT configurations of the adapters, by network: ``trained`` and ``text``.
+        write: function that streams tensors to a safetensors file, given a mapping from new to old
+            names.
     """
 
     method: Method
@@ -73,65 +72,64 @@ class Learnt:
 
 
 class Base(Protocol):
-    """A model with what it needs to learn a subject."""
+    """A model that can learn a subject."""
 
-    # The recipe puts `trained` and `text` into one module whose forward calls `loss`; adapters go
-    # into them in place, so a base calls ``self.trained(...)`` and ``self.text(...)`` as ever and
-    # knows nothing of adapters, ranks or memory limits.
+    # The recipe puts `trained` and `text` into one module whose forward calls `loss`. Adapters are
+    # injected in place, so a base calls ``self.trained(...)`` and ``self.text(...)`` as usual and
+    # need not know about adapters, ranks or memory limits.
 
-    # Denoiser: a UNet or transformer, which adapters go into or whose weights learn.
+    # Denoiser: a UNet or transformer, trained in full or through adapters.
     trained: nn.Module
     # Text encoder, or a module that holds several; None if there is none to train.
     text: nn.Module | None
-    # Names of the layers of `trained` that adapters go into, their last parts or more; those of
-    # PEFT's ``target_modules``.
+    # Names of the layers of `trained` to adapt, as suffixes or full names; those of PEFT's
+    # ``target_modules``.
     targets: tuple[str, ...]
-    # The same of `text`; empty where it cannot learn.
+    # The same for `text`; empty if it cannot be trained.
     text_targets: tuple[str, ...]
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the weights and of all settings that its samples and latents depend on."""
+        """Digest of the weights and of all settings that affect its samples and latents."""
         ...
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a word to the tokenizer, with rows of its own in the text encoder."""
+        """Adds a token to the tokenizer, with trainable rows in the text encoder."""
         ...
 
     def settle(self, texts: Sequence[str], train_text: bool) -> None:
-        """Takes notice of all prompts of the run, before `loss` or `sample` is called."""
-        # Where `text` does not learn, a base may encode them now and free it; `text` is None then.
+        """Prepares all prompts of the run; called before `loss` and `sample`."""
+        # If `text` is not trained, a base may encode the prompts now, free it and set it to None.
         ...
 
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
         """Encodes pictures ``[N, ...]``, once for the whole run."""
-        # Where the autoencoder draws, what it draws from (mean and deviation) is encoded.
+        # If the autoencoder samples latents, the mean and deviation are encoded instead.
         ...
 
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The loss ``[N]`` of each sample at one random time of its own, in float32 at least."""
+        """The loss ``[N]`` of each sample at one random timestep each, in float32 or higher."""
         ...
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Makes a picture ``[H, W, 3]`` or a clip ``[T, H, W, 3]`` of each prompt, uint8."""
+        """Generates a picture ``[H, W, 3]`` or a clip ``[T, H, W, 3]`` per prompt, uint8."""
         ...
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads what `save` wrote of adapters."""
+        """Reads adapters written by `save`."""
         ...
 
     def save(self, folder: Path, learnt: Learnt) -> None:
-        """Writes what was learnt, as those who use such models read it; rank 0 calls it."""
+        """Writes the trained weights in the usual format of the model; called on rank 0."""
         ...
 
 
 def check_adapter(path: Path, fingerprint: str) -> None:
-    """Refuses an adapter that says of itself that it is of another base."""
+    """Raises an error for an adapter of another base."""
     file = (path if path.is_dir() else path.parent) / FACTS
     if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
         raise GulliverError(
-            f"--adapter {path} is of another base: it was trained with {known}, --model is "
-            f"{fingerprint}"
+            f"--adapter {path} was trained on another base, {known}; --model is {fingerprint}"
         )

@@ -1,7 +1,7 @@
-"""What was learnt, as diffusers reads it.
+"""Writes trained weights in the formats of diffusers.
 
 ``pytorch_lora_weights.safetensors`` for ``pipe.load_lora_weights``, ``learned_embeds.safetensors``
-for ``pipe.load_textual_inversion`` (of the second text encoder ``learned_embeds_2.safetensors``),
+for ``pipe.load_textual_inversion`` (``learned_embeds_2.safetensors`` for the second text encoder),
 or a whole folder for ``from_pretrained``.
 """
 
@@ -32,13 +32,13 @@ from gulliver.io.files import named_errors, write_text
 
 LORA, EMBEDDINGS = "pytorch_lora_weights.safetensors", "learned_embeds{}.safetensors"
 METADATA = "lora_adapter_metadata"
-"""Key of diffusers for PEFT's configurations in the file of the tensors."""
+"""Metadata key of PEFT's configurations in diffusers' files."""
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 ROWS = ".rows"
 
 
 def lora_name(network: str, name: str) -> str:
-    """The name of an adapter's tensor in diffusers' file."""
+    """The name of an adapter tensor in diffusers' file."""
     side, _, rest = adapter_name(name).partition(".")
     return f"{network}.{rest}" if side == "trained" else rest
 
@@ -46,10 +46,10 @@ def lora_name(network: str, name: str) -> str:
 def read_lora(
     base: DiffusersBase, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-    """Reads LoRA weights of diffusers' form, and PEFT's configurations with them."""
+    """Reads LoRA weights in diffusers' format, and their PEFT configurations."""
     file = path / LORA if path.is_dir() else path
     if not file.is_file():
-        raise GulliverError(f"--adapter {path} is none of diffusers: it has no {LORA}")
+        raise GulliverError(f"--adapter {path} is not a diffusers adapter: it has no {LORA}")
     network, found = base.kind.network, dict[str, Tensor]()
     for name, tensor in read_tensors(file).items():
         part, _, rest = name.partition(".")
@@ -64,25 +64,25 @@ def read_lora(
 
 
 def write_learnt(base: DiffusersBase, folder: Path, learnt: Learnt) -> None:
-    """Writes what a base has learnt into a folder."""
+    """Writes the trained weights of a base into a folder."""
     network = base.kind.network
     adapters = {lora_name(network, n): n for n in learnt.tensors if ".lora_" in n}
     if adapters:
         tensors = {known: learnt.tensors[name] for known, name in adapters.items()}
         about = _metadata(base, learnt.adapters)
-        # One key alone: of several, safetensors writes another order in every process.
+        # A single key: with several, safetensors' order differs between processes.
         write_tensors(folder / LORA, tensors, {METADATA: json.dumps(about)})
     rows = _rows(base, learnt)
     for number, (encoder, name) in enumerate(rows.items()):
         path = folder / EMBEDDINGS.format("" if number == 0 else f"_{number + 1}")
         write_tensors(path, {learnt.tokens[0].token: learnt.tensors[name]}, {"format": "pt"})
-        assert encoder.startswith("text_encoder"), "words are of text encoders"
+        assert encoder.startswith("text_encoder"), "tokens belong to text encoders"
     if learnt.method == "full":
         _write_pipeline(base, folder, learnt, rows)
 
 
 def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
-    """PEFT's configurations by the names of the networks that they are of."""
+    """PEFT's configurations, keyed by network."""
     about: dict[str, Any] = {}
     for side, values in adapters.items():
         places = [base.kind.network] if side == "trained" else list(base.kind.encoders)
@@ -91,7 +91,7 @@ def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]])
 
 
 def _rows(base: DiffusersBase, learnt: Learnt) -> dict[str, str]:
-    """Names of the new words' rows among the tensors, by text encoder in order."""
+    """Names of the new token embeddings among the tensors, in the order of the text encoders."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
     return {e: by_encoder[e] for e in base.kind.encoders if e in by_encoder}
@@ -100,7 +100,7 @@ def _rows(base: DiffusersBase, learnt: Learnt) -> dict[str, str]:
 def _write_pipeline(
     base: DiffusersBase, folder: Path, learnt: Learnt, rows: Mapping[str, str]
 ) -> None:
-    """Writes the whole pipeline: what has learnt, and all else as it was."""
+    """Writes the whole pipeline, with trained weights replaced."""
     network = base.kind.network
     encoders = {n.split(".")[1] for n in learnt.tensors if n.startswith("text.")}
     words = {e.replace("text_encoder", "tokenizer") for e in rows}
@@ -127,7 +127,7 @@ def _copy(part: Path, target: Path) -> None:
 
 
 def _write_encoder(base: DiffusersBase, folder: Path, learnt: Learnt, name: str) -> None:
-    """Writes a text encoder, with new words among its embeddings."""
+    """Writes a text encoder, including its new token embeddings."""
     prefix, encoder = f"text.{name}.", base.read_encoder(name)
     values = {
         n.removeprefix(prefix): learnt.tensors[n] for n in learnt.tensors if n.startswith(prefix)
@@ -137,7 +137,7 @@ def _write_encoder(base: DiffusersBase, folder: Path, learnt: Learnt, name: str)
     encoder.load_state_dict({**encoder.state_dict(), **_as(values, encoder)})
     if rows:
         table = encoder.get_input_embeddings()
-        new = fitted("the new words", name, rows[0], table.weight.dtype)
+        new = fitted("the new token embeddings", name, rows[0], table.weight.dtype)
         whole = torch.cat([table.weight.detach(), new.to(table.weight)])
         encoder.resize_token_embeddings(len(whole), mean_resizing=False)
         with torch.no_grad():
@@ -151,12 +151,12 @@ def _as(values: Mapping[str, Tensor], encoder: nn.Module) -> dict[str, Tensor]:
     return {n: fitted("the text encoder", n, v, dtypes[n]) for n, v in values.items()}
 
 
-# Pipelines of diffusers as bases: their networks, their loss, and pictures as they make them.
+# Diffusers pipelines as DreamBooth bases.
 #
-# Read `DiffusersBase.loss`. Autoencoder and text encoders are there while they are needed:
-# pictures are encoded once, and prompts too where the text encoder does not learn. Pictures are
-# made by the pipeline's own class from embeddings, so that they are those that people will see who
-# load the result. What it does not know: adapters, ranks, optimizers.
+# Start with `DiffusersBase.loss`. Autoencoder and text encoders are loaded only while needed:
+# pictures are encoded once, and prompts too if the text encoder is not trained. Pictures are
+# generated from embeddings by the pipeline's own class, so they match those that users of the
+# result will see.
 
 
 INDEX = "model_index.json"
@@ -164,7 +164,7 @@ CLIP_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 class TextEncoders(nn.Module):
-    """The text encoders of a pipeline by their names there, which answer together."""
+    """The text encoders of a pipeline by name, called together."""
 
     def __init__(self, encoders: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class TextEncoders(nn.Module):
             self.add_module(name, encoder)
 
     def forward(self, ids: Sequence[Tensor]) -> list[Any]:
-        """Answers of all encoders, of each with the hidden states of its layers."""
+        """Outputs of all encoders, including hidden states."""
         answers = []
         for encoder, one in zip(self.children(), ids, strict=True):
             mask = one.new_ones(one.shape) if _wants_mask(encoder) else None
@@ -185,7 +185,7 @@ def _wants_mask(encoder: Any) -> bool:
 
 
 class DiffusersBase:
-    """A pipeline of diffusers in a folder."""
+    """A diffusers pipeline folder."""
 
     text_targets: tuple[str, ...] = CLIP_TARGETS
 
@@ -213,8 +213,8 @@ class DiffusersBase:
         self.kind = KINDS[name]
         if (self.index.get("text_encoder_3") or [None])[0] is not None:
             raise GulliverError(
-                f"--model {folder} has a text_encoder_3 (T5), which is not supported: save the "
-                "pipeline with text_encoder_3=None, as diffusers allows"
+                f"--model {folder} has a text_encoder_3 (T5), which is not supported; save the "
+                "pipeline with text_encoder_3=None"
             )
         self.noise = Noise(self._config("scheduler"), snr_gamma)
         network = self._config(self.kind.network)
@@ -223,8 +223,8 @@ class DiffusersBase:
         self.vae_config = self._config("vae")
         if self.vae_config.get("_class_name") != "AutoencoderKL":
             raise GulliverError(
-                f"--model {folder}: its autoencoder is {self.vae_config.get('_class_name')}, and "
-                "AutoencoderKL is what can be taught with"
+                f"--model {folder} has the autoencoder {self.vae_config.get('_class_name')}; only "
+                "AutoencoderKL is supported"
             )
         self.factor = 2 ** (len(self.vae_config["block_out_channels"]) - 1)
         self.side = resolution or int(network["sample_size"]) * self.factor
@@ -241,19 +241,20 @@ class DiffusersBase:
         ways = network.get("in_channels"), network.get("out_channels")
         if ways[0] != ways[1]:
             raise GulliverError(
-                f"--model {self.folder}: its {self.kind.network} takes {ways[0]} channels and "
-                f"gives {ways[1]}: bases for inpainting or with learnt variances are not supported"
+                f"--model {self.folder}: its {self.kind.network} has {ways[0]} input and "
+                f"{ways[1]} output channels; inpainting models and learned variances are not "
+                "supported"
             )
 
     def _config(self, name: str) -> dict[str, Any]:
         part = self.folder / name
         files = [part / f for f in ("config.json", "scheduler_config.json") if (part / f).is_file()]
         if not files:
-            raise GulliverError(f"--model {self.folder} is not complete: {name} has no config.json")
+            raise GulliverError(f"--model {self.folder} is incomplete: {name} has no config.json")
         return read_json(files[0])
 
     def _network(self, name: str) -> nn.Module:
-        """A network of the pipeline, frozen."""
+        """Loads a network of the pipeline, frozen."""
         kind = _class(*self.index[name])
         where: AbstractContextManager[Any] = torch.device("meta") if self.on_meta else nullcontext()
         with where, _quiet():
@@ -288,26 +289,26 @@ class DiffusersBase:
         return model.to(self.device)
 
     def with_text(self) -> nn.Module:
-        """The text encoders, read when they are first asked for."""
+        """The text encoders, loaded on first use."""
         if self.text is None:
             self.text = TextEncoders({n: self._network(n) for n in self.kind.encoders})
             self.tokenizers = self.read_tokenizers()
         return self.text
 
     def read_tokenizers(self) -> dict[str, Any]:
-        """The tokenizers by their names in the pipeline, as the folder has them."""
+        """Loads the pipeline's tokenizers by name."""
         keys = [name.replace("text_encoder", "tokenizer") for name in self.kind.encoders]
         return {k: _class(*self.index[k]).from_pretrained(self.folder / k) for k in keys}
 
     @property
     def wordless(self) -> str:
-        """Name of the pipeline where diffusers loads no embedding of a new word into it."""
+        """Name of the pipeline if diffusers cannot load new token embeddings into it."""
         name: str = self.index["_class_name"]
         return "" if hasattr(_class("diffusers", name), "load_textual_inversion") else name
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all networks, the scheduler and the size of pictures."""
+        """Digest of all networks, the scheduler and the picture size."""
         digest = hashlib.blake2b(digest_size=16)
         parts = (self.kind.network, *self.kind.encoders, "vae")
         found = {name: fingerprint_of(self.folder / name) for name in parts}
@@ -315,10 +316,10 @@ class DiffusersBase:
         digest.update(json.dumps(facts, sort_keys=True).encode())
         return digest.hexdigest()
 
-    # Words.
+    # Tokens and prompts.
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a word to each tokenizer and text encoder; returns the rows of the first."""
+        """Adds a token to each tokenizer and text encoder; returns the rows of the first."""
         encoders = self.with_text().children()
         handles = [
             add_token(tokenizer, encoder, token, initial)
@@ -327,17 +328,17 @@ class DiffusersBase:
         return handles[0]
 
     def read_encoder(self, name: str) -> Any:
-        """A text encoder as the folder has it."""
+        """Loads a text encoder."""
         return self._network(name)
 
     def unused(self) -> tuple[str, ...]:
-        """Beginnings of the names in `text` of parameters that no loss depends on."""
+        """Name prefixes of parameters of `text` that no loss depends on."""
         layers = self._config(self.kind.encoders[0])["num_hidden_layers"]
         return self.kind.unused(layers)
 
     @torch.no_grad()
     def settle(self, texts: Sequence[str], train_text: bool) -> None:
-        """Encodes prompts and frees the text encoders, where these do not learn."""
+        """Encodes prompts and frees the text encoders if they are not trained."""
         self._told = {}
         if train_text:
             self.with_text()
@@ -345,12 +346,12 @@ class DiffusersBase:
         if not self.on_meta:
             self.with_text()
             for text in dict.fromkeys(texts):
-                # One by one: what a prompt says must not depend on the others.
+                # One at a time: an encoding must not depend on the other prompts.
                 self._told[text] = self._encoded([text])
         self.text = None
 
     def conditions(self, texts: Sequence[str]) -> Conditions:
-        """Conditions of the denoiser for prompts, by name ``[N, ...]``."""
+        """Conditions of the denoiser for prompts, by name, ``[N, ...]``."""
         known = list(dict.fromkeys(texts))
         if self.text is not None:
             found = self._encoded(known)
@@ -363,7 +364,7 @@ class DiffusersBase:
         return {name: value[rows] for name, value in found.items()}
 
     def _encoded(self, texts: Sequence[str]) -> Conditions:
-        assert self.text is not None, "there are text encoders"
+        assert self.text is not None, "text encoders are loaded"
         ids = []
         for tokenizer in self.tokenizers.values():
             found = tokenizer(
@@ -377,7 +378,7 @@ class DiffusersBase:
         return {name: value.to(self.dtype) for name, value in found.items()}
 
     def _outline(self, count: int) -> Conditions:
-        """Conditions of prompts without text encoders: their shapes."""
+        """Shapes of the conditions of prompts, without loading text encoders."""
         encoders = [self._config(name) for name in self.kind.encoders]
         length: int = encoders[0]["max_position_embeddings"]
         config: Any = self.trained.config
@@ -403,12 +404,12 @@ class DiffusersBase:
 
     @property
     def scaling(self) -> tuple[float, float]:
-        """What is taken from latents, and what they are multiplied by."""
+        """Shift and scale of latents."""
         return self.vae_config.get("shift_factor") or 0.0, self.vae_config["scaling_factor"]
 
     @torch.no_grad()
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
-        """Means and deviations of latents ``[N, 2 C, h, w]``, which every step draws from."""
+        """Means and deviations of latents ``[N, 2 C, h, w]``, from which every step samples."""
         vae, (shift, scale), found = self._vae(), self.scaling, []
         for picture in pictures:
             levels = torch.from_numpy(cropped(picture.pixels, self.side, self.side))
@@ -418,14 +419,14 @@ class DiffusersBase:
         return torch.cat(found).to(self.dtype)
 
     def example(self, count: int) -> Tensor:
-        """Latents of as many pictures on meta, for a plan."""
+        """Latents of a batch of pictures on meta, for planning."""
         side, channels = self.side // self.factor, 2 * self.vae_config["latent_channels"]
         return torch.empty(count, channels, side, side, dtype=self.dtype, device="meta")
 
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The mean squared error ``[N]`` of each sample, at one random time of its own."""
+        """The mean squared error ``[N]`` of each sample, at one random timestep each."""
         mean, deviation = latents.to(self.device).chunk(2, dim=1)
         drawn = torch.cat([torch.randn(mean[:1].shape, generator=one) for one in generators])
         clean = mean + deviation * drawn.to(mean.device, mean.dtype)
@@ -439,7 +440,7 @@ class DiffusersBase:
 
     @torch.no_grad()
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Pictures of prompts, one by one, as the pipeline of the folder makes them."""
+        """Generates a picture per prompt, one at a time, with the folder's own pipeline."""
         vae = self._vae()
         pipeline, names = self._pipeline(vae), self.kind.names
         empty = self.conditions([""])
@@ -482,11 +483,11 @@ class DiffusersBase:
         return pipeline
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads LoRA weights of diffusers' form."""
+        """Reads LoRA weights in diffusers' format."""
         return read_lora(self, path)
 
     def save(self, folder: Path, learnt: Learnt) -> None:
-        """Writes LoRA weights, embeddings or a whole pipeline, as diffusers loads them."""
+        """Writes LoRA weights, embeddings or a whole pipeline in diffusers' formats."""
         write_learnt(self, folder, learnt)
 
 
@@ -494,7 +495,7 @@ _REQUIRED = (
     *("tokenizer", "tokenizer_2", "tokenizer_3", "text_encoder", "text_encoder_2"),
     *("text_encoder_3", "safety_checker", "feature_extractor"),
 )
-"""Parts that a pipeline's constructor asks for, and that pictures from embeddings need not."""
+"""Constructor arguments of pipelines that are not needed to sample from embeddings."""
 
 
 def _arguments(kind: Callable[..., Any]) -> tuple[str, ...]:
@@ -504,20 +505,22 @@ def _arguments(kind: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _levels(picture: Tensor) -> np.ndarray:
-    """A decoded picture ``[3, H, W]`` as uint8 ``[H, W, 3]``."""
+    """Converts a decoded picture ``[3, H, W]`` to uint8 ``[H, W, 3]``."""
     share = (picture.float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).cpu().numpy()
     return (share * 255).round().astype(np.uint8)
 
 
 def _class(library: str, name: str) -> Any:
-    """A class that a pipeline's index names."""
+    """A class named in a pipeline's index."""
     import diffusers
     import transformers
 
     known = {"diffusers": diffusers, "transformers": transformers}
     found = getattr(known.get(library), name, None)
     if found is None:
-        raise GulliverError(f"the base has a {name} of {library}, which is not known here")
+        raise GulliverError(
+            f"the base has a {name} of {library}, which is not installed or not supported"
+        )
     return found
 
 
@@ -526,12 +529,12 @@ def _diffusers() -> None:
         import diffusers  # noqa: F401
         import transformers  # noqa: F401
     except ImportError:
-        raise missing_extra("bases of diffusers need it", "dreambooth") from None
+        raise missing_extra("diffusers pipelines", "dreambooth") from None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps bars and advice of diffusers and transformers from the terminal."""
+    """Silences progress bars and advice of diffusers and transformers."""
     import diffusers.utils.logging as one
     import transformers.utils.logging as other
 

@@ -1,7 +1,7 @@
-"""Noise as a scheduler's file says: what a network is shown, what it should answer, and weights.
+"""Noising, training targets and loss weights as defined by a scheduler's configuration.
 
-Three ways to train, each as diffusers' own scripts do it: of a schedule of betas the network says
-the noise (``epsilon``) or the velocity (``v_prediction``); of a flow it says noise minus picture.
+Three objectives, as in diffusers' training scripts: with a beta schedule the network predicts the
+noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus picture.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ FLOWS = ("FlowMatchEulerDiscreteScheduler",)
 
 @dataclass(frozen=True)
 class Noised:
-    """Samples with noise."""
+    """Noised samples."""
 
-    # What the network is shown ``[N, ...]``.
+    # Network input, ``[N, ...]``.
     inputs: Tensor
-    # Times as the network takes them ``[N]``.
+    # Timesteps as passed to the network, ``[N]``.
     times: Tensor
-    # What it should answer.
+    # Target of the prediction.
     target: Tensor
-    # Weight of each sample's loss ``[N]``.
+    # Loss weight of each sample, ``[N]``.
     weights: Tensor
 
 
 class Noise:
-    """A noise schedule for training."""
+    """The training noise schedule of a base."""
 
     def __init__(self, values: Mapping[str, Any], snr_gamma: float | None = None) -> None:
         from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
@@ -44,7 +44,7 @@ class Noise:
         self.snr_gamma = snr_gamma
         if name in FLOWS:
             if snr_gamma is not None:
-                raise GulliverError("--snr-gamma weighs noise schedules: leave it out for a flow")
+                raise GulliverError("--snr-gamma does not apply to flow models; omit it")
             flow: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(values))
             self.kind, self.levels = FLOW, flow.sigmas.double().tolist()
             self.times: list[float] = flow.timesteps.double().tolist()
@@ -52,7 +52,7 @@ class Noise:
         if "beta_schedule" not in values:
             raise GulliverError(
                 f"the base's scheduler {name or '(without a name)'} has no beta_schedule and is "
-                f"no {' or '.join(FLOWS)}: how it trains is not known"
+                f"not {' or '.join(FLOWS)}; its training objective is unknown"
             )
         kinds, asked = (EPSILON, VELOCITY), values.get("prediction_type", EPSILON)
         if asked not in kinds:
@@ -65,11 +65,12 @@ class Noise:
         self.times = list(map(float, range(len(self.levels))))
 
     def added(self, latents: Tensor, generators: Sequence[torch.Generator]) -> Noised:
-        """Adds noise to latents at a random time of each; draws first the time, then the noise."""
+        """Adds noise to latents at random timesteps; draws the timesteps first, then the noise."""
         index = torch.cat([self._index(generator) for generator in generators])
         noise = torch.cat([_normal(latents[:1].shape, generator) for generator in generators])
         noise = noise.to(latents.device, latents.dtype)
-        # Made here, not kept: where a step is followed with shapes alone, it must be such a shape.
+        # Created here, not cached: when a step is traced with shapes only, it must be a fake
+        # tensor.
         level = torch.tensor(self.levels, dtype=torch.float64)[index]
         times = torch.tensor(self.times, dtype=torch.float64)[index].to(latents.device)
         weights = self._weights(level).to(latents.device)
@@ -86,7 +87,7 @@ class Noise:
     def _index(self, generator: torch.Generator) -> Tensor:
         count = len(self.levels)
         if self.kind == FLOW:
-            # Times in the middle are harder: logit-normal, as of Stable Diffusion 3's training.
+            # Intermediate times are harder: logit-normal sampling, as for Stable Diffusion 3.
             return (torch.randn(1, generator=generator).sigmoid() * count).long()
         return torch.randint(count, (1,), generator=generator)
 
@@ -102,40 +103,40 @@ def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
-# Pipelines of diffusers that can be taught: the conditions that a prompt becomes.
+# Supported diffusers pipelines, and how each builds the denoiser's conditions from prompts.
 #
-# A `PipelineKind` has what is particular to one: the name of its denoiser, the conditions that the
-# text encoders' answers become, and how the denoiser is called. All else is `diffusers_base.py`.
+# A `PipelineKind` describes the differences between them: the name of the denoiser, the conditions
+# built from the text encoders' outputs, and how the denoiser is called. Everything else is in
+# `diffusers_base.py`.
 
 
 Conditions = dict[str, Tensor]
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
-"""Layers that adapters go into where none are named, as in diffusers' scripts."""
+"""Default layers to adapt, as in diffusers' scripts."""
 T5_LENGTH = 256
-"""Tokens that Stable Diffusion 3's pipeline reserves for a T5."""
+"""Tokens that Stable Diffusion 3's pipeline reserves for T5."""
 
 
 @dataclass(frozen=True)
 class PipelineKind:
-    """A pipeline."""
+    """A kind of pipeline."""
 
     # Name of the denoiser in the pipeline.
     network: str
     # Names of its text encoders, in order.
     encoders: tuple[str, ...]
-    # Function of the encoders' outputs and the denoiser's configuration, for all
-    # conditions of prompts.
+    # Builds all conditions from the encoders' outputs and the denoiser's configuration.
     conditions: Callable[[Sequence[Any], Any], Conditions]
-    # Function that calls the denoiser with noisy latents, times, conditions and the side of the
-    # picture in pixels.
+    # Calls the denoiser with noisy latents, timesteps, conditions and the side of the picture in
+    # pixels.
     denoise: Callable[[nn.Module, Tensor, Tensor, Conditions, int], Tensor]
     # Names of the conditions among a pipeline's arguments.
     names: Mapping[str, str]
-    # Whether the empty prompt is zeros, unless the pipeline says otherwise.
+    # Whether the empty prompt is encoded as zeros by default.
     empty_is_zero: bool = False
-    # Beginnings of the names of the encoders' parameters that no condition depends on.
+    # Name prefixes of encoder parameters that no condition depends on.
     unused: Callable[[int], tuple[str, ...]] = lambda layers: ()
-    # Layers that adapters go into.
+    # Layers to adapt.
     targets: tuple[str, ...] = ATTENTION
 
 
@@ -149,7 +150,7 @@ def _of_two(outputs: Sequence[Any], config: Any) -> Conditions:
 
 
 def _of_three(outputs: Sequence[Any], config: Any) -> Conditions:
-    """Two CLIPs, and zeros where a T5 would answer."""
+    """Two CLIPs, and zeros in place of T5."""
     found = _of_two(outputs, config)
     states = found["states"]
     width = config.joint_attention_dim
@@ -169,7 +170,7 @@ def _plain(unet: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, sid
 def _with_sizes(
     unet: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, side: int
 ) -> Tensor:
-    # Original size, corner of the crop, size: those that the pipeline takes by default.
+    # Original size, crop corner and size: the pipeline's defaults.
     sizes = torch.tensor([[side, side, 0, 0, side, side]], dtype=noisy.dtype, device=noisy.device)
     added = {"text_embeds": given["pooled"], "time_ids": sizes.expand(len(noisy), -1)}
     states = given["states"]
@@ -186,7 +187,7 @@ def _joint(model: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, si
 
 
 def _last_of_first(layers: int) -> tuple[str, ...]:
-    """Names what no condition needs where the first encoder stops before its last layer."""
+    """Names unused parameters if the first encoder stops before its last layer."""
     first, layer = "text_encoder.", f"encoder.layers.{layers - 1}."
     return tuple(f"{first}{inner}{part}" for inner in ("", "text_model.") for part in (
         layer, "final_layer_norm."

@@ -1,4 +1,4 @@
-"""The subject's folder: pictures, upright and without transparency, and their captions."""
+"""Reads the subject's folder: pictures, upright and without transparency, and captions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gulliver.jobs.log import derive
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 CLIP = ".npy"
-"""Clips ``[T, H, W, 3]``, uint8, which video bases learn from."""
+"""Files with clips ``[T, H, W, 3]``, uint8, for video bases."""
 COLOURS = {"white": 255, "black": 0, "grey": 128}
 BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
@@ -33,7 +33,7 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[Picture]:
     """Reads the pictures of a subject."""
     folder = config.subject
-    assert folder is not None, "it is checked"
+    assert folder is not None, "options are validated"
     kinds = SUFFIXES | {CLIP}
     files = sorted(p for p in folder.iterdir() if p.suffix.lower() in kinds and p.is_file())
     found, broken = list[Picture](), list[str]()
@@ -47,13 +47,13 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
             broken.append(f"{path.name} {error}")
     if broken and config.on_broken == "refuse":
         raise GulliverError(
-            f"--subject {folder}: {'; '.join(broken)}: mend or remove "
+            f"--subject {folder}: {'; '.join(broken)}; repair or remove "
             f"{'it' if len(broken) == 1 else 'them'}, or add --on-broken skip"
         )
     if not found:
         more = f" that can be read ({'; '.join(broken)})" if broken else ""
         raise GulliverError(
-            f"--subject {folder} has no picture{more}: put some in ({', '.join(sorted(SUFFIXES))})"
+            f"--subject {folder} has no picture{more}; add some ({', '.join(sorted(SUFFIXES))})"
         )
     for one in broken:
         say(f"skipped: {one}")
@@ -62,13 +62,13 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
 
 
 def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any]) -> None:
-    """Reports files that are not used, and captions that several pictures share."""
+    """Logs unused files, and captions shared by several pictures."""
     captions = [path.with_suffix(".txt") for path in files]
     known = {*files, *captions}
     others = [p for p in sorted(folder.iterdir()) if p not in known and p.name[0] != "."]
     if others:
         names = ", ".join(p.name + "/" * p.is_dir() for p in others)
-        say(f"left out: {names} (no picture that is read here, nor the caption of one)")
+        say(f"ignored: {names} (neither a supported picture nor a caption of one)")
     for caption in dict.fromkeys(captions):
         sharing = [path.name for path in files if path.with_suffix(".txt") == caption]
         if len(sharing) > 1 and caption.is_file():
@@ -76,7 +76,7 @@ def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any])
 
 
 def read_picture(path: Path, behind: int = 255) -> np.ndarray:
-    """Reads a picture upright, as EXIF says, with a colour behind what is transparent."""
+    """Reads a picture, applies its EXIF rotation and fills transparent areas with a color."""
     Image, ImageOps = _pillow()
     try:
         with warnings.catch_warnings(), Image.open(path) as opened:
@@ -103,25 +103,26 @@ def _read_clip(path: Path) -> np.ndarray:
     except BROKEN as error:
         raise GulliverError(f"cannot be read ({' '.join(str(error).split())[:120]})") from None
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3 or not pixels.size:
-        raise GulliverError(f"is {pixels.dtype} {pixels.shape}: a clip is uint8 (T, H, W, 3)")
+        raise GulliverError(f"is {pixels.dtype} {pixels.shape}; clips are uint8 (T, H, W, 3)")
     return pixels
 
 
 def _eight_bits(picture: Any, Image: Any) -> Any:
-    """Pictures of 16 bits and more, or of floats: Pillow would cut them off at 255."""
+    """Converts pictures of 16 bits or more, or of floats, which Pillow would clip at 255."""
     values = np.asarray(picture).astype(np.float64)
     low, high = values.min(), values.max()
     shares = picture.mode.startswith("F") and low >= 0 and high <= 1
     if picture.mode.startswith("F") and not shares and not (low >= 0 and (values % 1 == 0).all()):
         raise GulliverError(
-            f"has floats from {low:g} to {high:g}: save it with 8 or 16 bits, or from 0 to 1"
+            f"has float values from {low:g} to {high:g}; save it with 8 or 16 bits, or with "
+            "values from 0 to 1"
         )
     most = 1 if shares else 65535 if high > 255 else 255
     return Image.fromarray((values * (255 / most)).clip(0, 255).round().astype(np.uint8))
 
 
 def cropped(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resizes a picture ``[H, W, 3]`` until it covers a size, and cuts out its middle."""
+    """Resizes a picture ``[H, W, 3]`` to cover a size, and crops the center."""
     Image, ImageOps = _pillow()
     picture = Image.fromarray(pixels)
     cut = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
@@ -129,7 +130,7 @@ def cropped(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def grid(pictures: Sequence[np.ndarray], columns: int) -> np.ndarray:
-    """Arranges pictures in rows; of clips the middle frames."""
+    """Arranges pictures in a grid; clips are shown by their middle frames."""
     stills = [one[len(one) // 2] if one.ndim == 4 else one for one in pictures]
     height, width = (max(one.shape[axis] for one in stills) for axis in (0, 1))
     rows = -(-len(stills) // columns)
@@ -156,7 +157,7 @@ def _caption(config: DreamboothConfig, path: Path, say: Callable[[str], Any]) ->
         return None
     text = check_filled(config, read_utf8(caption), caption.name)
     if text and not place_of(config.token, text):
-        say(f"{caption.name} does not name {config.token}: what it says is learnt without it")
+        say(f"{caption.name} does not name {config.token}; the picture is trained without it")
     return text or None
 
 
@@ -164,33 +165,32 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise missing_extra("reading pictures needs Pillow", "dreambooth") from None
+        raise missing_extra("reading pictures", "dreambooth") from None
     return Image, ImageOps
 
 
-# Prior pictures: what the base makes of the class, kept so that it is not forgotten.
+# Prior pictures: samples of the class from the unmodified base, used for prior preservation.
 #
-# They are made once, by the base as it is, and lie in a folder with the fingerprint of all that
-# they depend on. Each has a seed of its own: a run that was killed here makes those that are
-# missing.
+# They are generated once and stored in a folder with the fingerprint of everything they depend on.
+# Each has its own seed: an interrupted run generates only those that are missing.
 
 
 FACTS = "prior.json"
 
 
 def prior_folder(config: DreamboothConfig) -> Path:
-    """The folder that keeps prior pictures."""
+    """The folder that stores prior pictures."""
     return config.prior_folder or config.out / "prior"
 
 
 def prior_texts(config: DreamboothConfig) -> list[str]:
-    """The prompt of each prior picture: alternatives take turns."""
+    """The prompt of each prior picture; alternatives are used in turn."""
     texts = alternatives(config.filled(config.prior_prompt))
     return [texts[number % len(texts)] for number in range(config.priors)]
 
 
 def facts_of(base: Base, config: DreamboothConfig) -> dict[str, Any]:
-    """All that prior pictures depend on."""
+    """Everything that prior pictures depend on."""
     return {
         "base": base.fingerprint,
         "prompt": config.filled(config.prior_prompt),
@@ -205,15 +205,15 @@ def facts_of(base: Base, config: DreamboothConfig) -> dict[str, Any]:
 def prior_pictures(
     base: Base, config: DreamboothConfig, world: World, say: Callable[[str], Any]
 ) -> list[Picture]:
-    """Reads the prior pictures of a run, and makes those that are missing; every rank calls it."""
+    """Reads the prior pictures of a run and generates missing ones; called on every rank."""
     if not config.priors:
         return []
     folder, texts = prior_folder(config), prior_texts(config)
     own = _check(folder, base, config)
-    barrier()  # nobody writes before everybody has looked
+    barrier()  # all ranks read before any rank writes
     if not own:
         found = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)[: config.priors]
-        say(f"{len(found)} prior pictures of {folder}, which are not of this base's making")
+        say(f"{len(found)} prior pictures from {folder}, not generated by this base")
         return [Picture(path, _read(path), text) for path, text in zip(found, texts, strict=False)]
     if world.is_main:
         with named_errors(folder):
@@ -221,11 +221,11 @@ def prior_pictures(
         write_json(folder / FACTS, facts_of(base, config))
     numbers = range(config.priors)
     missing = [n for n in numbers if _path(folder, n) is None]
-    barrier()  # all have counted the same
+    barrier()  # all ranks counted before any rank writes
     if missing:
         _make(base, config, world, missing[world.rank :: world.size], len(missing))
     barrier()
-    say(f"{config.priors} prior pictures in {folder}, {len(missing)} made now")
+    say(f"{config.priors} prior pictures in {folder}, {len(missing)} to generate")
     paths = [_path(folder, n) for n in numbers]
     return [
         Picture(path, _read(path), text)
@@ -235,13 +235,13 @@ def prior_pictures(
 
 
 def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
-    """Whether the folder's pictures are, or will be, of this base's making."""
+    """Whether the folder's pictures were, or will be, generated by this base."""
     if not (folder / FACTS).is_file():
         given = list(folder.glob("*")) if folder.is_dir() else []
         pictures = [p for p in given if p.suffix.lower() in SUFFIXES]
         if pictures and len(pictures) < config.priors:
             raise GulliverError(
-                f"--prior-folder {folder} has {len(pictures)} pictures of your own: give "
+                f"--prior-folder {folder} has {len(pictures)} pictures of your own; give "
                 f"--prior-pictures {len(pictures)}, or an empty folder"
             )
         return not pictures
@@ -253,14 +253,14 @@ def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
     ]
     if changed:
         raise GulliverError(
-            f"the prior pictures in {folder} were made otherwise ({'; '.join(changed)}): give "
+            f"the prior pictures in {folder} have other settings ({'; '.join(changed)}); give "
             "another --prior-folder, or remove that one"
         )
     return True
 
 
 def _path(folder: Path, number: int) -> Path | None:
-    """The file of a prior picture; None if there is none yet."""
+    """The file of a prior picture; None if it does not exist yet."""
     for suffix in (".png", CLIP):
         path = folder / f"prior-{number:05d}{suffix}"
         if path.is_file():
@@ -275,7 +275,7 @@ def _read(path: Path) -> np.ndarray:
     try:
         return read_picture(path)
     except GulliverError as error:
-        raise GulliverError(f"{path} {error}: remove it, and it will be made again") from None
+        raise GulliverError(f"{path} {error}; remove it to generate it again") from None
 
 
 def _make(
@@ -291,7 +291,7 @@ def _make(
 
 
 def write_pixels(stem: Path, pixels: np.ndarray) -> None:
-    """Writes a picture as PNG, or a clip of several frames as an array; whole or not at all."""
+    """Writes a picture as PNG, or a clip of several frames as an array, atomically."""
     if pixels.ndim == 4 and len(pixels) == 1:
         pixels = pixels[0]
     content = BytesIO()

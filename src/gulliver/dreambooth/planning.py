@@ -1,7 +1,7 @@
-"""How a run lies on its ranks, known before a weight is read: the largest micro-batch that fits.
+"""Plans a run before weights are read: the largest micro-batch that fits.
 
-A base on meta learns as the real one will; what a step takes is followed with shapes alone.
-Seconds are not predicted: those of convolutions would be guesses.
+A step is traced with shapes only, with the base on meta. Seconds are not predicted, because the
+cost model does not cover convolutions.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from gulliver.planner.model import recomputable_blocks
 
 CHUNK_MB = 4.0
 HOST_SHARE = "70%"
-"""Share of the host's memory behind a GPU with a limit, where no disk is named."""
+"""Default fraction of the host's memory behind a GPU with a limit, if no disk is given."""
 FIRST_USE = 16 << 20
-"""Bytes under a limit that do not depend on the model: what libraries take at their first use, 6 to
-8 MiB of a step's kernels and optimizer and 11 of a save, with the share that is added to it."""
+"""Model-independent bytes under a limit: first-use allocations of libraries, 6 to 8 MiB for a
+step's kernels and optimizer and 11 MiB for a save, plus a relative margin.
+"""
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def precision_of(config: DreamboothConfig, device: str) -> str:
-    """The dtype of training: bf16 on a GPU, where none is asked for."""
+    """The training dtype: bf16 on a GPU by default."""
     if config.precision != "auto":
         return config.precision
     return "bf16" if device == "cuda" else "fp32"
 
 
 def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
-    """The plugin that says how the ranks share the work."""
+    """Creates the plugin that shares the work among ranks."""
     half = "bf16" if precision == "bf16" else None
     if config.memory is not None:
         limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
@@ -57,14 +58,14 @@ def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
         return TorchDDPPlugin(verbose=False)
     if config.plugin == "ddp":
         raise GulliverError(
-            "--plugin ddp trains no float32 copies of bf16 weights: take --plugin zero1, or "
+            "--plugin ddp does not support float32 master weights for bf16; use --plugin zero1 or "
             "--precision fp32"
         )
     return LowLevelZeroPlugin(1 if ranks > 1 else 2, CHUNK_MB, precision=half, verbose=False)
 
 
 def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> PlannedRun:
-    """Plans a run; nothing is loaded, and no ranks need to be there."""
+    """Plans a run without loading weights or starting ranks."""
     student, _ = make_student(base, config, [""])
     optimizer, cluster = make_optimizer(student, config), current_cluster(ranks)
     refusal = GulliverError("")
@@ -82,30 +83,32 @@ def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) ->
         except GulliverError as error:
             refusal = error
     if "smallest limit" in str(refusal):
-        raise GulliverError(f"{refusal}, {size_text(FIRST_USE)} of it for libraries") from refusal
+        raise GulliverError(
+            f"{refusal}, of which libraries need {size_text(FIRST_USE)}"
+        ) from refusal
     raise refusal
 
 
 def with_first_use(work: Work) -> Work:
-    """Work of a step that keeps what libraries take at their first use."""
-    # A small model's limit would be held by the plan and exceeded by them.
+    """Adds the first-use allocations of libraries to the work of a step."""
+    # A small model would otherwise fit its limit in the plan and exceed it because of them.
     peaks = {
         name: peak + FIRST_USE
         for name in ("peak", "peak_recomputed", "peak_offloaded")
         if (peak := getattr(work, name)) or name == "peak"
     }
-    # Blocks are chosen for so that they fit together with what is outside of them, the last one.
+    # Blocks are chosen to fit together with everything outside of them, which is last.
     outside = [replace(block, saved=block.saved + FIRST_USE) for block in work.blocks[-1:]]
     return replace(work, **peaks, blocks=(*work.blocks[:-1], *outside))
 
 
 def per_step(config: DreamboothConfig) -> int:
-    """Samples of a step, over all ranks."""
+    """Samples per step, over all ranks."""
     return config.batch * (2 if config.priors else 1)
 
 
 def _splits(config: DreamboothConfig, ranks: int) -> Iterator[tuple[int, int]]:
-    """Samples of a micro-batch and numbers of micro-batches, the fewest first."""
+    """Micro-batch sizes and counts, fewest micro-batches first."""
     each = -(-per_step(config) // ranks)
     size = min(config.micro_batch or each, each)
     while True:
@@ -126,7 +129,7 @@ def _sample(config: DreamboothConfig, base: Any, size: int) -> dict[str, Any]:
 
 
 def _work(student: Student, sample: dict[str, Any], activations: str) -> Work:
-    """What a micro-batch takes of memory, with and without its blocks' activations."""
+    """Memory of a micro-batch, with and without its blocks' activations."""
     kept = activation_peak(student, (), sample)
     size = len(sample["weights"])
     work = Work(samples=size, peak=kept.bytes or 0, unfollowed=kept.reason)
@@ -137,16 +140,16 @@ def _work(student: Student, sample: dict[str, Any], activations: str) -> Work:
 
 
 def recompute_blocks(student: Any) -> None:
-    """Lets backward compute the blocks of a student again."""
+    """Enables activation recomputation for the blocks of a student."""
     recompute_modules(student, recomputable_blocks(student))
 
 
 def lines_of(planned: PlannedRun, size: int, side: str) -> list[str]:
-    """Lines for people: memory by kind and tier."""
+    """Formats the plan: memory by kind and tier."""
     first = FIRST_USE if planned.plan.limited and planned.activations else 0
     *found, _ = replace(planned, activations=planned.activations - first).lines(1)
     if first:
         place = next(n for n, line in enumerate(found) if "activations" in line)
-        found.insert(place + 1, f"  libraries        {size_text(first):>12} at their first use")
-    again = ["  blocks are computed again in backward"] if planned.recompute else []
+        found.insert(place + 1, f"  libraries        {size_text(first):>12} on first use")
+    again = ["  blocks are recomputed in backward"] if planned.recompute else []
     return [f"micro-batches of {size} {side}", *found, *again]

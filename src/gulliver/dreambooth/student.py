@@ -1,7 +1,7 @@
-"""Samples of a step: which pictures, how they weigh, and what their random numbers come of.
+"""Samples of a step: their pictures, weights and random seeds.
 
-All of it follows from the options and the number of the step, so that a run on other ranks, in
-other micro-batches, or resumed, sees the same samples with the same noise.
+They depend only on the options and the step, so that a run with other ranks or micro-batches, or a
+resumed one, uses the same samples with the same noise.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gulliver.jobs.log import derive
 class StepSample:
     """A sample of a step."""
 
-    # Number of its picture among the subject's, and after them the prior ones.
+    # Index of its picture; prior pictures follow the subject's.
     number: int
-    # Weight of its loss in that of the step.
+    # Weight of its loss in the step.
     weight: float
-    # Seed of all that is random about it.
+    # Seed of all its random numbers.
     seed: int
 
 
@@ -42,7 +42,7 @@ class SampleOrder:
         self.config, self.subjects, self.priors = config, subjects, priors
 
     def samples(self, step: int) -> list[StepSample]:
-        """Samples of a step: the mean loss of the subject's, and of the prior ones by a weight."""
+        """Samples of a step; its loss is the subject's mean plus the weighted mean of priors."""
         config, size = self.config, self.config.batch
         found = [(self._picture(0, step, n), 1 / size) for n in range(size)]
         if self.priors:
@@ -54,7 +54,7 @@ class SampleOrder:
         ]
 
     def _picture(self, kind: int, step: int, number: int) -> int:
-        """A picture: each is shown once before one is shown again."""
+        """Selects a picture; each is used once before any repeats."""
         count = (self.subjects, self.priors)[kind]
         epoch, place = divmod(step * self.config.batch + number, count)
         seed = derive(self.config.seed, 4 + kind, epoch)
@@ -64,8 +64,8 @@ class SampleOrder:
 def shares(
     samples: Sequence[StepSample], place: int, places: int, micro: int | None
 ) -> list[list[StepSample]]:
-    """Micro-batches of a rank; all ranks have as many, of the same sizes."""
-    # What does not divide is filled up with samples that weigh nothing.
+    """Micro-batches of a rank; their number and sizes are equal on all ranks."""
+    # Pads with samples of weight zero.
     each = math.ceil(len(samples) / places)
     size = min(micro or each, each)
     each = math.ceil(each / size) * size
@@ -74,25 +74,25 @@ def shares(
     return [own[start : start + size] for start in range(0, each, size)]
 
 
-# What learns of a base: one module with its networks, adapters in them, and the optimizer.
+# The trainable module of a base: its networks with adapters, and the optimizer.
 
 
 # [Note: one module for two networks] Denoiser and text encoder are children of one module, whose
-# forward is the base's loss. So there is one model to boost: whichever plugin shards, off-loads or
-# saves it does so for both at once, and every combination of what learns is the same to it.
+# forward is the base's loss. So there is a single model to boost: any plugin shards, offloads or
+# saves both at once, and need not know which parts are trained.
 class Losses(NamedTuple):
-    """Losses of a micro-batch: their weighted sum, and each of them ``[N]``."""
+    """Losses of a micro-batch: their weighted sum, and each one, ``[N]``."""
 
     loss: Tensor
     each: Tensor
 
 
 class Student(nn.Module):
-    """The networks of a base that learn, with its loss as forward."""
+    """The trainable networks of a base, with its loss as forward."""
 
     def __init__(self, base: Base, train_text: bool) -> None:
         super().__init__()
-        self._base = (base,)  # in a tuple: a base may be a module itself
+        self._base = (base,)  # in a tuple, because a base may itself be a module
         self.trained = base.trained
         if train_text:
             self.text = base.text
@@ -105,10 +105,10 @@ class Student(nn.Module):
         weights: Sequence[float] = (),
         job: Callable[[], Any] | None = None,
     ) -> Any:
-        """The losses of samples; or what `job` gives, called with the boosted networks."""
+        """The losses of samples; or the result of `job`, called with the boosted networks."""
         if job is not None:
             return job()
-        assert latents is not None, "there are samples"
+        assert latents is not None, "samples are given"
         each = self._base[0].loss(latents, texts, generators)
         weight = torch.tensor(list(weights), dtype=each.dtype, device=each.device)
         return Losses((each * weight).sum(), each.detach())
@@ -117,22 +117,22 @@ class Student(nn.Module):
 def make_student(
     base: Base, config: DreamboothConfig, texts: Sequence[str]
 ) -> tuple[Student, tuple[TokenHandle, ...]]:
-    """Lets a base learn as the options say: new words, adapters, or all weights."""
+    """Makes a base trainable as the options specify: new tokens, adapters or all weights."""
     train_text, tokens = config.text_encoder or config.learns_token, ()
     if config.learns_token:
         if config.method != "full" and (name := getattr(base, "wordless", "")):
             option = "--method token" if config.method == "token" else "--learn-token"
             raise GulliverError(
-                f"{option}: diffusers loads no embedding of a word into a {name}: take a rare word "
-                "and leave it out, or take --method full, which writes the whole pipeline"
+                f"{option}: diffusers cannot load a token embedding into a {name}; omit it and "
+                "use a rare word, or use --method full, which writes the whole pipeline"
             )
         tokens = (base.add_token(config.token, config.initial or config.class_word or None),)
     base.settle(texts, train_text)
     if train_text and base.text is None:
-        raise GulliverError("the base has no text encoder that could learn: leave that out")
+        raise GulliverError("the base has no trainable text encoder; omit it")
     networks = {"trained": base.trained, **({"text": base.text} if train_text else {})}
     for network in networks.values():
-        assert network is not None, "it is checked"
+        assert network is not None, "the base was checked"
         network.requires_grad_(False)
     learning = [n for n in networks if n == "trained" or config.text_encoder]
     if config.method == "lora":
@@ -147,7 +147,7 @@ def make_student(
 
 
 def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
-    """Rows of new words, in all text encoders."""
+    """Embeddings of the new tokens in all text encoders."""
     found = [token.rows for token in tokens]
     for module in base.text.modules() if base.text is not None else ():
         found += [module.rows] if isinstance(module, TokenEmbedding) else []
@@ -155,7 +155,7 @@ def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
 
 
 def _leave_unused(base: Base, train_text: bool) -> None:
-    """Freezes parameters that no loss depends on: some ways to share would wait for them."""
+    """Freezes parameters that no loss depends on, because DDP would wait for their gradients."""
     unused = getattr(base, "unused", None)
     if unused is None or not train_text or base.text is None:
         return
@@ -166,7 +166,7 @@ def _leave_unused(base: Base, train_text: bool) -> None:
 
 
 def _adapt(base: Base, config: DreamboothConfig, networks: Mapping[str, Any]) -> None:
-    """Puts new adapters into networks, or those of ``--adapter``."""
+    """Adds new adapters to networks, or those of ``--adapter``."""
     try:
         import peft
     except ImportError:
@@ -204,12 +204,10 @@ def _adapt(base: Base, config: DreamboothConfig, networks: Mapping[str, Any]) ->
 def _check_sides(
     config: DreamboothConfig, tensors: Mapping[str, Tensor], networks: Mapping[str, Any]
 ) -> None:
-    """Refuses an adapter of a text encoder that does not learn, or of none where it does."""
+    """Raises an error if the adapter and the options disagree about the text encoder."""
     has = any(name.startswith("text.") for name in tensors)
     if has != ("text" in networks):
-        wrong = (
-            "adapters of the text encoder: add" if has else "none of the text encoder: leave out"
-        )
+        wrong = "adapters for the text encoder; add" if has else "none for the text encoder; omit"
         raise GulliverError(f"--adapter {config.adapter} has {wrong} --text-encoder")
 
 
@@ -225,7 +223,7 @@ def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:
 
 
 def adapters_of(base: Base) -> dict[str, dict[str, object]]:
-    """PEFT's configurations of the adapters in a base's networks, as plain values."""
+    """PEFT configurations of the adapters in a base's networks, as plain values."""
     found = {}
     for name in ("trained", "text"):
         configs = getattr(getattr(base, name), "peft_config", None)
@@ -241,7 +239,7 @@ def _is_plain(value: object) -> bool:
 
 
 def make_optimizer(student: Student, config: DreamboothConfig) -> torch.optim.AdamW:
-    """AdamW of what learns; rows of new words have a rate of their own, and do not decay."""
+    """AdamW; token embeddings have their own learning rate and no weight decay."""
     trained = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
     rows = [p for name, p in trained if name.endswith(".rows")]
     others = [p for name, p in trained if not name.endswith(".rows")]
@@ -249,6 +247,6 @@ def make_optimizer(student: Student, config: DreamboothConfig) -> torch.optim.Ad
         {"params": others, "lr": config.rate, "weight_decay": config.weight_decay},
         {"params": rows, "lr": config.token_rate, "weight_decay": 0.0},
     ]
-    # A model on meta has no device that the fused kernel could be asked for.
+    # The fused kernel cannot be selected for a model on meta.
     fused = not any(p.is_meta for _, p in trained)
     return torch.optim.AdamW([group for group in groups if group["params"]], fused=fused)

@@ -1,4 +1,4 @@
-"""What a run leaves, made of its last checkpoint: whatever it ran on, tensors are whole there."""
+"""Writes the result of a run from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from gulliver.options import resolved
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """Tensors of a step, each read when it is asked for."""
+    """Tensors of a checkpoint, read on access."""
 
     def __init__(self, step: Path) -> None:
         self.weights = open_weights(step)
@@ -82,7 +82,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self.weights.infos)
 
     def write(self, path: Path, names: Mapping[str, str]) -> None:
-        """Streams tensors to a safetensors file, by their names there and here."""
+        """Streams tensors to a safetensors file, given a mapping from new to old names."""
         write_single(self.weights, names, path)
 
 
@@ -93,7 +93,7 @@ def write_result(
     tokens: tuple[TokenHandle, ...],
     facts: Mapping[str, str],
 ) -> Path:
-    """Writes the result of a run that is over, whole or not at all; rank 0 calls it."""
+    """Writes the result of a finished run atomically; called on rank 0."""
     folder, partial = run.folder / "result", run.folder / ".result.partial"
     if folder.is_dir():
         return folder
@@ -108,32 +108,31 @@ def write_result(
     return folder
 
 
-# Teaching a base one subject: from a few pictures to adapters, weights or a word.
+# The DreamBooth trainer: from a few pictures to adapters, weights or a token embedding.
 #
-# Read `dreambooth`, then `DreamBoothTrainer`. What it does not know: what kind of model it is
-# (`base.py`), which samples a step has (`student.py`), how parameters lie in memory and on ranks
-# (`gulliver.booster`), and what becomes of them at the end (`trainer.py`).
+# Start with `dreambooth`, then `DreamBoothTrainer`. Models are in `base.py`, the samples of a step
+# in `student.py`, and sharding and memory limits in `gulliver.booster`.
 #
 # run/
 #   config.json          options, and fingerprints of base and data
-#   plan.yaml            how it ran
+#   plan.yaml            plan of the run
 #   log.jsonl            a line per step
-#   prior/               prior pictures, and what they depend on
-#   samples/step-*.png   a grid of pictures, and how they were made (.json)
-#   checkpoints/step-*/  what learns, optimizer, schedule
-#   result/              what diffusers, or `gulliver generate`, loads
+#   prior/               prior pictures and their settings
+#   samples/step-*.png   a grid of pictures and their settings (.json)
+#   checkpoints/step-*/  trained weights, optimizer, schedule
+#   result/              loaded by diffusers or `gulliver generate`
 
 
 GUIDANCE = 7.5
-"""Weight of the prompt in sampling with pipelines of diffusers, where none is asked for."""
+"""Default guidance scale for diffusers pipelines."""
 FINGERPRINTS = {
-    "base": "--model is not the one that the run was begun with",
-    "data": "--subject, or the prior pictures, are not those that the run was begun with",
+    "base": "--model is not the one that the run was started with",
+    "data": "--subject or the prior pictures are not those that the run was started with",
 }
 
 
 def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcome:
-    """Teaches a base a subject as `config` says, on every rank of the present world."""
+    """Trains a base on a subject as `config` says; called on every rank."""
     check_dreambooth(config)
     if config.motion and not config.plan:
         return in_motion(config, dreambooth, plugin)
@@ -156,7 +155,7 @@ def open_base(
     config: DreamboothConfig, world: World, precision: str, on_meta: bool = False
 ) -> DiffusersBase | VideoBase:
     """Opens the base of a run."""
-    assert config.model is not None, "it is checked"
+    assert config.model is not None, "--model was validated"
     if (config.model / INDEX).is_file():
         scratch = Path(config.disk.partition(":")[0]) if config.disk else config.out
         return DiffusersBase(
@@ -173,11 +172,11 @@ def open_base(
         )
     if (config.model / "config.json").is_file() and (config.model / "checkpoints").is_dir():
         if config.snr_gamma is not None:
-            raise GulliverError("--snr-gamma is for pipelines of diffusers: leave it out")
+            raise GulliverError("--snr-gamma needs a diffusers pipeline; omit it")
         return open_video(config, world.device, PRECISIONS[precision], on_meta)
     raise GulliverError(
-        f"--model {config.model} is no pipeline of diffusers ({INDEX}) and no run of `gulliver "
-        "train`: name the folder that pipe.save_pretrained, or that command, has written"
+        f"--model {config.model} is neither a diffusers pipeline ({INDEX}) nor a run of `gulliver "
+        "train`; give a folder written by pipe.save_pretrained or by that command"
     )
 
 
@@ -189,7 +188,7 @@ def _plan(
     ranks: int,
     say: Any,
 ) -> PlannedRun:
-    """Plans with a base on meta, and prints the plan."""
+    """Plans with the base on meta, and prints the plan."""
     outline = open_base(config, world, precision, on_meta=True)
     planned = plan_run(config, plugin, outline, ranks)
     count = -(-per_step(config) // (ranks * planned.accumulate))
@@ -199,7 +198,7 @@ def _plan(
 
 
 class DreamBoothTrainer(TrainingLoop):
-    """A base that learns a subject, with pictures of prompts as it learns."""
+    """Trains a base on a subject, and generates validation pictures on the way."""
 
     def __init__(
         self,
@@ -214,17 +213,20 @@ class DreamBoothTrainer(TrainingLoop):
         subject = read_pictures(config, self.say)
         self.base = base = open_base(config, world, precision)
         if any(one.pixels.ndim == 4 for one in subject) and not isinstance(base, VideoBase):
-            raise GulliverError(f"--subject {config.subject} has clips: this base makes pictures")
+            raise GulliverError(
+                f"--subject {config.subject} has clips, but this base generates pictures; remove "
+                "them"
+            )
         self._check_prompts(subject)
         facts = {"base": base.fingerprint}
-        # Making prior pictures takes long: first refuse what can be refused without them.
+        # Generating prior pictures is slow: run all other checks first.
         known = run.values().get("fingerprints", {})
         before = known.get("data", "") if config.resume else fingerprint(subject)
         run.open(config, {**facts, "data": before})
         prior = prior_pictures(base, config, world, self.say)
         self.facts = {**facts, "data": fingerprint([*subject, *prior])}
         checkpoint = run.open(config, self.facts)
-        barrier()  # nobody writes before everybody has looked
+        barrier()  # all ranks read before any rank writes
         self.latents = base.encode_pictures([*subject, *prior])
         usual = config.filled(config.prompt)
         self.texts = [one.text or usual for one in subject] + [one.text or usual for one in prior]
@@ -236,7 +238,7 @@ class DreamBoothTrainer(TrainingLoop):
             check_adapter(config.adapter, base.fingerprint)
             taken = config.learns_token and isinstance(base, VideoBase)
             if not taken and (config.adapter / EMBEDDINGS.format("")).is_file():
-                self.say(f"--adapter {config.adapter}: the embedding of its word is not taken up")
+                self.say(f"--adapter {config.adapter}: its token embedding is not continued")
         booster, boosted = _boost(config, student, planned)
         options = LoopOptions(
             title=f"teaching {config.token}",
@@ -254,7 +256,7 @@ class DreamBoothTrainer(TrainingLoop):
         self.start(checkpoint, options=resolved(config), fingerprints=self.facts)
 
     def _check_prompts(self, subject: Sequence[Picture]) -> None:
-        """Refuses prompts that are not read as they were written, before anything is made."""
+        """Raises an error for prompts that would be truncated or misread, before the run starts."""
         config = self.config
         if not isinstance(self.base, DiffusersBase):
             return
@@ -268,18 +270,18 @@ class DreamBoothTrainer(TrainingLoop):
         check_texts(tokenizers, config.token, added, texts, self.say)
 
     def run_to_end(self, stop: StopRequest) -> Outcome:
-        """Steps until the last, or until a signal; the last state is always saved."""
+        """Trains until the last step or a signal; always saves the last state."""
         if not self.train(stop):
             return Outcome(self.step_number, False, self.seconds)
         result = self.run.folder / "result"
         if self.world.is_main:
             write_result(self.base, self.config, self.run, self.tokens, self.facts)
-        barrier()  # no rank says that it is done before there is a result
+        barrier()  # no rank may report success before the result is written
         self.say(f"the result: {result}")
         return Outcome(self.step_number, True, self.seconds, result=result)
 
     def batches(self) -> Iterator[tuple[list[list[StepSample]], None]]:
-        """Yields each step's micro-batches, which follow from its number alone."""
+        """Yields each step's micro-batches, which depend only on the step."""
         place, places = self.place
         while True:
             yield shares(self.order.samples(self.step_number), place, places, self.micro), None
@@ -298,7 +300,7 @@ class DreamBoothTrainer(TrainingLoop):
                     generators=[torch.Generator().manual_seed(one.seed) for one in part],
                     weights=weights,
                 )
-                # Gradients are averaged over ranks, weights add up to those of the step.
+                # Gradients are averaged over ranks, and the weights of a step sum to 1.
                 self.booster.backward(losses.loss * self.place[1], self.optimizer)
             each = losses.each.double() * torch.tensor(weights, dtype=torch.float64).to(found)
             prior = torch.tensor([one.number >= self.order.subjects for one in part])
@@ -310,7 +312,7 @@ class DreamBoothTrainer(TrainingLoop):
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Makes pictures of the prompts, the same seeds at every step; every rank calls it."""
+        """Generates the validation pictures, always with the same seeds; called on every rank."""
         config, columns = self.config, self.config.validation_pictures
         due = self.is_over or self.step_number % config.every == 0
         if not columns or not due:
@@ -326,7 +328,7 @@ class DreamBoothTrainer(TrainingLoop):
         write_pixels(stem, grid(pictures, columns))
         about = {"step": self.step_number, "prompts": self.prompts, "seeds": seeds[:columns]}
         more = {name: getattr(config, name) for name in ("sampling_steps", "seed")}
-        # Pipelines of diffusers have a guidance of their own if none is asked for.
+        # Diffusers pipelines have their own default guidance.
         more["guidance"] = getattr(self.base, "guidance", config.guidance)
         write_json(stem.with_suffix(".json"), {**about, **more})
 
@@ -334,7 +336,7 @@ class DreamBoothTrainer(TrainingLoop):
 def _boost(
     config: DreamboothConfig, student: Any, planned: PlannedRun
 ) -> tuple[Booster, tuple[Any, Any, Any]]:
-    """The booster, and what it made of the student, its optimizer and its scheduler."""
+    """The booster, with the boosted student, optimizer and scheduler."""
     if planned.recompute and config.memory is None:
         recompute_blocks(student)
     optimizer = make_optimizer(student, config)

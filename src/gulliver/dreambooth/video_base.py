@@ -1,8 +1,8 @@
-"""A run of `gulliver train` as a base: the digits model, or public weights that were gone on from.
+"""A run of `gulliver train` as a DreamBooth base: the digits model, or fine-tuned public weights.
 
-Pictures teach the spatial half of the transformer alone. What moves, and how, is in the temporal
-blocks, of which a still sees nothing but itself: adapters there would learn noise, and unlearn
-motion. Clips and stills lie in one tensor, as `_padded` says.
+Pictures train only the spatial half of the transformer. Motion is in the temporal blocks, which see
+a single frame of a still: adapters there would learn noise, and unlearn motion. Clips and stills
+share one tensor, see `_padded`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ from gulliver.video.text_encoders import EncodedText, WordEncoder, padded, said_
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, WHOLE = "learned_embeds.safetensors", "model.safetensors"
 PREFIX = "base_model.model."
-"""Beginning of names in PEFT's files."""
+"""Name prefix in PEFT's files."""
 
 
-# [Note: words of the digits model] Its text encoder has no table: every word has a vector of its
-# own, drawn from its letters. So a new word has one from the start, and what learns is that row.
+# [Note: words of the digits model] Its text encoder has no embedding table: each word has a fixed
+# vector, derived from its letters. So a new word starts with such a vector, which is then trained.
 #
-# What it does not know: the recipe, files of pictures, ranks. How stills become clips:
-# `in_motion`.
+# How stills become clips: see `in_motion`.
 class TaughtWords(nn.Module):
-    """A word encoder with a word whose vector learns."""
+    """A word encoder with one trainable word vector."""
 
     def __init__(self, words: WordEncoder, token: str, row: Tensor) -> None:
         super().__init__()
@@ -62,12 +61,12 @@ class TaughtWords(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with whatever changes what it says."""
+        """Text that changes whenever the encodings change."""
         return self.words.fingerprint
 
     def forward(self, captions: list[str]) -> EncodedText:
         """Encodes sentences, as `WordEncoder.encode`."""
-        # Read at each call: sharded parameters are whole only during it.
+        # Read at each call: sharded parameters are only whole during the call.
         self.words.teach(self.token, self.rows[0])
         return self.words.encode(captions)
 
@@ -77,7 +76,7 @@ class TaughtWords(nn.Module):
 
 
 class VideoBase:
-    """A run of `gulliver train`, with what the recipe asks of a base."""
+    """A run of `gulliver train` as a DreamBooth base."""
 
     text_targets: tuple[str, ...] = ()
 
@@ -110,24 +109,26 @@ class VideoBase:
 
     @property
     def side(self) -> str:
-        """Shape of the clips, for a line of the plan."""
+        """Shape of the clips, for the plan."""
         return str(self.bucket)
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Gives a word of the digits model a row that learns."""
+        """Gives a word of the digits model a trainable vector."""
         words = self.maker.text
         if not isinstance(words, WordEncoder):
             raise GulliverError(
-                "the text encoder of this run's public weights does not learn: leave "
-                "--learn-token out, and take a rare word as --token"
+                "the text encoder of this run's public weights is frozen; omit --learn-token and "
+                "use a rare word as --token"
             )
         known = getattr(self.maker, "known_words", None)
         strange = [w for w in words_of(initial or token) if initial and known and w not in known]
         if strange or len(words_of(token)) != 1 or words_of(token)[0] != token:
-            wrong = f"--initial {strange[0]!r} is no" if strange else f"--token {token!r} is no"
-            raise GulliverError(f"{wrong} word of this base: write it in small letters")
+            wrong = (
+                f"--initial {strange[0]!r} is not a" if strange else f"--token {token!r} is not a"
+            )
+            raise GulliverError(f"{wrong} word of this base; use lower-case letters")
         if known is not None and token in known:
-            raise GulliverError(f"--token {token} is a word of the base already: choose another")
+            raise GulliverError(f"--token {token} is already a word of the base; choose another")
         row = torch.stack([words.vector(word) for word in words_of(initial or token)])
         self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device, self.dtype))
         cast(Any, self.maker).text = self.text
@@ -136,13 +137,13 @@ class VideoBase:
         return TokenHandle(token, (0,), self.text.rows)
 
     def settle(self, texts: Sequence[str], train_text: bool) -> None:
-        """Encodes all prompts once, where the words do not learn."""
+        """Encodes all prompts once if the words are not trained."""
         said = [text for text in dict.fromkeys(texts) if text]
         self._told = {}
         if self.text is None:
             if train_text:
-                self.add_token("", None)  # which refuses
-            # One by one: what a prompt says must not depend on the others.
+                self.add_token("", None)  # raises an error
+            # One at a time: an encoding must not depend on the other prompts.
             self._told = {text: said_of(self.maker.text.encode([text])) for text in said}
         else:
             self.text(said or ["nothing"])
@@ -160,7 +161,7 @@ class VideoBase:
 
     @torch.no_grad()
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
-        """Encodes stills and clips ``[N, C, T, H, W]``; frames that one does not have are NaN."""
+        """Encodes stills and clips ``[N, C, T, H, W]``; missing frames are NaN."""
         bucket, unit = self.bucket, self.maker.autoencoder.compression[0]
         found = list[Tensor]()
         for picture in pictures:
@@ -172,7 +173,7 @@ class VideoBase:
         return _padded(found).to(next(self.trained.parameters()).dtype)
 
     def example(self, count: int) -> Tensor:
-        """Latents of as many clips on meta, for a plan."""
+        """Latents of a batch of clips on meta, for planning."""
         bucket = self.bucket
         shape = self.maker.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
         dtype = next(self.trained.parameters()).dtype
@@ -181,7 +182,7 @@ class VideoBase:
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The loss ``[N]`` of each sample, at one random time of its own, as the run trained."""
+        """The loss ``[N]`` of each sample at a random timestep, as in the base's training."""
         lengths = [latents.shape[2]] * len(latents)
         if not _without_values(latents):
             lengths = latents[:, 0, :, 0, 0].isfinite().sum(1).tolist()
@@ -211,7 +212,7 @@ class VideoBase:
             drop.append(torch.rand(1, generator=generator) < share)
         vectors, mask = self._encoded(texts, latents)
         ones = latents.new_ones(len(latents))
-        # The model reads these numbers off, which it could not of tensors on meta.
+        # The model needs these numbers as values, which tensors on meta do not have.
         real = torch.ones(len(latents), device=self.device)
         inputs: dict[str, Any] = {
             "y": vectors,
@@ -234,13 +235,13 @@ class VideoBase:
 
     @torch.no_grad()
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Clips ``[T, H, W, 3]`` of prompts."""
+        """Generates clips ``[T, H, W, 3]`` for prompts."""
         asked = zip(texts, seeds, strict=True)
         requests = [Request(text, self.bucket, seed) for text, seed in asked]
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
 
     def moved(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
-        """Makes a clip of a prompt that shows a picture."""
+        """Generates a clip for a prompt that starts with a given picture."""
         first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
         first = fit(first, self.bucket.height, self.bucket.width)
         request = Request(text, self.bucket, seed, given=None if placed else first)
@@ -248,9 +249,9 @@ class VideoBase:
         return to_frames(along(first, clip) if placed else clip)
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads adapters to continue, and the row of a word."""
+        """Reads adapters to continue, and a word's vector."""
         if not (path / CONFIG).is_file():
-            raise GulliverError(f"--adapter {path} holds no adapters: it has no {CONFIG}")
+            raise GulliverError(f"--adapter {path} has no {CONFIG}; give a folder with adapters")
         if (path / EMBEDDINGS).is_file() and isinstance(self.text, TaughtWords):
             rows = read_tensors(path / EMBEDDINGS)
             if self.text.token in rows and not self.text.rows.is_meta:
@@ -263,7 +264,7 @@ class VideoBase:
         return tensors, {"trained": values}
 
     def save(self, folder: Path, learnt: Learnt) -> None:
-        """Writes adapters by PEFT's names, a word's row, or all weights."""
+        """Writes adapters in PEFT's format, a word's vector, or all weights."""
         own = {name: name for name in learnt.tensors if ".lora_" in name}
         if own:
             tensors = {
@@ -281,7 +282,7 @@ class VideoBase:
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter of low rank, computed as PEFT does."""
+    """A linear layer with a low-rank adapter, computed as in PEFT."""
 
     def __init__(self, layer: nn.Linear, down: Tensor, up: Tensor, scale: float) -> None:
         super().__init__()
@@ -290,27 +291,27 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the layer itself, for its dtype and device."""
+        """The base layer's weight, for its dtype and device."""
         return self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes both and adds them."""
+        """Returns the sum of the layer and its adapter."""
         low = nn.functional.linear(nn.functional.linear(x, self.down), self.up)
         return self.layer(x) + low * self.scale
 
 
 def load_adapter(maker: VideoPipeline, folder: Path) -> None:
-    """Gives an opened run what `gulliver dreambooth` has taught its base."""
+    """Loads weights trained by `gulliver dreambooth` into an opened run."""
     found = [name for name in (WEIGHTS, WHOLE, EMBEDDINGS) if (folder / name).is_file()]
     if not found:
         raise GulliverError(
-            f"--adapter {folder} holds nothing that `gulliver dreambooth` has taught: name the "
-            "folder result of its run"
+            f"--adapter {folder} was not written by `gulliver dreambooth`; give the folder result "
+            "of its run"
         )
     network = maker.outline
     tensors = read_tensors(folder / WEIGHTS) if WEIGHTS in found else {}
     values = read_json(folder / CONFIG) if tensors else {}
-    placed = _placed(network, tensors, folder)  # refuses before anything is changed
+    placed = _placed(network, tensors, folder)  # raises before anything is changed
     check_adapter(folder, fingerprint_of(maker))
     if WHOLE in found:
         network.load_state_dict(read_tensors(folder / WHOLE), strict=False)
@@ -319,7 +320,7 @@ def load_adapter(maker: VideoPipeline, folder: Path) -> None:
         parent, _, name = path.rpartition(".")
         setattr(network.get_submodule(parent), name, LowRank(layer, down, up, scale))
     for token, rows in read_tensors(folder / EMBEDDINGS).items() if EMBEDDINGS in found else ():
-        assert isinstance(maker, VideoModel), "it has words"
+        assert isinstance(maker, VideoModel), "a text encoder of words"
         text: Any = maker.text  # a `WordEncoder`
         text.teach(token, rows[0])
         if maker.known_words is not None:
@@ -329,7 +330,7 @@ def load_adapter(maker: VideoPipeline, folder: Path) -> None:
 def _placed(
     network: nn.Module, tensors: Mapping[str, Tensor], folder: Path
 ) -> dict[str, tuple[nn.Linear, Tensor, Tensor]]:
-    """The layers that have adapters, and their matrices."""
+    """The adapted layers, and their matrices."""
     found: dict[str, tuple[nn.Linear, Tensor, Tensor]] = {}
     layers = dict(network.named_modules())
     for name, down in tensors.items():
@@ -338,9 +339,9 @@ def _placed(
             continue
         layer, up = layers.get(path), tensors[name.replace(".lora_A.", ".lora_B.")]
         if not isinstance(layer, nn.Linear) or (up.shape[0], down.shape[1]) != layer.weight.shape:
-            there = tuple(layer.weight.shape) if isinstance(layer, nn.Linear) else "not there"
+            there = tuple(layer.weight.shape) if isinstance(layer, nn.Linear) else "missing"
             raise GulliverError(
-                f"--adapter {folder} is of another base: it adapts {path} of "
+                f"--adapter {folder} is for another base: it adapts {path} of "
                 f"{(up.shape[0], down.shape[1])}, which is {there} in this one"
             )
         found[path] = layer, down, up
@@ -348,7 +349,7 @@ def _placed(
 
 
 def spatial_layers(network: nn.Module) -> tuple[str, ...]:
-    """Names of the linear layers of blocks that work within a frame."""
+    """Names of the linear layers of spatial blocks."""
     return tuple(
         path
         for path, module in network.named_modules()
@@ -357,7 +358,7 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
 
 
 def fingerprint_of(maker: VideoPipeline) -> str:
-    """Digest of the networks and words of a run; a few elements of each tensor identify them."""
+    """Digest of the networks and words of a run, from a few elements of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
     for network in (maker.outline, maker.autoencoder):
         for name, value in sorted(network.state_dict().items()):
@@ -368,17 +369,16 @@ def fingerprint_of(maker: VideoPipeline) -> str:
 
 
 def along(still: Tensor, clip: Tensor) -> Tensor:
-    """Moves a picture, frame by frame, to where it correlates most with a clip."""
-    # A subject that changes on the way moves the best place about: the picture follows the parabola
-    # through all of them. Its edges are continued.
+    """Moves a picture, frame by frame, to the position of highest correlation with a clip."""
+    # A subject that changes its appearance makes the best position jitter, so the picture follows a
+    # parabola fitted to all of them. Its edges are extended.
     height, width = still.shape[2:]
     one, others = (levels.mean(0) for levels in (still, clip))
     spectra = [torch.fft.rfft2(x - x.mean((-2, -1), keepdim=True)) for x in (one, others)]
     fits = torch.fft.irfft2(spectra[0].conj() * spectra[1], s=(height, width))
     best = fits.flatten(1).argmax(1)
     places = np.stack([(best // width).numpy(), (best % width).numpy()], 1).astype(float)
-    # Beyond half of the picture a circular shift is one to the other side; from there on the
-    # shorter way counts.
+    # A circular shift beyond half of the picture is the shorter shift to the other side.
     for axis, size in enumerate((height, width)):
         first = (places[0, axis] + size // 2) % size - size // 2
         places[:, axis] = np.unwrap([first, *places[1:, axis]], period=size)
@@ -400,12 +400,12 @@ def _taken(network: nn.Module) -> frozenset[str]:
 
 
 def _without_values(tensor: Tensor) -> bool:
-    """Whether a tensor stands for one in a plan, which follows samples of full length."""
+    """Whether a tensor has no values, as in plans, which use samples of full length."""
     return tensor.is_meta or isinstance(tensor, fake_kind())
 
 
 def _padded(latents: Sequence[Tensor]) -> Tensor:
-    """Latents ``[C, T, H, W]`` in one tensor, NaN where one has fewer frames than the longest."""
+    """Latents ``[C, T, H, W]`` in one tensor, padded with NaN to the most frames."""
     longest = max(one.shape[1] for one in latents)
     first = latents[0]
     shape = (len(latents), first.shape[0], longest, *first.shape[2:])
@@ -428,36 +428,35 @@ def _resized(bucket: Bucket, side: int | None, autoencoder: Any) -> Bucket:
     return Bucket(bucket.frames, height, width)
 
 
-# Pictures that a video base sets in motion, to learn a subject that moves from stills.
+# Animates pictures with a video base, to learn a moving subject from stills.
 
 
 Teach = Callable[[DreamboothConfig, Any], Outcome]
 
 
-# [Note: why stills are not enough] A still shows how the subject looks in one frame, and of a clip
-# that is the first one of the latent alone: the others hold several frames each, and look
-# otherwise. A base that was taught stills only shows the subject at first, and something that it
-# knew before as the clip goes on. So it also learns clips, from motion that it knows
-# itself: it continues a picture as the first frame, with the prompt of a motion. What it makes
-# drifts towards what it knew before, too, and no later frame is better than those it is taught.
-# Where a subject stands on a plain ground the picture itself is moved instead, as the subject of
-# the base's own clip of that prompt moves (`along`): every frame is the subject. Only the
-# prompts describe motion.
+# [Note: why stills are not enough] A still shows the subject in a single frame, which corresponds
+# to the first latent frame of a clip only: the others hold several frames each and look different.
+# A base trained on stills alone shows the subject at first and something else later in the clip. So
+# it is also trained on clips with motion that it already knows: it continues a picture as the first
+# frame, prompted with a motion. Its own clips drift away from the subject too, and limit the
+# quality of later frames. If the subject has a plain background, the picture itself is moved
+# instead, following the subject in the base's own clip of that prompt (`along`): every frame shows
+# the subject. Only the prompts describe motion.
 #
-# Each of the two halves is a run of its own in the run folder, so that any of them resumes.
+# Each of the two phases is a run in a subfolder, so that both can be resumed.
 #
 # run/
 #   stills/  the run on the pictures alone
-#   motion/  pictures and the clips that were made of them, with captions
+#   motion/  pictures and the clips made from them, with captions
 #   clips/   the run on those, which continues the adapters of the first
-#   result/  what was learnt
+#   result/  the trained weights
 def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
-    """Teaches pictures, then the clips that the base makes of them."""
-    assert config.model is not None, "it is checked"
+    """Trains on pictures, then on clips that the base makes from them."""
+    assert config.model is not None, "--motion is set"
     if not (config.model / "checkpoints").is_dir():
         raise GulliverError(
-            f"--motion is for a run of `gulliver train`, and --model {config.model} is none: leave "
-            "it out"
+            f"--motion needs a run of `gulliver train` as --model, which {config.model} is not; "
+            "omit it"
         )
     world = init_world()
     half = replace(
@@ -479,7 +478,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
         subject=folder,
         adapter=first.result,
         steps=config.steps - steps,
-        # Set by the adapters that are continued.
+        # Fixed by the adapters that are continued.
         lora_rank=DreamboothConfig.lora_rank,
         lora_alpha=None,
         lora_targets=(),
@@ -499,12 +498,12 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
 
 
 def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
-    """Makes what is missing of the folder of pictures and clips; every rank calls it."""
+    """Generates missing files of the folder of pictures and clips; called on every rank."""
     folder, usual = config.out / "motion", config.filled(config.prompt)
     pictures = read_pictures(config, lambda _: None)
     texts = alternatives(config.filled(config.motion))
     stems = [folder / f"clip-{number:05d}" for number in range(config.motion_clips)]
-    # The caption is written after the clip: with it the clip is there.
+    # The caption is written after the clip and marks it as complete.
     missing = [n for n, stem in enumerate(stems) if not stem.with_suffix(".txt").is_file()]
     if world.is_main:
         with named_errors(folder):
@@ -516,11 +515,11 @@ def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
     barrier()
     mine = missing[world.rank :: world.size]
     if mine:
-        assert config.model is not None, "it is checked"
+        assert config.model is not None, "--motion is set"
         base = open_video(config, world.device, torch.float32)
         load_adapter(base.maker, adapter)
         placed = config.motion_placed
-        with Display("setting pictures in motion", len(mine), 0, world.is_main) as display:
+        with Display("--motion", len(mine), 0, world.is_main) as display:
             for number in mine:
                 text = texts[number // len(pictures) % len(texts)]
                 still = pictures[number % len(pictures)].pixels
@@ -536,7 +535,7 @@ def open_video(
     config: DreamboothConfig, device: torch.device, dtype: torch.dtype, on_meta: bool = False
 ) -> VideoBase:
     """Opens the video base of a run."""
-    assert config.model is not None, "it is checked"
+    assert config.model is not None, "--model is set"
     return VideoBase(
         config.model,
         config.resolution,

@@ -1,4 +1,4 @@
-"""What prompts and captions say, checked before anything is made of them."""
+"""Checks prompts and captions, and adds new tokens to tokenizers and text encoders."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from gulliver.dreambooth.base import TokenHandle
 from gulliver.errors import GulliverError
 
 
-# [Note: a new word must mean the same later] Here a new word is added to the tokenizer as a whole
-# word. `load_textual_inversion` of diffusers adds it as plain text, which is found inside of other
-# words, too: "ho" would cut "photo". Where both give the same ids for all prompts of a run, what
-# was learnt is what is loaded; where they do not, the word is refused.
+# [Note: a new word must mean the same later] Here a new token matches only whole words.
+# `load_textual_inversion` of diffusers matches it inside other words, too: "ho" would split
+# "photo". A token is accepted only if both give the same ids for all prompts of a run, so that
+# results load as trained.
 def place_of(token: str, text: str) -> re.Match[str] | None:
-    """Where a text has a word as a whole word; None where it has not."""
+    """Position of a word in a text as a whole word; None if absent."""
     return re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text, re.IGNORECASE)
 
 
 def add_word(tokenizer: Any, token: str) -> None:
-    """Adds a word to a tokenizer that is found as a whole word only."""
+    """Adds a token to a tokenizer that matches only as a whole word."""
     from transformers import AddedToken
 
-    # As of plain text that is added, its letters are those after normalization.
+    # Text of added tokens is matched after normalization.
     tokenizer.add_tokens(AddedToken(token, single_word=True, normalized=True))
 
 
 def is_known(tokenizer: Any, token: str) -> bool:
-    """Whether a tokenizer has a word, or an id of its own for it where it ends a word."""
+    """Whether a tokenizer has a word as a single token at the end of a word."""
     ids = tokenizer(token, add_special_tokens=False)["input_ids"]
     whole = len(ids) == 1 and ids[0] != tokenizer.unk_token_id
     return whole or token in tokenizer.get_vocab()
@@ -45,7 +45,7 @@ def check_texts(
     texts: Mapping[str, str],
     say: Callable[[str], Any],
 ) -> None:
-    """Refuses prompts that the text encoders would not read as they were written."""
+    """Raises an error for prompts that the text encoders would truncate or misread."""
     reported = set[str]()
     for tokenizer in tokenizers:
         most = tokenizer.model_max_length
@@ -61,11 +61,11 @@ def check_texts(
                 continue
             if found is not None and _length(whole, text[: found.end()]) > most:
                 raise GulliverError(
-                    f"{where}: {token} stands beyond the {most} tokens that the text encoder "
-                    "reads: shorten what precedes it"
+                    f"{where}: {token} is beyond the {most} tokens that the text encoder reads; "
+                    "shorten the text before it"
                 )
             if where not in reported:
-                say(f"{where} has {count} tokens: what stands beyond {most} is not read")
+                say(f"{where} has {count} tokens; those beyond {most} are truncated")
             reported.add(where)
 
 
@@ -74,25 +74,25 @@ def _length(tokenizer: Any, text: str) -> int:
 
 
 def _check_inside(whole: Any, plain: Any, token: str, where: str, text: str) -> None:
-    """Refuses a new word that diffusers would find inside of another one."""
+    """Raises an error for a token that diffusers would find inside another word."""
     if whole(text, verbose=False)["input_ids"] == plain(text, verbose=False)["input_ids"]:
         return
     words = [w for w in text.split() if token.lower() in w.lower() and not place_of(token, w)]
     raise GulliverError(
-        f"--token {token} is inside of {words[0] if words else text!r} ({where}), which diffusers "
-        f"would cut there: choose another one, such as <{token}>"
+        f"--token {token} is inside {words[0] if words else text!r} ({where}), which diffusers "
+        f"would split; choose another one, such as <{token}>"
     )
 
 
-# New words of a text encoder: rows of their own next to its table of embeddings.
+# Trainable embeddings of new tokens, next to a frozen embedding table.
 
 
 # [Note: only the new rows learn] Textual inversion is often done by training the whole table and
-# putting all rows but the new ones back after each step. Here the new rows are a parameter of their
-# own: there is nothing to put back, no gradient or optimizer state of the table, and it may be
-# sharded, off-loaded and saved like any parameter.
+# restoring all rows except the new ones after each step. Here the new rows are a separate
+# parameter: nothing needs restoring, the table has no gradient or optimizer state, and the rows can
+# be sharded, offloaded and saved like any parameter.
 class TokenEmbedding(nn.Module):
-    """A table of embeddings with further rows."""
+    """An embedding table with additional trainable rows."""
 
     def __init__(self, table: nn.Embedding, rows: Tensor) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class TokenEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """All rows, as one table has them."""
+        """All rows as one table."""
         return torch.cat([self.table.weight, self.rows.to(self.table.weight.dtype)])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Embeds ids ``[..., L]``: those beyond the table are the further rows."""
+        """Embeds ids ``[..., L]``; ids beyond the table select the additional rows."""
         known = self.table.num_embeddings
         old = self.table(ids.clamp(max=known - 1))
         new = self.rows[(ids - known).clamp(min=0)].to(old.dtype)
@@ -112,17 +112,17 @@ class TokenEmbedding(nn.Module):
 
 
 def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> TokenHandle:
-    """Adds a word to a tokenizer of transformers and to the encoder that reads it."""
+    """Adds a token to a transformers tokenizer and to its text encoder."""
     if is_known(tokenizer, token):
         raise GulliverError(
-            f"--token {token} is a word of the base already: choose another one, such as <{token}>"
+            f"--token {token} is already a word of the base; choose another one, such as <{token}>"
         )
     table = encoder.get_input_embeddings()
     known = table.num_embeddings
     if len(tokenizer) != known:
         raise GulliverError(
             f"the base's tokenizer has {len(tokenizer):,} tokens and its text encoder {known:,} "
-            "embeddings: a new word would take another's place"
+            "embeddings, so a new token would replace another one; choose another base"
         )
     with torch.no_grad():
         row = table.weight.mean(0, keepdim=True)
@@ -131,7 +131,7 @@ def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> 
             unknown = tokenizer.unk_token_id
             if not ids or (unknown is not None and all(one == unknown for one in ids)):
                 raise GulliverError(
-                    f"--initial {initial!r} is no word of the base: name a known one"
+                    f"--initial {initial!r} is not a word of the base; give an existing one"
                 )
             row = table.weight[torch.tensor(ids, device=table.weight.device)].mean(0, keepdim=True)
         wrapped = TokenEmbedding(table, row.clone())

@@ -1,4 +1,4 @@
-"""Fine-tuning of language models: texts to batches, and the training run.
+"""Fine-tuning of language models: data preparation and training.
 
 Texts pass through `rows.py` (files to rows), `texts.py` (rows to tokens and labels) and
 `batches.py`; `finetuner.py` trains.

@@ -1,7 +1,7 @@
-"""Adapters of low rank (LoRA), made by PEFT: which layers have them, and whether one fits a model.
+"""LoRA adapters, created by PEFT: target layers, and compatibility checks.
 
-The layers are all linear ones of the blocks: that learns as full fine-tuning does on data sets of
-the sizes that people fine-tune on, where adapters of attention alone fall behind
+By default all linear layers of the blocks are adapted: on data sets of typical fine-tuning sizes
+this matches full fine-tuning, while adapters of attention alone fall behind
 (https://thinkingmachines.ai/blog/lora/).
 """
 
@@ -25,7 +25,8 @@ _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"), _QKVO + _MLP),
-    # Experts are one tensor each for all, which PEFT does not adapt as linear layers; routers stay.
+    # The experts of a layer share one tensor, which PEFT does not adapt as linear layers; routers
+    # stay frozen.
     "mixtral": _QKVO,
     "deepseek_v3": (
         *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
@@ -35,14 +36,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "opt": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     "bloom": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
 }
-"""Last parts of the names of the layers that are adapted, by family."""
+"""Names of the target layers, as suffixes, by model family."""
 ANY = "all-linear"
-"""PEFT's word for every linear layer but the head, for families without a line."""
+"""PEFT's value for every linear layer except the head, for other families."""
 CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "gulliver.json"
 
 
 def adapt(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    """Puts new adapters into a model, or those of ``--adapter``; all else is frozen."""
+    """Adds new adapters to a model, or those of ``--adapter``, and freezes everything else."""
     try:
         import peft
     except ImportError:
@@ -66,7 +67,8 @@ def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
         found = peft.PeftConfig.from_pretrained(str(config.adapter))
         if given.get("peft_type") != "LORA":
             raise GulliverError(
-                f"--adapter {config.adapter} is a {given.get('peft_type')}: give one of LoRA"
+                f"--adapter {config.adapter} is of type {given.get('peft_type')}; only LORA is "
+                "supported"
             )
         found.inference_mode = False
         _check_own(config, config.adapter, given)
@@ -82,29 +84,30 @@ def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
 
 
 OWN = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_targets": "target_modules"}
-"""Options that an adapter has values of its own for, by its configuration's names."""
+"""Options that an existing adapter defines, by their names in its configuration."""
 
 
 def _check_own(config: FinetuneConfig, folder: Path, given: Mapping[str, Any]) -> None:
-    """Refuses options that contradict the adapter that is continued."""
+    """Raises an error for options that contradict the continued adapter."""
     for name, key in OWN.items():
         asked, own = getattr(config, name), given.get(key)
         same = set(asked) == set(own or ()) if isinstance(asked, tuple) else asked == own
         if asked != getattr(FinetuneConfig(), name) and not same:
             raise GulliverError(
-                f"--{name.replace('_', '-')} is {asked}, and --adapter {folder} has {own}: leave "
-                "it out, or leave --adapter out"
+                f"--{name.replace('_', '-')} is {asked}, but --adapter {folder} has {own}; omit "
+                "one of them"
             )
 
 
 def _check_targets(model: nn.Module, targets: Any) -> None:
-    """Refuses names that no layer has: PEFT minds only if none of them is found."""
+    """Raises an error for unknown layer names; PEFT only does if none of them exists."""
     if isinstance(targets, str):
         return
     known = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_linear(m)}
     family = TARGETS.get(family_of(model).name, ())
     for target in targets:
-        # Of a family's layers a model may have some: DeepSeek's queries are whole, or in two parts.
+        # A model may have only some of its family's layers: DeepSeek's queries are one layer or
+        # two.
         if target.rpartition(".")[2] not in known and target not in family:
             raise GulliverError(
                 f"--lora-targets {target}: {type_of(model)} has no linear layer of that name; "
@@ -118,33 +121,32 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _read(folder: Path) -> Mapping[str, Any]:
     if not (folder / CONFIG).is_file():
-        raise GulliverError(f"--adapter {folder} is no PEFT adapter: it has no {CONFIG}")
+        raise GulliverError(f"--adapter {folder} is not a PEFT adapter: it has no {CONFIG}")
     return read_json(folder / CONFIG)
 
 
 def check_adapter(folder: Path, fingerprint: str) -> None:
-    """Refuses an adapter that says of itself that it is of another model."""
+    """Raises an error for an adapter of another base model."""
     _read(folder)
     if (folder / FACTS).is_file():
         base = read_json(folder / FACTS).get("base")
         if base != fingerprint:
             raise GulliverError(
-                f"--adapter {folder} is of another model: it was trained with {base}, --model is "
-                f"{fingerprint}"
+                f"--adapter {folder} was trained on another model, {base}; --model is {fingerprint}"
             )
 
 
 def fill_adapters(
     own: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Gives adapters the values of a file."""
+    """Loads the values of adapters from a file."""
     for name in dict.fromkeys((*own, *saved)):
         ours = tuple(own[name].shape) if name in own else None
         theirs = tuple(saved[name].shape) if name in saved else None
         if ours != theirs:
             raise GulliverError(
-                f"--adapter {folder} is of another model: {name} is {theirs or 'not there'}, "
-                f"--model needs {ours or 'none'}"
+                f"--adapter {folder} does not match --model: {name} is {theirs or 'missing'} in "
+                f"the adapter and {ours or 'missing'} in the model"
             )
     with torch.no_grad():
         for name, parameter in own.items():
@@ -153,13 +155,13 @@ def fill_adapters(
 
 
 def adapter_parameters(adapted: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters by the names that PEFT's files give them."""
+    """Trained parameters by their names in PEFT's files."""
     found = adapted.named_parameters()
     return {adapter_name(name): p for name, p in found if p.requires_grad}
 
 
 def adapter_name(name: str) -> str:
-    """A parameter's name in PEFT's files: without the name of the adapter."""
+    """A parameter's name in PEFT's files, without the adapter's name."""
     return name.replace(".default.", ".")
 
 
@@ -172,7 +174,7 @@ def adapter_config(adapted: Any, folder: Path) -> str:
 
 
 def deltas(adapted: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What adapters add to weights of the model, by their names there."""
+    """Updates that adapters add to the model's weights, by weight name."""
     found: dict[str, Any] = {}
     for path, module in adapted.named_modules():
         scale = getattr(module, "scaling", None)
@@ -185,7 +187,7 @@ def deltas(adapted: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class _Delta:
-    """The product of two matrices of low rank, computed when it is asked for."""
+    """The product of two low-rank matrices, computed on access."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float, turned: bool) -> None:
         self.a, self.b, self.scale, self.turned = a, b, scale, turned

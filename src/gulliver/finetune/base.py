@@ -1,4 +1,4 @@
-"""Weights that no memory holds: parameters that are views of mapped files."""
+"""Weights larger than memory: parameters that are views of mapped files."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from gulliver.io.files import named_errors, require_space
 from gulliver.parallel.tensor.apply import materialize
 
 ALIGNMENT = 64
-"""Bytes that tensors in the nameless file are aligned to."""
+"""Alignment in bytes of tensors in the temporary file."""
 
 
 # [Note: weights larger than memory] Under a memory limit a model may be larger than memory before
-# it is boosted. Its parameters are then views of files that are mapped: of the safetensors files
-# themselves where they hold the tensors as they are trained, else of a nameless file that they are
-# converted into first. Pages that were read may be dropped again by the system, and `boost` moves
-# them chunk by chunk to where they will live. Several ranks take rank 0's values of what is frozen,
-# which would make private copies of the files' pages, so there each rank has a file of its own.
+# it is boosted. Its parameters are then views of mapped files: of the safetensors files themselves
+# if they hold the tensors in the training dtype, else of an unlinked temporary file that they are
+# converted into first. The system may drop clean pages at any time, and `boost` moves the
+# parameters chunk by chunk to their final tier. With several ranks, frozen values are broadcast
+# from rank 0, which would create private copies of the mapped pages, so each rank has its own file
+# there.
 def map_weights(
     build: Callable[[torch.dtype], nn.Module],
     folder: Path,
@@ -42,12 +43,12 @@ def map_weights(
     scratch: Path,
     alone: bool,
 ) -> nn.Module | None:
-    """Makes a model whose parameters are views of mapped files."""
+    """Creates a model with parameters that are views of mapped files."""
     with lazy_parameters():
         model = build(dtype)
     with model_weights(folder, model) as weights:
         infos, files, sources = weights.infos, weights.files, weights.sources
-    # A tied parameter has several names, of which a file may have any.
+    # A tied parameter has several names, and a file may use any of them.
     names = dict[Tensor, list[str]]()
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -71,7 +72,7 @@ def map_weights(
 
 
 def _reserved(like: Iterable[Tensor], scratch: Path) -> dict[Tensor, Tensor | None]:
-    """Memory for tensors, in views of a file without a name."""
+    """Memory for tensors, as views of an unlinked file."""
     starts, size = dict[Tensor, int](), 0
     for tensor in like:
         starts[tensor] = size
@@ -80,7 +81,7 @@ def _reserved(like: Iterable[Tensor], scratch: Path) -> dict[Tensor, Tensor | No
     with named_errors(scratch, needed=size):
         handle, path = tempfile.mkstemp(prefix=".gulliver-", dir=scratch)
         try:
-            # Reserved now: a mapped page that finds no room ends the process.
+            # Reserved now: touching a mapped page on a full disk kills the process.
             os.posix_fallocate(handle, 0, size)
             whole = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         finally:
@@ -92,23 +93,23 @@ def _reserved(like: Iterable[Tensor], scratch: Path) -> dict[Tensor, Tensor | No
     }
 
 
-# The model that a run begins with: its folder, its fingerprint, and how it is loaded.
+# The base model: its folder, its fingerprint, and loading.
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOOKED_AT = 1 << 20
-"""Bytes of each end of a file of weights that are part of the fingerprint."""
+"""Bytes at each end of a weight file that enter the fingerprint."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A Hugging Face folder of a causal language model."""
+    """Hugging Face folder of a causal language model."""
 
     folder: Path
 
     @cached_property
     def config(self) -> Any:
-        """The configuration, as transformers reads it."""
+        """The configuration, as loaded by transformers."""
         try:
             import transformers
         except ImportError:
@@ -119,21 +120,21 @@ class Base:
             raise GulliverError(f"--model {self.folder}: {_line(error)}") from None
         if type(found) not in transformers.AutoModelForCausalLM._model_mapping:
             raise GulliverError(
-                f"--model {self.folder} is a {found.model_type}, which does not continue texts: "
-                "give a causal language model, such as a Llama, Qwen, Gemma, GPT-2 or OPT"
+                f"--model {self.folder} is a {found.model_type}, which is not a causal language "
+                "model; give one, such as a Llama, Qwen, Gemma, GPT-2 or OPT"
             )
         found.use_cache = False
         return found
 
     @cached_property
     def context(self) -> int | None:
-        """Longest sequence that the model takes, in tokens; None where it has no limit."""
+        """Maximum sequence length in tokens; None for no limit."""
         longest = getattr(self.config, "max_position_embeddings", None)
         return int(longest) if isinstance(longest, int) and longest > 0 else None
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype that most elements of the weights have, apart from those that have scales."""
+        """Most common dtype of the weights, except for those with scales."""
         counts = Counter[torch.dtype]()
         with open_weights(self.folder) as weights:
             for info in weights.infos.values():
@@ -147,14 +148,14 @@ class Base:
         return fingerprint_of(self.folder)
 
     def on_meta(self) -> nn.Module:
-        """The model without memory, for planning."""
+        """The model on the meta device, for planning."""
         with torch.device("meta"), _quiet():
             return self._built(torch.float32)
 
     def load(
         self, dtype: torch.dtype, device: torch.device, scratch: Path | None, alone: bool
     ) -> nn.Module:
-        """The model with its weights, on this rank."""
+        """The model with its weights on this rank."""
         try:
             with _quiet():
                 if scratch is not None and device.type == "cpu":
@@ -168,7 +169,9 @@ class Base:
         materialize(model, device)
         odd = load_huggingface(model.to(device), self.folder, strict=False)
         if odd.missing:
-            raise GulliverError(f"--model {self.folder} is of another model, or not whole: {odd}")
+            raise GulliverError(
+                f"--model {self.folder} is incomplete or belongs to another model: {odd}"
+            )
         return model
 
     def _built(self, dtype: torch.dtype) -> nn.Module:
@@ -197,7 +200,7 @@ def fingerprint_of(folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers' bars and advice from the terminal."""
+    """Silences progress bars and advice of transformers."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

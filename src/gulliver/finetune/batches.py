@@ -1,4 +1,4 @@
-"""Models whose packed batches are exact: the sequences of a row do not see each other."""
+"""Models for which packing is exact: the sequences of a row do not attend to each other."""
 
 from __future__ import annotations
 
@@ -32,51 +32,53 @@ _TESTED = (
     "vaultgemma youtu "
 )
 EXACT = frozenset(_TESTED.split())
-"""Types of transformers whose packed batches are exact."""
+"""Model types of transformers for which packing is exact."""
 ATTENTIONS = ("eager", "sdpa")
-"""Implementations of attention that the masks are exact for."""
+"""Attention implementations whose masks are exact."""
 LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layers that they are: others keep a state, or choose what they look at."""
+"""Supported kinds of layers; others keep a state or select the tokens they attend to."""
 
 
-# [Note: how a model knows] Masks are a matter of attention: windows, chunks and linear attention
-# need other ones than full attention does. Models of transformers make all of theirs from
-# ``position_ids`` where these restart, in their newer way of writing; so packed batches have
-# positions and no mask, and no mask of ours has to be right for each layer of each family. Which
-# types do so exactly is known from a test that holds packed logits, loss and all gradients to those
-# of each sequence alone, in float64 (`tests/finetune/test_finetune_packing.py`); other types are
-# refused.
+# [Note: how a model knows] Windows, chunks and linear attention need other masks than full
+# attention. Recent transformers models build all their masks from ``position_ids`` that restart, so
+# packed batches have positions and no mask, and no mask of ours has to be right for each layer of
+# each family. A test compares packed logits, loss and all gradients with those of each sequence
+# alone, in float64, for every listed type (`tests/finetune/test_finetune_packing.py`); other types
+# are rejected.
 def packing_support(model: nn.Module, length: int | None = None) -> str | None:
-    """Says why packed batches would not be exact for a model; None where they are.
+    """Returns why packing would not be exact for a model; None if it is.
 
     Args:
-        model: any model; one that PEFT has adapted is looked into.
-        length: longest sequence in tokens; None where it is not known.
+        model: any model, possibly adapted by PEFT.
+        length: maximum sequence length in tokens; None if unknown.
     """
     model = hugging_face_of(model)
     kind = type_of(model)
     if kind not in EXACT or not has_known_forward(model):
-        return f"{kind} is not known to keep the sequences of a row apart"
+        return f"{kind} is not known to support packing"
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ATTENTIONS:
-        return f"attention {attention!r} is not known to: load the model with 'sdpa' or 'eager'"
+        return (
+            f"attention {attention!r} is not known to support packing; load the model with 'sdpa' "
+            "or 'eager'"
+        )
     others = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - LAYERS
     if others:
-        return f"its layers of the kind {sorted(others)[0]!r} do not"
+        return f"layers of kind {sorted(others)[0]!r} do not support packing"
     if getattr(config, "use_cache", False):
-        return "a model that keeps a cache does not: set model.config.use_cache to False"
+        return "a model with a cache does not support packing; set model.config.use_cache to False"
     if _frequencies_vary(config, length):
         return "its rotary frequencies depend on the longest sequence of a row"
     if asks_routers(model, {}):
-        return "the loss of its routers would count padding: set output_router_logits to False"
+        return "the router loss would count padding; set output_router_logits to False"
     return None
 
 
 def _frequencies_vary(config: Any, length: int | None) -> bool:
-    """Whether a sequence of that length makes a model turn others of its batch differently."""
+    """Whether a sequence of that length changes the rotary frequencies of others in its batch."""
     rope = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of them.
+    # One for all layers, or one per kind.
     for one in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         kind = str(one.get("rope_type"))
         if "dynamic" in kind or kind == "longrope":
@@ -86,43 +88,42 @@ def _frequencies_vary(config: Any, length: int | None) -> bool:
     return False
 
 
-# Batches of sequences: packed with others, or with others of their length; the same at any size.
+# Batches of sequences, packed or grouped by length; independent of the number of ranks.
 #
-# An epoch is a list of steps of the optimizer, each a list of rows; it depends on the seed and the
-# epoch alone. A step is cut into a part for each micro-batch of each rank, so the same tokens make
-# the same step on any number of ranks with any accumulation, and the position is a number of
-# steps.
+# An epoch is a list of optimizer steps, each a list of rows; it depends only on the seed and the
+# epoch. A step is split into a part for each micro-batch of each rank, so any number of ranks and
+# any accumulation use the same tokens per step, and the position is a number of steps.
 
 
 IGNORED = -100
-"""Label of a token that is not learnt, as torch's and transformers' losses know it."""
+"""Ignored label in the losses of torch and transformers."""
 SHORTEST_GRAIN = 8
 GRAINS = 32
-"""Lengths count as equal, for sorted batches, that differ by less than a 32nd of the longest."""
+"""Sorted batches treat lengths as equal that differ by less than a 32nd of the longest."""
 
 Rows = list[list[int]]
-"""Numbers of the sequences of each row."""
+"""Indices of the sequences of each row."""
 
 
 # [Note: as many steps in each epoch] Both orders are laid out once, on the sorted lengths:
-# `_packed` fills rows of `length` tokens by best fit, `_sorted` cuts batches of about as many
-# tokens. An epoch then shuffles the sequences of equal length among the places of that
-# length, and shuffles the rows (the steps, where lengths differ). So every epoch has another order
-# and the same number of steps, which a learning rate can be laid over.
+# `_packed` fills rows of `length` tokens by best fit, `_sorted` forms batches with about as many
+# tokens. An epoch then shuffles sequences of equal length among their positions, and shuffles the
+# rows (or the steps, if lengths differ). So every epoch has another order and the same number of
+# steps, which the learning rate schedule needs.
 #
-# [Note: the memory of a step] A step has room for `tokens` // `length` rows of full length. A
-# sorted step of sequences of at most half that length has twice as many rows, and so on: a
-# multiple, so that no rank's part has more tokens than it would have of full rows, where the ranks
-# and micro-batches divide those.
+# [Note: the memory of a step] A step fits `tokens` // `length` rows of full length. A sorted step
+# with sequences of at most half that length has twice as many rows, and so on: a multiple, so that
+# no rank's part has more tokens than with full rows, if ranks times micro-batches divide the number
+# of rows.
 @dataclass(frozen=True)
 class StepPart:
-    """What one rank has in a micro-batch."""
+    """A rank's share of a micro-batch."""
 
-    # Numbers of the sequences of each row; none where a step has fewer rows than parts.
+    # Indices of the sequences of each row; empty if a step has fewer rows than parts.
     rows: Rows
-    # Tokens that each row is filled up to.
+    # Tokens per row, including padding.
     length: int
-    # Learnt tokens of the whole step, over all ranks and micro-batches.
+    # Trained tokens of the whole step, over all ranks and micro-batches.
     items: int
 
 
@@ -140,36 +141,37 @@ def make_batches(
     multiple: int = 1,
     padding: int = 0,
 ) -> DataLoader:
-    """Makes the loader of a training or an evaluation.
+    """Creates the loader for training or evaluation.
 
-    A batch is a dict that a model of transformers takes, besides `num_items`: the number of tokens
-    that are learnt in the whole step, over all ranks and micro-batches. The sum of a batch's token
-    losses over it is this batch's share of the mean over the step.
+    A batch is a dict of arguments for a transformers model, plus `num_items`: the number of trained
+    tokens in the whole step, over all ranks and micro-batches. The sum of a batch's token losses
+    divided by it is this batch's share of the step's mean loss.
 
-    - packed: ``input_ids``, ``labels``, ``position_ids``, each ``[B, L]``. Positions restart
-      with each sequence, which says that it sees no other; for models that keep no cache.
+    - packed: ``input_ids``, ``labels``, ``position_ids``, each ``[B, L]``. Positions restart with
+    each sequence, so that sequences do not attend to each other; for models without a cache.
     - otherwise: ``input_ids``, ``labels``, ``attention_mask``, each ``[B, L]``, padded at the end.
 
     Args:
-        examples: sequences, none longer than `length`.
-        tokens: most tokens of a step of the optimizer, all ranks and micro-batches together, with
+        examples: sequences of at most `length` tokens.
+        tokens: maximum tokens of an optimizer step over all ranks and micro-batches, including
             padding; at least one row of `length`.
-        length: length of a packed row, and longest sequence, in tokens.
+        length: length of a packed row and maximum sequence length, in tokens.
         packing: whether several sequences share a row; see `packing_support`.
         seed: seed of the order.
-        accumulate: number of micro-batches of a step.
-        rank: rank of this process among those that read different rows.
-        ranks: number of those.
-        shuffle: whether each epoch has another order; otherwise the longest go first.
-        multiple: number that the length of every batch is a multiple of.
-        padding: token that fills up rows; it is never learnt nor looked at.
+        accumulate: number of micro-batches per step.
+        rank: data-parallel rank of this process.
+        ranks: number of data-parallel ranks.
+        shuffle: whether to reshuffle each epoch; otherwise the longest sequences come first.
+        multiple: number by which the length of every batch must be divisible.
+        padding: padding token; it is never trained or attended to.
 
     Returns:
-        A loader whose state resumes with any `ranks` and `accumulate`, at the next step; all ranks
-        have equally many batches, `accumulate` for each step.
+        A loader whose state resumes at the next step with any `ranks` and `accumulate`. All ranks
+        have the same number of batches, `accumulate` per step.
 
     Raises:
-        GulliverError: no sequences, or one that is too long; a rank beyond their number; no room.
+        GulliverError: there are no sequences, one is too long, the rank is out of range, or
+            `tokens` is too small.
     """
     sampler = StepSampler(
         examples, tokens, length, packing, seed, accumulate, rank, ranks, shuffle, multiple
@@ -186,7 +188,7 @@ def make_batches(
 
 
 class _Loader(DataLoader):
-    """A loader of steps that gives out their micro-batches; its position is a number of steps."""
+    """Iterates over the micro-batches of steps; its position is a number of steps."""
 
     batch_sampler: StepSampler
 
@@ -199,7 +201,7 @@ class _Loader(DataLoader):
 
 
 class StepSampler(ResumableSampler):
-    """This rank's parts of steps, one for each micro-batch; see `make_batches` for arguments."""
+    """This rank's parts of steps, one per micro-batch; see `make_batches` for arguments."""
 
     kind = "sampler of sequences"
 
@@ -220,20 +222,21 @@ class StepSampler(ResumableSampler):
         self.lengths = np.array([len(one) for one in examples], dtype=np.int64)
         self._learnt = np.array([one.learnt for one in examples], dtype=np.int64)
         if not len(examples):
-            raise GulliverError("there are no sequences to make batches of")
+            raise GulliverError("there are no sequences to make batches of; add data")
         if self.lengths.max() > length:
             raise GulliverError(
                 f"a sequence of {examples[int(self.lengths.argmax())].source} has "
-                f"{self.lengths.max()} tokens, the batches' length is {length}"
+                f"{self.lengths.max()} tokens, more than length={length}"
             )
         if tokens < length or accumulate < 1:
             raise GulliverError(
-                f"{tokens} tokens a step hold no sequence of {length}: give {length} or more"
+                f"tokens={tokens} per step is less than one sequence of {length}; use {length} or "
+                "more"
             )
         self._length, self._rows, self._packing = length, tokens // length, packing
         self.accumulate, self._shuffle, self._multiple = accumulate, shuffle, multiple
         grain = 1 if packing else max(SHORTEST_GRAIN, length // GRAINS)
-        # What counts as one length, and is shuffled in each epoch.
+        # Lengths that count as equal; shuffled together in each epoch.
         self._alike = np.minimum(-(-self.lengths // grain) * grain, length)
         self._places = (_packed if packing else _sorted)(
             np.sort(self._alike)[::-1], length, self._rows
@@ -254,12 +257,12 @@ class StepSampler(ResumableSampler):
         return digest.hexdigest()
 
     def batches(self, epoch: int) -> list[Rows]:
-        """Draws the steps of an epoch: the rows of each."""
+        """Draws the rows of each step of an epoch."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
         ties = (
             draw.permutation(len(self.lengths)) if self._shuffle else np.arange(len(self.lengths))
         )
-        # The longest first; those of one length in the order of the ties.
+        # Longest first; equal lengths in the order of the ties.
         order = np.lexsort((ties, -self._alike))
         groups = [[order[row].tolist() for row in group] for group in self._places]
         if self._packing:
@@ -281,12 +284,12 @@ class StepSampler(ResumableSampler):
 
 
 def _packed(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
-    """One group: the rows, each places of the sorted lengths that fit into it together."""
+    """One group: rows as positions of the sorted lengths that fit together."""
     return [pack(lengths.tolist(), length).bins]
 
 
 def _sorted(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
-    """A group for each step: places of lengths that are next to one another, a row each."""
+    """A group per step: adjacent positions of the sorted lengths, one per row."""
     groups, at = [], 0
     while at < len(lengths):
         size = rows * max(1, length // int(lengths[at]))
@@ -296,7 +299,7 @@ def _sorted(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Makes the tensors of a step's parts."""
+    """Builds the tensors of a step's parts."""
 
     def __init__(self, examples: Sequence[Example], packing: bool, padding: int) -> None:
         self._examples, self._packing, self._padding = examples, packing, padding
@@ -308,7 +311,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
         return [self._batch(part) for part in parts]
 
     def _batch(self, part: StepPart) -> dict[str, Any]:
-        # A rank without rows still takes part in the step, with a token that nobody learns.
+        # A rank without rows still takes part in the step, with a token that is not trained.
         rows = part.rows or [[]]
         ids = torch.full((len(rows), part.length), self._padding, dtype=torch.int64)
         labels = torch.full_like(ids, IGNORED)

@@ -1,6 +1,6 @@
-"""Options of fine-tuning: frozen dataclasses, which are also the command line.
+"""Options of fine-tuning: frozen dataclasses that also define the command line.
 
-Nothing here imports torch, so that `--help` does not either.
+Nothing here imports torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -15,64 +15,66 @@ from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SEED, SHARE, O
 FORMS = ("messages", "instruction", "completion", "text")
 LONGEST = 2**20
 LENGTH = 2048
-"""Length of sequences where none is asked for and the model's context is not shorter."""
+"""Default sequence length, if the model's context is not shorter."""
 
 
 @dataclass(frozen=True)
 class DataConfig(Options):
-    """Texts to learn from."""
+    """Training data."""
 
     data: tuple[Path, ...] = ()
-    """Files, or folders of them: JSON Lines, JSON, Parquet, CSV, TSV; any other file is a text."""
+    """Files or folders with JSON Lines, JSON, Parquet, CSV, TSV or plain text."""
     form: Literal["auto", "messages", "instruction", "completion", "text"] = "auto"
-    """What a row is; auto: recognised by its columns, the same for all rows."""
+    """Format of the rows; auto: detected from the columns."""
     answers_only: Literal["auto", "yes", "no"] = "auto"
-    """Learn the answers and not the questions; auto: yes, where there are answers."""
+    """Train on answers only; auto: yes, if there are answers."""
     length: Annotated[int | None, Range(2, LONGEST)] = None
-    """Longest sequence in tokens; by default the model's context, at most 2048."""
+    """Maximum sequence length in tokens; default: the model's context, at most 2048."""
     long_chats: Literal["cut", "skip"] = "cut"
-    """What becomes of longer conversations; other texts are split into windows."""
+    """How to handle longer conversations; other texts are split into windows."""
     packing: Literal["auto", "yes", "no"] = "auto"
-    """Put several texts into a sequence, each on its own; auto: where the model does so exactly."""
+    """Pack several texts into a sequence; auto: if the model does so exactly."""
     held_out: Annotated[float | Path, Range(0, 1, open_above=True)] = 0.05
-    """Share of the texts that is kept for evaluation, or a file of them."""
+    """Fraction of the texts held out for evaluation, or a file of them."""
     bad_rows: Literal["skip", "refuse"] = "skip"
-    """What becomes of rows that cannot be used; they are counted and listed."""
+    """How to handle unusable rows; they are counted and listed."""
     chat_template: Path | None = None
-    """A Jinja template for conversations, where the tokenizer has none or another is wanted."""
+    """Jinja chat template that replaces the tokenizer's own."""
     seed: Annotated[int, SEED] = 0
-    """Seed of everything random."""
+    """Random seed."""
 
 
 def check_data(config: DataConfig) -> None:
-    """Refuses options that no data set could be read with, before anything is read.
+    """Validates the data options before anything is read.
 
     Raises:
-        GulliverError: naming the option, its value and what would be right.
+        GulliverError: an option is invalid.
     """
     if not config.data:
-        raise GulliverError("no data is named: give --data FILE, such as --data chats.jsonl")
+        raise GulliverError("--data is missing; give a file, such as --data chats.jsonl")
     for path in config.data:
         if not path.exists():
             raise GulliverError(f"--data {path} does not exist")
     share = config.held_out
     if isinstance(share, Path) and not share.exists():
         raise GulliverError(
-            f"--held-out {share} does not exist: give a file, or a share such as 0.05"
+            f"--held-out {share} does not exist; give a file, or a fraction such as 0.05"
         )
     if config.form == "text" and config.answers_only == "yes":
-        raise GulliverError("--answers-only yes: a plain text has no answers, leave it at auto")
+        raise GulliverError(
+            "--answers-only yes does not apply to plain text, which has no answers; leave it at "
+            "auto"
+        )
 
 
-# Options of a fine-tuning run: how it learns, where it runs, what it keeps.
+# Options of a fine-tuning run.
 #
-# Those of the data are in `config.py`. Nothing here imports torch: ``gulliver finetune --help``
-# reads this module. What is None is chosen when model and data are known, and printed with the
-# reason (`planning.py`).
+# Nothing here imports torch: ``gulliver finetune --help`` reads this module. Values of None are
+# chosen once model and data are known, and printed with the reason (`planning.py`).
 
 
 SIZE = Range(1, 65536)
-"""Range of numbers of ranks that share a model."""
+"""Allowed number of ranks that share a model."""
 
 
 @dataclass(frozen=True)
@@ -80,89 +82,89 @@ class FinetuneConfig(DataConfig):
     """Fine-tunes a language model on texts."""
 
     model: Path | None = None
-    """Hugging Face folder of the model to begin with: config.json, safetensors, tokenizer."""
+    """Hugging Face folder of the base model: config.json, safetensors, tokenizer."""
     out: Path = Path("runs/finetune")
-    """The run folder: config, plan, log, checkpoints, samples and the result."""
+    """Run folder for config, plan, log, checkpoints, samples and the result."""
     method: Literal["full", "lora"] = "full"
-    """Train all weights, or adapters of low rank with the weights frozen."""
+    """Train all weights, or low-rank adapters with frozen weights."""
     memory: str | None = None
-    """Memory for weights, gradients, optimizer state and activations on each rank: 6GiB, 70%."""
+    """Memory limit per rank for weights, gradients, optimizer state and activations: 6GiB, 70%."""
     disk: str | None = None
-    """Folder and share of a disk for what does not fit --memory, such as /scratch:100GiB."""
+    """Disk folder and size for state that does not fit into --memory, such as /scratch:100GiB."""
     ranks: Annotated[int, RANKS] = 0
-    """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
+    """Processes on this machine; 0: one per GPU, or those of one model. Ignored under torchrun."""
     tp: Annotated[int, SIZE] = 1
-    """Ranks that share each layer's tensors."""
+    """Tensor parallel size."""
     pp: Annotated[int, SIZE] = 1
-    """Pipeline stages that the blocks are cut into."""
+    """Pipeline parallel size."""
     sp: Annotated[int, SIZE] = 1
-    """Ranks that share each sequence."""
+    """Sequence parallel size."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of the weights in training; bf16 trains float32 copies. auto: bf16 on a GPU."""
+    """Training dtype of the weights; bf16 keeps float32 master weights. auto: bf16 on GPUs."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
-    """What forward keeps for backward; auto recomputes blocks where it would not fit."""
+    """Activation recomputation; auto recomputes blocks if they would not fit otherwise."""
     epochs: Annotated[int, AT_LEAST_1] = 3
-    """Times that every text is shown."""
+    """Number of passes over the data."""
     steps: Annotated[int | None, AT_LEAST_1] = None
-    """Optimizer steps, instead of --epochs."""
+    """Optimizer steps; overrides --epochs."""
     batch_tokens: Annotated[int | None, AT_LEAST_1] = None
-    """Tokens of an optimizer step, all ranks together."""
+    """Global batch size in tokens."""
     micro_tokens: Annotated[int | None, AT_LEAST_1] = None
-    """Most tokens that a rank computes at once; a step that has more accumulates gradients."""
+    """Maximum micro-batch size per rank in tokens; larger batches accumulate gradients."""
     learning_rate: Annotated[float | None, RATE] = None
-    """Peak learning rate; by default it follows from method and size."""
+    """Peak learning rate; default: depends on method and model size."""
     warmup: Annotated[int | None, AT_LEAST_0] = None
-    """Steps of linear warm-up."""
+    """Linear warm-up steps."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     final_fraction: Annotated[float, SHARE] = 0.1
-    """The last learning rate as a fraction of the peak."""
+    """Final learning rate as a fraction of the peak."""
     weight_decay: Annotated[float, SHARE] = 0.0
     """Decoupled weight decay of matrices."""
     beta2: Annotated[float, Range(0, 1, open_above=True)] = 0.999
-    """Decay of the second moment."""
+    """Adam beta2."""
     clip: Annotated[float, AT_LEAST_0] = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 disables clipping."""
     lora_rank: Annotated[int, SIZE] = 16
     """Rank of the adapters."""
     lora_alpha: Annotated[float | None, Range(0, 1e6, open_below=True)] = None
-    """Scale of the adapters times their rank; by default twice the rank."""
+    """LoRA alpha: scale of the adapters times their rank; default: twice the rank."""
     lora_dropout: Annotated[float, Range(0, 1, open_above=True)] = 0.0
     """Dropout before the adapters."""
     lora_targets: tuple[str, ...] = ()
-    """Last parts of the names of the layers that are adapted; by default those of the family."""
+    """Target layers of the adapters, by name suffix; default: those of the model family."""
     adapter: Path | None = None
-    """PEFT adapter (LoRA) of this model to continue training; it sets rank and layers."""
+    """PEFT LoRA adapter of this model to continue training; it determines rank and layers."""
     merge: bool = False
-    """Write the whole model with the adapters added to its weights, as well as the adapter."""
+    """Also write the whole model with the adapters merged into its weights."""
     eval_every: Annotated[int | None, AT_LEAST_1] = None
-    """Steps between evaluations on the held-out texts; by default a tenth of the run."""
+    """Steps between evaluations on held-out texts; default: a tenth of the run."""
     patience: Annotated[int, AT_LEAST_0] = 0
-    """Evaluations without a better loss after which the run ends; 0: never."""
+    """Stop after this many evaluations without improvement; 0: never."""
     result: Literal["best", "last"] = "best"
-    """Weights that become the result; best needs held-out texts."""
+    """Checkpoint to use as the result; best needs held-out texts."""
     samples: Annotated[int | None, AT_LEAST_0] = None
-    """Held-out texts that the model continues at each evaluation."""
+    """Number of held-out texts to sample continuations for at each evaluation."""
     sample_tokens: Annotated[int, AT_LEAST_1] = 48
-    """Most tokens of such a sample."""
+    """Maximum tokens of a sample."""
     prompt: tuple[str, ...] = ()
-    """Further texts that it continues."""
+    """Additional prompts to sample continuations for."""
     save_every: Annotated[int | None, AT_LEAST_1] = None
-    """Steps between checkpoints; by default as often as evaluations."""
+    """Steps between checkpoints; default: as for evaluations."""
     keep: Annotated[int, AT_LEAST_1] = 2
-    """Number of newest checkpoints kept."""
+    """Number of checkpoints to keep."""
     log_every: Annotated[int, AT_LEAST_1] = 1
-    """Steps between lines of the log."""
+    """Steps between log lines."""
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of the resulting weights; auto: that of the model to begin with."""
+    """Dtype of the resulting weights; auto: that of the base model."""
     resume: bool = False
-    """Continue from the newest checkpoint of the run folder, bit for bit."""
+    """Resume from the newest checkpoint of the run folder; results are bitwise identical."""
     dry_run: bool = False
-    """Say what the run would take, and end before a weight is read."""
+    """Print the plan and exit before reading weights."""
 
     @property
     def ranks_of_a_model(self) -> int:
-        """Ranks that hold one model together, and read the same texts."""
+        """Ranks that hold one model together and read the same texts."""
         return self.tp * self.pp * self.sp
 
 
@@ -172,41 +174,41 @@ MAY_CHANGE = frozenset(
     | {"dry_run", "keep", "log_every", "save_every", "merge", "save_dtype", "result", "bad_rows"}
     | {"samples", "sample_tokens", "prompt"}
 )
-"""Options that may differ between a run and its resumption: where and how, not what."""
+"""Options that may change on resume because they do not affect the result."""
 
 
 def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
-    """Refuses options that no run could use, before anything is read.
+    """Validates the options before anything is read.
 
     Raises:
-        GulliverError: naming the option, its value and what would be right.
+        GulliverError: an option is invalid.
     """
     if config.model is None:
-        raise GulliverError("no model is named: give --model FOLDER, a Hugging Face folder")
+        raise GulliverError("--model is missing; give a Hugging Face folder")
     if not (config.model / "config.json").is_file():
         raise GulliverError(
-            f"--model {config.model} is no Hugging Face folder: it has no config.json"
+            f"--model {config.model} is not a Hugging Face folder: it has no config.json"
         )
     check_data(config)
     _check_out(config, config.model)
     _check_adapters(config)
     if config.disk is not None and config.memory is None:
-        raise GulliverError(f"--disk {config.disk} needs --memory: what fits that stays in memory")
+        raise GulliverError(f"--disk {config.disk} needs --memory; state that fits stays in memory")
     if config.ranks and config.ranks % config.ranks_of_a_model:
         raise GulliverError(
-            f"--ranks {config.ranks} is no multiple of --tp {config.tp} x --pp {config.pp} x "
+            f"--ranks {config.ranks} is not a multiple of --tp {config.tp} x --pp {config.pp} x "
             f"--sp {config.sp} = {config.ranks_of_a_model}"
         )
     if config.packing == "yes" and config.sp > 1:
         raise GulliverError(
-            f"--packing yes with --sp {config.sp}: masks of documents are exact for whole "
-            "sequences on a rank only; leave --packing at auto, which sorts batches then"
+            f"--packing yes does not support --sp {config.sp}, because document masks need whole "
+            "sequences on a rank; leave --packing at auto, which sorts batches by length"
         )
     return config
 
 
 def _check_out(config: FinetuneConfig, model: Path) -> None:
-    """Refuses a run folder in which files of a run would take the place of what it begins with."""
+    """Raises an error if the run folder overlaps with the inputs."""
     out = config.out.resolve()
     folders = [("--model", model), ("--adapter", config.adapter)]
     files = [("--data", path) for path in config.data]
@@ -218,16 +220,16 @@ def _check_out(config: FinetuneConfig, model: Path) -> None:
             continue
         if given == out or given in out.parents:
             raise GulliverError(
-                f"--out {config.out} is {option} {path}, or lies in it: give a folder of its own"
+                f"--out {config.out} is {option} {path} or inside it; give a separate folder"
             )
         if (option, path) in folders and out in given.parents:
             raise GulliverError(
-                f"--out {config.out} has {option} {path} in it: give a folder of its own"
+                f"--out {config.out} contains {option} {path}; give a separate folder"
             )
 
 
 def _check_adapters(config: FinetuneConfig) -> None:
-    """Refuses options of adapters where there are none."""
+    """Raises an error for adapter options without adapters."""
     if config.method == "lora":
         return
     default = FinetuneConfig()
@@ -235,4 +237,4 @@ def _check_adapters(config: FinetuneConfig) -> None:
     for name in names:
         if getattr(config, name) != getattr(default, name):
             option = f"--{name.replace('_', '-')}"
-            raise GulliverError(f"{option} is of adapters: add --method lora, or leave it out")
+            raise GulliverError(f"{option} only applies to adapters; add --method lora or omit it")

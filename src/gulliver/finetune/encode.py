@@ -1,4 +1,4 @@
-"""Tokens of a conversation, and which of them are the assistant's."""
+"""Tokenizes conversations and finds the tokens of the assistant."""
 
 from __future__ import annotations
 
@@ -19,43 +19,42 @@ Array = np.ndarray[Any, Any]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN = 8
-"""Tokens around a difference that a message shows."""
+"""Tokens around a difference that an error message shows."""
 
-MARK_THEM = "mark the answers in the template with {% generation %}, or give --answers-only no"
+MARK_THEM = "mark the answers in the template with {% generation %}, or use --answers-only no"
 
 
-# [Note: masks of conversations] A chat template is a program: it may write anything, and what it
-# writes of one message may depend on those after it. Which tokens are answers is therefore never
-# guessed from their text. Where the template marks answers (``{% generation %}``), its marks say
-# it. Elsewhere the prefix property must hold: the conversation up to an answer, with the prompt for
-# one, must be the beginning of the whole conversation, token by token, and so must the conversation
-# with that answer. What lies between is what the model would have had to write. Both are checked
-# for every answer of every conversation. A template that breaks the property (one that drops
-# earlier thoughts, say) has no such mask: what the model saw in training would not be what it sees
-# when it is asked.
+# [Note: masks of conversations] A chat template is a program: what it writes for one message may
+# depend on later ones. So answer tokens are never guessed from the text. If the template marks
+# answers (``{% generation %}``), the marks are used. Otherwise the prefix property must hold: the
+# conversation up to an answer, including the generation prompt, must be a token-level prefix of the
+# whole conversation, and so must the conversation including that answer. The tokens in between are
+# the answer. Both are checked for every answer of every conversation. A template that breaks the
+# property (for example by dropping earlier reasoning) has no such mask: training would differ from
+# inference.
 class BadChat(Exception):
-    """A conversation that the template refuses."""
+    """A conversation that the template rejects."""
 
 
 def marks_answers(tokenizer: Any) -> bool:
-    """Whether the template says itself which tokens are answers."""
+    """Whether the template marks the answer tokens itself."""
     return tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()) is not None
 
 
 def check_template(tokenizer: Any) -> None:
-    """Refuses a tokenizer without a chat template."""
+    """Raises an error if the tokenizer has no chat template."""
     try:
         tokenizer.get_chat_template()
     except ValueError:
         raise GulliverError(
-            "the rows are conversations, and the tokenizer has no chat template to write them: "
-            "give --chat-template FILE (that of the instruct model, say), or rows with prompt and "
-            "completion"
+            "the rows are conversations, but the tokenizer has no chat template; give "
+            "--chat-template FILE (for example that of the instruct model), or rows with prompt "
+            "and completion"
         ) from None
 
 
 def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[int]]:
-    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T]."""
+    """Returns the tokens of a conversation and the template's mask of answers, both [T]."""
     found = _applied(
         tokenizer,
         sample,
@@ -67,12 +66,12 @@ def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[i
 
 
 def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
-    """Writes a conversation: the whole, and for each answer what is before it and up to its end."""
+    """Renders a conversation: the whole, and each answer's prefixes without and with it."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
     if answers_only and not answers:
-        raise BadChat("begins with an answer: nothing was asked")
+        raise BadChat("begins with an answer; it needs a message before it")
     for number in answers if answers_only else ():
         asked = _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True)
         is_last = number + 1 == count
@@ -94,7 +93,7 @@ def answer_mask(tokenizer: Any, sample: TextSample, tokens: Sequence[list[int]])
 
 
 def _answers(sample: TextSample) -> list[int]:
-    # A greeting answers nothing: it is read, and not learnt.
+    # A greeting does not answer anything: it is context and not trained.
     return [n for n, one in enumerate(sample.messages) if n and one["role"] == "assistant"]
 
 
@@ -106,7 +105,7 @@ def _applied(tokenizer: Any, sample: TextSample, messages: int, **options: Any) 
             list(sample.messages[:messages]), tools=sample.tools, **options
         )
     except (TemplateError, TypeError, KeyError) as error:
-        raise BadChat(f"the chat template refuses it: {error}") from error
+        raise BadChat(f"the chat template rejects it: {error}") from error
 
 
 def _refuse_template(
@@ -119,35 +118,35 @@ def _refuse_template(
     if tokenizer.decode(whole).startswith(tokenizer.decode(part)):
         raise GulliverError(
             f"{sample.source}: before and in message {number + 1}, ...{there!r} has a token that "
-            f"begins in ...{here!r}, where the chat template ends, so no mask of answers is exact: "
-            f"end what goes before an answer with a special token or a line break, or {MARK_THEM}"
+            f"begins in ...{here!r}, where the chat template ends, so the answer mask would not "
+            f"be exact; end the prompt with a special token or a line break, or {MARK_THEM}"
         )
     raise GulliverError(
-        f"{sample.source}: the chat template writes a conversation up to its message {number + 1} "
-        f"as ...{here!r}, and as ...{there!r} when more follows, so no mask of answers is exact: "
-        f"{MARK_THEM}"
+        f"{sample.source}: the chat template renders the conversation up to message {number + 1} "
+        f"as ...{here!r}, but as ...{there!r} if more follows, so the answer mask would not be "
+        f"exact; {MARK_THEM}"
     )
 
 
-# Samples to tokens: which of them are learnt, and what becomes of texts that are too long.
+# Converts samples to tokens and labels, and splits long texts.
 
 
 AT_ONCE = 256
-"""Samples that a tokenizer gets at a time; its own threads share them."""
+"""Samples per tokenizer call; its threads share them."""
 
 
-# [Note: each token once] The first token of a sequence is never learnt: nothing precedes it.
-# Windows of a long text therefore overlap by one token, the last of a window being the first of the
-# next, where it is only read. So every token of a text is learnt exactly once, but for its very
-# first.
+# [Note: each token once] The first token of a sequence is never trained, because nothing precedes
+# it. Windows of a long text therefore overlap by one token: the last of a window is the first of
+# the next, where it is context only. So every token of a text except its first is trained exactly
+# once.
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence of tokens to learn from.
+    """A training sequence.
 
     Attributes:
         ids: tokens, ``[T]``.
-        answer: whether each is learnt, ``[T]``; the first one never is.
-        source: file and line that it comes from.
+        answer: whether each token is trained, ``[T]``; always False for the first.
+        source: file and line of its origin.
     """
 
     ids: Array
@@ -159,16 +158,16 @@ class Example:
 
     @property
     def learnt(self) -> int:
-        """Number of tokens that are learnt."""
+        """Number of trained tokens."""
         return int(self.answer.sum())
 
 
 def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
-    """Loads the tokenizer of a model's folder.
+    """Loads the tokenizer of a model folder.
 
     Args:
         folder: folder of the model.
-        chat_template: file with a Jinja template that goes before the tokenizer's own.
+        chat_template: file with a Jinja template that replaces the tokenizer's own.
 
     Raises:
         GulliverError: the folder has no tokenizer, or the template cannot be read.
@@ -177,13 +176,13 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise GulliverError(
-            f"{folder} has no tokenizer: copy the files of the model's own into it "
-            "(tokenizer.json and tokenizer_config.json)"
+            f"{folder} has no tokenizer; copy the model's tokenizer.json and "
+            "tokenizer_config.json into it"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        # A broken file makes transformers raise anything.
+        # transformers raises arbitrary exceptions for broken files.
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise GulliverError(f"the tokenizer of {folder} cannot be read: {reason[0]}") from error
     if chat_template is not None:
@@ -207,24 +206,24 @@ TOKENIZER_FILES = (
 
 @dataclass
 class Encoder:
-    """Makes examples of samples."""
+    """Converts samples to examples."""
 
     # Tokenizer of transformers.
     tokenizer: Any
-    # Longest sequence, in tokens.
+    # Maximum sequence length in tokens.
     length: int
-    # Whether prompts are read and not learnt.
+    # Whether prompts are context and not trained.
     answers_only: bool
-    # Whether conversations that are too long are cut; otherwise they are bad rows.
+    # Whether long conversations are truncated; otherwise they are bad rows.
     cut: bool = True
-    # How many texts were cut, split, and so on.
+    # Counts of truncated texts, split texts, and so on.
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.begin, self.end = edges(self.tokenizer)
 
     def encode(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
-        """Yields the examples of each sample: one, or several windows; or why there are none."""
+        """Yields the examples of each sample (one, or several windows), or the reason for none."""
         chats = bool(samples and samples[0].messages)
         if chats:
             check_template(self.tokenizer)
@@ -236,7 +235,7 @@ class Encoder:
     @property
     def masks(self) -> str:
         """How the answers of conversations are found."""
-        return "marks of the template" if marks_answers(self.tokenizer) else "prefixes, checked"
+        return "template marks" if marks_answers(self.tokenizer) else "checked prefixes"
 
     def _marked(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
         for sample in samples:
@@ -268,21 +267,21 @@ class Encoder:
 
     def _cut(self, sample: TextSample, ids: list[int], learnt: Array) -> list[Example] | BadRow:
         if len(ids) > self.length and not self.cut:
-            return BadRow(sample.source, f"a conversation too long: {len(ids)} tokens")
+            return BadRow(sample.source, f"conversation too long: {len(ids)} tokens")
         found = _example(ids[: self.length], learnt[: self.length], sample.source)
         if found.learnt:
             self.counts["cut"] += len(ids) > self.length
             return [found]
-        within = f"{len(ids)} tokens" if len(ids) > self.length else "its answers are empty"
-        return BadRow(sample.source, f"no answer within the length: {within}")
+        within = f"{len(ids)} tokens" if len(ids) > self.length else "empty answers"
+        return BadRow(sample.source, f"no answer within the first {within} tokens")
 
     def _answers(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
         prompts = self._tokens([sample.prompt for sample in samples])
         wholes = self._tokens([sample.prompt + sample.answer for sample in samples])
         for sample, prompt, whole in zip(samples, prompts, wholes, strict=True):
             if whole[: len(prompt)] != prompt:
-                # A token would begin in the prompt and end in the answer, and the model would never
-                # see the prompt as it is when somebody asks.
+                # A token would span prompt and answer, and the model would never see the prompt as
+                # it is at inference.
                 self.counts["apart"] += 1
                 whole = prompt + self._tokens([sample.answer])[0]
             yield self._windows(sample, len(prompt), whole)
@@ -296,7 +295,7 @@ class Encoder:
         kept = [piece for piece in pieces if piece.learnt]
         self.counts["split"] += bool(kept) and len(pieces) > 1
         self.counts["without answer"] += len(pieces) - len(kept) if kept else 0
-        return kept or BadRow(sample.source, "nothing to learn: a single token")
+        return kept or BadRow(sample.source, "only one token, nothing to train")
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -309,8 +308,8 @@ def split(ids: Sequence[int], learnt: Array, length: int, source: str) -> list[E
 
     Args:
         ids: tokens, ``[T]``.
-        learnt: whether each is learnt, ``[T]``.
-        length: longest window, 2 or more.
+        learnt: whether each token is trained, ``[T]``.
+        length: maximum window length, 2 or more.
         source: file and line.
     """
     starts = range(0, max(1, len(ids) - 1), length - 1)
@@ -324,7 +323,7 @@ def _example(ids: Sequence[int], learnt: Array, source: str) -> Example:
 
 
 def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that begin and end a text: the tokenizer's own, or else its end of sequence."""
+    """The tokens that begin and end a text: those that the tokenizer adds, or its EOS token."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole, last = tokenizer("a")["input_ids"], tokenizer.eos_token_id
     size = len(plain)

@@ -1,9 +1,9 @@
-"""A tiny model, its tokenizer and conversations to learn from, made in seconds and offline.
+"""Creates a tiny model, its tokenizer and conversations in seconds and offline.
 
     make_example(Path("out/example"))
 
-The model is a Llama of random weights that reads bytes. The task: to write a word in capitals, in
-words of other syllables each time, so that held-out words distinguish learning from memorizing.
+The model is a byte-level Llama with random weights. The task is to write words in capitals; the
+words are made of random syllables, so that held-out words distinguish learning from memorizing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def make_example(folder: Path, rows: int = 1500, seed: int = 0) -> tuple[Path, P
         Folder of the model with its tokenizer, and file of conversations (JSON Lines).
 
     Raises:
-        GulliverError: the folder has something in it, or transformers is not installed.
+        GulliverError: the folder is not empty, or transformers is not installed.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise GulliverError(f"{folder} has something in it: name a folder that is empty or new")
+        raise GulliverError(f"{folder} is not empty; give an empty or new folder")
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -73,7 +73,7 @@ def make_example(folder: Path, rows: int = 1500, seed: int = 0) -> tuple[Path, P
 
 
 def _tokenizer() -> Any:
-    """A tokenizer of bytes, with a token for each role and one that ends a message."""
+    """A byte-level tokenizer, with a token for each role and an end-of-message token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -92,7 +92,7 @@ def _tokenizer() -> Any:
 
 
 def _conversation(draw: random.Random) -> list[dict[str, str]]:
-    """One or two questions and their answers."""
+    """One or two questions with answers."""
     messages = []
     for _ in range(draw.choice((1, 1, 2))):
         word = "".join(draw.choices(SYLLABLES, k=draw.randint(2, 5)))

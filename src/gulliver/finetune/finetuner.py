@@ -1,9 +1,8 @@
-"""Fine-tuning of a language model, from a folder and files of texts to a better model.
+"""Fine-tunes a language model.
 
-Read `finetune`, then `Finetuner`. What is decided before is in `prepare.py`. It does not know how
-a run is resumed, saved and stopped (`gulliver.jobs`), how texts become batches (`batches.py`), how
-parameters lie in memory and on ranks (`gulliver.booster`), what a micro-batch computes
-(`step.py`), and what becomes of the weights at the end (`result.py`).
+Start with `finetune`, then `Finetuner`. Planning is in `prepare.py`, resuming and saving in
+`gulliver.jobs`, batches in `batches.py`, sharding and memory limits in `gulliver.booster`, the
+computation of a micro-batch in `step.py`, and the result in `result.py`.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from gulliver.options import resolved
 
 
 def finetune(config: FinetuneConfig) -> Outcome:
-    """Fine-tunes a language model as `config` says, on every rank of the present world.
+    """Fine-tunes a language model as `config` says; called on every rank.
 
     Raises:
         GulliverError: the options, the model, the data or the machine do not allow it; nothing is
-            written then. Or the loss is no longer a number, or another rank is gone.
+            written then. Or the loss is not finite, or another rank has failed.
     """
     check_finetune(config)
     world = init_world()
     with guard(), warnings.catch_warnings():
-        # Deprecated names inside transformers: nothing that a user could mend.
+        # Deprecation warnings inside transformers, which users cannot fix.
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         job = prepare(config, world)
         if config.dry_run:
@@ -54,7 +53,7 @@ def finetune(config: FinetuneConfig) -> Outcome:
 
 
 class Finetuner(TrainingLoop):
-    """A language model that learns from texts, with held-out losses and samples."""
+    """Trains a language model, and evaluates it with held-out losses and samples."""
 
     def __init__(self, job: FinetuneJob, world: World) -> None:
         config, recipe, plan = job.config, job.recipe, job.planned.plan
@@ -70,7 +69,7 @@ class Finetuner(TrainingLoop):
                 step, recipe.steps, recipe.warmup, config.schedule, config.final_fraction
             ),
         )
-        with suppress(ImportError):  # after boost it would count against a memory limit
+        with suppress(ImportError):  # allocated after boost it would count against a memory limit
             import_module("torch.utils.tensorboard")
         booster = Booster(plan=plan, verbose=False)
         place = booster.plugin.data_place()
@@ -101,7 +100,7 @@ class Finetuner(TrainingLoop):
         )
 
     def _load(self, world: World) -> nn.Module:
-        """The model with its weights and adapters."""
+        """Loads the model with its weights and adapters."""
         config, plan = self.config, self.job.planned.plan
         scratch = (self.job.planned.disk or self.job.run.folder) if plan.limited else None
         dtype = DTYPES[self.job.recipe.precision]
@@ -114,7 +113,7 @@ class Finetuner(TrainingLoop):
         return super().is_over or bool(patience and self.worse >= patience)
 
     def run_to_end(self, stop: StopRequest) -> Outcome:
-        """Steps until the last, or until a signal; the last state is always saved."""
+        """Trains until the last step or a signal; always saves the last state."""
         result = None
         if self.train(stop):
             job, model = self.job, self.plain_model
@@ -123,9 +122,9 @@ class Finetuner(TrainingLoop):
         return Outcome(self.step_number, self.is_over, self.seconds, best, result)
 
     def batches(self) -> Iterator[tuple[list[Any], Any]]:
-        """Yields the micro-batches of one step after the other, over as many epochs as it takes."""
+        """Yields the micro-batches of consecutive steps, over as many epochs as needed."""
         while True:
-            # What is left of an epoch is too little for a step, and left out.
+            # The rest of an epoch is too small for a step and is dropped.
             batches = list[Any]()
             for batch in self.loader:
                 batches.append(batch)
@@ -152,7 +151,7 @@ class Finetuner(TrainingLoop):
             self._judge()
 
     def _judge(self) -> None:
-        """Held-out loss and samples; keeps the weights if they are the best so far."""
+        """Computes held-out loss and samples; keeps the weights if they are the best so far."""
         step = self.step_number
         for prompt in self.job.prompts:
             made = prompt.continued(self.learner, self.job.tokenizer, self.config.sample_tokens)
@@ -169,7 +168,7 @@ class Finetuner(TrainingLoop):
             self.worse += 1
             return
         self.best, self.best_step, self.worse = loss, step, 0
-        # The weights of the start are the model's own files, but new adapters have none.
+        # Initial weights are in the model's own files, except for new adapters.
         if step or self.config.method == "lora":
             self.booster.save(self.job.run.best.root, step, self.model, frozen=False, keep=1)
 

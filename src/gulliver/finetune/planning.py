@@ -1,9 +1,9 @@
-"""How a run lies on its ranks: the fastest plan that fits, made before a weight is read.
+"""Plans a run before weights are read: the fastest plan that fits.
 
-Read `plan_run`. A model on meta, its optimizer and the largest micro-batch are enough: what a step
-takes is followed with shapes alone. Without a memory limit the lowest stage of ZeRO is taken that
-fits what there is; each is tried with fewer and fewer tokens at once: accumulating costs nothing,
-where a higher stage sends more.
+Start with `plan_run`. A step is traced with shapes only, from a model on meta, its optimizer and
+the largest micro-batch. Without a memory limit the lowest ZeRO stage that fits is used. Each stage
+is tried with smaller and smaller micro-batches first, because accumulation is free while a higher
+stage communicates more.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gulliver.plan.tree import Work
 from gulliver.planner.measure import estimate_work
 
 CHUNK_MB = 4.0
-"""Size of ZeRO's chunks: steps of many lengths take many times, so tuning would learn nothing."""
+"""ZeRO chunk size: with steps of many lengths, tuning it would not converge."""
 USABLE = 0.9
-"""Share of the memory that a plan without a limit may take: the interpreter needs some, too."""
+"""Fraction of the memory that a plan without a limit may use: the interpreter needs some, too."""
 HOST_SHARE = "70%"
-"""Share of the host's memory behind a GPU with a limit, where no disk is named."""
-UNMEASURED = "for a machine of this kind (gulliver probe measures this one)"
+"""Default fraction of the host's memory behind a GPU with a limit, if no disk is given."""
+UNMEASURED = "for a typical machine of this kind (gulliver probe measures this one)"
 AGAIN = {"keep": (False,), "recompute": (True,), "auto": (False, True)}
-"""Whether blocks are computed again, in the order that it is tried, where ranks share a model."""
+"""Recomputation settings in the order in which they are tried if ranks share a model."""
 STATE = ("parameters", "gradients", "optimizer_state")
 
 
@@ -44,38 +44,38 @@ STATE = ("parameters", "gradients", "optimizer_state")
 class StepShape:
     """The largest step of a run."""
 
-    # Sequences of full length in a step, over all ranks and micro-batches.
+    # Sequences of full length per step, over all ranks and micro-batches.
     rows: int
     # Tokens of such a sequence.
     length: int
 
     def per_micro(self, places: int, accumulate: int) -> int:
-        """Rows that a rank computes at once, at most."""
+        """Maximum rows that a rank computes at once."""
         return math.ceil(self.rows / (places * accumulate))
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A plan, and how a step is cut into micro-batches."""
+    """A plan, and the micro-batches of a step."""
 
     # Plan to run.
     plan: Plan
-    # Number of ranks that read different texts.
+    # Number of data-parallel ranks.
     places: int
-    # Micro-batches of an optimizer step.
+    # Micro-batches per optimizer step.
     accumulate: int
-    # Whether the model's blocks are to be recomputed by transformers' own means.
+    # Whether to enable transformers' own gradient checkpointing.
     recompute: bool
-    # Bytes of memory that a rank needs, state and activations.
+    # Bytes of memory that a rank needs, including activations.
     needed: int
-    # Bytes of activations in that; 0 where they are not known.
+    # Bytes of activations in that; 0 if unknown.
     activations: int
-    # Words for the machine that seconds are predicted for.
+    # Description of the machine for which seconds are predicted.
     rates: str = ""
 
     @property
     def disk(self) -> Path | None:
-        """Folder for what does not fit a limit; None where nothing goes to a disk."""
+        """Folder for state that exceeds a limit; None if no disk is used."""
         tiers = self.plan.zero.tiers if self.plan.zero is not None else None
         return Path(tiers.disk) if tiers is not None and tiers.disk is not None else None
 
@@ -86,41 +86,39 @@ class PlannedRun:
         return self.accumulate * (one.step - one.update) + one.update
 
     def lines(self, steps: int) -> list[str]:
-        """Lines for people: memory by kind and tier, seconds and disk traffic of the run."""
+        """Formats the plan: memory by kind and tier, seconds and disk traffic."""
         plan, moved = self.plan, self.plan.predicted.moved
         stage = "" if plan.stage is None else f", stage {plan.stage}"
         found = [
             f"plan: {plan.plugin}{stage} on {_axes(plan)}, {plan.model.trainable:,} of "
-            f"{plan.model.parameters:,} parameters trained, {_counted(self.accumulate)} a step"
+            f"{plan.model.parameters:,} parameters trained, {_counted(self.accumulate)} per step"
         ]
         for kind in STATE:
             most = size_text(getattr(plan.memory, kind))
             told = f"  {kind.replace('_', ' '):<16} {most:>12} in memory"
             if moved is not None:
                 behind = getattr(moved.leaves, kind)
-                told += f", {size_text(behind):>12} come and go" if behind else ""
+                told += f", {size_text(behind):>12} swapped" if behind else ""
             found.append(told)
-        # Nothing is 0 that nobody knows: limits that a user derives of it would be too small.
+        # Unknown values are not printed as 0: limits derived from them would be too small.
         unknown = plan.work.unfollowed if not self.activations else ""
-        most = (
-            f"not known: {unknown}" if unknown else f"{size_text(self.activations):>12} in memory"
-        )
+        most = f"unknown: {unknown}" if unknown else f"{size_text(self.activations):>12} in memory"
         found.append(f"  activations      {most}")
         more = ", and activations" if unknown else ""
-        found.append(f"  needed in all    {size_text(self.needed):>12} on each rank{more}")
+        found.append(f"  total            {size_text(self.needed):>12} on each rank{more}")
         if moved is not None:
-            assert plan.zero is not None, "what moves is of ZeRO"
-            assert plan.zero.tiers is not None, "what moves has tiers"
+            assert plan.zero is not None, "the moves belong to ZeRO"
+            assert plan.zero.tiers is not None, "the moves belong to tiers"
             times = self.accumulate
             found.append(
-                f"  limit {size_text(plan.zero.tiers.limit)}, the least is "
+                f"  limit {size_text(plan.zero.tiers.limit)}, minimum "
                 f"{size_at_least(moved.minimum)}{more}; a step reads up to "
                 f"{size_text(times * moved.read)} and writes {size_text(times * moved.written)}; "
                 f"{moved.price or 'more memory saves nothing'}"
             )
         found.append(
-            f"  {seconds_text(self.seconds)} a step predicted {self.rates}, "
-            f"{seconds_text(self.seconds * steps)} in all without evaluation"
+            f"  {seconds_text(self.seconds)} per step predicted {self.rates}, "
+            f"{seconds_text(self.seconds * steps)} in total without evaluation"
         )
         return found
 
@@ -143,7 +141,7 @@ def plan_run(
     ranks: int,
     accumulate: int | None = None,
 ) -> PlannedRun:
-    """Plans a run; nothing is loaded, and no ranks need to be there."""
+    """Plans a run without loading weights or starting ranks."""
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
     rates = f"on {cluster.name}" if cluster.measured else UNMEASURED
     made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
@@ -165,7 +163,7 @@ def plan_run(
 
 
 def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[int]:
-    """Numbers of micro-batches, the fewest first."""
+    """Numbers of micro-batches to try, fewest first."""
     most = shape.per_micro(places, 1)
     if config.micro_tokens is not None:
         yield math.ceil(most / max(1, config.micro_tokens // shape.length))
@@ -179,7 +177,7 @@ def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[i
 
 
 def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plugin]:
-    """Ways to run, the fastest first."""
+    """Plugins to try, fastest first."""
     half = None if precision == "fp32" else precision
     limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
     if config.memory is not None and config.disk is None and torch.cuda.is_available():
@@ -203,14 +201,14 @@ def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plu
     elif ranks == 1 and half is None:
         yield TorchDDPPlugin(verbose=False)
     else:
-        # From stage 2 on gradients of micro-batches are added up in float32, as under a limit; with
-        # other ranks that would send each of them.
+        # From stage 2 on, gradients of micro-batches are accumulated in float32, as under a limit;
+        # with other ranks each of them would be communicated.
         for stage in (1, 2, 3) if ranks > 1 else (2,):
             yield LowLevelZeroPlugin(stage, CHUNK_MB, precision=half, verbose=False)
 
 
 def _room(config: FinetuneConfig, ranks: int) -> int | None:
-    """Bytes of memory that blocks may be timed in; None where ranks share the machine."""
+    """Memory in bytes for timing blocks; None if ranks share the machine."""
     if ranks > 1:
         return None
     whole = memory_bytes("cuda" if torch.cuda.is_available() else "cpu")
@@ -218,20 +216,20 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
 
 
 def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
-    """A plan that fits the memory that there is."""
+    """Returns a plan that fits into the available memory."""
     memory, work = plan.memory, plan.work
     state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:
-        assert plan.zero is not None, "a limit is of ZeRO"
-        assert plan.zero.tiers is not None, "a limit is of tiers"
+        assert plan.zero is not None, "a limit needs ZeRO"
+        assert plan.zero.tiers is not None, "a limit needs tiers"
         needed = min(state + memory.activations, plan.zero.tiers.limit)
         return PlannedRun(plan, places, accumulate, False, needed, memory.activations)
     shared = config.ranks_of_a_model > 1
-    # Ranks of one machine have a GPU each, or the host's memory together.
+    # Ranks of a machine have a GPU each, or share the host's memory.
     sharing = plan.mesh.size if plan.mesh.device == "cpu" else 1
     room = USABLE * memory_bytes(plan.mesh.device) / sharing
     recompute = bool(plan.recompute) if shared else config.activations == "recompute"
-    # Ranks that share a model share what it computes, too, each mode in its own way.
+    # Ranks that share a model also share its computation, each mode in its own way.
     peak = work.peak // config.ranks_of_a_model
     again = work.peak_recomputed // config.ranks_of_a_model
     if config.activations == "auto" and again and not shared and state + peak > room:
@@ -239,9 +237,10 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun
     needed = state + (again if recompute and again else peak)
     if needed > room:
         raise GulliverError(
-            f"{size_text(needed)} are needed on each rank (state {size_text(state)}, activations "
-            f"{size_text(needed - state)}), and {size_text(room)} are there: give --memory "
-            f"{size_at_least(int(room))} --disk FOLDER:SIZE, or --method lora, or more --ranks"
+            f"each rank needs {size_text(needed)} (state {size_text(state)}, activations "
+            f"{size_text(needed - state)}), but only {size_text(room)} are available; use "
+            f"--memory {size_at_least(int(room))} --disk FOLDER:SIZE, --method lora, or more "
+            "--ranks"
         )
     own = recompute and not shared
     return PlannedRun(plan, places, accumulate, own, needed, needed - state)
@@ -251,13 +250,15 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun
 
 
 LEAST_STEPS = 100
-"""Steps that a run should have: with fewer the learning rate cannot rise and fall."""
+"""Minimum number of steps for the learning rate schedule to rise and fall."""
 MOST_TOKENS = 32_768
-"""Tokens of a step beyond which more steps teach more than larger ones."""
+"""Tokens per step beyond which more steps are better than larger ones."""
 LR_FULL, FULL_SIZE = 2e-5, 7e9
-"""Learning rate of full fine-tuning, and the parameters of the model that it is usual for."""
+"""Learning rate of full fine-tuning, and the model size for which it is typical."""
 LORA_FACTOR = 10.0
-"""Learning rate of adapters over that of all weights (https://thinkingmachines.ai/blog/lora/)."""
+"""Ratio of the learning rates of adapters and of full fine-tuning
+(https://thinkingmachines.ai/blog/lora/).
+"""
 LR_MOST = 1e-3
 WARMUP, MOST_WARMUP = 0.03, 100
 EVALUATIONS = 10
@@ -266,30 +267,30 @@ SAMPLES = 3
 
 @dataclass(frozen=True)
 class Recipe:
-    """The numbers of a run."""
+    """Hyperparameters of a run."""
 
     # ``fp32`` or ``bf16``.
     precision: str
-    # Most tokens of a step, all ranks together.
+    # Maximum tokens per step, over all ranks.
     batch_tokens: int
     # Number of optimizer steps.
     steps: int = 0
     # Peak learning rate.
     learning_rate: float = 0.0
-    # Steps of warm-up.
+    # Warm-up steps.
     warmup: int = 0
     # Steps between evaluations.
     eval_every: int = 0
     # Steps between checkpoints.
     save_every: int = 0
-    # Reason of each, by name.
+    # Reason for each choice, by name.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Lines for people: a choice, and why."""
+        """Formats each choice with its reason."""
         shown = {
             "precision": self.precision,
-            "batch": f"{self.batch_tokens:,} tokens a step",
+            "batch": f"{self.batch_tokens:,} tokens per step",
             "steps": f"{self.steps:,}",
             "learning rate": f"{self.learning_rate:.3g}",
             "warm-up": f"{self.warmup:,} steps",
@@ -301,27 +302,30 @@ class Recipe:
 
 
 def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
-    """The dtype of weights in training, and why."""
+    """Chooses the training dtype of the weights; returns it with the reason."""
     if config.precision != "auto":
-        return config.precision, "as asked"
+        return config.precision, "as requested"
     if device == "cuda":
-        return "bf16", "half the memory, and the GPU computes it faster"
-    return "fp32", "CPUs compute it faster than bf16"
+        return "bf16", "half the memory, and faster on GPUs"
+    return "fp32", "faster than bf16 on CPUs"
 
 
 def choose_batch(config: FinetuneConfig, tokens: int, length: int) -> tuple[int, str]:
-    """Tokens of an optimizer step, and why."""
+    """Chooses the tokens per optimizer step; returns them with the reason."""
     if config.batch_tokens is not None:
         least = max(config.batch_tokens, length)
-        return least, "as asked" if least == config.batch_tokens else "the longest sequence"
+        return least, "as requested" if least == config.batch_tokens else "the longest sequence"
     steps = config.steps or LEAST_STEPS
     wished = config.epochs * tokens // steps
     if wished >= MOST_TOKENS:
-        return max(MOST_TOKENS, length), "what a step learns well from"
+        return max(MOST_TOKENS, length), "enough for a good gradient"
     chosen = max(length, wished // length * length)
     times = "once" if config.epochs == 1 else f"{config.epochs} times"
     why = f"{tokens:,} tokens, {times}, in about {steps} steps"
-    return chosen, why if chosen > length else "one sequence of full length: there are few texts"
+    return (
+        chosen,
+        why if chosen > length else "one sequence of full length, because there are few texts",
+    )
 
 
 def complete(
@@ -332,43 +336,45 @@ def complete(
     parameters: int,
     held_out: bool,
 ) -> Recipe:
-    """The recipe of a run."""
+    """Completes the hyperparameters of a run."""
     reasons = {"precision": precision[1], "batch": batch[1]}
     steps = config.steps
     if steps is None:
         steps = config.epochs * steps_of_epoch
-        reasons["steps"] = f"{config.epochs} x {steps_of_epoch:,} of an epoch"
+        reasons["steps"] = f"{config.epochs} x {steps_of_epoch:,} per epoch"
     rate = config.learning_rate
     if rate is None:
         rate, reasons["learning rate"] = _rate(config.method, parameters)
     warmup = config.warmup
     if warmup is None:
         warmup = max(1, min(MOST_WARMUP, round(WARMUP * steps)))
-        reasons["warm-up"] = f"{WARMUP:.0%} of the run, {MOST_WARMUP} at most"
+        reasons["warm-up"] = f"{WARMUP:.0%} of the run, at most {MOST_WARMUP}"
     every = config.eval_every
     if every is None:
         every = max(1, math.ceil(steps / EVALUATIONS))
         reasons["evaluation"] = (
-            f"{math.ceil(steps / every)} in all"
+            f"{math.ceil(steps / every)} in total"
             if held_out
-            else "nothing is held out: none of them"
+            else "none, because no texts are held out"
         )
     save = config.save_every
     if save is None:
-        save, reasons["checkpoints"] = every, "as often as evaluations"
+        save, reasons["checkpoints"] = every, "as for evaluations"
     return Recipe(precision[0], batch[0], steps, rate, warmup, every, save, reasons)
 
 
 def _rate(method: str, parameters: int) -> tuple[float, str]:
-    """Peak learning rate by method and size: that of full fine-tuning falls as the root of size."""
+    """Peak learning rate by method and size; it falls with the square root of the size."""
     full = min(LR_MOST, LR_FULL * math.sqrt(FULL_SIZE / parameters))
     size = f"{parameters / 1e9:.2g} B" if parameters >= 1e8 else f"{parameters / 1e6:.2g} M"
-    why = f"{LR_FULL:g} of 7 B, by the root of the size, for {size} parameters"
+    why = f"{LR_FULL:g} at 7 B, scaled by the square root of the size, for {size} parameters"
     if method == "full":
         return full, why
-    return min(10 * LR_MOST, LORA_FACTOR * full), f"{LORA_FACTOR:g} times all weights' ({why})"
+    return min(
+        10 * LR_MOST, LORA_FACTOR * full
+    ), f"{LORA_FACTOR:g} times that of full fine-tuning ({why})"
 
 
 def as_values(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain values, without its reasons."""
+    """Converts a recipe to plain values, without its reasons."""
     return {k: v for k, v in vars(recipe).items() if k != "reasons"}

@@ -1,10 +1,10 @@
-"""The folder of a fine-tuning run: what every run has, the best weights, and the result.
+"""Folder of a fine-tuning run, and everything known before weights are read.
 
 run/
   ...                  see `gulliver.jobs.RunFolder`
-  best/step-*/         the trained weights of the best evaluation
+  best/step-*/         trained weights of the best evaluation
   adapter/, model/     the result, for PEFT and for transformers
-  README.md            the model card
+  README.md            model card
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from gulliver.memory.stores import check_disk_folder
 from gulliver.options import differences, resolved
 
 FINGERPRINTS = {
-    "base": "--model is not the one that the run was begun with",
-    "data": "--data or the tokenizer is not the one that the run was begun with",
+    "base": "--model is not the one that the run was started with",
+    "data": "--data or the tokenizer is not the one that the run was started with",
 }
 
 WRITTEN = ("result", "save_dtype")
-"""Options that hold for a whole model as it is written."""
+"""Options that apply only to a merged model."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FinetuneRun(RunFolder):
 
     @property
     def best(self) -> CheckpointFolder:
-        """The weights of the best evaluation."""
+        """Weights of the best evaluation."""
         return CheckpointFolder(self.folder / "best", keep=1)
 
     def open(
@@ -72,49 +72,49 @@ class FinetuneRun(RunFolder):
         newest = super().open(config, fingerprints, step)
         whole = self.folder / "model"
         if newest is not None and whole.is_dir():
-            # A run that is over writes only what is missing, so other options would do nothing.
+            # A finished run only writes missing files, so changed options would have no effect.
             old, new = self.options(), resolved(config)
             changed = differences({k: old[k] for k in WRITTEN}, {k: new[k] for k in WRITTEN})
             if changed:
                 raise GulliverError(
-                    f"{whole} is written already, and {'; '.join(changed)}: move it away to have "
-                    "it written again"
+                    f"{whole} already exists, and {'; '.join(changed)}; move it away to write it "
+                    "again"
                 )
         return newest
 
 
-# All that is known of a run before a weight is read: data, recipe, plan, and what is refused.
+# Prepares a run before weights are read: data, hyperparameters, plan and checks.
 #
-# Read `prepare`. Nothing is written here, nor does a model take memory: it is on meta.
+# Start with `prepare`. It writes nothing, and the model is on meta.
 
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """All that is known of a run before a weight is read."""
+    """A prepared run, before weights are read."""
 
     config: FinetuneConfig
     # Folder of the run.
     run: FinetuneRun
-    # Model to begin with.
+    # Base model.
     base: Base
     # Tokenizer of the model.
     tokenizer: Any
     # Texts as tokens.
     data: TextData
-    # Whether texts share rows.
+    # Whether to pack texts.
     packing: bool
-    # Numbers of the run.
+    # Hyperparameters.
     recipe: Recipe
-    # How it lies on its ranks.
+    # Plan.
     planned: PlannedRun
-    # Texts that the model continues at evaluations.
+    # Prompts to sample continuations for at evaluations.
     prompts: list[Prompt]
-    # Step to resume from; None for the start.
+    # Step to resume from; None for a new run.
     checkpoint: Path | None
 
     @property
     def length(self) -> int:
-        """Tokens of a row: those that rows are filled up to, or of the longest text."""
+        """Tokens per row: the row length, or that of the longest text."""
         return row_length(self.data, self.packing)
 
     def batches(self, place: int, held_out: bool = False) -> Any:
@@ -133,7 +133,7 @@ class FinetuneJob:
 
 
 def row_length(data: TextData, packing: bool) -> int:
-    """Tokens of the longest row of a data set."""
+    """Longest row of a data set in tokens."""
     if packing:
         return int(data.facts["length"])
     return max(map(len, (*data.train, *data.held_out)))
@@ -154,7 +154,7 @@ def loader_of(
         length=length,
         packing=packing,
         seed=config.seed,
-        # Zigzag layouts give each of the ranks of a sequence two pieces.
+        # Zigzag layouts give each rank two pieces of a sequence.
         multiple=2 * config.sp if config.sp > 1 else 1,
         **options,
     )
@@ -163,7 +163,7 @@ def loader_of(
 def make_optimizer(
     model: nn.Module, config: FinetuneConfig, learning_rate: float
 ) -> torch.optim.AdamW:
-    """AdamW of what is trained: matrices decay, biases and norms do not."""
+    """AdamW for the trained parameters: matrices decay, biases and norms do not."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
     if config.weight_decay:
@@ -171,7 +171,7 @@ def make_optimizer(
             {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
-    # A model on meta has no device that the fused kernel could be asked for.
+    # The fused kernel cannot be selected for a model on meta.
     fused = not any(p.is_meta for p in trained)
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -183,9 +183,9 @@ def make_optimizer(
 
 
 def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
-    """Reads configuration and data, chooses and plans; every rank calls it, rank 0 prints."""
+    """Reads configuration and data, and plans the run; called on every rank, printed on rank 0."""
     say = console().print if world.is_main else lambda _: None
-    assert config.model is not None, "it is checked"
+    assert config.model is not None, "--model was validated"
     base, run = Base(config.model), FinetuneRun(config.out, config.keep)
     context, fingerprint = base.context, base.fingerprint
     if config.adapter is not None:
@@ -198,7 +198,7 @@ def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
     model = adapt(model, config) if config.method == "lora" else model
     packing = _packing(config, model, data, say)
     checkpoint = run.open(config, {"base": fingerprint, "data": data.fingerprint})
-    barrier()  # nobody writes before everybody has looked
+    barrier()  # all ranks read before any rank writes
     recipe = _recipe(config, data, packing, parameters, world)
     planned = _plan(config, run, data, recipe, model, packing, world)
     if planned.disk is not None:
@@ -215,28 +215,28 @@ def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
 
 
 def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) -> None:
-    """Refuses tokens that a model has no embedding for."""
+    """Raises an error for tokens without an embedding."""
     table = model.get_input_embeddings()  # type: ignore[operator]
     if data.facts["highest"] >= (rows := len(table.weight)):
         raise GulliverError(
-            f"--model {config.model} has {rows:,} embeddings, and its tokenizer makes token "
-            f"{data.facts['highest']:,}: they are not of one another, or tokens were added to the "
-            "tokenizer alone; use model.resize_token_embeddings(len(tokenizer)) and save it"
+            f"--model {config.model} has {rows:,} embeddings, but its tokenizer produces token "
+            f"{data.facts['highest']:,}; use the matching tokenizer, or call "
+            "model.resize_token_embeddings(len(tokenizer)) and save the model"
         )
 
 
 def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any) -> bool:
-    """Whether several texts share a row."""
+    """Whether to pack texts."""
     if config.packing == "no":
         return False
     reason = packing_support(model, data.facts["length"])
     if reason is None and config.sp > 1:
-        reason = "ranks that share a sequence see no documents"
+        reason = "sequence parallelism does not support document masks"
     if reason is None:
         return True
     if config.packing == "yes":
-        raise GulliverError(f"--packing yes: {reason}; leave --packing at auto")
-    say(f"texts are not packed, but batched by length: {reason}")
+        raise GulliverError(f"--packing yes is not possible: {reason}; leave --packing at auto")
+    say(f"texts are batched by length instead of packed: {reason}")
     return False
 
 
@@ -267,7 +267,8 @@ def _plan(
     if config.dry_run and ranks == 1:
         ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     shape = StepShape(recipe.batch_tokens // length, length)
-    # A resumed run cuts its steps as before: sums in another order are other bits.
+    # A resumed run splits its steps as before, because another order of summation changes the last
+    # bits.
     known = run.values().get("chosen", {}) if config.resume else {}
     same = known.get("places") == ranks // config.ranks_of_a_model
     accumulate = known["accumulate"] if same and config.micro_tokens is None else None
@@ -286,8 +287,11 @@ def _prompts(
     config: FinetuneConfig, data: TextData, tokenizer: Any, planned: PlannedRun, say: Any
 ) -> list[Prompt]:
     if config.pp > 1:
-        asked = "--samples and --prompt are left out" if config.samples or config.prompt else ""
-        say(f"no samples: stages of a pipeline do not generate{asked and ', ' + asked}")
+        asked = "--samples and --prompt are ignored" if config.samples or config.prompt else ""
+        say(
+            "no samples, because pipeline parallelism does not support "
+            f"generation{asked and ', ' + asked}"
+        )
         return []
     count = config.samples
     if count is None:
@@ -295,14 +299,17 @@ def _prompts(
         away = moved is not None and moved.leaves.parameters > 0
         count = 0 if away else SAMPLES
         if away:
-            say("no samples: each token would bring all weights from the disk; --samples 1 does so")
+            say(
+                "no samples, because each token would read all weights from disk; --samples 1 "
+                "enables them"
+            )
     return prompts_of(data.held_out or data.train, count, config.prompt, tokenizer)
 
 
 def _bytes_of_run(job: FinetuneJob) -> int:
-    """Bytes that the disk of the run folder has to have at most, for all that a run writes."""
+    """Maximum disk space in bytes for everything that a run writes."""
     plan, config = job.planned.plan, job.config
-    # Each step has weights in float32 and the optimizer's two moments, of what is trained.
+    # Each checkpoint has float32 weights and both moments of the trained parameters.
     weights = 4 * plan.model.trainable
     result = plan.model.parameters * 4 if config.merge or config.method == "full" else weights
     kept = (config.keep + 1) * 3 * weights
@@ -313,6 +320,6 @@ def _bytes_of_run(job: FinetuneJob) -> int:
 
 
 def _device(path: Path) -> int:
-    """The disk that a path is on, or will be."""
+    """The disk of a path, which may not exist yet."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev

@@ -1,4 +1,4 @@
-"""The model card: what was trained on what, how, and what came of it, as the run's files say."""
+"""Writes the model card from a run's files: data, options and results."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ def _result(
 
 
 def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
-    """What the run was made of, from the facts and choices that `config.json` has too."""
+    """Facts and options of the run, as in `config.json`."""
     facts, config, plan = job.data.facts, job.config, job.planned.plan
     bad = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items()) or "none"
     rows: list[tuple[str, Any]] = [
-        ("model to begin with", f"{job.base.folder} (fingerprint {job.base.fingerprint})"),
+        ("base model", f"{job.base.folder} (fingerprint {job.base.fingerprint})"),
         ("parameters", f"{plan.model.parameters:,}, {plan.model.trainable:,} trained"),
         ("files", f"{', '.join(map(str, config.data))} (fingerprint {job.data.fingerprint})"),
         *((name, facts[name]) for name in ("form", "texts", "tokens", "learnt", "longest")),
-        ("bad rows left out", bad),
+        ("bad rows skipped", bad),
         *as_values(job.recipe).items(),
         *((name, getattr(config, name)) for name in ("schedule", "beta2", "weight_decay", "seed")),
         ("packed", job.packing),
@@ -106,7 +106,7 @@ def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
 
 
 def _samples(run: FinetuneRun, step: int) -> str:
-    """What the model made of prompts before, and at the step that became the result."""
+    """Samples before training and at the step that became the result."""
     found = run.samples.read()
     parts = []
     for number in dict.fromkeys((0, step)):
@@ -119,7 +119,7 @@ def _quoted(sample: dict[str, Any]) -> str:
     lines = [f"prompt:   {sample['prompt']}", f"made:     {sample['made']}"]
     if sample["expected"]:
         lines.append(f"expected: {sample['expected']}")
-    # As code, so that nothing in a text is taken for markup of the card.
+    # Quoted as code, so that texts are not interpreted as markup.
     text = "\n".join(lines)
     return "\n".join(f"    {line}" for line in text.splitlines())
 
@@ -136,23 +136,22 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-# What a run leaves: a PEFT adapter, a Hugging Face folder, and a model card of facts.
+# Writes the result of a run: a PEFT adapter, a Hugging Face folder, and a model card.
 #
-# It is made of the checkpoint on the disk, of the best evaluation or the last step: whatever the
-# run lay on, its tensors are whole there, and nothing of the model's size is in memory. Rank 0
-# writes each folder whole or not at all, so a run that was killed here is resumed, and writes what
-# lacks.
+# It is read from a checkpoint on disk, of the best evaluation or the last step. Checkpoints hold
+# whole tensors for any parallelism, and are streamed without holding a model in memory. Rank 0
+# writes each folder atomically, so an interrupted run can be resumed and writes the missing ones.
 
 
-NO_BETTER = "no evaluation was better than the first"
+NO_BETTER = "no evaluation improved on the first"
 CARRIED = ("generation_config.json",)
-"""Files of the model's folder that the result has, too."""
+"""Files copied from the base model's folder to the result."""
 
 
 def write_result(
     job: FinetuneJob, run: FinetuneRun, model: nn.Module, world: World, best: int
 ) -> Path:
-    """Writes the result of a run that is over; every rank calls it, rank 0 writes."""
+    """Writes the result of a finished run; called on every rank, written by rank 0."""
     whole, adapter = run.folder / "model", run.folder / "adapter"
     if world.is_main:
         step, which = _chosen(job, run, best)
@@ -171,15 +170,15 @@ def write_result(
         for folder in (run.folder, *(f for f in (whole, adapter) if f.is_dir())):
             write_text(folder / "README.md", card)
         console().print(f"{which}: {adapter if job.config.method == 'lora' else whole}")
-    barrier()  # no rank says that it is done before there is a result
+    barrier()  # no rank may report success before the result is written
     return adapter if job.config.method == "lora" else whole
 
 
 def _chosen(job: FinetuneJob, run: FinetuneRun, best: int) -> tuple[Path, str]:
-    """The folder of the weights that become the result, and what they are."""
+    """The folder of the resulting weights, and a description."""
     if job.config.result == "best" and best >= 0:
         if best == 0 and job.config.method != "lora":
-            return job.base.folder, f"the weights of the start ({NO_BETTER})"
+            return job.base.folder, f"the initial weights ({NO_BETTER})"
         more = "" if best else f"; {NO_BETTER}"
         if (found := run.best.latest()) is not None:
             return found, f"the best evaluation's weights ({found.name}{more})"
@@ -190,7 +189,7 @@ def _chosen(job: FinetuneJob, run: FinetuneRun, best: int) -> tuple[Path, str]:
 
 
 def _trained(step: Path) -> dict[str, Tensor]:
-    """Trained tensors of a step, whole, by the names of PEFT's files."""
+    """Trained tensors of a checkpoint, whole, by their names in PEFT's files."""
     with open_weights(step) as weights:
         infos = {name: info for name, info in weights.infos.items() if ".lora_" in name}
         made = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
@@ -201,12 +200,12 @@ def _trained(step: Path) -> dict[str, Tensor]:
 def _write_adapter(
     job: FinetuneJob, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path
 ) -> None:
-    assert job.config.model is not None, "it is checked"
+    assert job.config.model is not None, "the adapter was checked"
     folder.mkdir(exist_ok=True)
     write_tensors(folder / WEIGHTS, dict(tensors), {"format": "pt"})
     write_json(folder / FACTS, {"base": job.base.fingerprint, "data": job.data.fingerprint})
     job.tokenizer.save_pretrained(folder)
-    # The last: a folder without it is no adapter.
+    # Written last: a folder without it is not an adapter.
     write_text(folder / CONFIG, adapter_config(model, job.config.model.absolute()) + "\n")
 
 
@@ -216,14 +215,14 @@ def _write_merged(
     base, added, plain = job.base.folder, deltas(model, tensors), job.base.on_meta()
     with model_weights(base, plain) as weights:
         names = weights.sources
-    if added.keys() <= names.keys():  # the names of the files are those that most programs know
+    if added.keys() <= names.keys():  # the file names that most programs expect
         added, plain = {names[name]: delta for name, delta in added.items()}, None
     with Merged(model_weights(base, plain), added) as weights:
         write_untied(weights, folder, config=_model_config(job), dtype=_dtype(job))
 
 
 class Merged(Weights):
-    """Weights of files, with what adapters add to some of them."""
+    """Base weights plus the updates of adapters."""
 
     def __init__(self, base: Weights, added: Mapping[str, Callable[[], Tensor]]) -> None:
         self.path, self.files, self.infos = base.path, base.files, base.infos
@@ -247,7 +246,7 @@ class Merged(Weights):
 
 
 def _model_config(job: FinetuneJob) -> dict[str, Any]:
-    """The model's own configuration, with the dtype that its result has."""
+    """The base model's configuration, with the dtype of the result."""
     values = dict(read_json(job.base.folder / "config.json"))
     values.pop("quantization_config", None)
     key = "dtype" if "dtype" in values else "torch_dtype"
@@ -261,7 +260,7 @@ def _dtype(job: FinetuneJob) -> torch.dtype:
 
 
 def _carry(job: FinetuneJob, folder: Path) -> None:
-    """Copies the tokenizer and settings of generation to the weights."""
+    """Copies the tokenizer and generation settings to the weights."""
     job.tokenizer.save_pretrained(folder)
     for name in CARRIED:
         if (job.base.folder / name).is_file():

@@ -1,9 +1,9 @@
-"""Rows of files: JSON Lines, JSON, Parquet, CSV, TSV and plain text, and where each stands.
+"""Reads rows of JSON Lines, JSON, Parquet, CSV, TSV and plain text, with their positions.
 
-Files come from many hands: a byte order mark, CRLF, blank lines, a line that was cut off, bytes
-that are no UTF-8. What cannot be read is a `BadRow` with its file and line, never an exception
-halfway: the caller counts them, and says whether they may be left out. A file that is lost as a
-whole (a list that was cut off, UTF-16) is refused. Nothing here knows what a row means.
+Files may have byte order marks, CRLF, blank lines, truncated lines or invalid UTF-8. A row that
+cannot be read becomes a `BadRow` with its file and line, never an exception halfway: the caller
+counts them and decides whether to skip them. A file that is unreadable as a whole (a truncated
+list, UTF-16) raises an error.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gulliver.errors import GulliverError, missing_extra
 from gulliver.io.files import named_errors
 
 MARK, WIDE_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
-"""What files of UTF-8, and of UTF-16 and UTF-32, may begin with."""
+"""Byte order marks of UTF-8, and of UTF-16 and UTF-32."""
 PARQUET_ROWS = 1024
-"""Rows that are taken from a Parquet file at a time."""
+"""Rows read from a Parquet file at a time."""
 LONGEST_FIELD = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file: values by column, and its file and line."""
+    """A row: values by column, with file and line."""
 
     values: dict[str, Any]
     source: str
@@ -37,14 +37,14 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used, and why: a reason to count by, and after a colon what it met."""
+    """An unusable row: a reason to count by, and details after a colon."""
 
     source: str
     why: str
 
     @property
     def reason(self) -> str:
-        """Reason without what is particular to this row."""
+        """The reason without the details."""
         return self.why.partition(": ")[0]
 
     def __str__(self) -> str:
@@ -55,15 +55,15 @@ Rows = Iterator[Row | BadRow]
 
 
 def read_rows(paths: Iterable[Path]) -> Rows:
-    """Yields the rows of files, one after the other, in the order of the files.
+    """Yields the rows of all files, in order.
 
     Args:
-        paths: files, or folders whose files are read in the order of their names. What no suffix
-            of `READERS` says is a text, and one row with the column ``text``.
+        paths: files, or folders whose files are read in the order of their names. Files with a
+            suffix not in `READERS` are plain text: one row with the column ``text``.
 
     Raises:
         GulliverError: a path does not exist or cannot be opened, a folder has no files, a table has
-            no usable header, or a file of rows has another encoding or was cut off.
+            no valid header, or a file has another encoding or is truncated.
     """
     for path in paths:
         for file in _files(Path(path)):
@@ -85,7 +85,7 @@ def _files(path: Path) -> list[Path]:
         if file.is_file() and not _is_hidden(file.relative_to(path))
     ]
     if not found:
-        raise GulliverError(f"folder {path} has no files to learn from")
+        raise GulliverError(f"folder {path} has no files; add some or give another folder")
     return found
 
 
@@ -94,27 +94,27 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _check_encoding(file: Path) -> None:
-    """Refuses a file of another encoding: none of its lines could be read."""
+    """Raises an error for a file in another encoding."""
     with file.open("rb") as opened:
         if opened.read(2) in WIDE_MARKS:
             raise GulliverError(
-                f"{file} is UTF-16 or UTF-32, as its first bytes say: save it as UTF-8"
+                f"{file} is UTF-16 or UTF-32 according to its first bytes; save it as UTF-8"
             )
 
 
 def _decoded(content: bytes, source: str) -> str | BadRow:
-    """The text of bytes, without a byte order mark."""
+    """Decodes bytes, without a byte order mark."""
     if b"\0" in content:
-        return BadRow(source, f"a NUL byte: at byte {content.index(0)}")
+        return BadRow(source, f"NUL byte: at byte {content.index(0)}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return BadRow(source, f"no UTF-8: 0x{content[error.start]:02x} at byte {error.start}")
+        return BadRow(source, f"invalid UTF-8: 0x{content[error.start]:02x} at byte {error.start}")
 
 
 def _text(file: Path) -> Rows:
     text = _decoded(file.read_bytes(), str(file))
-    # As Python reads text: what ends lines elsewhere is no part of what is learnt.
+    # Universal newlines, as Python reads text.
     yield text if isinstance(text, BadRow) else Row({"text": _lines(text)}, str(file))
 
 
@@ -137,13 +137,13 @@ def _object(text: str, source: str) -> Row | BadRow:
     try:
         return _row(json.loads(text), source)
     except (ValueError, RecursionError) as error:
-        return BadRow(source, f"no JSON: {error}")
+        return BadRow(source, f"invalid JSON: {error}")
 
 
 def _row(value: Any, source: str) -> Row | BadRow:
     if isinstance(value, dict):
         return Row(value, source)
-    return BadRow(source, f"no JSON object: a {type(value).__name__}")
+    return BadRow(source, f"not a JSON object: a {type(value).__name__}")
 
 
 def _json(file: Path) -> Rows:
@@ -155,23 +155,23 @@ def _json(file: Path) -> Rows:
         return
     text = _decoded(file.read_bytes(), str(file))
     if isinstance(text, BadRow):
-        raise GulliverError(f"{text}: a list is read whole, so mend it or give JSON Lines")
+        raise GulliverError(f"{text}: a list is read as a whole; repair it or use JSON Lines")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise GulliverError(f"{file} is no JSON list, or was cut off: {error}") from None
+        raise GulliverError(f"{file} is not a JSON list, or is truncated: {error}") from None
     for number, value in enumerate(values, 1):
         yield _row(value, f"{file}#{number}")
 
 
 def _table(delimiter: str) -> Callable[[Path], Rows]:
-    """Reads a table with a header; quoted fields may have line breaks, as texts do."""
+    """Reads a table with a header; quoted fields may contain line breaks."""
 
     def read(file: Path) -> Rows:
         text = _decoded(file.read_bytes(), str(file))
         if isinstance(text, BadRow):
-            raise GulliverError(f"{text}: save the table as UTF-8")
-        # The module's own bound is meant for cells, not for texts.
+            raise GulliverError(f"{text}; save the table as UTF-8")
+        # The csv module's default limit is meant for cells, not for texts.
         csv.field_size_limit(LONGEST_FIELD)
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         columns: list[str] = []
@@ -182,8 +182,8 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
             except StopIteration:
                 return
             except csv.Error as error:
-                lost = f"{error}, in lines up to {reader.line_num}: is a quote left open?"
-                yield BadRow(source, f"no row of a table: {lost}")
+                lost = f"{error}, in lines up to {reader.line_num}; check for an unclosed quote"
+                yield BadRow(source, f"not a table row: {lost}")
                 continue
             if not cells:
                 continue
@@ -194,7 +194,7 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
                 yield Row(values, source)
             else:
                 yield BadRow(
-                    source, f"another number of fields: {len(cells)}, the header has {len(columns)}"
+                    source, f"wrong number of fields: {len(cells)}, the header has {len(columns)}"
                 )
 
     return read
@@ -203,7 +203,7 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
 def _header(file: Path, columns: list[str]) -> list[str]:
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise GulliverError(f"{file} has the column {twice[0]!r} twice: leave one of them out")
+        raise GulliverError(f"{file} has the column {twice[0]!r} twice; remove one of them")
     return columns
 
 
@@ -212,7 +212,7 @@ def _parquet(file: Path) -> Rows:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise missing_extra("Parquet files need pyarrow", "finetune") from None
+        raise missing_extra("reading Parquet files", "finetune") from None
     try:
         opened = parquet.ParquetFile(file)
         _header(file, opened.schema_arrow.names)
@@ -222,7 +222,7 @@ def _parquet(file: Path) -> Rows:
                 number += 1
                 yield Row(values, f"{file}#{number}")
     except pyarrow.ArrowException as error:
-        raise GulliverError(f"{file} is no readable Parquet file: {error}") from error
+        raise GulliverError(f"{file} is not a readable Parquet file: {error}") from error
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
@@ -232,15 +232,15 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".tsv": _table("\t"),
     ".parquet": _parquet,
 }
-"""Suffix of a file to what reads it."""
+"""Readers by file suffix."""
 
 
-# What a row says: a conversation, an instruction, a prompt and its completion, or a plain text.
+# Row formats: conversation, instruction, prompt and completion, or plain text.
 #
-# A data set has one form. A row's columns tell which; of several that fit, the one that says most
-# about the row counts, as in tables that have the whole prompt once more in a column ``text``. An
-# instruction becomes a prompt in the words of Alpaca, and a plain text is a completion of nothing:
-# what is left are `TextSample`s with messages, and such with a prompt and an answer.
+# A data set has one form, detected from the columns; if several match, the richest one is used,
+# because some tables repeat the whole prompt in a column ``text``. Instructions are rendered as
+# prompts with the Alpaca wording, and a plain text is a completion of an empty prompt. The result
+# is `TextSample`s, either with messages or with a prompt and an answer.
 
 
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -249,12 +249,12 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "completion": (("prompt", "completion"), ("prompt", "response")),
     "text": (("text",),),
 }
-"""Columns of each form, the richest form first."""
+"""Columns of each form, richest form first."""
 KNOWN = "messages; instruction and output; prompt and completion; or text"
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-"""Other names of roles, of conversations with `from` and `value`."""
+"""Aliases of roles in conversations with `from` and `value`."""
 
-# Wording of Alpaca (Taori et al. 2023), which models tuned on such data know.
+# Wording of Alpaca (Taori et al. 2023), known to models tuned on such data.
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request.\n\n"
@@ -268,7 +268,7 @@ WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class TextSample:
-    """What a row says: messages, or an answer and the prompt before it, which may be empty."""
+    """Content of a row: messages, or a prompt, possibly empty, with an answer."""
 
     source: str
     prompt: str = ""
@@ -278,7 +278,7 @@ class TextSample:
 
     @property
     def content(self) -> str:
-        """All that it says, in one text: equal for rows that say the same."""
+        """The whole content as one text, for comparing rows."""
         return json.dumps(
             [self.prompt, self.answer, self.messages, self.tools], sort_keys=True, default=str
         )
@@ -286,22 +286,22 @@ class TextSample:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a data set: its name, and the columns that were found.
+    """The form of a data set: its name and columns.
 
     Attributes:
         name: name of the form, one of `COLUMNS`.
-        rows: number of rows that have it.
+        rows: number of rows with this form.
     """
 
     name: str
     rows: int
 
     def parse(self, row: Row) -> TextSample | BadRow:
-        """Reads a row; one that lacks the columns, or has something else in them, is bad."""
+        """Parses a row; missing columns or invalid values make it a bad row."""
         given = [c for c in COLUMNS[self.name] if all(row.values.get(n) is not None for n in c)]
         if len(given) > 1:
             names = " and ".join(columns[-1] for columns in given)
-            return BadRow(row.source, f"two columns for one thing: {names}")
+            return BadRow(row.source, f"two columns for the same field: {names}")
         columns = given[0] if given else _columns_of(row, self.name)
         if columns is None:
             return BadRow(row.source, f"not of the form {self.name}: it has {_named(row)}")
@@ -312,15 +312,15 @@ class Form:
 
 
 class _Unusable(Exception):
-    """A value of a row that cannot be learnt from."""
+    """An invalid value in a row."""
 
 
 def recognise(rows: Iterable[Row], form: str = "auto") -> Form:
-    """Finds the one form of all rows.
+    """Detects the form of all rows.
 
     Args:
-        rows: rows of a data set; those that have the columns of no form do not count.
-        form: name of the form, where the user has said it; otherwise ``auto``.
+        rows: rows of a data set; rows without the columns of any form are ignored.
+        form: name of the form, or ``auto``.
 
     Raises:
         GulliverError: no row has a form, or rows have several.
@@ -343,8 +343,8 @@ def recognise(rows: Iterable[Row], form: str = "auto") -> Form:
     if len(counts) > 1:
         told = ", ".join(f"{n} of {name} (first {first[name].source})" for name, n in _most(counts))
         raise GulliverError(
-            f"the data has rows of {len(counts)} forms: {told}. Give files of one form, or say "
-            "which one counts: --form NAME leaves the others out"
+            f"the data has rows of {len(counts)} forms: {told}. Give files of one form, or select "
+            "one with --form NAME, which skips the others"
         )
     return Form(*_most(counts)[0])
 
@@ -356,16 +356,16 @@ def _most(counts: Counter[str]) -> list[tuple[str, int]]:
 def _refuse_unknown(row: Row | None, form: str) -> None:
     wanted = KNOWN if form == "auto" else " and ".join(COLUMNS[form][0])
     if row is None:
-        raise GulliverError(f"the data has no row that can be read: give rows with {wanted}")
+        raise GulliverError(f"the data has no readable row; give rows with {wanted}")
     raise GulliverError(
-        f"no row has a form that is known: {row.source} has {_named(row)}; give columns {wanted}"
+        f"no row has a known form: {row.source} has {_named(row)}; give columns {wanted}"
     )
 
 
 def _columns_of(row: Row, form: str, filled: bool = False) -> tuple[str, ...] | None:
-    """The columns that make a row one of a form, if it has them; `filled`: with values in them."""
+    """The columns of a form in a row, if it has them; with `filled`, only those with values."""
     for columns in COLUMNS[form]:
-        # A column of a table is there for all rows, and None where a row has none.
+        # A table has a column for all rows, with None where a row has no value.
         empty = filled and any(row.values.get(name) is None for name in columns)
         if not empty and all(name in row.values for name in columns):
             return columns
@@ -379,25 +379,25 @@ def _named(row: Row) -> str:
 
 def _text_of(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise _Unusable(f"no text: {column} is a {type(value).__name__}")
+        raise _Unusable(f"not text: {column} is a {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Unusable(f"no text: {column} has half a surrogate pair") from None
+        raise _Unusable(f"not text: {column} has half a surrogate pair") from None
     return value
 
 
 def _answer_of(value: Any, column: str) -> str:
     text = _text_of(value, column)
     if not text.strip():
-        raise _Unusable(f"an empty answer: {column}")
+        raise _Unusable(f"empty answer: {column}")
     return text
 
 
 def _plain(row: Row, columns: tuple[str, ...]) -> TextSample:
     text = _text_of(row.values[columns[0]], columns[0])
     if not text.strip():
-        raise _Unusable(f"an empty text: {columns[0]}")
+        raise _Unusable(f"empty text: {columns[0]}")
     return TextSample(row.source, answer=text)
 
 
@@ -424,34 +424,34 @@ def _instruction(row: Row, columns: tuple[str, ...]) -> TextSample:
 def _messages(row: Row, columns: tuple[str, ...]) -> TextSample:
     given = _from_json(row.values[columns[0]], columns[0])
     if not isinstance(given, list) or not given:
-        raise _Unusable(f"no list of messages: {columns[0]} is a {type(given).__name__}")
+        raise _Unusable(f"not a list of messages: {columns[0]} is a {type(given).__name__}")
     messages = tuple(_message(one, number) for number, one in enumerate(given, 1))
     answers = [(n, one) for n, one in enumerate(messages, 1) if one["role"] == "assistant"]
     if not answers:
-        raise _Unusable("no answer: no message is the assistant's")
+        raise _Unusable("no answer: no message has the role assistant")
     for number, one in answers:
         if not one.get("content", "").strip() and not one.get("tool_calls"):
-            raise _Unusable(f"an empty answer: message {number}")
+            raise _Unusable(f"empty answer: message {number}")
     tools = _from_json(row.values.get("tools") or None, "tools")
     if tools is not None and not isinstance(tools, list):
-        raise _Unusable(f"no list of tools: a {type(tools).__name__}")
+        raise _Unusable(f"not a list of tools: a {type(tools).__name__}")
     return TextSample(row.source, messages=messages, tools=tools)
 
 
 def _from_json(value: Any, column: str) -> Any:
-    """A value that tables keep as JSON text."""
+    """Parses a value that tables store as JSON text."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise _Unusable(f"no JSON in {column}: {error}") from None
+        raise _Unusable(f"invalid JSON in {column}: {error}") from None
 
 
 def _message(given: Any, number: int) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise _Unusable(f"no message: number {number} is a {type(given).__name__}")
-    # Tables have every field of a message in each, None if a message lacks it.
+        raise _Unusable(f"not a message: number {number} is a {type(given).__name__}")
+    # Tables have every message field in every message, with None if it is missing.
     found = {name: value for name, value in given.items() if value is not None}
     if "from" in found and "role" not in found:
         found["role"] = ROLES.get(str(found["from"]), found["from"])
@@ -459,13 +459,13 @@ def _message(given: Any, number: int) -> dict[str, Any]:
         del found["from"]
     role = found.get("role")
     if not isinstance(role, str) or not role:
-        raise _Unusable(f"a message without a role: number {number}")
+        raise _Unusable(f"message without role: number {number}")
     content = found.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
     if content is None:
         if not found.get("tool_calls"):
-            raise _Unusable(f"a message without content: number {number}")
+            raise _Unusable(f"message without content: number {number}")
         found.pop("content", None)
         return found
     return {**found, "content": _text_of(content, f"message {number}")}
@@ -473,7 +473,7 @@ def _message(given: Any, number: int) -> dict[str, Any]:
 
 def _part(part: Any, number: int) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-        raise _Unusable(f"a message that is not all text: number {number}")
+        raise _Unusable(f"message with content other than text: number {number}")
     return part["text"]
 
 

@@ -1,9 +1,9 @@
-"""What one rank does with a micro-batch: learn from it, judge it, or continue a text.
+"""Trains on, evaluates, or samples from a micro-batch on one rank.
 
-Read `Learner.learn`. A step's loss is the sum of its tokens' losses over the number of its learnt
-tokens, over all ranks and micro-batches, so it does not depend on how the step is cut: each
-micro-batch adds its sum over that number, and the mean that the ranks take of their gradients is
-undone by a factor.
+Start with `Learner.learn`. A step's loss is the sum of token losses divided by the number of
+trained tokens, over all ranks and micro-batches, so it does not depend on how the step is split.
+Each micro-batch contributes its sum divided by that number, and a factor cancels the averaging of
+gradients over ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Learner:
-    """A boosted model that learns from micro-batches."""
+    """A boosted model that trains on micro-batches."""
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class Learner:
         self.micro_batches = booster.plan.pipeline.micro_batches if self.stages else 1
         plain = hugging_face_of(_plain(model))
         known = own_loss(plain)
-        # The model's own loss of shared logits is computed of their pieces, and takes no memory
-        # for the whole.
+        # The model's own loss works on sharded logits without materializing the whole.
         self._own = known is not None and known.shifted and bool(known.items)
         self._takes = set(inspect.signature(type(plain).forward).parameters)
 
@@ -69,7 +68,7 @@ class Learner:
 
     @torch.no_grad()
     def judge(self, batches: Iterator[Mapping[str, Any]]) -> float:
-        """The mean loss of all learnt tokens of all ranks; every rank calls it."""
+        """The mean loss over all trained tokens of all ranks; called on every rank."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         with self.evaluating():
             for batch in batches:
@@ -84,7 +83,7 @@ class Learner:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation while the block runs."""
+        """Context manager for evaluation mode."""
         self.model.eval()
         try:
             yield
@@ -93,7 +92,7 @@ class Learner:
 
     @torch.no_grad()
     def continuation(self, ids: Sequence[int], tokens: int, end: int | None) -> list[int]:
-        """The likeliest tokens after others; every rank calls it with the same."""
+        """Greedy continuation of a prompt; called on every rank with the same tokens."""
         model: Any = _plain(self.model)
         given = torch.tensor([list(ids)], device=self.world.device)
         shared = self.booster.plan.mesh.of("sequence") > 1
@@ -111,13 +110,13 @@ class Learner:
         return found[0, given.shape[1] :].tolist()
 
     def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What a model takes of a micro-batch, on this rank's device."""
+        """Moves the model's inputs of a micro-batch to this rank's device."""
         known = {name: batch[name] for name in (*INPUTS, "labels") if name in batch}
         taken = {n: v for n, v in known.items() if n in self._takes}
         return {name: value.to(self.world.device) for name, value in taken.items()}
 
     def _loss(self, batch: dict[str, Tensor], items: int) -> Tensor:
-        """The sum of a micro-batch's token losses over a number of tokens."""
+        """The sum of a micro-batch's token losses divided by a number of tokens."""
         if self._own:
             return self.model(**batch, num_items_in_batch=items).loss
         labels = batch.pop("labels")
@@ -126,7 +125,7 @@ class Learner:
     def _through_stages(
         self, batch: Mapping[str, Any], items: int, optimizer: BoostedOptimizer | None
     ) -> Tensor:
-        """Loss through the stages of a pipeline, with backward if there is an optimizer."""
+        """Loss through pipeline stages, with backward if there is an optimizer."""
         given = self._on_device(self._with_enough_rows(batch))
         count = int((given["labels"][:, 1:] != IGNORED).sum())
         factor = (self.places if optimizer is not None else 1) * count / max(1, items)
@@ -137,7 +136,7 @@ class Learner:
             return token_losses(output.logits, labels) / learnt * factor
 
         def weight(micro: Mapping[str, Tensor]) -> float:
-            # Where nothing is learnt all micro-batches weigh alike: the loss is 0 then.
+            # If nothing is trained, all micro-batches have the same weight, because the loss is 0.
             return float((micro["labels"][:, 1:] != IGNORED).sum()) if count else 1.0
 
         done = self.booster.execute_pipeline(
@@ -146,9 +145,9 @@ class Learner:
         return done["loss"].double() * (1 / self.places if optimizer is not None else 1)
 
     def _with_enough_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A micro-batch with a row for each of the pipeline's; those that are added learn nothing.
+        """Pads a micro-batch to a row per pipeline micro-batch; added rows are not trained.
 
-        They repeat the first, so that nothing else about them is new.
+        They repeat the first row, so that they have no other effect.
         """
         lacking = self.micro_batches - len(batch["labels"])
         if lacking <= 0:
@@ -160,23 +159,23 @@ class Learner:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the losses of the tokens of ``[B, L, vocabulary]`` logits, in float32."""
+    """The sum of the token losses of ``[B, L, vocabulary]`` logits, in float32."""
     found = logits[:, :-1].flatten(0, 1).float()
     wanted = labels[:, 1:].flatten().to(found.device)
     return F.cross_entropy(found, wanted, ignore_index=IGNORED, reduction="sum")
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """The model inside of torch's DDP."""
+    """Unwraps the model from torch's DDP."""
     inner = getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) else model
 
 
-# Texts that the model continues while it trains: held-out ones, and prompts of the user.
+# Prompts for sampling during training: from held-out texts and from the user.
 
 
 SHOWN = 32
-"""Most tokens of a plain text that are given as its beginning."""
+"""Maximum prompt tokens taken from a plain text."""
 
 
 @dataclass(frozen=True)
@@ -185,13 +184,13 @@ class Prompt:
 
     # Tokens of the prompt.
     ids: list[int]
-    # Tokens that follow in the data; none for a prompt of the user's.
+    # Tokens that follow in the data; none for a user's prompt.
     expected: list[int]
-    # File and line that it comes from.
+    # File and line of its origin.
     source: str
 
     def continued(self, learner: Learner, tokenizer: Any, tokens: int) -> dict[str, str]:
-        """The model's continuation, and the one in the data; every rank calls it."""
+        """The model's continuation, and the one in the data; called on every rank."""
         made = learner.continuation(self.ids, tokens, tokenizer.eos_token_id)
 
         def text(ids: Sequence[int]) -> str:
@@ -208,7 +207,7 @@ class Prompt:
 def prompts_of(
     examples: Sequence[Example], count: int, texts: Sequence[str], tokenizer: Any
 ) -> list[Prompt]:
-    """Beginnings of some examples, evenly chosen, and of texts of the user."""
+    """Prompts from evenly chosen examples, and from texts of the user."""
     chosen = sorted({len(examples) * n // count for n in range(count)}) if count else []
     found = [_begun(examples[number]) for number in chosen if number < len(examples)]
     for text in texts:
@@ -218,7 +217,7 @@ def prompts_of(
 
 
 def _begun(example: Example) -> Prompt:
-    """A text up to its first answer; a plain text up to some tokens."""
+    """A text up to its first answer; a plain text up to a number of tokens."""
     first = int(np.argmax(example.answer)) if example.answer.any() else len(example)
     if first <= 1:
         first = min(SHOWN, max(1, len(example) // 2))

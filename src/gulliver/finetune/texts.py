@@ -1,7 +1,7 @@
-"""A data set for fine-tuning: rows, their form, their tokens, and what is kept for evaluation.
+"""The data set of a fine-tuning run: rows, form, tokens and held-out split.
 
-Read `read_text`. Nothing is left out in silence: what was skipped, cut or split is counted in
-`TextData.facts`, and said.
+Start with `read_text`. Rows that are skipped, truncated or split are counted in `TextData.facts`
+and reported.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ NAMES = {
 Item = TypeVar("Item")
 
 
-# [Note: held-out texts] The hash of what a text says decides whether it is held out, so a text that
-# occurs twice is on one side with both, and rows that are added later move none of the others. Of a
-# single text it is the windows that are divided so.
+# [Note: held-out texts] The hash of a text's content decides whether it is held out, so duplicates
+# are on the same side, and rows added later do not move others. A single text is divided by its
+# windows.
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """Texts as tokens.
+    """A tokenized data set.
 
     Attributes:
-        train: sequences to learn from.
-        held_out: sequences for evaluation only.
-        bad: rows that were left out, and why.
-        facts: what there is to say of it, fit for JSON.
-        fingerprint: digest of all tokens and of what made them: data, tokenizer and form.
+        train: training sequences.
+        held_out: evaluation sequences.
+        bad: skipped rows, with reasons.
+        facts: statistics, JSON serializable.
+        fingerprint: digest of all tokens and of the tokenizer.
     """
 
     train: list[Example]
@@ -62,17 +62,17 @@ def read_text(
     *,
     context: int | None = None,
 ) -> TextData:
-    """Reads a data set, and says what was found in it.
+    """Reads a data set, and reports its contents.
 
     Args:
-        config: what to read, and how.
-        tokenizer: tokenizer of the model, as `load_tokenizer` gives it.
-        say: function that shows a line to the user.
-        context: longest sequence that the model takes, in tokens; None where there is no limit.
+        config: data options.
+        tokenizer: tokenizer of the model, as returned by `load_tokenizer`.
+        say: prints a line for the user.
+        context: maximum sequence length of the model in tokens; None for no limit.
 
     Raises:
-        GulliverError: a file or an option is no good, rows have several forms, a row is bad and
-            rows are not to be skipped, or nothing is left.
+        GulliverError: a file or an option is invalid, rows have several forms, a row is bad and
+            rows must not be skipped, or nothing is left.
     """
     check_data(config)
     length = _length(config, context)
@@ -80,7 +80,10 @@ def read_text(
     form, samples = _samples(config.data, config.form, bad)
     answers_only = config.answers_only != "no" and form.name != "text"
     if config.answers_only == "yes" and not answers_only:
-        raise GulliverError("--answers-only yes: the data are plain texts, which have no answers")
+        raise GulliverError(
+            "--answers-only yes does not apply to plain texts, which have no answers; leave it at "
+            "auto"
+        )
     encoder = Encoder(tokenizer, length, answers_only, cut=config.long_chats == "cut")
     if isinstance(config.held_out, Path):
         _, apart = _samples([config.held_out], config.form, bad)
@@ -90,11 +93,11 @@ def read_text(
         parts = divide(samples, config.held_out, lambda sample: sample.content.encode())
     (train, learnt), (held_out, kept) = _encoded(encoder, parts, bad)
     if not held_out and not isinstance(config.held_out, Path):
-        # A single text, such as a book: its windows are divided.
+        # A single text, such as a book, is divided by its windows.
         train, held_out = divide(train, config.held_out, lambda one: one.ids.tobytes())
     if not train:
         first = f", the first is {bad.rows[0]}" if bad.rows else ""
-        raise GulliverError(f"no text is left to learn from: {len(bad.rows)} rows are bad{first}")
+        raise GulliverError(f"no training text is left: {len(bad.rows)} rows are bad{first}")
     facts = _facts(form, encoder, train, held_out, bad)
     facts["texts"] = {"train": learnt, "held_out": kept}
     found = TextData(train, held_out, bad.rows, facts, _fingerprint(encoder, train, held_out))
@@ -104,7 +107,7 @@ def read_text(
 
 
 class _Bad:
-    """Collects bad rows, or refuses the first."""
+    """Collects bad rows, or raises an error for the first."""
 
     def __init__(self, may_skip: bool) -> None:
         self.rows: list[BadRow] = []
@@ -112,7 +115,7 @@ class _Bad:
 
     def add(self, row: BadRow) -> None:
         if not self._may_skip:
-            raise GulliverError(f"{row}: mend it, or leave such rows out with --bad-rows skip")
+            raise GulliverError(f"{row}; repair it, or skip such rows with --bad-rows skip")
         self.rows.append(row)
 
 
@@ -121,8 +124,8 @@ def _length(config: DataConfig, context: int | None) -> int:
         return min(LENGTH, context or LENGTH)
     if context is not None and config.length > context:
         raise GulliverError(
-            f"--length is {config.length}: the model's context has {context} tokens, give that or "
-            "less"
+            f"--length {config.length} exceeds the model's context of {context} tokens; use that "
+            "or less"
         )
     return config.length
 
@@ -136,7 +139,7 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Te
             rows.append(row)
     if not rows and bad.rows:
         raise GulliverError(
-            f"the data has no row that can be read: {len(bad.rows):,} rows are bad, the first is "
+            f"the data has no readable row: {len(bad.rows):,} rows are bad, the first is "
             f"{bad.rows[0]}"
         )
     found = recognise(rows, form)
@@ -153,7 +156,7 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Te
 def divide(
     items: Sequence[Item], share: float, content: Callable[[Item], bytes]
 ) -> tuple[list[Item], list[Item]]:
-    """Divides texts into those to learn from and those kept for evaluation."""
+    """Splits texts into training and held-out ones."""
     hashes = [_hash(content(item)) for item in items]
     ordered = sorted(set(hashes))
     if share == 0 or len(ordered) < 2:
@@ -165,7 +168,7 @@ def divide(
 
 
 def _hash(content: bytes) -> float:
-    """A number from 0 to 1, determined by the text alone."""
+    """Maps a text to a number from 0 to 1."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
@@ -175,7 +178,7 @@ def _encoded(
     parts: Sequence[Sequence[TextSample]],
     bad: _Bad,
 ) -> Iterator[tuple[list[Example], int]]:
-    """Yields the sequences of each part, and the number of texts that they are of."""
+    """Yields the sequences of each part, and the number of texts they come from."""
     for part in parts:
         examples, texts = list[Example](), 0
         for found in encoder.encode(part):
@@ -217,27 +220,27 @@ def _lines(data: TextData) -> Iterator[str]:
             f"{len(data.held_out):,} of {len(data.train) + len(data.held_out):,} windows held out"
         )
     yield f"data: {texts['train'] + texts['held_out']:,} {form}, {kept}"
-    learnt = "all of them are learnt"
+    learnt = "all of them are trained"
     if facts["answers_only"]:
         how = f" (by {facts['masks']})" if facts["masks"] else ""
-        learnt = f"{facts['learnt']:,} of them, the answers, are learnt{how}"
+        learnt = f"{facts['learnt']:,} of them, the answers, are trained{how}"
     yield f"tokens: {facts['tokens']:,}; {learnt}; the longest sequence has {facts['longest']:,}"
     told = {
-        "cut": f"conversations are longer than {facts['length']:,} tokens: cut there",
-        "split": f"texts are longer than {facts['length']:,} tokens: split into windows",
-        "without answer": "windows have no answer in them: left out",
-        "apart": "prompts would share a token with their answer: each was tokenized by itself",
+        "cut": f"conversations are longer than {facts['length']:,} tokens and were truncated",
+        "split": f"texts are longer than {facts['length']:,} tokens and were split into windows",
+        "without answer": "windows have no answer and were skipped",
+        "apart": "prompts would share a token with their answer and were tokenized separately",
     }
     yield from (f"{facts[name]:,} {line}" for name, line in told.items() if facts[name])
     if not facts["end"] and facts["form"] != "messages":
-        yield "the tokenizer has no end of sequence: the model will not learn where a text ends"
+        yield "the tokenizer has no EOS token, so the model will not learn where a text ends"
     if data.bad:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items())
-        yield f"{len(data.bad):,} bad rows are left out: {reasons}; the first is {data.bad[0]}"
+        yield f"{len(data.bad):,} bad rows were skipped: {reasons}; the first is {data.bad[0]}"
 
 
 def _fingerprint(encoder: Encoder, *parts: list[Example]) -> str:
-    """Digest of all tokens, and of the tokenizer, for which equal ids may mean other texts."""
+    """Digest of all tokens and of the tokenizer, which defines the meaning of ids."""
     tokenizer = encoder.tokenizer
     digest = hashlib.blake2b(digest_size=16)
     if tokenizer.is_fast:

@@ -1,4 +1,4 @@
-"""Quantizes checkpoints slice by slice into int8, saves and loads them.
+"""Int8 and int4 quantization of checkpoints, read slice by slice.
 
 Example::
 

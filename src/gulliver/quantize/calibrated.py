@@ -1,4 +1,4 @@
-"""Quantises a model on data: each linear layer is rounded for the inputs that it is given there."""
+"""GPTQ: quantizes each linear layer for the inputs it gets on calibration data."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gulliver.precision.int8.replace import Rounded, linear_modes, matrix_of, re
 Model = TypeVar("Model", bound=nn.Module)
 
 
-# [Note: in order] Layers are rounded block by block, in the order in which the model calls them,
-# and the data goes through the model once for each block, up to that block: its inputs are those
-# that the blocks before give when they are rounded. So a model of L blocks runs about L / 2 times
-# over the data. What is kept in addition are the products of one block's inputs.
+# [Note: in order] Layers are quantized block by block, in the order in which the model calls them.
+# For each block the data runs through the model up to that block, so its inputs already include the
+# error of the quantized blocks before it. A model of L blocks therefore runs about L / 2 times over
+# the data. Extra memory is needed only for the input products of one block.
 @torch.no_grad()
 def replace_calibrated(
     model: Model,
@@ -39,28 +39,28 @@ def replace_calibrated(
     convolutions: bool = True,
     told: Callable[[str], Any] = lambda line: None,
 ) -> Model:
-    """Quantises a model's weights as `replace_module` does, rounded by GPTQ for given data.
+    """Quantizes a model's weights as `replace_module` does, with GPTQ rounding for given data.
 
-    Linear layers that the data reaches are rounded so; convolutions, embeddings, layers that share
-    their weight with others, and those that are never called, to the nearest. The model must be
-    whole on this rank, and is in evaluation mode afterwards.
+    GPTQ applies to linear layers that the data reaches. Convolutions, embeddings, layers with
+    shared weights, and layers that are never called are rounded to nearest. The model must be
+    unsharded, and is in evaluation mode afterwards.
 
     Args:
         model: model with its weights.
         batches: inputs of the model, each a tensor or a mapping of keyword arguments.
-        mode: mode as of `replace_module`, as are the arguments not listed here.
-        exclude: patterns of layers that stay in float.
-        outlier_threshold: magnitude of activations that are not quantised.
-        embeddings: whether embeddings are quantised.
-        convolutions: whether convolutions are.
-        told: takes a line about each block that is done.
+        mode: mode as for `replace_module`, as are the arguments not listed here.
+        exclude: patterns of layers that stay in floating point.
+        outlier_threshold: magnitude above which activations are not quantized.
+        embeddings: whether to quantize embeddings.
+        convolutions: whether to quantize convolutions.
+        told: called with a line about each finished block.
 
     Returns:
         The model.
 
     Raises:
-        GulliverError: no batches, none that reaches a linear layer, or inputs or weights that are
-            not finite or too large; nothing is changed then.
+        GulliverError: there are no batches, none reaches a linear layer, or inputs or weights are
+            not finite or too large. The model is unchanged then.
     """
     exclude = list(exclude)
     model.eval()
@@ -83,7 +83,7 @@ def replace_calibrated(
 
 @dataclass
 class _Counts:
-    """Calls of layers, by path, in the order of their last ones."""
+    """Counts calls of layers by path, in the order of their last calls."""
 
     calls: dict[str, int] = field(default_factory=dict)
     bad: str = ""
@@ -95,23 +95,23 @@ class _Counts:
 
 
 class _Enough(Exception):
-    """Ends a forward pass whose rest is of no use."""
+    """Ends a forward pass early."""
 
 
 def _called(
     model: nn.Module, modules: Mapping[str, nn.Module], paths: Iterable[str], batches: Sequence[Any]
 ) -> dict[str, dict[str, int]]:
-    """Returns the blocks in order, and how often each layer is called in a batch."""
+    """Returns the blocks in order, and the calls of each layer per batch."""
     if not len(batches):
-        raise GulliverError("calibration without data: give batches that the model is to be for")
+        raise GulliverError("calibration needs data; give batches typical for the model's use")
     counts = _Counts()
     _watched(model, modules, paths, batches, counts.note)
     if counts.bad:
         raise GulliverError(
-            f"calibration gives {counts.bad} inputs that are not finite: check data and weights"
+            f"calibration produced {counts.bad} non-finite inputs; check data and weights"
         )
     if not counts.calls:
-        raise GulliverError("calibration reaches no linear layer that is to be quantised")
+        raise GulliverError("calibration reaches no linear layer that is to be quantized")
     blocks: dict[str, dict[str, int]] = {}
     for path, calls in counts.calls.items():
         found = re.match(r"(.*?\.\d+)\.", path)
@@ -136,7 +136,7 @@ def _products(
         else:
             found[path] = rows.t() @ rows
 
-    # The first pass counted the calls of all batches together.
+    # The first pass counted the calls over all batches.
     most = max(1, sum(calls.values()) // len(batches))
     _watched(model, modules, calls, batches, note, most)
     return found
@@ -150,7 +150,7 @@ def _watched(
     note: Callable[[str, Tensor], None],
     most: int | None = None,
 ) -> None:
-    """Runs batches, and shows the inputs of layers; each batch ends after so many calls of them."""
+    """Runs batches and records layer inputs; each batch ends after a number of calls."""
     left = [0]
 
     def hook(path: str) -> Callable[..., None]:
@@ -174,7 +174,7 @@ def _watched(
 
 
 def _rounded(module: nn.Module, products: Tensor, mode: str) -> Rounded:
-    """Rounds a layer, and leaves in its weight what the layers after it are to see."""
+    """Quantizes a layer, and sets its weight to the dequantized values for the layers after it."""
     weight = matrix_of(module)
     values, scales = round_calibrated(weight, products, mode)
     back = (from_int4 if mode == "int4" else from_int8)(values, scales, weight.dtype)

@@ -1,7 +1,7 @@
-"""Quantised models as Hugging Face folders, and back into a model of the same configuration.
+"""Reads and writes quantized models as Hugging Face folders.
 
-The file has the tensors of the state dict, and in its text what they are quantised to: without that
-it is not taken for a float model's, nor another mode's.
+The file holds the tensors of the state dict, and the quantization mode in its metadata, so that it
+cannot be mistaken for a float model or another mode.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ FILE, KEY = "quantized.safetensors", "gulliver_quantization"
 """Not model.safetensors: transformers would load the int8 values as weights, and only warn."""
 _OTHERS = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".onnx"}
 WEIGHTS = {".safetensors", *_OTHERS}
-"""Endings of files of weights, which a quantised folder has its own of."""
+"""Suffixes of weight files, which are not copied to a quantized folder."""
 FOLDERS = ("additional_chat_templates",)
 """Folders that belong to a tokenizer."""
 
 
 def save_quantized(model: nn.Module, folder: Path | str) -> Path:
-    """Writes a quantised model, and its configuration where it has one.
+    """Writes a quantized model, and its configuration if it has one.
 
     Args:
-        model: model that `replace_module` or `stream_quantized` treated, whole on this rank.
-        folder: folder that is made.
+        model: unsharded model quantized by `replace_module` or `stream_quantized`.
+        folder: folder to create.
 
     Raises:
-        GulliverError: the model is not quantised, or is a shard; the folder exists.
+        GulliverError: the model is not quantized, or is sharded, or the folder exists.
     """
     folder = Path(folder)
     report = report_of(model)
     layers = {p: m for p, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     shard = next((p for p, m in layers.items() if hasattr(m, "rank_group")), None)
     if shard is not None:
-        raise GulliverError(f"{shard} is a rank's shard: save from a model that is not sharded")
+        raise GulliverError(f"{shard} is sharded; save from an unsharded model")
     refuse_existing(folder)
     threshold = next((m.threshold for m in layers.values() if m.mode != "int8"), None)
     about = {
@@ -66,16 +66,16 @@ def save_quantized(model: nn.Module, folder: Path | str) -> Path:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
-    elif hasattr(model, "save_config"):  # diffusers' networks
+    elif hasattr(model, "save_config"):  # diffusers networks
         cast(Any, model).save_config(folder)
     write_tensors(folder / FILE, _untied(model), {"format": "pt", KEY: json.dumps(about)})
     return folder
 
 
 def copy_companions(folder: Path, out: Path) -> None:
-    """Copies all files that are not weights, so that the quantised folder is used alike."""
-    # Those are the tokenizer's files, chat templates, the generation configuration, and whatever
-    # else is no weights; what `out` has already stays.
+    """Copies all files except weights, so that the new folder is a drop-in replacement."""
+    # Tokenizer files, chat templates, the generation configuration, and other files without
+    # weights; existing files of `out` are kept.
     for path in folder.iterdir():
         weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
         if path.is_dir() and path.name in FOLDERS:
@@ -85,7 +85,7 @@ def copy_companions(folder: Path, out: Path) -> None:
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the state, each tensor under the first of its names."""
+    """Returns the state dict, with each tied tensor under its first name."""
     found: dict[Any, str] = {}
     state = model.state_dict()
     for name, value in state.items():
@@ -95,14 +95,14 @@ def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
-    """Gives a float model the quantised weights of a folder, in place; its own are freed.
+    """Loads the quantized weights of a folder into a float model, in place, and frees its own.
 
     Args:
         model: model of the same configuration, on meta or not.
-        path: folder or file that `save_quantized` wrote.
+        path: folder or file written by `save_quantized`.
 
     Raises:
-        GulliverError: the file is not a quantised model's, or is another model's.
+        GulliverError: the file is not quantized, or belongs to another model.
     """
     path = Path(path)
     quantize_like(model, path)
@@ -113,18 +113,18 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
-    """Gives a float model the quantised layers of a folder, on meta; its own weights are freed."""
+    """Replaces the layers of a float model by quantized ones on meta, as in a folder."""
     path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))
     metas: dict[int, nn.Parameter] = {}
     for place in about["layers"]:
         if isinstance(known.get(place), QuantizedLayer):
-            raise GulliverError("the model is quantised already: load into one of float weights")
+            raise GulliverError("the model is already quantized; load into one with float weights")
         if place not in known or "weight" not in known[place]._parameters:
-            raise GulliverError(f"{path} is of another model: this one has no layer {place}")
+            raise GulliverError(f"{path} belongs to another model: this one has no layer {place}")
         weight: Any = known[place]._parameters["weight"]
-        # Tied ones stay one, or they would be quantised twice.
+        # Tied weights stay tied, or they would be quantized twice.
         meta = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
         known[place]._parameters["weight"] = metas.setdefault(id(weight), meta)
     embeddings = any(isinstance(known[place], nn.Embedding) for place in about["layers"])
@@ -133,7 +133,7 @@ def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def _allocate(model: nn.Module) -> None:
-    """Gives quantised layers memory, tied ones the same."""
+    """Allocates quantized layers, preserving ties."""
     made: dict[int, torch.Tensor] = {}
     for layer in model.modules():
         if isinstance(layer, QuantizedLayer):
@@ -144,36 +144,33 @@ def _allocate(model: nn.Module) -> None:
 
 
 def refuse_quantized(path: Path | str) -> None:
-    """Refuses a folder or file that `save_quantized` wrote, where float weights are wanted."""
+    """Raises an error for files written by `save_quantized` where float weights are needed."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):
-        raise GulliverError(
-            f"{path} is quantised already: quantising twice would round what is rounded; take the "
-            "folder that it was made of"
-        )
+        raise GulliverError(f"{path} is already quantized; use the folder that it was made from")
 
 
 def _about(path: Path) -> dict[str, Any]:
     file = path / FILE if path.is_dir() else path
     text = None if path.is_dir() and not file.is_file() else read_metadata(file).get(KEY)
     if text is None:
-        raise GulliverError(
-            f"{path} is not quantised: gulliver quantize {path} --out FOLDER makes such a folder"
-        )
+        raise GulliverError(f"{path} is not quantized; run gulliver quantize {path} --out FOLDER")
     about = json.loads(text)
     if about.get("version") != 1:
-        raise GulliverError(f"{path} is of version {about.get('version')}: this reads version 1")
+        raise GulliverError(
+            f"{path} has version {about.get('version')}, which is not supported; quantize it again"
+        )
     return about
 
 
-# Reads a checkpoint into a quantised model, layer by layer.
+# Streams a checkpoint into a quantized model, layer by layer.
 
 
-# [Note: what is held] The model is on meta, cut over its ranks there. One layer after the other is
-# filled with the slice of the file that this rank holds, quantised and freed; a slice is read
-# without the rest of its tensor. So a rank never holds more than its quantised shard, one layer's
-# float slice, and what the reader and the rounding take of one mebi-element.
+# [Note: what is held] The model is on meta and sharded there. Each layer in turn is filled with
+# this rank's slice of the file, quantized and freed; a slice is read without the rest of its
+# tensor. So a rank holds at most its quantized shard, one layer's float slice, and buffers of one
+# mebi-element for reading and rounding.
 def stream_quantized(
     model: nn.Module,
     path: Path | str,
@@ -186,38 +183,38 @@ def stream_quantized(
     rules: Mapping[str, str] | None = None,
     errors: bool = False,
 ) -> nn.Module:
-    """Fills a model on meta with a checkpoint's weights, quantised as they are read.
+    """Loads a checkpoint into a model on meta and quantizes it while reading.
 
-    Every rank of the group calls it, and holds its shard afterwards.
+    Every rank of the group calls it and holds its shard afterwards.
 
     Args:
-        model: model whose parameters are on meta and whose buffers are real, as
-            `gulliver.lazy_parameters` makes it.
+        model: model with parameters on meta and real buffers, as built under
+            `gulliver.lazy_parameters`.
         path: Hugging Face folder, safetensors file, step or run.
-        mode: format as of `replace_module`, as are the arguments not listed here.
-        rank_group: ranks that the model is sharded over by tensor parallelism: a rank group, a
-            process group of torch, or None for all ranks of the world.
-        prefix: text before the model's names in the files.
-        exclude: patterns of layers that stay in float.
-        outlier_threshold: magnitude of activations that are not quantised.
-        embeddings: whether embeddings are quantised.
-        rules: rules of `plan_tensor`, where the model's own plan is not wanted.
-        errors: whether the report says the error of each weight.
+        mode: format as for `replace_module`, as are the arguments not listed here.
+        rank_group: ranks for tensor parallelism: a rank group, a torch process group, or None for
+            all ranks.
+        prefix: prefix of the model's names in the files.
+        exclude: patterns of layers that stay in floating point.
+        outlier_threshold: magnitude above which activations are not quantized.
+        embeddings: whether to quantize embeddings.
+        rules: rules for `plan_tensor` that replace the model's own plan.
+        errors: whether to report the error of each weight.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        GulliverError: a parameter is not on meta, the files lack or have other tensors, or are
-            quantised, `rank_group` is none, or its ranks would cut a group of int4.
+        GulliverError: a parameter is not on meta, tensors are missing, unexpected or already
+            quantized, `rank_group` is not a group, or sharding would split a group of int4.
     """
     rank_group = _rank_group(rank_group)
     refuse_quantized(path)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise GulliverError(
-                f"{name} is not on meta: build the model under gulliver.lazy_parameters(), or call "
-                "gulliver.replace_module on what is loaded"
+                f"{name} is not on meta; build the model under gulliver.lazy_parameters(), or "
+                "call gulliver.replace_module on loaded models"
             )
     if rank_group.size > 1:
         plan: TensorPlan = plan_tensor(model, rank_group.size, rules=rules)
@@ -247,9 +244,8 @@ def _rank_group(given: Any) -> RankGroup:
     if isinstance(given, dist.ProcessGroup):
         return rank_group_of(given)
     raise GulliverError(
-        f"rank_group is a {type(given).__name__}: give a process group, as "
-        "torch.distributed.new_group makes it, a gulliver.comm.groups.RankGroup, or None for "
-        "all ranks"
+        f"rank_group is a {type(given).__name__}; give a torch process group, a "
+        "gulliver.comm.groups.RankGroup, or None for all ranks"
     )
 
 
@@ -263,7 +259,7 @@ class _Reading:
             self.names.setdefault(id(parameter), []).append(prefix + name)
 
     def fill(self, path: str, module: nn.Module) -> None:
-        """Reads the weight of a layer on meta; its bias stays there."""
+        """Reads the weight of a layer on meta; its bias stays on meta."""
         parameter: Any = module._parameters["weight"]
         names = self.names[id(parameter)]
         name = next((name for name in names if name in self.weights.infos), None)
@@ -273,7 +269,8 @@ class _Reading:
         whole = tuple(parameter.shape) if region is None else region.shape
         if info.shape != whole:
             raise GulliverError(
-                f"{self.weights.path}: {name} is {list(info.shape)}, the model's {list(whole)}"
+                f"{self.weights.path}: {name} has shape {list(info.shape)}, the model needs "
+                f"{list(whole)}"
             )
         value = torch.empty(parameter.shape, dtype=info.dtype)
         self.weights.read({name: Part(value.view(-1), whole, region=region)})
@@ -283,7 +280,7 @@ class _Reading:
 def _rest(
     model: nn.Module, path: Path | str, prefix: str, names: Mapping[int, list[str]]
 ) -> tuple[Any, ...]:
-    """Returns arguments of `load_huggingface` for what is not quantised."""
+    """Returns arguments of `load_huggingface` for the tensors that are not quantized."""
     quantised = {
         f"{at}.{name}": layer
         for at, layer in model.named_modules(remove_duplicate=False)

@@ -1,7 +1,7 @@
-"""Quantises the networks of a diffusers pipeline, and compares the pictures of both.
+"""Quantizes the networks of a diffusers pipeline, and compares pictures before and after.
 
-Denoisers and text encoders are quantised. The autoencoder is not: it is small, and its errors are
-seen at once.
+Denoisers and text encoders are quantized. The autoencoder is not: it is small, and its errors are
+visible.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from gulliver.quantize.files import (
 
 INDEX, NOTE = "model_index.json", "_gulliver_quantized"
 NETWORKS = ("unet", "transformer", "text_encoder")
-"""Beginnings of the names of networks that are quantised."""
+"""Name prefixes of networks to quantize."""
 PROMPT = "a photo of a red house by the sea"
 STEPS, SEED = 20, 0
 
 
 @dataclass
 class Quantized:
-    """A folder that was quantised."""
+    """A quantized folder."""
 
     # Model, or pipeline.
     model: Any
-    # What became of the layers, by network; a model alone has the name of its class.
+    # Layer reports by network; a single model has the name of its class.
     reports: dict[str, Report]
-    # Lines of what was measured, if it was asked for.
+    # Lines of the quality report, if requested.
     lines: list[str] = field(default_factory=list)
 
     def compare(self, before: dict[str, float], after: dict[str, float]) -> None:
-        """Adds lines with the errors of the weights, memory, and figures before and after."""
+        """Adds lines with weight errors, memory, and metrics before and after."""
         several = len(self.reports) > 1
         errors = [
             (layer.error or 0.0, f"{name}.{layer.path}" if several else layer.path, layer.format)
@@ -85,7 +85,7 @@ def quantize_pipeline(
     outlier_threshold: float | None = 6.0,
     embeddings: bool = False,
 ) -> Quantized:
-    """Quantises a pipeline's folder into another, which `load_pipeline` reads."""
+    """Quantizes a pipeline folder into a new one, to be read by `load_pipeline`."""
     pipeline = _loaded(folder)
     networks = {
         name: part
@@ -94,7 +94,7 @@ def quantize_pipeline(
     }
     if not networks:
         raise GulliverError(
-            f"{folder} has no network to quantise: {', '.join(pipeline.components)}"
+            f"{folder} has no network to quantize among {', '.join(pipeline.components)}"
         )
     kept = _kept(networks, list(exclude))
     prompts, steps = prompts or (PROMPT,), steps or STEPS
@@ -108,22 +108,22 @@ def quantize_pipeline(
     done = Quantized(pipeline, reports)
     if before is not None:
         after = _made(pipeline, prompts, steps)
-        done.compare(*({"seconds a picture": seconds} for _, seconds in (before, after)))
+        done.compare(*({"seconds per picture": seconds} for _, seconds in (before, after)))
         for number, prompt in enumerate(prompts, 1):
             one, other = before[0][number - 1], after[0][number - 1]
             done.lines.append(_distance(prompt, one, other))
             path = out / f"picture-{number}.png"
             both = torch.cat([one, other], 2).permute(1, 2, 0).clamp(0, 1).numpy()
             pipeline.image_processor.numpy_to_pil(both)[0].save(path)
-            done.lines.append(f"{path}: before on the left, after on the right")
+            done.lines.append(f"{path}: left before, right after")
     return done
 
 
 def load_pipeline(folder: Path | str, **given: Any) -> Any:
-    """Loads a pipeline whose networks are quantised.
+    """Loads a pipeline with quantized networks.
 
     Args:
-        folder: folder that `quantize_pipeline` wrote.
+        folder: folder written by `quantize_pipeline`.
         given: further arguments of diffusers' ``from_pretrained``.
     """
     import diffusers
@@ -147,12 +147,12 @@ def load_pipeline(folder: Path | str, **given: Any) -> Any:
 
 def _quantised(folder: Path) -> dict[str, tuple[str, str]]:
     if not (folder / INDEX).is_file():
-        raise GulliverError(f"{folder} is no pipeline: it has no {INDEX}")
+        raise GulliverError(f"{folder} is not a pipeline: it has no {INDEX}")
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     found = {name: tuple(index[name]) for name in index.get(NOTE, [])}
     if not found:
         raise GulliverError(
-            f"{folder} is not quantised: gulliver quantize {folder} --out FOLDER makes such a one"
+            f"{folder} is not quantized; run gulliver quantize {folder} --out FOLDER"
         )
     return found  # type: ignore[return-value]
 
@@ -161,9 +161,9 @@ def _loaded(folder: Path) -> Any:
     try:
         import diffusers
     except ImportError:
-        raise missing_extra("quantising a pipeline needs diffusers", "dreambooth") from None
+        raise missing_extra("quantizing a pipeline needs diffusers", "dreambooth") from None
     if NOTE in json.loads((folder / INDEX).read_text(encoding="utf-8")):
-        raise GulliverError(f"{folder} is quantised already: take the folder that it was made of")
+        raise GulliverError(f"{folder} is already quantized; use the folder that it was made from")
     try:
         pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError, AttributeError) as error:
@@ -173,7 +173,7 @@ def _loaded(folder: Path) -> Any:
 
 
 def _kept(networks: dict[str, nn.Module], exclude: list[str]) -> dict[str, list[str]]:
-    """Returns the paths of each network that patterns keep."""
+    """Returns the paths in each network that the patterns exclude."""
     kept: dict[str, list[str]] = {name: [] for name in networks}
     for pattern in exclude:
         before = sum(map(len, kept.values()))
@@ -184,13 +184,13 @@ def _kept(networks: dict[str, nn.Module], exclude: list[str]) -> dict[str, list[
                     kept[name].append(path)
         if sum(map(len, kept.values())) == before:
             raise GulliverError(
-                f"no module of {', '.join(networks)} matches {pattern!r}: name a path or its end"
+                f"no module of {', '.join(networks)} matches {pattern!r}; give a path or its end"
             )
     return kept
 
 
 def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
-    """Copies what is not quantised, and notes in the index what is."""
+    """Copies everything that is not quantized, and marks the quantized networks in the index."""
     out.mkdir(parents=True)
     for path in folder.iterdir():
         if path.is_dir() and path.name not in networks:
@@ -214,7 +214,8 @@ def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Ten
         images = getattr(made, "images", None)
         if images is None:
             raise GulliverError(
-                f"--report compares pictures, and a {type(pipeline).__name__} makes none"
+                f"--report compares pictures, which a {type(pipeline).__name__} does not "
+                "generate; omit it"
             )
         found.append(images[0].float())
     return found, (time.perf_counter() - begun) / len(prompts)
@@ -229,11 +230,11 @@ def _distance(prompt: str, before: Tensor, after: Tensor) -> str:
     )
 
 
-# ``gulliver quantize``: makes a quantised folder of a model's or a pipeline's, and judges it.
+# ``gulliver quantize``: quantizes the folder of a model or a pipeline, and reports quality.
 
 
 WINDOW = 256
-"""Most tokens of a window of text."""
+"""Maximum tokens of a text window."""
 
 
 def quantize_folder(
@@ -249,24 +250,28 @@ def quantize_folder(
     steps: int | None = None,
     **ways: Any,
 ) -> Quantized:
-    """Quantises a folder into another, which has the tokenizer and all else that is no weights."""
+    """Quantizes a folder into a new one, which includes the tokenizer and all other files."""
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
-        raise GulliverError(f"{folder} {what}: name a folder with a config.json and weights")
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise GulliverError(f"{folder} {what}; give a folder with a config.json and weights")
     if out.exists():
-        raise GulliverError(f"{out} exists: name a folder that does not")
+        raise GulliverError(f"{out} exists; give a new folder")
     _check_calibration(rounding, calibration)
     if (folder / INDEX).is_file():
         for name, value in (("--text", text), ("--calibration", calibration)):
             if value is not None:
-                raise GulliverError(f"{name} is for language models, and {folder} is a pipeline")
+                raise GulliverError(
+                    f"{name} needs a language model, but {folder} is a pipeline; omit it"
+                )
         if not report and (prompts or steps is not None):
-            raise GulliverError("--prompts and --steps are for --report: give that, too")
+            raise GulliverError("--prompts and --steps need --report; add it or omit them")
         return quantize_pipeline(folder, out, report, mode, prompts, steps, **ways)
     if prompts or steps is not None:
-        raise GulliverError(f"--prompts and --steps are for pipelines: {folder} has no {INDEX}")
+        raise GulliverError(
+            f"--prompts and --steps are for pipelines, but {folder} has no {INDEX}; omit them"
+        )
     if text is not None and not report:
-        raise GulliverError("--text is for --report: give that, too")
+        raise GulliverError("--text needs --report; add it or omit --text")
     refuse_quantized(folder)
     tokens = None if text is None else _tokens(folder, text, "--text")
     given = None if calibration is None else _tokens(folder, calibration, "--calibration")
@@ -288,17 +293,17 @@ def quantize_folder(
 def _check_calibration(rounding: str, calibration: Path | None) -> None:
     if rounding == "gptq" and calibration is None:
         raise GulliverError(
-            "--rounding gptq rounds for data: name a text with --calibration FILE, or take nearest"
+            "--rounding gptq needs data; give a text with --calibration FILE, or use nearest"
         )
     if rounding == "nearest" and calibration is not None:
-        raise GulliverError("--calibration is for --rounding gptq: give that, too")
+        raise GulliverError("--calibration needs --rounding gptq; add it or omit --calibration")
 
 
 def _built(folder: Path) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise missing_extra("quantising a folder needs transformers", "transformers") from None
+        raise missing_extra("quantizing a folder needs transformers", "transformers") from None
     try:
         found = float_config(folder)
         with lazy_parameters():
@@ -318,19 +323,19 @@ def _tokens(folder: Path, text: Path, option: str) -> Tensor:
     import transformers
 
     if not text.is_file():
-        raise GulliverError(f"{option} {text} is no file")
+        raise GulliverError(f"{option} {text} is not a file")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError) as error:
         raise GulliverError(f"{folder} has no tokenizer: {str(error).splitlines()[0]}") from None
     ids = tokenizer(text.read_text(encoding="utf-8"))["input_ids"]
     if len(ids) < 2:
-        raise GulliverError(f"{option} {text} has {len(ids)} tokens: give a longer one")
+        raise GulliverError(f"{option} {text} has only {len(ids)} tokens; give a longer text")
     return torch.tensor(ids)
 
 
 def _window(model: Any) -> int:
-    """Tokens of a text that a model sees at once."""
+    """Number of tokens per text window."""
     return min(WINDOW, getattr(model.config, "max_position_embeddings", WINDOW))
 
 
@@ -346,7 +351,7 @@ def _judged(model: nn.Module, tokens: Tensor | None) -> dict[str, float]:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, length: int = 256, batch: int = 4) -> float:
-    """Returns the perplexity of a text: e to the mean negative log-likelihood of a token."""
+    """Returns the perplexity of a text: exp of the mean negative log-likelihood per token."""
     length = min(length, len(tokens))
     windows = tokens[: len(tokens) // length * length].view(-1, length)
     total = count = 0.0
@@ -364,7 +369,7 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int = 256, batch: int =
 def generation_seconds(
     model: Any, batch: int, prompt: int = 16, tokens: int = 16, turns: int = 3
 ) -> float:
-    """Returns the median seconds in which a model continues prompts greedily."""
+    """Returns the median seconds of greedy generation."""
     seed = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=seed)
     found = []

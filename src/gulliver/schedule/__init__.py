@@ -1,6 +1,6 @@
-"""Jobs that share a cluster: simulated under several policies, explained, and drawn.
+"""Scheduling of jobs that share a cluster: policies, simulation, explanations and charts.
 
-`live` runs the same policies on real jobs; here no process is started.
+`live` runs the same policies on real jobs; nothing else here starts a process.
 """
 
 from typing import TYPE_CHECKING

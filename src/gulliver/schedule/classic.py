@@ -1,6 +1,6 @@
-"""Policies that others are compared with: first come, shortest first, Tiresias, Pollux.
+"""Baseline policies: FIFO, SRPT, Tiresias, Pollux.
 
-The last two follow the rules of their papers; each class says what differs.
+The last two follow their papers; each class lists the differences.
 """
 
 from __future__ import annotations
@@ -14,48 +14,50 @@ from gulliver.solve.allocation import allocate
 
 
 def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:
-    """Gives jobs the slots that they ask for, in order, where they fit."""
+    """Gives jobs the slots they request, in order, as long as they fit."""
     room, given, why = Room(view), {}, {}
     for place, state in enumerate(order):
         job = state.job
         if room.fits(job, job.slots):
             room.take(job, job.slots)
             given[job.name] = Allotment(job.slots, job.batch)
-            why[job.name] = f"number {place + 1} in the queue, with the slots it asks for"
+            why[job.name] = f"number {place + 1} in the queue, with the requested slots"
             continue
-        why[job.name] = f"asks for {job.slots} slots, and {room.most(job)} are left for it"
+        why[job.name] = f"requests {job.slots} slots, and {room.most(job)} are available to it"
         if blocking:
             for behind in order[place + 1 :]:
-                why[behind.job.name] = f"behind {job.name}, which waits for {job.slots} slots"
+                why[behind.job.name] = (
+                    f"queued behind {job.name}, which waits for {job.slots} slots"
+                )
             break
     return Decision(given, why=why)
 
 
 class Fifo(Policy):
-    """Serves jobs in order of arrival, each with the slots it asks for, until it ends."""
+    """First in, first out: each job runs to its end with the slots it requests."""
 
-    name, what = "fifo", "in order of arrival, nothing is taken back"
+    name, what = "fifo", "in order of arrival, without preemption"
     preempts = False
 
     def decide(self, view: View) -> Decision:
-        """Keeps running jobs, and adds from the head of the queue."""
+        """Keeps running jobs, and starts jobs from the head of the queue."""
         running = [state for state in view.jobs if state.slots]
         waiting = [state for state in view.jobs if not state.slots]
         return packed(view, [*running, *waiting], blocking=True)
 
 
 class Srpt(Policy):
-    """Serves the job with the shortest remaining time first, with the slots it asks for."""
+    """Shortest remaining processing time first, with the requested slots."""
 
-    # It knows the true remaining time of every job, announced or not.
+    # An oracle: it uses the true remaining time of every job, announced or not.
 
     name, what = (
         "srpt",
-        "shortest remaining time first, slots as asked for; knows all lengths",
+        "shortest remaining time first, with the requested slots; knows all lengths",
     )
 
     def decide(self, view: View) -> Decision:
-        """Packs by remaining seconds."""
+        """Packs jobs by remaining seconds."""
 
         def left(state: JobState) -> float:
             job = state.job
@@ -65,23 +67,24 @@ class Srpt(Policy):
 
 
 class Tiresias(Policy):
-    """Serves the queue of least attained service first, each job with the slots it asks for."""
+    """Least attained service first, with the requested slots."""
 
-    # Discretized two-dimensional LAS (Gu et al. 2019, "Tiresias"): a job sinks to a lower queue
-    # when its slot-seconds pass a limit; within a queue the earlier start is first. It needs no
-    # lengths. Not here: promotion of jobs that starve, placement by the skew of a model's tensors.
+    # Discretized two-dimensional LAS (Gu et al. 2019, "Tiresias"): a job moves to a lower queue
+    # when its slot-seconds exceed a limit; within a queue the earlier start is first. It needs no
+    # job lengths. Not implemented: promotion of starving jobs, placement by the skew of a model's
+    # tensors.
 
-    name, what = "tiresias", "least attained service first, with the slots asked for"
+    name, what = "tiresias", "least attained service first, with the requested slots"
 
     def __init__(self, limits: tuple[float, ...] = (1000.0, 10000.0)) -> None:
         self.limits = limits
 
     def _queue(self, state: JobState) -> int:
-        # A limit that is reached by rounding counts as reached: it is the wake-up of just then.
+        # A limit reached up to rounding counts as reached: the policy woke at exactly that time.
         return sum(state.service >= limit * (1 - 1e-12) for limit in self.limits)
 
     def decide(self, view: View) -> Decision:
-        """Packs by queue; wakes when a running job sinks."""
+        """Packs jobs by queue; wakes when a running job moves to a lower queue."""
 
         def place(state: JobState) -> tuple[int, float, float]:
             started = np.inf if state.started is None else state.started
@@ -97,21 +100,21 @@ class Tiresias(Policy):
 
 
 class Pollux(Policy):
-    """Shares slots so that the power mean of the jobs' speed-ups is highest.
+    """Allocates slots to maximize the power mean of the jobs' speedups.
 
-    The fitness of Qiao et al. 2021, "Pollux": speed-up is goodput over that on a fair share, its
-    mean is of power -1, weights fall with attained service, and a job that is moved counts less by
+    The fitness of Qiao et al. 2021, "Pollux": speedup is goodput relative to a fair share, averaged
+    with power -1; weights decrease with attained service, and a job that is moved is discounted by
     (age - resizes x resize) / (age + resize). Its genetic search is replaced by exact dynamic
-    programming, as the sum of 1 / speed-up is separable; batch sizes
-    follow goodput. Not here: placement in the search, and a cluster of changing size.
+    programming, because the sum of 1 / speedup is separable; batch sizes follow goodput. Not
+    implemented: placement in the search, and a cluster of changing size.
 
     Args:
-        period: seconds between rounds; it is asked at arrivals and ends too.
-        service: slot-seconds from which a job's weight falls.
-        least: speed-up that a job without slots counts with.
+        period: seconds between rounds; arrivals and ends also trigger one.
+        service: slot-seconds above which a job's weight decreases.
+        least: speedup assigned to a job without slots.
     """
 
-    name, what = "pollux", "power mean of speed-ups, batch sizes by goodput"
+    name, what = "pollux", "power mean of speedups, batch sizes by goodput"
 
     def __init__(self, period: float = 60.0, service: float = 14400.0, least: float = 0.05) -> None:
         self.period, self.service, self.least = period, service, least
@@ -129,7 +132,7 @@ class Pollux(Policy):
         return Decision(given, view.now + self.period)
 
     def fitness(self, view: View) -> np.ndarray:
-        """Values of every number of slots, [jobs, slots + 1], whose sum is maximised."""
+        """Values of every number of slots, [jobs, slots + 1], with the sum to be maximized."""
         slots = view.cluster.slots
         fair = max(1, slots // len(view.jobs))
         values = np.full((len(view.jobs), slots + 1), -np.inf)
@@ -149,12 +152,12 @@ class Pollux(Policy):
 
 
 def shared(view: View, values: np.ndarray) -> np.ndarray:
-    """Shares slots exactly under the tenants' limits; values as `allocate` takes them."""
+    """Allocates slots exactly under the tenants' limits; takes values as `allocate` does."""
     return shares(view)(values)[0]
 
 
 def shares(view: View) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Prepares `allocate` for a view: one group, or one for each tenant."""
+    """Prepares `allocate` for a view: one group, or one per tenant."""
     if not view.cluster.quotas:
         return allocate
     tenants = sorted({state.job.tenant for state in view.jobs})

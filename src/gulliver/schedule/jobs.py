@@ -1,4 +1,4 @@
-"""Jobs, the slots that they share, and how jobs are split over nodes."""
+"""Jobs, clusters, and placement of jobs on nodes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Parts = tuple[int, ...]
 
 
 def place(counts: Sequence[int], free: Sequence[int]) -> list[Parts]:
-    """Splits jobs over nodes: largest first, into the node that it fills best, or into few."""
+    """Places jobs on nodes: largest first, by best fit, or on few nodes."""
     # Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms").
-    assert sum(counts) <= sum(free), "more slots than there are"
+    assert sum(counts) <= sum(free), "the slots fit into the cluster"
     left = list(free)
     placed: dict[int, Parts] = {}
     for job in sorted(range(len(counts)), key=lambda number: -counts[number]):
@@ -39,8 +39,8 @@ def place(counts: Sequence[int], free: Sequence[int]) -> list[Parts]:
 
 
 # A slot is one accelerator. Work is counted in samples at the job's own batch size. On n slots a
-# job runs at the batch size of the highest goodput that its limits allow. With a fixed batch,
-# other slots change its gradient accumulation only.
+# job runs at the allowed batch size with the highest goodput. With a fixed batch, other slots only
+# change its gradient accumulation.
 
 
 AT_LEAST_0 = Range(0, math.inf, open_above=True)
@@ -52,25 +52,23 @@ class Job:
     """A training job.
 
     Attributes:
-        name: name, one of its kind in a trace.
+        name: name, unique in a trace.
         arrival: second at which it is submitted.
-        samples: samples to process at `batch`; of larger batches more, as `noise` says.
-        batch: global batch size that its user has chosen.
-        slots: number of slots that its user asks for; policies that do not resize give it these.
-        scaling: seconds of a step over slots and batch.
-        noise: gradient noise scale in samples; 0 says that larger batches gain nothing.
-        least_batch: smallest batch size that is allowed; None for `batch`.
-        most_batch: largest batch size that is allowed; None for `batch`.
-        epoch: samples of an epoch, None for a twentieth of `samples`.
-        deadline: second at which it should be done, None without one.
-        tenant: name that quotas know its user by.
-        resize_seconds: seconds that it loses when its slots change, and when it goes on after a
-            pause.
+        samples: samples to process at `batch`; larger batches need more, as determined by `noise`.
+        batch: global batch size chosen by its user.
+        slots: number of slots requested by its user; policies that do not resize use it.
+        scaling: seconds per step as a function of slots and batch.
+        noise: gradient noise scale in samples; with 0 larger batches gain nothing.
+        least_batch: smallest allowed batch size; None for `batch`.
+        most_batch: largest allowed batch size; None for `batch`.
+        epoch: samples per epoch, None for a twentieth of `samples`.
+        deadline: second at which it should be done, None for none.
+        tenant: its user, for quotas.
+        resize_seconds: seconds lost when its slots change or it continues after a pause.
         start_seconds: seconds from its first slots to its first step.
-        most_slots: largest number of slots that it runs on, None for any.
+        most_slots: largest number of slots that it can use, None for no limit.
         announced: whether policies know `samples`; otherwise they have to estimate.
-        curvature: how fast its loss falls, as policies observe it: it is by then
-            exp(-curvature x progress).
+        curvature: rate at which its loss falls, as policies observe it: exp(-curvature x progress).
     """
 
     name: str
@@ -96,33 +94,36 @@ class Job:
         check_options(self, label)
         if self.deadline is not None and not self.deadline >= self.arrival:
             raise GulliverError(
-                f"{label}deadline is {self.deadline}: it must be at least {self.arrival:g}, its "
-                "arrival"
+                f"{label}deadline is {self.deadline}; it must be at least its arrival, "
+                f"{self.arrival:g}"
             )
         costs = self.scaling
         seconds = costs.sample_seconds, costs.step_seconds, costs.exchange_seconds
         if not all(0 <= one < math.inf for one in seconds):
-            raise GulliverError(f"{label}costs of a step are {seconds} s: give 0 or more")
+            raise GulliverError(
+                f"{label}the costs of a step are {seconds} s; they must be at least 0"
+            )
         if costs.sample_seconds + costs.step_seconds <= 0:
-            raise GulliverError(f"{label}a step takes no time: give sample_seconds above 0")
+            raise GulliverError(f"{label}a step takes no time; use sample_seconds > 0")
         if not self.smallest <= self.batch <= self.largest:
             raise GulliverError(
-                f"{label}batch {self.batch} is outside of its limits {self.smallest} to "
-                f"{self.largest}: give least_batch <= batch <= most_batch"
+                f"{label}batch {self.batch} is outside of {self.smallest} to {self.largest}; use "
+                "least_batch <= batch <= most_batch"
             )
         if self.most_slots is not None and self.slots > self.most_slots:
             raise GulliverError(
-                f"{label}it asks for {self.slots} slots and runs on {self.most_slots} at most"
+                f"{label}it requests {self.slots} slots but can use at most {self.most_slots}; "
+                "lower its slots"
             )
 
     @property
     def smallest(self) -> int:
-        """Smallest batch size that is allowed."""
+        """Smallest allowed batch size."""
         return self.batch if self.least_batch is None else self.least_batch
 
     @property
     def largest(self) -> int:
-        """Largest batch size that is allowed."""
+        """Largest allowed batch size."""
         return self.batch if self.most_batch is None else self.most_batch
 
     @property
@@ -132,22 +133,22 @@ class Job:
 
     @cached_property
     def epoch_samples(self) -> float:
-        """Samples of an epoch."""
+        """Samples per epoch."""
         return self.samples / 20 if self.epoch is None else self.epoch
 
     def goodput(self, slots: int, batch: int, scaling: Scaling | None = None) -> float:
-        """Samples a second, counted as those of its own batch size.
+        """Samples per second, counted at its own batch size.
 
         Args:
             slots: number of slots.
             batch: global batch size.
-            scaling: costs where the slots lie; None for those of slots of one node.
+            scaling: costs for the placement of the slots; None for one node.
         """
         worth = batch_efficiency(self.noise, self.batch, batch) if batch != self.batch else 1.0
         return (scaling or self.scaling).throughput(slots, batch) * worth
 
     def modes(self, within: int | JobCluster) -> Modes:
-        """Returns what it does on 0 to all slots: of one node, or of a cluster where they lie best.
+        """Returns the operating points on 0 to all slots, on one node or at the best placement.
 
         Args:
             within: number of slots of one node, or a cluster.
@@ -158,18 +159,18 @@ class Job:
 
 
 class Modes(NamedTuple):
-    """A job over numbers of slots."""
+    """Operating points of a job by number of slots."""
 
-    # Batch size on 0, 1, 2 ... slots; 0 on none.
+    # Batch size on 0, 1, 2 ... slots; 0 for none.
     batches: tuple[int, ...]
-    # Samples a second, [slots + 1]; 0 beyond the slots that it runs on.
+    # Samples per second, [slots + 1]; 0 beyond the slots that it can use.
     goodputs: np.ndarray
-    # Number of slots beyond which it does not become faster.
+    # Number of slots beyond which it is not faster.
     useful: int
 
 
 def best_parts(scaling: Scaling, slots: int, node_slots: int, nodes: int, slower: float) -> Parts:
-    """Splits slots over nodes so that their exchange is fastest: evenly over the right number."""
+    """Splits slots over nodes for the fastest exchange: evenly over the best number of nodes."""
     fewest = -(-slots // node_slots)
     even = [
         tuple((slots + place) // count for place in range(count))
@@ -197,14 +198,14 @@ def _modes(job: Job, slots: int, node_slots: int, slower: float) -> Modes:
 
 @dataclass(frozen=True)
 class JobCluster:
-    """Slots that jobs share.
+    """The slots of a cluster.
 
     Attributes:
         slots: number of slots.
-        quotas: slots that a tenant has a right to. What the others leave idle it may have beyond
-            that, until they want it: then its jobs shrink or pause.
-        node_slots: slots of a node; None where all are of one.
-        across: times that a byte takes between two nodes what it takes within one.
+        quotas: guaranteed slots by tenant. A tenant may borrow idle slots of others until they need
+            them; then its jobs shrink or pause.
+        node_slots: slots per node; None for a single node.
+        across: cost of a byte between two nodes, relative to within one.
     """
 
     slots: Annotated[int, AT_LEAST_1]
@@ -216,27 +217,29 @@ class JobCluster:
         check_options(self, "cluster: ")
         if self.node_slots is not None and self.slots % self.node_slots:
             raise GulliverError(
-                f"the cluster has {self.slots} slots and nodes have {self.node_slots}: give "
+                f"the cluster has {self.slots} slots and nodes have {self.node_slots}; use a "
                 "node_slots that divides slots"
             )
         for tenant, quota in self.quotas.items():
             if not isinstance(quota, int) or quota < 0:
-                raise GulliverError(f"quota of {tenant!r} is {quota}: give a whole number from 0")
+                raise GulliverError(
+                    f"the quota of {tenant!r} is {quota}; use an integer of at least 0"
+                )
         if sum(self.quotas.values()) > self.slots:
             raise GulliverError(
-                f"quotas add up to {sum(self.quotas.values())} slots and the cluster has "
-                f"{self.slots}: lower them"
+                f"quotas add up to {sum(self.quotas.values())} slots but the cluster has "
+                f"{self.slots}; lower them"
             )
 
     @classmethod
     def of(cls, hardware: Cluster, quotas: Mapping[str, int] | None = None) -> JobCluster:
-        """Takes nodes and links from one of `gulliver.hardware`; a node is its innermost axis.
+        """Converts a cluster of `gulliver.hardware`; a node is its innermost axis.
 
-        Between nodes the slowest of the outer links counts.
+        Between nodes the slowest of the outer links is used.
 
         Args:
             hardware: cluster, measured or described.
-            quotas: slots that a tenant has a right to.
+            quotas: guaranteed slots by tenant.
         """
         links = [(size, link) for size, link in hardware.links() if size > 1]
         if len(links) < 2:
@@ -251,14 +254,14 @@ class JobCluster:
         return self.slots // (self.node_slots or self.slots)
 
     def parts(self, slots: Sequence[int]) -> Parts:
-        """Counts slots by the node that they are of, [nodes]."""
+        """Counts slots per node, [nodes]."""
         size, found = self.node_slots or self.slots, [0] * self.nodes
         for slot in slots:
             found[slot // size] += 1
         return tuple(found)
 
     def loss(self, job: Job, batch: int, parts: Parts) -> float:
-        """Share of its goodput that a job loses by its placement, compared with the best one."""
+        """Fraction of its goodput that a job loses compared with the best placement."""
         count = sum(parts)
         if count < 2 or self.nodes < 2:
             return 0.0
@@ -268,12 +271,12 @@ class JobCluster:
         return 1 - job.goodput(count, batch, here) / job.goodput(count, batch, there)
 
     def limits(self, wanted: Mapping[str, int], borrow: bool = True) -> dict[str, int]:
-        """Returns the most slots of each tenant, so that all others keep what they want of theirs.
+        """Returns the maximum slots of each tenant, given the guaranteed slots that others need.
 
         Args:
             wanted: slots that each tenant could use now.
-            borrow: whether a tenant may have more than its quota; a policy that cannot take slots
-                back must not lend them.
+            borrow: whether tenants may exceed their quotas; only for policies that can take slots
+                back.
         """
         if not self.quotas:
             return dict.fromkeys(wanted, self.slots)
@@ -287,22 +290,22 @@ class JobCluster:
 
 
 def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
-    """Refuses jobs that the cluster can never run."""
+    """Raises an error for jobs that the cluster can never run."""
     if not jobs:
-        raise GulliverError("the trace has no jobs: give at least one")
+        raise GulliverError("the trace has no jobs; add at least one")
     seen: set[str] = set()
     for job in jobs:
         if job.name in seen:
-            raise GulliverError(f"two jobs are named {job.name!r}: give each a name of its own")
+            raise GulliverError(f"two jobs are named {job.name!r}; names must be unique")
         seen.add(job.name)
         if job.slots > cluster.slots:
             raise GulliverError(
-                f"job {job.name!r} asks for {job.slots} slots and the cluster has "
-                f"{cluster.slots}: lower its slots, or take a larger cluster"
+                f"job {job.name!r} requests {job.slots} slots but the cluster has "
+                f"{cluster.slots}; lower its slots or use a larger cluster"
             )
         if cluster.quotas and job.tenant not in cluster.quotas:
             known = ", ".join(map(repr, cluster.quotas))
             raise GulliverError(
-                f"job {job.name!r} is of tenant {job.tenant!r}, which has no quota: give it one "
-                f"beside {known}"
+                f"job {job.name!r} belongs to tenant {job.tenant!r}, which has no quota; add one "
+                f"to {known}"
             )

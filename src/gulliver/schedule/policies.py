@@ -1,9 +1,9 @@
-"""Simulates rules of sharing into the future, as if no more jobs came.
+"""Simulates sharing rules into the future, as if no more jobs arrived.
 
-One world per rule is followed from completion to completion, all in one array. In each phase the
-slots are shared exactly (`gulliver.solve.allocation.allocate`) for the rule's weights:
+One world per rule is simulated from completion to completion, all in one array. In each phase the
+slots are allocated exactly (`gulliver.solve.allocation.allocate`) for the rule's weights:
 
-    maximise sum_j weight_j x (seconds of j on one slot now) / (seconds of j on n_j slots from now)
+    maximize sum_j weight_j x (seconds of j on one slot now) / (seconds of j on n_j slots from now)
 
 where the seconds on another number of slots include the resize.
 """
@@ -23,35 +23,35 @@ from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
 from gulliver.solve.allocation import fluid_bound
 
 HORIZON = 40
-"""Most jobs that are shared among in a phase: those with the least work."""
+"""Maximum number of jobs that share in a phase: those with the least work."""
 NEVER = 1e30
-"""Seconds of a sample where a job cannot run."""
+"""Seconds per sample if a job cannot run."""
 LATE = 1e9
-"""Seconds that a missed deadline counts as."""
+"""Penalty in seconds for a missed deadline."""
 
 Share = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class SharingRule(NamedTuple):
-    """A rule of sharing."""
+    """A sharing rule."""
 
     # Power of the remaining seconds; None for the weights of the closed form.
     power: float | None
-    # Power p of the speed-up, where power is None.
+    # Power p of the speedup, if power is None.
     speedup: float = 0.0
-    # Whether jobs that run keep at least their slots.
+    # Whether running jobs keep at least their slots.
     lazy: bool = False
     # Whether jobs with a deadline come first.
     reserving: bool = False
-    # Whether the sum of weighted slowdowns is minimised instead.
+    # Whether to minimize the sum of weighted slowdowns instead.
     inverse: bool = False
     # Power of the slowdowns in that sum.
     exponent: float = 1.0
-    # Slowdown, over all slots for itself, that a job without slots counts with.
+    # Slowdown of a job without slots, relative to running alone on all slots.
     worst: float = 20.0
-    # Times that the seconds of a resize count.
+    # Weight of resize seconds.
     inertia: float = 1.0
-    # Part of its weight that a job is charged for all slots.
+    # Fraction of its weight charged to a job for all slots.
     price: float = 0.0
 
 
@@ -65,27 +65,28 @@ RULES = tuple(
     for lazy in (False, True)
 )
 CALM = SharingRule(0.45, inverse=True, exponent=0.5, worst=4.7, inertia=4.0, price=0.06)
-"""Best rule while jobs keep arriving; a resize counts four times, as the next job undoes it.
-Its numbers were searched on 24 traces of each kind, with other seeds than any table of ours."""
+"""Best rule while jobs keep arriving; a resize counts four times, because the next job reverts it.
+Its parameters were tuned on 24 traces of each kind, with other seeds than any published table.
+"""
 
 
 class Jobs(NamedTuple):
-    """Jobs as numbers."""
+    """Jobs as arrays."""
 
-    # Samples that are left, [jobs].
+    # Remaining samples, [jobs].
     left: np.ndarray
-    # Samples a second over slots, [jobs, slots + 1].
+    # Samples per second by number of slots, [jobs, slots + 1].
     goodputs: np.ndarray
     held: np.ndarray
     # Seconds until it makes progress on these, [jobs].
     ready: np.ndarray
-    # Seconds that other slots cost, [jobs]; those of a start of one that has not started.
+    # Seconds for changing its slots, [jobs], or for its start.
     resize: np.ndarray
-    # Seconds that a resize costs once it has started, [jobs].
+    # Seconds of a resize after its start, [jobs].
     resume: np.ndarray
     # Seconds to the deadline, inf without one, [jobs].
     slack: np.ndarray
-    # Seconds until it comes, 0 of one that is there, [jobs].
+    # Seconds until its arrival, 0 if present, [jobs].
     comes: np.ndarray
 
 
@@ -111,14 +112,14 @@ def useful_goodputs(goodputs: np.ndarray) -> np.ndarray:
 
 
 class WorldsOutcome(NamedTuple):
-    """Results of worlds that were simulated to their end.
+    """Results of worlds simulated to their end.
 
     Attributes:
         counts: slots of the first phase, [worlds, jobs].
         ends: seconds until each job is done, [worlds, jobs].
         starts: seconds until each job first holds slots, [worlds, jobs].
-        cost: sum of seconds until jobs are done that are there, or from their arrival on, and of
-            `LATE` by missed deadline, [worlds].
+        cost: sum over jobs of the seconds from now or from their arrival to their end, plus `LATE`
+            per missed deadline, [worlds].
     """
 
     counts: np.ndarray
@@ -152,7 +153,7 @@ class Worlds:
         self.ends = np.zeros(self.left.shape)
         self.starts = np.where(self.held > 0, 0.0, np.inf)
         with np.errstate(divide="ignore"):
-            # Seconds of one sample on each number of slots; NEVER where it cannot run.
+            # Seconds per sample on each number of slots; NEVER if it cannot run.
             self.slow = np.minimum(1 / self.goodputs, NEVER)
             self.fastest = self.slow.min(axis=1)
         self.lazy = np.array([rule.lazy for rule in rules])
@@ -172,20 +173,21 @@ class Worlds:
             if not (self.alive.any() or self.coming.any()):
                 break
             counts = self.shared()
-        # Nobody runs first where a lazy rule cannot keep all: tenants want their slots back.
+        # Nothing runs in the first phase if a lazy rule cannot keep all: tenants need their slots
+        # back.
         self.ends[self.alive | (firsts.sum(axis=1) == 0)[:, None]] = np.inf
         late = (self.ends > self.slack).sum(axis=1)
         cost = (self.ends - self.comes * self.there).sum(axis=1) + LATE * late
         return WorldsOutcome(firsts, self.ends, self.starts, cost)
 
     def shared(self) -> np.ndarray:
-        """Shares the slots by each world's rule."""
+        """Allocates the slots by each world's rule."""
         worlds, jobs = self.left.shape
         width = self.goodputs.shape[1]
         most = max(1, int(self.alive.sum(axis=1).max()))
         kept = jobs if self.limited else min(most, HORIZON)
         alone = np.where(self.alive, self.left * self.fastest, np.inf)
-        # Who runs is never left out: a lazy rule keeps it.
+        # Running jobs are never left out: a lazy rule keeps them.
         order = np.argsort(np.where(self.held > 0, -1 / (1 + alone), alone), axis=1, kind="stable")
         chosen = np.arange(jobs)[None].repeat(worlds, 0) if kept == jobs else order[:, :kept]
         row = np.arange(worlds)[:, None]
@@ -216,7 +218,7 @@ class Worlds:
             slack = self.slack[chosen] - self.now[:, None]
             urgent = np.isfinite(slack) & (slack > 0) & alive & self.reserving[:, None]
             meets = urgent[:, :, None] & (seconds <= slack[:, :, None])
-            # What comes first is what is due first.
+            # Earliest deadline first.
             due = np.argsort(np.argsort(np.where(urgent, slack, np.inf), axis=1), axis=1)
             values = np.where(meets, values + 1e6 * (jobs - due)[:, :, None], values)
         fewer = (np.arange(width) < held[:, :, None]) & self.lazy[:, None, None]
@@ -274,29 +276,29 @@ class Worlds:
         self.alive, self.coming = self.alive | came, self.coming & ~came
 
 
-# Draws futures: remaining work of jobs, and arrivals, from what has been seen so far.
+# Samples futures: remaining work of jobs, and arrivals, from the history so far.
 
 
 LEAST_SEEN = 6
-"""Jobs that must have come before more are expected."""
+"""Minimum arrivals in the past before more are expected."""
 
 
 class Futures(NamedTuple):
     """Futures of a view."""
 
-    # Jobs that are there and those of all futures behind them; `left` is [futures, jobs].
+    # Current jobs, followed by those of all futures; `left` is [futures, jobs].
     jobs: Jobs
     # Whether a job is in a future, [futures, jobs].
     there: np.ndarray
-    # Number of jobs that are there now.
+    # Number of current jobs.
     present: int
 
 
 def futures_of(view: View, estimator: Estimator, count: int, coming: int, seed: int) -> Futures:
-    """Draws futures."""
-    # Gaps between arrivals are those seen so far, the first one of those longer than the time since
-    # the last arrival; each new job is a copy of one that was seen (a bootstrap). Nothing of the
-    # trace that has not happened yet is looked at. The same moment always has the same futures.
+    """Samples futures."""
+    # Gaps between arrivals are sampled from those seen so far, the first one from those longer than
+    # the time since the last arrival; each new job is a copy of a seen one (a bootstrap). Only the
+    # past of the trace is used. The same moment always has the same futures.
     draw = np.random.default_rng([seed, round(view.now * 1e3), len(view.jobs)])
     now = jobs_of(view, [0.0] * len(view.jobs))
     left = np.stack([estimator.draws(state, count, draw) for state in view.jobs], axis=1)
@@ -333,7 +335,7 @@ def futures_of(view: View, estimator: Estimator, count: int, coming: int, seed: 
 def _arrivals(
     seen: list[JobState], now: float, count: int, coming: int, draw: np.random.Generator
 ) -> np.ndarray:
-    """Seconds until jobs come, [futures, jobs]; empty where too few were seen to tell."""
+    """Seconds until arrivals, [futures, jobs]; empty if too few were seen."""
     times = np.sort([state.job.arrival for state in seen])
     gaps, since = np.diff(times), now - float(times[-1])
     longer = gaps[gaps > since]
@@ -345,7 +347,7 @@ def _arrivals(
 
 
 def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generator) -> np.ndarray:
-    """Samples of copies of jobs: their own where they are known."""
+    """Samples of copies of jobs: their own if known."""
     return np.array(
         [
             state.job.samples
@@ -356,31 +358,34 @@ def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generato
     )
 
 
-# Rollout policy: chooses the sharing whose simulated future is best.
+# Rollout policy: chooses the allocation with the best simulated future.
 #
-# A rule as a base policy with a better first step is a rollout policy (Bertsekas and Castanon
-# 1999, "Rollout algorithms for stochastic scheduling problems").
+# Improving the first step of a base policy by simulation is a rollout policy (Bertsekas and
+# Castanon 1999, "Rollout algorithms for stochastic scheduling problems").
 
 
 MOVES = 64
-"""Most first steps that are tried in a round of moves."""
+"""Maximum first steps to try per round of moves."""
 
 
 class Rollout(Policy):
-    """Shares slots by the best predicted future.
+    """Allocates slots for the best predicted future.
 
     Args:
-        estimator: samples that are left of jobs that do not announce theirs; by default from how
-            far the losses of jobs fall.
-        margin: share of the predicted sum that a change has to save.
-        moves: rounds of moving slots between jobs where nobody is expected; 0 for none.
-        period: seconds between looks while jobs are there whose samples are estimated.
-        futures: futures that are drawn.
-        coming: jobs that come in each of them; 0 expects nobody.
+        estimator: estimator of remaining samples for jobs that do not announce them; default: from
+            loss curves.
+        margin: fraction of the predicted sum that a change has to save.
+        moves: rounds of moving slots between jobs if no arrivals are expected; 0 for none.
+        period: seconds between decisions while remaining samples are estimated.
+        futures: number of sampled futures.
+        coming: arrivals in each of them; 0 expects none.
         seed: seed of the futures.
     """
 
-    name, what = "rollout", "ours: the sharing whose predicted future is best, resizes included"
+    name, what = (
+        "rollout",
+        "rollout: the allocation with the best predicted future, resizes included",
+    )
 
     def __init__(
         self,
@@ -404,10 +409,9 @@ class Rollout(Policy):
 
     def decide(self, view: View) -> Decision:
         """Chooses the slots of every job."""
-        # 1. Follow all rules of `policies.py` to the end of the jobs that are there, resizes
-        #   included.
-        # 2. With the best rule as the future, try other first steps: keep all as it is, grow into
-        #   idle slots only, move slots between two jobs.
+        # 1. Simulate all rules of `policies.py` to the end of the current jobs, including resizes.
+        # 2. With the best rule as the future, try other first steps: keep everything, only use idle
+        # slots, move slots between two jobs.
         # 3. Drop a change that saves less than `margin` of the sum over staying (hysteresis).
         self.estimator.learn(view.finished)
         jobs = jobs_of(view, [self.estimator.remaining(state) for state in view.jobs])
@@ -443,7 +447,8 @@ class Rollout(Policy):
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         calm = CALM._replace(reserving=bool(np.isfinite(jobs.slack).any()))
-        # Each rule's first step, Pollux' and what is held now; that of the calm rule comes first.
+        # Candidates: each rule's first step, Pollux's and the current allocation; the calm rule's
+        # is first.
         rules = (calm, *rules)
         firsts = list(Worlds(jobs, rules, share, None, limited).shared())
         quiet = [n for n, rule in enumerate(rules) if rule.lazy]
@@ -483,7 +488,7 @@ class Rollout(Policy):
         best, rule = _world(found, place), rules[place]
         lazy = np.array([rule.lazy for rule in rules])
         quiet = np.flatnonzero(lazy)[found.cost[lazy].argmin()] if lazy.any() else place
-        # The quiet world's first step, with the better future behind it.
+        # The quiet world's first step, combined with the better future.
         stays = found.counts[quiet]
         if not self._allowed(stays, view):
             stays = best.counts[0]
@@ -555,16 +560,16 @@ def _reasons(view: View, best: WorldsOutcome, stays: float) -> dict[str, str]:
     gain = stays - float(best.cost[0])
     for place, state in enumerate(view.jobs):
         count, end = int(best.counts[0, place]), float(best.ends[0, place])
-        plan = f"the plan ends it in {end:.4g} s"
+        plan = f"expected to end in {end:.4g} s"
         if not count:
             start = float(best.starts[0, place])
-            text = f"waits: the plan starts it in {start:.4g} s and ends it in {end:.4g} s"
+            text = f"waits: expected to start in {start:.4g} s and to end in {end:.4g} s"
         elif state.count == 0 or count == state.count:
             text = f"{count} slots: {plan}"
         else:
             text = f"from {state.count} to {count} slots: {plan}"
         if state.count > count and 0 < gain < LATE:
-            text += f"; all jobs together end {gain:.4g} s sooner than if nothing were taken away"
+            text += f"; all jobs together end {gain:.4g} s sooner than without taking slots away"
         why[state.job.name] = text
     return why
 
@@ -579,11 +584,11 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "pollux": lambda seed: Pollux(),
     "rollout": lambda seed: Rollout(seed=seed),
 }
-"""Policies by name, made from the seed of what they draw."""
+"""Policies by name, created from a seed."""
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:
-    """Makes a policy with its default settings."""
+    """Creates a policy with its default settings."""
     if name not in POLICIES:
         raise GulliverError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
     return POLICIES[name](seed)

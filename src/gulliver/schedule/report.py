@@ -1,7 +1,7 @@
-"""Explains why a job has its slots and when it should end.
+"""Explains a job's slots and its expected end.
 
-The expected end is not an estimate: the trace is simulated again with the jobs that have arrived by
-then and no others, so it is what the policy would do if no more came.
+The expected end is exact for the policy: the trace is simulated again with only the jobs that have
+arrived by then.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def why(
     Args:
         trace: jobs.
         cluster: slots and quotas.
-        policy: rule of who gets what.
+        policy: scheduling policy.
         name: job.
-        at: second to look at; None for that of its arrival.
+        at: time in seconds; None for the job's arrival.
 
     Returns:
-        Lines: its slots and why, the last change of them and what caused it, when it should end if
-        no job comes after that moment, and when it ends in the whole trace.
+        Lines with its slots and the reason, their last change and its cause, the expected end if no
+        job arrives later, and the end in the whole trace.
 
     Raises:
-        GulliverError: no job of that name, or a moment before its arrival.
+        GulliverError: the job is unknown, or the time is before its arrival.
     """
     known = {job.name: job for job in trace}
     if name not in known:
@@ -40,7 +40,7 @@ def why(
     job = known[name]
     moment = job.arrival if at is None else at
     if moment < job.arrival:
-        raise GulliverError(f"job {name!r} comes at {job.arrival:g} s: give a moment from then on")
+        raise GulliverError(f"job {name!r} arrives at {job.arrival:g} s; use that time or later")
     whole = simulate(trace, cluster, policy)
     expected = whole
     if any(other.arrival > moment for other in trace):
@@ -51,8 +51,8 @@ def why(
     lines += _history(whole, name, moment)
     end = expected.ends[name]
     lines.append(
-        f"should end at {end:.4g} s, in {end - moment:.4g} s, if no job comes; with those that the "
-        f"trace has it ends at {whole.ends[name]:.4g} s"
+        f"expected to end at {end:.4g} s, in {end - moment:.4g} s, if no job arrives; with the "
+        f"rest of the trace it ends at {whole.ends[name]:.4g} s"
     )
     if job.deadline is not None:
         lines.append(
@@ -65,9 +65,9 @@ def _now(result: Result, job: Job, moment: float) -> str:
     held = {s.job: s for s in result.segments if s.begin <= moment < s.end}
     if job.name in held:
         segment = held[job.name]
-        state = "runs" if segment.rate else "resizes, and makes no progress yet"
+        state = "runs" if segment.rate else "resizing, no progress yet"
         return (
-            f"{state} on {len(segment.slots)} slots (asked for {job.slots}), batch {segment.batch}"
+            f"{state} on {len(segment.slots)} slots (requested {job.slots}), batch {segment.batch}"
             + _where(result.cluster, job, segment)
         )
     used = sum(len(segment.slots) for segment in held.values())
@@ -78,23 +78,23 @@ def _now(result: Result, job: Job, moment: float) -> str:
 
 
 def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
-    """Names a job's nodes, and what it loses by spanning several."""
+    """Names a job's nodes, and its loss from spanning several."""
     if cluster.nodes == 1:
         return ""
     parts = cluster.parts(segment.slots)
-    text = " + ".join(f"{part} of node {node}" for node, part in enumerate(parts) if part)
+    text = " + ".join(f"{part} on node {node}" for node, part in enumerate(parts) if part)
     loss = cluster.loss(job, segment.batch, parts)
-    return f"; {text}" + (f", {loss:.1%} slower than where it would lie best" * (loss > 0))
+    return f"; {text}" + (f", {loss:.1%} slower than with the best placement" * (loss > 0))
 
 
 def _history(result: Result, name: str, moment: float) -> list[str]:
-    """The last reason that the policy gave, and the last change."""
+    """The last reason given by the policy, and the last change."""
     lines = []
     past = [entry for entry in result.rounds if entry.time <= moment]
     reasons = [entry for entry in past if name in entry.why]
     if reasons:
         entry = reasons[-1]
-        lines.append(f"said at {entry.time:.4g} s ({entry.cause}): {entry.why[name]}")
+        lines.append(f"decided at {entry.time:.4g} s ({entry.cause}): {entry.why[name]}")
     for entry in reversed(past):
         for change in entry.changes:
             if change.job == name:
@@ -104,7 +104,7 @@ def _history(result: Result, name: str, moment: float) -> list[str]:
 
 
 def told_change(entry: Round, name: str) -> str:
-    """Describes how a decision has changed a job's slots, and whose slots it took."""
+    """Describes how a decision changed a job's slots, and which jobs lost slots."""
     change = next(change for change in entry.changes if change.job == name)
     verb = "grew" if change.after > change.before else "shrank"
     if change.after == change.before:
@@ -117,10 +117,10 @@ def told_change(entry: Round, name: str) -> str:
         for other in entry.changes
         if other.job != name and (other.after > other.before) != (change.after > change.before)
     ]
-    return text + (f"; against it: {', '.join(others)}" if others else "")
+    return text + (f"; other changes: {', '.join(others)}" if others else "")
 
 
-# A simulated schedule to look at: slots over time, as one HTML file that needs no other.
+# Renders schedules as a self-contained HTML file: slots over time.
 
 
 WIDTH, LEFT, HEIGHT = 980, 60, 420
@@ -151,7 +151,7 @@ HEADS = (
 
 
 def summary_row(result: Result) -> list[str]:
-    """Figures of a result as text, under `HEADS`; seconds unless the head says otherwise."""
+    """Formats the statistics of a result under `HEADS`; in seconds unless the head differs."""
     found, gaps = result.summary(), result.gaps
     return [
         result.policy,
@@ -167,11 +167,11 @@ def summary_row(result: Result) -> list[str]:
 
 
 def schedule_page(title: str, lines: Sequence[str], results: Sequence[Result]) -> str:
-    """Draws schedules as HTML: the table of figures, then slots over time of each.
+    """Renders schedules as HTML: a table of statistics, then slots over time for each.
 
     Args:
         title: heading.
-        lines: paragraphs to begin with.
+        lines: introductory paragraphs.
         results: simulations of one trace.
     """
     parts = [f"<p>{escape(line)}</p>" for line in lines]
@@ -188,7 +188,7 @@ def schedule_page(title: str, lines: Sequence[str], results: Sequence[Result]) -
 
 
 def _chart(result: Result, end: float) -> str:
-    """Rows are slots; a job's bar says who it is, pale while it resizes; ticks are arrivals."""
+    """Rows are slots; bars are labeled with jobs, pale while resizing; ticks are arrivals."""
     slots = result.cluster.slots
     row = HEIGHT / slots
     scale = (WIDTH - LEFT) / end
@@ -202,7 +202,7 @@ def _chart(result: Result, end: float) -> str:
         label = (
             f"{segment.job}: {segment.begin:.4g} to {segment.end:.4g} s on {len(segment.slots)} "
             f"slots, batch {segment.batch}, "
-            + (f"{segment.rate:.4g} samples/s that count" if segment.rate else "resizes")
+            + (f"{segment.rate:.4g} effective samples/s" if segment.rate else "resizes")
         )
         for first, last in _runs(segment.slots):
             drawn.append(
@@ -224,7 +224,7 @@ def _chart(result: Result, end: float) -> str:
 
 
 def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of neighbours."""
+    """First and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for slot in sorted(slots):
         if runs and runs[-1][1] == slot - 1:

@@ -1,8 +1,8 @@
-"""Runs a policy over a trace: an exact discrete-event simulation.
+"""Simulates a policy on a trace: an exact discrete-event simulation.
 
-Between two events nothing changes, so the next event is known in closed form: a job arrives, a job
-ends, or the policy asks to be woken. At each event the policy decides what every job has from then
-on. Contention between neighbouring jobs is not modelled.
+Nothing changes between events, so the next event is known in closed form: a job arrives, a job
+ends, or the policy asked to be woken. At each event the policy decides the allocation from then on.
+Contention between neighbouring jobs is not modelled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_nodes(
     chosen: Mapping[str, tuple[tuple[int, ...], int]],
     cluster: JobCluster,
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Packs the jobs that start or resize into few nodes; the others stay where they are."""
+    """Packs jobs that start or resize into few nodes; the others stay where they are."""
     moving = [s for s in states if len(chosen.get(s.job.name, ((), 0))[0]) not in (0, s.count)]
     names = {state.job.name for state in moving}
     taken = {slot for name, (slots, _) in chosen.items() if name not in names for slot in slots}
@@ -38,26 +38,26 @@ def on_nodes(
         own: list[int] = []
         for node, part in enumerate(parts):
             here = [slot for slot in free if slot // size == node]
-            # Its own slots first, so that a drawing shows what has moved.
+            # Its own slots first, so that charts show only real moves.
             own += sorted(here, key=lambda slot: slot not in state.slots)[:part]
         found[state.job.name] = tuple(own), chosen[state.job.name][1]
         free = [slot for slot in free if slot not in own]
     return found
 
 
-# What a simulation has found: who ran when, how long jobs took, how far that is from a bound.
+# Results of a simulation: segments, completion times, and the gap to a lower bound.
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Seconds in which a job's slots and batch did not change."""
+    """An interval in which a job's slots and batch did not change."""
 
     job: str
     begin: float
     end: float
     slots: tuple[int, ...]
     batch: int
-    # Samples a second that counted; 0 while it resized.
+    # Effective samples per second; 0 while it resized.
     rate: float
 
 
@@ -76,26 +76,26 @@ class Round(NamedTuple):
     cause: str
     changes: tuple[Change, ...]
     why: dict[str, str]
-    # Sum of completion times that the policy expected; None if it did not say.
+    # Sum of completion times expected by the policy; None if unknown.
     predicted: float | None
-    # Sum that no schedule was below; None likewise.
+    # Lower bound of that sum; None if unknown.
     bound: float | None
 
 
 class Summary(NamedTuple):
-    """Figures of a simulation; seconds from arrival to end unless said otherwise.
+    """Statistics of a simulation; completion times in seconds unless noted.
 
     Attributes:
-        mean: mean of them.
-        median: median of them.
-        p95: 95th percentile of them.
+        mean: mean.
+        median: median.
+        p95: 95th percentile.
         wait: mean seconds in which a job held no slot.
         makespan: seconds from the first arrival to the last end.
         gpu_hours: hours that slots were held.
-        used: share of the slots that were held until the makespan.
-        resizes: number of times that jobs lost their resize seconds.
+        used: fraction of the slots held until the makespan.
+        resizes: number of resizes that cost time.
         missed: jobs that ended after their deadline.
-        to_bound: mean over the lower bound of the mean; 1 cannot be improved.
+        to_bound: mean divided by its lower bound; 1 is optimal.
     """
 
     mean: float
@@ -116,11 +116,11 @@ class Result:
 
     Attributes:
         jobs: jobs in order of arrival.
-        cluster: what they ran on.
+        cluster: the cluster.
         policy: name of the policy.
         ends: second at which each job ended.
-        segments: slots that jobs held, in order of begin.
-        rounds: decisions that changed something, or predicted something.
+        segments: slots that jobs held, ordered by begin.
+        rounds: decisions with a change or a prediction.
         states: final state of each job.
         events: number of decisions.
     """
@@ -140,18 +140,18 @@ class Result:
 
     @cached_property
     def bound(self) -> float:
-        """Mean completion time in seconds that no schedule is below."""
+        """Lower bound of the mean completion time in seconds."""
         return bound_of(self.jobs, self.cluster)
 
     @property
     def gaps(self) -> list[float]:
-        """Share by which each prediction of the policy was above its bound."""
+        """Relative gap of each prediction of the policy to its bound."""
         return [
             r.predicted / r.bound - 1 for r in self.rounds if r.predicted is not None and r.bound
         ]
 
     def summary(self) -> Summary:
-        """Computes the figures."""
+        """Computes the statistics."""
         times = np.array([self.completion(job.name) for job in self.jobs])
         held = {job.name: 0.0 for job in self.jobs}
         seconds = 0.0
@@ -179,9 +179,9 @@ _bounds: dict[tuple[object, ...], float] = {}
 
 
 def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
-    """Returns a mean completion time in seconds that no schedule is below.
+    """Returns a lower bound of the mean completion time in seconds.
 
-    Slots may be cut, resizing is free, all arrivals are known, quotas are not there.
+    Assumes divisible slots, free resizing, known arrivals and no quotas.
     """
     key = (jobs, cluster.slots, cluster.node_slots, cluster.across)
     if key not in _bounds:
@@ -194,7 +194,7 @@ def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
 
 
 MOST_EVENTS = 2_000_000
-"""Events after which a policy that asks to be woken again and again is given up."""
+"""Events without progress after which a policy is aborted."""
 
 
 def simulate(
@@ -205,13 +205,13 @@ def simulate(
     Args:
         trace: jobs, in any order.
         cluster: slots and quotas.
-        policy: rule of who gets what; it begins anew.
-        until: second after which no job comes any more, those that are there being finished: so
-            one sees what is to be expected at that moment.
+        policy: scheduling policy; it is reset.
+        until: second after which arrivals are ignored; present jobs run to their end. This gives
+            the expected ends at that time.
 
     Raises:
-        GulliverError: the cluster cannot run a job, the policy knows no quotas, or it leaves jobs
-            waiting for ever.
+        GulliverError: the cluster cannot run a job, the policy does not support quotas, or it
+            starves jobs.
     """
     jobs = tuple(sorted(trace, key=lambda job: job.arrival))
     check_trace(jobs, cluster)
@@ -221,14 +221,14 @@ def simulate(
 
 
 def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
-    """Refuses jobs that would wait for ever for borrowed slots."""
+    """Raises an error for jobs that would wait forever for borrowed slots."""
     for job in jobs if not policy.preempts else ():
         quota = cluster.quotas.get(job.tenant, cluster.slots)
         if job.slots > quota:
             raise GulliverError(
-                f"job {job.name!r} asks for {job.slots} slots, tenant {job.tenant!r} has a quota "
-                f"of {quota}, and policy {policy.name!r} lends none: raise the quota, ask for "
-                "fewer slots, or take a policy that takes slots back"
+                f"job {job.name!r} requests {job.slots} slots, tenant {job.tenant!r} has a quota "
+                f"of {quota}, and policy {policy.name!r} does not lend slots; raise the quota, "
+                "request fewer slots, or use a policy that takes slots back"
             )
 
 
@@ -239,7 +239,7 @@ def follow(
     cluster: JobCluster,
     policy: Policy,
 ) -> Result:
-    """Simulates from a moment on, with the present jobs and no arrivals."""
+    """Simulates from a given time on, with the present jobs and no arrivals."""
     run = _Simulation((), cluster, policy)
     run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
     run.result.states = {state.job.name: state for state in run.present}
@@ -252,7 +252,7 @@ class _Simulation:
     def __init__(self, jobs: tuple[Job, ...], cluster: JobCluster, policy: Policy) -> None:
         self.coming, self.cluster, self.policy = list(jobs), cluster, policy
         self.result = Result(jobs, cluster, policy.name)
-        # Number of each job's last segment.
+        # Index of each job's last segment.
         self._last: dict[str, int] = {}
         self.present: list[JobState] = []
         self.finished: list[JobState] = []
@@ -277,7 +277,7 @@ class _Simulation:
                 wake = None
             self._advance(self._next(ends, wake))
         raise GulliverError(
-            f"policy {self.policy.name!r} was asked {MOST_EVENTS} times: give it up"
+            f"policy {self.policy.name!r} was called {MOST_EVENTS} times; use another policy"
         )
 
     def _view(self, cause: str) -> View:
@@ -298,9 +298,7 @@ class _Simulation:
             times.append(self.coming[0].arrival)
         if not times and (wake is None or wake <= self.now):
             names = ", ".join(state.job.name for state in self.present)
-            raise GulliverError(
-                f"policy {self.policy.name!r} leaves jobs waiting for ever: {names}"
-            )
+            raise GulliverError(f"policy {self.policy.name!r} leaves jobs waiting forever: {names}")
         if wake is not None and wake > self.now:
             times.append(wake)
         return min(times)
@@ -309,7 +307,7 @@ class _Simulation:
         """Removes jobs that end now."""
         happened = ""
         for state in [s for s in self.present if ends.get(s.job.name, math.inf) <= self.now]:
-            # The last sample is done by definition: nothing is left over by rounding.
+            # By definition the last sample is done: rounding must not leave a remainder.
             left = state.job.samples - state.done
             state.drawn += left * _drawn_per_sample(state)
             state.done = state.job.samples
@@ -331,7 +329,7 @@ class _Simulation:
         return happened
 
     def _advance(self, to: float) -> None:
-        """Advances all jobs to `to`."""
+        """Advances all jobs to time `to`."""
         for state in self.present:
             if not state.slots:
                 continue
@@ -404,7 +402,7 @@ class _Simulation:
     def _check(self, chosen: dict[str, tuple[tuple[int, ...], int]]) -> None:
         """Asserts that a decision keeps slots, quotas and batch limits."""
         slots = [slot for held, _ in chosen.values() for slot in held]
-        assert len(slots) == len(set(slots)) <= self.cluster.slots, "a slot was given twice"
+        assert len(slots) == len(set(slots)) <= self.cluster.slots, "a slot was assigned twice"
         limits, used = self._limits(), dict[str, int]()
         for state in self.present:
             held, batch = chosen.get(state.job.name, ((), 0))
@@ -418,6 +416,6 @@ class _Simulation:
 
 
 def _drawn_per_sample(state: JobState) -> float:
-    """Samples processed per sample that counts."""
+    """Samples processed per effective sample."""
     costs = state.scaling or state.job.scaling
     return costs.throughput(state.count, state.batch) / state.rate

@@ -1,4 +1,4 @@
-"""What a policy sees of a cluster, and what it answers."""
+"""The interface of policies: their view of a cluster, and their decision."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from gulliver.schedule.jobs import Job, JobCluster
 
 @dataclass
 class JobState:
-    """The present state of a job, read-only for policies."""
+    """The current state of a job, read-only for policies."""
 
-    # The job; a policy must not look at `samples` where they are not announced.
+    # The job; policies must not use `samples` unless announced.
     job: Job
-    # Samples done, counted as those of its own batch size.
+    # Samples done, counted at its own batch size.
     done: float = 0.0
-    # Samples that were really processed.
+    # Samples actually processed.
     drawn: float = 0.0
     slots: tuple[int, ...] = ()
-    # Batch size now, 0 while it holds none.
+    # Current batch size, 0 without slots.
     batch: int = 0
-    # Second of its first start, None before.
+    # Time of its first start, None before.
     started: float | None = None
-    # Second at which its slots last changed.
+    # Time of the last change of its slots.
     changed: float = 0.0
-    # Second from which it makes progress: later than `changed` while it resizes.
+    # Time from which it makes progress: later than `changed` while it resizes.
     ready: float = 0.0
-    # Slot-seconds that it has held.
+    # Slot-seconds held so far.
     service: float = 0.0
     # Epochs done since its slots last changed.
     epochs_since: float = 0.0
-    # Times that it has lost its resize seconds.
+    # Number of resizes that cost time.
     resizes: int = 0
-    # Costs where its slots lie; None while they are of one node.
+    # Costs for its placement; None on a single node.
     scaling: Scaling | None = None
 
     @property
@@ -51,11 +51,11 @@ class JobState:
 
     @property
     def rate(self) -> float:
-        """Samples a second that count, once it is ready."""
+        """Effective samples per second, once it is ready."""
         return self.job.goodput(self.count, self.batch, self.scaling) if self.slots else 0.0
 
     def overhead(self, now: float, count: int) -> float:
-        """Seconds without progress if it is to have so many slots now."""
+        """Seconds without progress if it gets a number of slots now."""
         if count == self.count:
             return max(0.0, self.ready - now)
         return self.job.start_seconds if self.started is None else self.job.resize_seconds
@@ -67,10 +67,10 @@ class View(NamedTuple):
     Attributes:
         now: seconds since the trace began.
         cluster: slots and quotas.
-        jobs: jobs that have come and are not done, in order of arrival.
-        finished: jobs that are done.
-        limits: most slots of each tenant.
-        cause: what has happened, such as "a arrived".
+        jobs: present, unfinished jobs, in order of arrival.
+        finished: finished jobs.
+        limits: maximum slots of each tenant.
+        cause: the event, such as "a arrived".
     """
 
     now: float
@@ -82,23 +82,23 @@ class View(NamedTuple):
 
 
 class Allotment(NamedTuple):
-    """What a job gets."""
+    """A job's allocation."""
 
-    # Number of slots, or the very slots.
+    # Number of slots, or a list of them.
     slots: int | tuple[int, ...]
     batch: int
 
 
 @dataclass
 class Decision:
-    """Answer of a policy.
+    """Decision of a policy.
 
     Attributes:
-        allotments: what jobs get; one that is not named gets nothing.
-        wake: second at which it wants to be asked again, if nothing happens before.
-        why: reason by job, where the policy has one.
-        predicted: sum of completion times that it expects if no job comes; None if it does not say.
-        bound: sum that no schedule of these jobs is below; None likewise.
+        allotments: allocations; jobs without one get nothing.
+        wake: time of the next call if nothing happens before.
+        why: reasons by job.
+        predicted: expected sum of completion times if no job arrives; None if unknown.
+        bound: lower bound of that sum; None if unknown.
     """
 
     allotments: dict[str, Allotment]
@@ -109,12 +109,12 @@ class Decision:
 
 
 class Policy(ABC):
-    """Decides which job has how many slots. Subclasses fill in `decide`."""
+    """Allocates slots to jobs. Subclasses implement `decide`."""
 
     name: ClassVar[str]
     what: ClassVar[str]
     preempts: ClassVar[bool] = True
-    """Whether it takes slots back, so that tenants may lend them."""
+    """Whether it takes slots back, so that tenants can lend them."""
 
     def begin(self, cluster: JobCluster) -> None:
         """Resets the policy for a new simulation."""
@@ -122,11 +122,11 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, view: View) -> Decision:
-        """Decides what each job gets from now on."""
+        """Decides the allocation of each job from now on."""
 
 
 def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -> dict[str, int]:
-    """Returns the most slots of each tenant, from what its jobs could use now."""
+    """Returns the maximum slots of each tenant, given what its jobs could use now."""
     wanted: dict[str, int] = {}
     for state in states:
         useful = max(state.job.slots, state.job.modes(cluster).useful)
@@ -137,7 +137,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
 def placed(
     states: Sequence[JobState], decision: Decision, slots: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Chooses slots for numbers of slots: jobs keep theirs, new ones are the lowest free."""
+    """Selects slots for given numbers: jobs keep theirs, new ones are the lowest free."""
     free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
     growing = []
     for state in states:
@@ -161,21 +161,21 @@ def placed(
 
 
 class Room:
-    """Slots that are still free in a decision, over all and of each tenant."""
+    """Free slots during a decision, in total and per tenant."""
 
     def __init__(self, view: View) -> None:
         self.free = view.cluster.slots
         self.of_tenant = dict(view.limits)
 
     def fits(self, job: Job, count: int) -> bool:
-        """Whether the job may have `count` more slots."""
+        """Whether `count` more slots are available to the job."""
         return count <= min(self.free, self.of_tenant[job.tenant])
 
     def most(self, job: Job) -> int:
-        """Most slots that the job may still have."""
+        """Maximum number of slots available to the job."""
         return min(self.free, self.of_tenant[job.tenant])
 
     def take(self, job: Job, count: int) -> None:
-        """Gives the job `count` more slots."""
+        """Assigns `count` more slots to the job."""
         self.free -= count
         self.of_tenant[job.tenant] -= count

@@ -1,4 +1,4 @@
-"""Reads and writes traces: CSV with a row for each job, or JSON with a list of jobs."""
+"""Reads and writes traces: CSV with a row per job, or JSON with a list of jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HINTS = get_type_hints(Job, include_extras=True) | dict.fromkeys(COSTS, float)
 COLUMNS = tuple(name for name in HINTS if name != "scaling")
 """Columns of a trace."""
 MEASURED = "measured"
-"""Key of JSON jobs for measured points, in place of the costs."""
+"""Key of measured points in JSON jobs, instead of the costs."""
 
 
 def read_trace(path: str | Path) -> tuple[Job, ...]:
@@ -33,34 +33,35 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
 
     Args:
         path: CSV file with a header, or JSON file with a list of jobs or ``{"jobs": [...]}``.
-            Columns are those of `Job` and of its scaling; empty cells take the defaults. A job of
-            JSON may have ``measured``, a list of [slots, batch, samples a second], in place of the
-            costs.
+            Columns are those of `Job` and its scaling; empty cells use the defaults. A JSON job may
+            have ``measured``, a list of [slots, batch, samples per second], instead of the costs.
 
     Raises:
-        GulliverError: it cannot be read, a column is unknown or missing, or a value is wrong; it
-            names the job.
+        GulliverError: the file cannot be read, a column is unknown or missing, or a value is
+            invalid.
     """
     path = Path(path)
     if path.suffix not in (".json", ".csv"):
-        raise GulliverError(f"trace {path}: its name must end in .csv or .json")
+        raise GulliverError(f"trace {path} has an unknown suffix; use .csv or .json")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin with a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
         if path.suffix == ".json":
             found = json.loads(text)
             rows = found.get("jobs") if isinstance(found, dict) else found
         else:
-            table = csv.DictReader(StringIO(text), restkey="more than the header has", strict=True)
+            table = csv.DictReader(
+                StringIO(text), restkey="more cells than the header", strict=True
+            )
             names = Counter(table.fieldnames or ())
             if twice := [name for name, count in names.items() if count > 1]:
-                raise ValueError(f"column {twice[0]!r} is given twice")
+                raise ValueError(f"column {twice[0]!r} occurs twice")
             rows = [{k: _cell(k, v) for k, v in row.items() if v} for row in table]
     except (OSError, ValueError, csv.Error) as error:
         raise GulliverError(f"trace {path} cannot be read: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise GulliverError(f'trace {path}: give a list of jobs, or {{"jobs": [...]}}')
+        raise GulliverError(f'trace {path} has no list of jobs; use a list or {{"jobs": [...]}}')
     if not rows:
-        raise GulliverError(f"trace {path} has no jobs: give at least one")
+        raise GulliverError(f"trace {path} has no jobs; add at least one")
     return tuple(
         _job(f"trace {path}, job {row.get('name', number)!r}", row)
         for number, row in enumerate(rows, 1)
@@ -71,11 +72,11 @@ def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
     """Writes a trace as CSV.
 
     Raises:
-        GulliverError: it cannot be written, or its name does not end in .csv.
+        GulliverError: the file cannot be written, or its suffix is not .csv.
     """
     path = Path(path)
     if path.suffix != ".csv":
-        raise GulliverError(f"trace {path}: its name must end in .csv")
+        raise GulliverError(f"trace {path} has an unknown suffix; use .csv")
     out = StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -88,7 +89,7 @@ def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
 
 
 def _cell(name: str, text: str) -> Any:
-    """The value of a cell of CSV: a number or a truth value, but in columns of text."""
+    """Parses a CSV cell: a number or a truth value, except in text columns."""
     if HINTS.get(name) is str:
         return text
     try:
@@ -108,7 +109,7 @@ def _job(label: str, row: Mapping[str, Any]) -> Job:
     }
     for name in NEEDED:
         if name not in values:
-            raise GulliverError(f"{label}: {name} is missing: a job needs {', '.join(NEEDED)}")
+            raise GulliverError(f"{label}: {name} is missing; a job needs {', '.join(NEEDED)}")
     costs = {name: values.pop(name) for name in COSTS if name in values}
     try:
         if MEASURED in row:
@@ -117,30 +118,30 @@ def _job(label: str, row: Mapping[str, Any]) -> Job:
         elif "sample_seconds" in costs:
             scaling = Scaling(**costs)
         else:
-            raise GulliverError("sample_seconds is missing: it says how fast a slot is")
+            raise GulliverError("sample_seconds is missing; it gives the speed of a slot")
         return Job(scaling=scaling, **values)
     except GulliverError as error:
         raise GulliverError(f"{label}: {error}") from None
     except (TypeError, ValueError):
-        shown = "measured: give a list of [slots, batch, samples a second]"
+        shown = "measured must be a list of [slots, batch, samples per second]"
         raise GulliverError(f"{label}: {shown}") from None
 
 
-# Traces to compare policies on, drawn from a seed; see `SHAPES`.
+# Random traces for comparing policies; see `SHAPES`.
 
 
 class ModelKind(NamedTuple):
-    """A model with its data.
+    """A kind of job: a model with its data.
 
     Attributes:
-        name: what it stands for.
-        sample_ms: milliseconds of a sample on a slot.
-        step_ms: milliseconds of a step besides.
+        name: name.
+        sample_ms: milliseconds per sample on a slot.
+        step_ms: constant milliseconds per step.
         exchange_ms: milliseconds to send its gradients once.
         batch: batch size on one slot.
-        noise: gradient noise scale over its batch size.
-        grows: times its batch size that its largest learning rate allows.
-        epoch: samples of an epoch.
+        noise: gradient noise scale relative to its batch size.
+        grows: largest batch size relative to `batch` that its learning rate allows.
+        epoch: samples per epoch.
     """
 
     name: str
@@ -165,19 +166,19 @@ KINDS = (
     ModelKind("translator", 3.0, 15, 20, 32, 16, 16, 8_000),
     ModelKind("recurrent-net", 1.0, 20, 10, 32, 4, 8, 10_000),
 )
-"""Ten kinds of jobs. Their costs are described, not measured."""
+"""Ten kinds of jobs with assumed, not measured costs."""
 
 
 class TraceShape(NamedTuple):
-    """How a trace is drawn.
+    """Parameters of a random trace.
 
     Attributes:
         jobs: number of jobs.
-        slots: slots of the cluster it is meant for.
-        load: share of the slots that the jobs need if each runs on the slots that it asks for.
+        slots: slots of the intended cluster.
+        load: fraction of the slots that the jobs need with the slots they request.
         median: median seconds of a job on these.
         spread: standard deviation of the log of seconds.
-        burst: jobs that come together.
+        burst: jobs that arrive together.
         elastic: whether batch sizes may change.
         announced: whether lengths are known.
         resize: seconds of a resize.
@@ -196,10 +197,10 @@ class TraceShape(NamedTuple):
     noise: float = 1.0
 
 
-# steady: jobs of like sizes, one by one. heavy-tail: a few jobs have most of the work. bursts: many
-# arrive at once, then none for a while. fixed-batch: slots change accumulation only. artifact: in
-# the manner of the trace that ONES was published with, which is not available: 50 jobs of ten kinds
-# on 64 slots, unannounced lengths, at a load where Tiresias runs and waits about as long as in its
+# steady: jobs of similar size, one by one. heavy-tail: a few jobs have most of the work. bursts:
+# many arrive at once, then none for a while. fixed-batch: slots only change accumulation. artifact:
+# similar to the trace published with ONES, which is not available: 50 jobs of ten kinds on 64
+# slots, unannounced lengths, at a load at which Tiresias runs and waits about as long as in its
 # logs.
 SHAPES = {
     "steady": TraceShape(60, 16, 0.8, 300, 0.8),
@@ -211,14 +212,14 @@ SHAPES = {
 
 
 def generate(name: str, seed: int = 0) -> tuple[tuple[Job, ...], JobCluster]:
-    """Draws a trace.
+    """Generates a random trace.
 
     Args:
         name: one of `SHAPES`.
-        seed: seed of all that is drawn.
+        seed: random seed.
 
     Returns:
-        Jobs, and the cluster that they are meant for.
+        Jobs, and the cluster that they are intended for.
 
     Raises:
         GulliverError: an unknown trace.
@@ -262,7 +263,7 @@ def _drawn_job(shape: TraceShape, name: str, draw: np.random.Generator) -> Job:
 
 
 def _arrivals(shape: TraceShape, span: float, draw: np.random.Generator) -> list[float]:
-    """Draws seconds of arrival over about `span` seconds, the first at 0."""
+    """Draws arrival times over about `span` seconds, the first at 0."""
     groups = -(-shape.jobs // shape.burst)
     gaps = draw.exponential(span / groups, groups)
     starts = np.concatenate([[0.0], np.cumsum(gaps)[:-1]])

@@ -1,4 +1,4 @@
-"""Real jobs under the policies of `gulliver.schedule`: submitted, resized, restarted, explained."""
+"""Runs real jobs with the policies of `gulliver.schedule`: submission, resizing, restarts."""
 
 from typing import TYPE_CHECKING
 

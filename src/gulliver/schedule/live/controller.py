@@ -1,8 +1,8 @@
 """Runs a policy on live jobs.
 
-One `tick` looks at what has happened, asks the policy if anything has, and moves jobs towards its
-decision. The last part compares only the present with the wanted state, so the order of events does
-not matter. Times are seconds since the schedule began.
+A `tick` collects events, asks the policy for a decision if there are any, and moves jobs towards
+it. The last part only compares the current with the desired state, so the order of events does not
+matter. Times are seconds since the start of the schedule.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gulliver.schedule.simulator import Change, Round, Segment
 from gulliver.schedule.state import Policy, View, limits_of, placed
 
 ROUNDS = 1000
-"""Decisions that are remembered."""
+"""Number of decisions kept."""
 LEAST_SECONDS = 0.5
-"""Seconds between two decisions that only time has caused."""
+"""Minimum seconds between decisions caused by time alone."""
 
 
 @dataclass
 class Controller:
-    """State of a schedule that runs."""
+    """State of a live schedule."""
 
     spool: Spool
     backend: Nodes
@@ -60,14 +60,14 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether any job is not over."""
+        """Whether any job is unfinished."""
         return any(not job.phase.over for job in self.jobs.values())
 
     def tick(self) -> None:
-        """Follows events, decides and acts."""
+        """Collects events, decides and acts."""
         now = self._now()
         self._account(now)
-        # Ends first: a rank that does not answer is how one hears that a node is gone.
+        # Ends first: an unresponsive rank is how a lost node is noticed.
         causes = self._follow_ends(now) + self._follow_nodes() + self._follow_submissions(now)
         causes += self._follow_reports(now)
         causes += self._follow_wishes(now) + self._follow_time(now)
@@ -78,7 +78,7 @@ class Controller:
         self.changed |= bool(causes)
 
     def _account(self, now: float) -> None:
-        """Adds up slot-seconds, and draws what jobs have held since the last tick."""
+        """Adds up slot-seconds, and records the slots that jobs have held since the last tick."""
         for job in self.jobs.values():
             if job.held and now > self._last_tick:
                 job.state.service += len(job.held) * (now - self._last_tick)
@@ -87,7 +87,7 @@ class Controller:
                 _draw(job, self._last_tick, now, rate)
         self._last_tick = now
 
-    # --- What has happened -----------------------------------------------------------------------
+    # --- Events ---------------------------------------------------------------------------------
 
     def _follow_nodes(self) -> list[str]:
         found, before = dict(self.backend.slots()), self.slots
@@ -98,7 +98,7 @@ class Controller:
         for node in dict.fromkeys([*before.values(), *found.values()]):
             count = sum(n == node for n in found.values()) - sum(n == node for n in before.values())
             if count:
-                report = f"came with {count}" if count > 0 else f"left with {-count}"
+                report = f"joined with {count}" if count > 0 else f"left with {-count}"
                 causes.append(f"node {node} {report} slots")
         for job in self.jobs.values():
             job.assigned = tuple(slot for slot in job.assigned if slot in found)
@@ -114,7 +114,7 @@ class Controller:
                 self._check(submission.tenant, submission.slots, name)
             except GulliverError as error:
                 self.refused[name] = str(error)
-                causes.append(f"{name} was refused")
+                causes.append(f"{name} was rejected")
                 continue
             self.jobs[name] = LiveJob(submission, min(now, submission.submitted - self.begun))
             causes.append(f"{name} arrived")
@@ -123,14 +123,13 @@ class Controller:
     def _check(self, tenant: str, slots: int, name: str) -> None:
         if slots > len(self.slots):
             raise GulliverError(
-                f"job {name!r} asks for {slots} slots and the cluster has {len(self.slots)}: lower "
-                "its slots, or take a larger cluster"
+                f"job {name!r} requests {slots} slots but the cluster has {len(self.slots)}; "
+                "lower its slots or use a larger cluster"
             )
         if self.quotas and tenant not in self.quotas:
             known = ", ".join(map(repr, self.quotas))
             raise GulliverError(
-                f"job {name!r} is of tenant {tenant!r}, which has no quota: give it one beside "
-                f"{known}"
+                f"job {name!r} belongs to tenant {tenant!r}, which has no quota; add one to {known}"
             )
 
     def _follow_ends(self, now: float) -> list[str]:
@@ -143,7 +142,7 @@ class Controller:
             job.codes[end.rank] = end.code
             if end.code and not job.first_failed:
                 job.first_failed, job.blameless = self._reason(job, end), bool(end.why)
-                # The others could not go on, and would find that out later.
+                # The other ranks could not continue, and would notice later.
                 self.backend.kill(job.run)
             if not job.alive:
                 causes += self._over(job, now)
@@ -156,36 +155,36 @@ class Controller:
         if end.code > 0:
             log = self.spool.job(job.name) / "logs"
             line = last_line(log / f"attempt-{job.attempt:03d}-rank-{end.rank}.log")
-            report += f"ended with code {end.code}: {line}"
+            report += f"exited with code {end.code}: {line}"
         return report
 
     def _over(self, job: LiveJob, now: float) -> list[str]:
-        """An attempt has ended: the job is done, has left, or has failed."""
+        """Handles the end of an attempt: the job is done, has left, or has failed."""
         self._hear(job, now)
         left = bool(job.progress.get("leaving")) and job.progress.get("attempt") == job.attempt
         job.held, job.asked = (), None
         if job.stopping:
-            return self._finish(job, Phase.STOPPED, now, job.note or "it was asked to stop")
+            return self._finish(job, Phase.STOPPED, now, job.note or "stopped on request")
         if job.first_failed:
             return self._failed(job, now)
         if left:
             job.saving = max(0.0, now - (job.progress["time"] - self.begun))
-            job.go(Phase.WAITING, "has saved and left its slots")
+            job.go(Phase.WAITING, "saved and left its slots")
             self.changed = True
             return []
         return self._ended(job, now)
 
     def _ended(self, job: LiveJob, now: float) -> list[str]:
-        """All ranks have ended without an error, and not because they were asked to."""
+        """Handles the end of all ranks without an error or a request."""
         if not job.starts:
-            note = "ended without having reported: call job.report of elastic() in every step"
+            note = "ended without a report; call job.report of elastic() in every step"
             return self._finish(job, Phase.ENDED, now, note)
         done, samples = float(job.progress.get("done", 0)), job.submission.samples
         if samples is not None and done < samples * (1 - 1e-9):
-            note = f"ended by itself after {done:g} of {samples:g} samples"
+            note = f"ended early, after {done:g} of {samples:g} samples"
             return self._finish(job, Phase.ENDED, now, note)
         more = samples is not None and done > samples + job.batch
-        note = f"done, after {done:g} samples where {samples:g} were submitted" if more else "done"
+        note = f"done after {done:g} samples ({samples:g} were submitted)" if more else "done"
         return self._finish(job, Phase.ENDED, now, note)
 
     def _finish(self, job: LiveJob, phase: Phase, now: float, note: str) -> list[str]:
@@ -197,16 +196,16 @@ class Controller:
         return [f"{job.name} {phase.value}"]
 
     def _failed(self, job: LiveJob, now: float) -> list[str]:
-        # A node that leaves is no fault of the job's.
+        # The loss of a node is not the job's fault.
         job.failures += not job.blameless
         why, job.first_failed = job.first_failed, ""
         job.saving = None
         if job.failures >= job.submission.tries:
             times = f"{job.failures} times" if job.failures > 1 else "once"
             return self._finish(
-                job, Phase.FAILED, now, f"failed {times} from one checkpoint: {why}"
+                job, Phase.FAILED, now, f"failed {times} times from the same checkpoint: {why}"
             )
-        job.go(Phase.WAITING, f"starts again from its last checkpoint: {why}")
+        job.go(Phase.WAITING, f"restarts from its last checkpoint: {why}")
         self.changed = True
         return []
 
@@ -231,7 +230,7 @@ class Controller:
         return [f"{job.name} was measured"] if job.measure() else []
 
     def _begins(self, job: LiveJob, begun: float) -> None:
-        """The first step of an attempt: seconds of the start, or of the resize, are known."""
+        """Handles the first step of an attempt, which ends its start or resize."""
         job.heard, job.silent = True, False
         seconds = max(0.0, begun - job.launched)
         if job.attempt == 1:
@@ -242,7 +241,7 @@ class Controller:
             self.measured.resizes.append(job.resizes[-1])
         job.saving = None
         if job.phase is Phase.STARTING:
-            job.go(Phase.RUNNING, f"runs since {begun:.4g} s")
+            job.go(Phase.RUNNING, f"running after {begun:.4g} s")
         self.changed = True
 
     def _follow_wishes(self, now: float) -> list[str]:
@@ -251,16 +250,16 @@ class Controller:
             if job.phase.over or job.stopping or not (self.spool.job(job.name) / "stop").is_file():
                 continue
             job.stopping = True
-            job.note = "it was asked to stop"
+            job.note = "stopped on request"
             if not job.alive:
                 causes += self._finish(job, Phase.STOPPED, now, job.note)
             elif job.phase is Phase.STARTING:
-                # It has done nothing yet, or nothing that it tells of.
+                # It has not made or reported any progress yet.
                 self.backend.kill(job.run)
         return causes
 
     def _follow_time(self, now: float) -> list[str]:
-        """Reports silent jobs, and kills those that do not leave."""
+        """Reports silent jobs, and kills those that exceed their grace period."""
         causes = []
         for job in self.jobs.values():
             given = job.submission
@@ -268,19 +267,19 @@ class Controller:
             if late and not job.silent and not job.stopping:
                 job.silent = True
                 job.note = (
-                    f"has not reported for {given.report_within:g} s: call job.report of "
+                    f"has not reported for {given.report_within:g} s; call job.report of "
                     "gulliver.schedule.elastic() in every step; it keeps its slots"
                 )
                 causes.append(f"{job.name} is silent")
             if job.asked is not None and now - job.asked > given.grace and job.alive:
                 job.first_failed = job.first_failed or (
-                    f"it was asked to leave and did not within {given.grace:g} s"
+                    f"did not leave within {given.grace:g} s of the request"
                 )
                 job.asked = math.inf
                 self.backend.kill(job.run)
         return causes
 
-    # --- What is decided -------------------------------------------------------------------------
+    # --- Decisions ------------------------------------------------------------------------------
 
     def _decide(self, now: float, cause: str) -> None:
         taken = {s for job in self.jobs.values() if job.silent for s in job.held}
@@ -314,26 +313,26 @@ class Controller:
         self.changed = True
 
     def view(self, now: float, present: list[LiveJob], here: list[int], cause: str) -> View:
-        """What the policy sees: slots are numbered from 0 on, whichever are there."""
+        """The policy's view, in which available slots are numbered from 0."""
         places = {slot: place for place, slot in enumerate(here)}
         states = [job.seen(now, places, self.measured) for job in present]
         room = sum(self.quotas.values())
-        # Of a cluster that has lost nodes not all quotas are there: all tenants share then.
+        # If nodes are lost, the quotas may not add up: all tenants share then.
         cluster = JobCluster(len(here), self.quotas if room <= len(here) else {})
         over = [job.state for job in self.jobs.values() if job.phase is Phase.ENDED]
         limits = limits_of(states, cluster, self.policy)
         return View(now, cluster, states, over, limits, cause)
 
-    # --- What is done ----------------------------------------------------------------------------
+    # --- Actions --------------------------------------------------------------------------------
 
     def _act(self, now: float) -> None:
-        # Only a job itself leaves its slots, at the end of a step and once its checkpoint is whole.
-        # So a resize that is decided during another resize or a save waits for it, without extra
+        # Only the job itself releases its slots, at the end of a step and after its checkpoint is
+        # complete. So a resize decided during another resize or a save waits for it, without extra
         # state.
         held = {slot for job in self.jobs.values() for slot in job.held}
         for job in self.jobs.values():
             if job.phase is Phase.WAITING and job.assigned and not job.stopping:
-                # Asked again: the start of another job may have found a node gone.
+                # Checked again: the start of another job may have detected a lost node.
                 there = set(self.backend.slots())
                 if not held & set(job.assigned) and set(job.assigned) <= there:
                     self._launch(job, now)
@@ -342,7 +341,7 @@ class Controller:
                 job.stopping or set(job.held) != set(job.assigned)
             ):
                 job.asked = now
-                wanted = "it is to stop" if job.stopping else f"to have {len(job.assigned)} slots"
+                wanted = "to stop" if job.stopping else f"to resize to {len(job.assigned)} slots"
                 job.go(Phase.LEAVING, f"asked to save and leave, {wanted}")
                 self._ask(job, True)
             elif job.phase is Phase.RUNNING and job.progress.get("batch") != job.batch:
@@ -360,7 +359,7 @@ class Controller:
         job.held, job.alive = job.assigned, set(range(len(job.assigned)))
         job.codes, job.heard, job.silent = {}, False, False
         job.looked, job.launched = 0, now
-        job.go(Phase.STARTING, f"starts on {len(job.held)} slots")
+        job.go(Phase.STARTING, f"starting on {len(job.held)} slots")
         self.backend.start(
             Launch(
                 job.run, job.attempt, job.held, job.batch, job.submission, self.spool.job(job.name)
@@ -369,7 +368,7 @@ class Controller:
         self.changed = True
 
     def drain(self) -> bool:
-        """Asks all jobs to save and leave, for the next schedule in this folder to take up."""
+        """Asks all jobs to save and leave; the next scheduler in this folder continues them."""
         self.draining = True
         for job in self.jobs.values():
             job.assigned = ()
@@ -379,7 +378,7 @@ class Controller:
         return not any(job.alive for job in self.jobs.values())
 
     def close(self) -> None:
-        """Kills what runs; the next schedule in this folder takes the jobs up again."""
+        """Kills all running jobs; the next scheduler in this folder continues them."""
         for job in self.jobs.values():
             if job.alive:
                 self.backend.kill(job.run)
@@ -396,12 +395,12 @@ def _draw(job: LiveJob, begin: float, end: float, rate: float) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Reads the last line that is not empty of what a rank has printed."""
-    # Characters that steer a terminal are shown as escapes.
+    """Returns the last non-empty line of a rank's output."""
+    # Terminal control characters are escaped.
     try:
         lines = log.read_text(encoding="utf-8", errors="replace")[-4000:].splitlines()
     except OSError:
-        return "it has printed nothing"
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+        return "no output"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in last)
     return "".join(shown)

@@ -1,4 +1,4 @@
-"""The scheduler's process: one per folder, started by the first submission."""
+"""The scheduler process: one per folder, started by the first submission."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECONDS_BETWEEN_WRITES = 0.5
 DRAIN_S = 60.0
 """Seconds that jobs have to save when the scheduler is stopped."""
 START_S = 300.0
-"""Seconds within which a scheduler that was started says that it is there."""
+"""Seconds within which a new scheduler must report that it is running."""
 
 
 @contextmanager
@@ -51,13 +51,13 @@ def only_one(spool: Spool) -> Iterator[None]:
     except BlockingIOError:
         about = spool.scheduler() or {}
         raise GulliverError(
-            f"{spool.path} has a scheduler: process {about.get('pid', '?')} on "
+            f"{spool.path} already has a scheduler: process {about.get('pid', '?')} on "
             f"{about.get('host', '?')}; submit to it, or stop it first"
         ) from None
 
 
 def has_scheduler(spool: Spool) -> bool:
-    """Whether a scheduler holds the folder."""
+    """Whether a scheduler holds the folder's lock."""
     path = spool.path / "scheduler.lock"
     if not path.exists():
         return False
@@ -69,7 +69,7 @@ def has_scheduler(spool: Spool) -> bool:
 
 
 def make_nodes(options: SchedulerOptions) -> Nodes:
-    """Makes the backend that an address asks for."""
+    """Creates the backend for an address."""
     if options.address == HERE:
         return LocalNodes(options.cluster_slots or os.cpu_count() or 1)
     address = None if options.address == LOCAL else options.address
@@ -77,12 +77,12 @@ def make_nodes(options: SchedulerOptions) -> Nodes:
 
 
 def serve(options: SchedulerOptions) -> None:
-    """Schedules until there has been no job for some time, or a signal comes."""
+    """Schedules until there has been no job for some time, or a signal arrives."""
     spool = Spool(options.path)
     spool.make()
     policy = make_policy(options.policy, options.seed)
     with only_one(spool):
-        # One that was killed has left it.
+        # Left by a scheduler that was killed.
         (spool.path / "scheduler.json").unlink(missing_ok=True)
         nodes = make_nodes(options)
         try:
@@ -157,14 +157,14 @@ def keep(controller: Controller, options: SchedulerOptions) -> ScheduleHistory:
 
 
 def has_new(spool: Spool) -> bool:
-    """Whether a job came while the scheduler that had nothing to do was ending."""
+    """Whether a job arrived while the idle scheduler was shutting down."""
     history = read_history(spool)
     known = set() if history is None else {*history.jobs, *history.refused}
     return bool(set(spool.names()) - known)
 
 
 def ensure_scheduler(options: SchedulerOptions) -> bool:
-    """Starts a scheduler where the folder has none; whether it has."""
+    """Starts a scheduler if the folder has none; returns whether it did."""
     spool = Spool(options.path)
     spool.make()
     if has_scheduler(spool):
@@ -189,23 +189,23 @@ def ensure_scheduler(options: SchedulerOptions) -> bool:
         if program.poll() is not None:
             raise GulliverError(f"the scheduler did not start: {last_line(log)}")
         time.sleep(TICK_S)
-    raise GulliverError(f"the scheduler did not start within {START_S:g} s: see {log}")
+    raise GulliverError(f"the scheduler did not start within {START_S:g} s; see {log}")
 
 
 def stop_scheduler(folder: Path) -> None:
-    """Asks the scheduler of a folder to end: jobs save and leave, and wait for the next one."""
+    """Stops the scheduler of a folder: jobs save and leave, and wait for the next one."""
     spool = Spool(folder)
     about = spool.scheduler()
     if about is None or not has_scheduler(spool):
-        raise GulliverError(f"{folder} has no scheduler: nothing to stop")
+        raise GulliverError(f"{folder} has no scheduler to stop")
     if about["host"] != socket.gethostname():
-        raise GulliverError(f"the scheduler of {folder} runs on {about['host']}: stop it there")
+        raise GulliverError(f"the scheduler of {folder} runs on {about['host']}; stop it there")
     with suppress(ProcessLookupError):
         os.kill(about["pid"], signal.SIGTERM)
 
 
 def main() -> None:
-    """Runs the scheduler with options from the JSON of its argument."""
+    """Runs the scheduler with options in JSON as its argument."""
     options = from_plain(json.loads(sys.argv[1]), SchedulerOptions)
     try:
         serve(options)

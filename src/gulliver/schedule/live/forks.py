@@ -1,9 +1,9 @@
-"""A program that has imported torch and forks ranks: a start takes tenths of a second.
+"""A process that has imported torch and forks ranks: a start takes tenths of a second.
 
-It reads a JSON object a line from its input, ``{"start": ...}`` or ``{"kill": key}``, and writes
-one for each rank that has ended, ``{"key": ..., "code": ...}``. When its input ends it kills its
-ranks and ends; ranks are killed when it is (Linux). It never runs an operator of torch nor starts a
-thread, so that a fork is a clean program. A ``fresh`` rank gets an interpreter of its own.
+It reads one JSON object per line from stdin, ``{"start": ...}`` or ``{"kill": key}``, and writes
+one for each rank that has ended, ``{"key": ..., "code": ...}``. At the end of its input it kills
+its ranks and exits; if it is killed, so are they (Linux). It never runs a torch operator or starts
+a thread, so that forks are clean. A ``fresh`` rank gets a new interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIE_WITH_PARENT = 1
 
 
 class Forker:
-    """State of the program: its ranks by process."""
+    """State of the process: its ranks by process id."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self.commands, self.answers = commands, answers
@@ -36,7 +36,7 @@ class Forker:
         self.rest = b""
 
     def run(self) -> None:
-        """Serves until the input ends; returns in a forked rank only by its end."""
+        """Serves until the end of the input; a forked rank leaves only by exiting."""
         read, write = os.pipe()
         os.set_blocking(write, False)
         os.set_blocking(read, False)
@@ -91,7 +91,7 @@ class Forker:
             if not pid:
                 return
             key = self.keys.pop(pid, None)
-            # What the rank has started goes with it.
+            # Processes started by the rank are killed with it.
             kill_group(pid)
             if key is not None:
                 self._answer({"key": key, "code": os.waitstatus_to_exitcode(status)})
@@ -105,14 +105,14 @@ class Forker:
 
 
 def kill_group(pid: int) -> None:
-    """Kills a rank and what it has started."""
+    """Kills a rank and the processes it has started."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, on Linux."""
+    """Makes the kernel kill this process when its parent dies, on Linux."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -120,7 +120,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _become(rank: dict[str, Any]) -> None:
-    """Turns this process into a rank: its script is run, and it ends."""
+    """Turns this process into a rank: runs its script and exits."""
     code = 1
     try:
         _redirect(rank["log"])
@@ -138,16 +138,16 @@ def _become(rank: dict[str, Any]) -> None:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException as error:
-        # What ends with an error tells the other ranks; see `gulliver.comm`.
+        # An exit with an error notifies the other ranks; see `gulliver.comm`.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         traceback.print_exc()
     _leave(code)
 
 
 def _leave(code: int) -> None:
-    """Ends the process as an interpreter does, but for the freeing of what it shares by forking."""
-    # On a busy machine that freeing took ten seconds and more, for memory that the system takes
-    # back anyway.
+    """Exits like an interpreter, but without freeing memory shared through the fork."""
+    # On a busy machine freeing took more than ten seconds, for memory that the system reclaims
+    # anyway.
     with suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -158,7 +158,7 @@ def _leave(code: int) -> None:
 
 
 def _redirect(log: str) -> None:
-    """Sends what the rank prints to its log."""
+    """Redirects a rank's output to its log."""
     empty = os.open(os.devnull, os.O_RDONLY)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(empty, 0)
@@ -171,7 +171,7 @@ def _redirect(log: str) -> None:
 
 
 def main() -> None:
-    """Runs the program on its own input and output; what its imports print goes to the errors."""
+    """Serves stdin and stdout; output of imports is redirected to stderr."""
     commands, answers = os.dup(0), os.dup(1)
     os.set_inheritable(commands, False)
     os.set_inheritable(answers, False)

@@ -1,4 +1,4 @@
-"""The state of a schedule in a file: for commands to show, and for the next scheduler."""
+"""The state of a schedule in a file, for commands to display and for the next scheduler."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ PLAIN = (
     "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
     "starts", "base", "failures", "ended",
 )  # fmt: skip
-"""Attributes of a job that are kept as they are."""
+"""Attributes of a job that are stored as they are."""
 STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")
-"""Attributes of its state that are kept."""
+"""Attributes of its state that are stored."""
 
 
 @dataclass
 class ScheduleHistory:
     """A schedule as it happened."""
 
-    # Second of the epoch at which it began; all others count from there.
+    # Unix time of its start; all other times are relative to it.
     begun: float
-    # Second up to which it is known.
+    # Time of the last update.
     now: float
     policy: str
     seed: int
     slots: dict[int, str]
-    # Slots that tenants have a right to.
+    # Guaranteed slots by tenant.
     quotas: dict[str, int]
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
-    # Why jobs were not taken.
+    # Reasons for rejected jobs.
     refused: dict[str, str] = field(default_factory=dict)
 
     def job(self, name: str) -> LiveJob:
-        """Finds a job."""
+        """Returns a job."""
         if name in self.refused:
-            raise GulliverError(f"job {name!r} was refused: {self.refused[name]}")
+            raise GulliverError(f"job {name!r} was rejected: {self.refused[name]}")
         if name not in self.jobs:
             raise GulliverError(f"the scheduler has no job {name!r}: {nearest(name, self.jobs)}")
         return self.jobs[name]
 
     @property
     def measured(self) -> MeasuredSeconds:
-        """Seconds that were measured of all jobs so far."""
+        """Seconds measured over all jobs so far."""
         return MeasuredSeconds.of(self.jobs.values())
 
     def cluster(self) -> JobCluster:
-        """The slots that are there."""
+        """The available slots."""
         return JobCluster(max(1, len(self.slots)), self.quotas)
 
 
@@ -123,15 +123,15 @@ def _job_from(spool: Spool, name: str, values: Mapping[str, Any]) -> LiveJob:
 
 
 def take_up(job: LiveJob) -> None:
-    """Puts a job of an earlier scheduler, whose ranks are gone with it, back into the queue."""
+    """Puts a job of a previous scheduler, whose ranks have ended with it, back into the queue."""
     if not job.phase.over:
-        job.phase, job.note = Phase.WAITING, "taken up by a new scheduler"
+        job.phase, job.note = Phase.WAITING, "continued by a new scheduler"
         job.assigned, job.held, job.alive, job.heard = (), (), set(), False
         job.silent = False
 
 
 def result_of(history: ScheduleHistory) -> Result:
-    """Makes a result as the simulator does; what is not over ends now."""
+    """Builds a result like the simulator's; unfinished jobs end now."""
     ran = [job for job in history.jobs.values() if job.segments]
     jobs = tuple(_counted(job) for job in ran)
     slots = [s for job in ran for segment in job.segments for s in segment.slots]
@@ -148,7 +148,7 @@ def result_of(history: ScheduleHistory) -> Result:
 
 
 def _counted(job: LiveJob) -> Job:
-    """The job with as many samples as it has done, for the bound of what has happened."""
+    """The job, with the samples it has done, for the bound of the past."""
     found = job.job()
     if job.phase is Phase.ENDED and job.submission.samples is not None:
         return found
@@ -156,9 +156,9 @@ def _counted(job: LiveJob) -> Job:
 
 
 def live_page(history: ScheduleHistory) -> str:
-    """Draws the schedule as it happened."""
+    """Renders the schedule as it happened."""
     lines = [f"{job.name}: {status_line(job, history)}" for job in history.jobs.values()]
-    lines += [f"{name} was refused: {why}" for name, why in history.refused.items()]
+    lines += [f"{name} was rejected: {why}" for name, why in history.refused.items()]
     result = result_of(history)
     if not result.jobs:
         return schedule_page("Jobs", [*lines, "Nothing has run yet."], [])
@@ -166,7 +166,7 @@ def live_page(history: ScheduleHistory) -> str:
 
 
 def status_line(job: LiveJob, history: ScheduleHistory) -> str:
-    """Says where a job stands, in one line."""
+    """Describes a job's state in one line."""
     if job.phase.over:
         return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
     text = f"{job.phase.value} on {len(job.held)} slots" if job.held else "waits"
@@ -176,8 +176,8 @@ def status_line(job: LiveJob, history: ScheduleHistory) -> str:
 
 
 def expected_ends(history: ScheduleHistory) -> dict[str, float]:
-    """Returns when jobs should end, if none comes: the simulator goes on from where they are."""
-    # Jobs that say nothing, or nothing of their length, are left out, and hold what they hold.
+    """Predicts when jobs end if no more arrive, by simulating from the current state."""
+    # Silent jobs, and those of unknown length, are left out and keep their slots.
     silent = {s for job in history.jobs.values() if job.silent for s in job.held}
     here = sorted(set(history.slots) - silent)
     places = {slot: place for place, slot in enumerate(here)}
@@ -198,7 +198,7 @@ def expected_ends(history: ScheduleHistory) -> dict[str, float]:
 
 
 def live_why(history: ScheduleHistory, name: str) -> list[str]:
-    """Explains a live job: what it has and why, its last change, and when it should end."""
+    """Explains a live job: its slots and why, its last change, and its expected end."""
     job = history.job(name)
     lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {status_line(job, history)}"]
     if job.phase.over:
@@ -212,11 +212,11 @@ def live_why(history: ScheduleHistory, name: str) -> list[str]:
     if name in ends:
         left = ends[name] - history.now
         lines.append(
-            f"should end at {ends[name]:.4g} s, in {left:.4g} s, if no job comes"
-            + ("" if job.scaling else "; its speed was not measured yet")
+            f"expected to end at {ends[name]:.4g} s, in {left:.4g} s, if no job arrives"
+            + ("" if job.scaling else "; its speed has not been measured yet")
         )
     else:
-        lines.append("nobody knows when it ends: it has not values its samples, or says nothing")
+        lines.append("its end is unknown: it does not report, or was submitted without samples")
     return lines
 
 
@@ -232,7 +232,7 @@ def _reasons(rounds: Sequence[Round], name: str) -> list[str]:
     reasons = [entry for entry in rounds if name in entry.why]
     if reasons:
         entry = reasons[-1]
-        lines.append(f"said at {entry.time:.4g} s ({entry.cause}): {entry.why[name]}")
+        lines.append(f"decided at {entry.time:.4g} s ({entry.cause}): {entry.why[name]}")
     for entry in reversed(rounds):
         if any(change.job == name for change in entry.changes):
             return [*lines, told_change(entry, name)]
@@ -243,6 +243,8 @@ def _measured(job: LiveJob) -> str:
     parts = [f"its start took {seconds:.3g} s" for seconds in job.starts]
     if job.resizes:
         each = ", ".join(f"{seconds:.3g}" for seconds in job.resizes[-5:])
-        parts.append(f"its resizes took {each} s, and {job.job().resize_seconds:.3g} s count next")
-    points = [f"{b / speed:.3g} s a step on {n} slots" for (n, b), speed in job.points.items()]
+        parts.append(
+            f"its resizes took {each} s; the next is estimated at {job.job().resize_seconds:.3g} s"
+        )
+    points = [f"{b / speed:.3g} s per step on {n} slots" for (n, b), speed in job.points.items()]
     return "measured: " + "; ".join(parts + points)

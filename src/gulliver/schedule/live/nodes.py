@@ -1,7 +1,7 @@
 """Slots on nodes, and the ranks that run there.
 
-An `Agent` runs on each node and starts ranks. `Nodes` knows which slot is on which node and starts
-an attempt of a job over several nodes; `nodes.py` finds nodes by Ray.
+An `Agent` runs on each node and starts ranks. `Nodes` maps slots to nodes and starts an attempt of
+a job over several nodes; `RayNodes` finds nodes through Ray.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gulliver.schedule.live.options import Submission
 from gulliver.schedule.live.training import ATTEMPT, BATCH, JOB
 
 IMPORTS_S = 300.0
-"""Seconds that the program that forks ranks may take to import torch."""
+"""Seconds for the forking process to import torch."""
 KILLED = -9
-"""Exit code of ranks whose node is gone."""
+"""Exit code of ranks on a lost node."""
 
 
 class RankEnd(NamedTuple):
-    """A rank that has ended."""
+    """The end of a rank."""
 
-    # LiveRun that it was of.
+    # LiveRun of the rank.
     run: str
     rank: int
     # Exit code, negative for a signal.
@@ -46,17 +46,17 @@ class Launch:
     """An attempt of a job."""
 
     run: str
-    # Number of the attempt, from 1.
+    # Number of the attempt, starting at 1.
     attempt: int
-    # Slots that it gets, a rank on each.
+    # Its slots, one rank each.
     slots: tuple[int, ...]
-    # Global batch size to begin with.
+    # Initial global batch size.
     batch: int
     submission: Submission
     folder: Path
 
     def log(self, rank: int) -> Path:
-        """File of what a rank prints."""
+        """Log file of a rank's output."""
         return self.folder / "logs" / f"attempt-{self.attempt:03d}-rank-{rank}.log"
 
 
@@ -66,17 +66,17 @@ class RankStart:
 
     key: str
     argv: Sequence[str]
-    # Environment variables, in addition to those of the agent.
+    # Environment variables, in addition to the agent's.
     environment: Mapping[str, str]
     folder: str
-    # File for what it prints.
+    # File for its output.
     log: str
-    # Whether it gets an interpreter of its own.
+    # Whether it gets a new interpreter.
     fresh: bool = False
 
 
 class Agent:
-    """Starts ranks on its node, and reports how they end."""
+    """Starts ranks on its node, and reports their exit codes."""
 
     def __init__(self) -> None:
         self._program: subprocess.Popen[bytes] | None = None
@@ -86,9 +86,9 @@ class Agent:
         self._ended: dict[str, int] = {}
 
     def ready(self) -> bool:
-        """Starts the program that forks ranks unless it runs, and waits until it is ready."""
+        """Starts the forking process unless it is running, and waits until it is ready."""
         if self._program is None or self._program.poll() is not None:
-            # As torchrun does where several processes share a node.
+            # As torchrun does if several processes share a node.
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             self._program = subprocess.Popen(
                 [sys.executable, "-m", "gulliver.schedule.live.forks"],
@@ -122,7 +122,7 @@ class Agent:
             self._program.stdin.flush()
 
     def address(self) -> tuple[str, int]:
-        """Address of this node, and a port that is free there now."""
+        """Address of this node, and a port that is currently free."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return own_address(), probe.getsockname()[1]
@@ -136,23 +136,23 @@ class Agent:
             self._say(start=asdict(rank))
 
     def ended(self) -> dict[str, int]:
-        """Exit codes of the ranks that have ended since the last call."""
+        """Exit codes of the ranks that ended since the last call."""
         with self._lock:
             found, self._ended = self._ended, {}
         return found
 
     def kill(self, keys: Sequence[str]) -> None:
-        """Kills ranks, with what they have started."""
+        """Kills ranks and the processes they have started."""
         if self._program is not None:
             for key in keys:
                 self._say(kill=key)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method, as `RayNode.call` does elsewhere."""
+        """Calls a method, like `RayNode.call`."""
         return getattr(self, method)(*arguments)
 
     def close(self) -> None:
-        """Ends the program, and so all ranks."""
+        """Stops the forking process and all ranks."""
         if self._program is not None and self._program.stdin is not None:
             with suppress(BrokenPipeError):
                 self._program.stdin.close()
@@ -160,7 +160,7 @@ class Agent:
 
 
 def own_address() -> str:
-    """Address that other nodes reach this one by; no packet is sent."""
+    """Address under which other nodes reach this one; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -170,36 +170,36 @@ def own_address() -> str:
 
 
 class NodeLost(Exception):
-    """A node, named by the error, does not answer any more."""
+    """A node does not respond anymore; the message is its name."""
 
 
 @dataclass
 class LiveRun:
-    """Ranks of an attempt: the node of each, and which have not ended."""
+    """Ranks of an attempt: the node of each, and those still running."""
 
     nodes: list[str]
     alive: set[int] = field(default_factory=set)
 
 
 class Nodes:
-    """Runs over nodes that have agents; subclasses find the nodes."""
+    """Runs attempts on nodes with agents; subclasses find the nodes."""
 
     def __init__(self) -> None:
-        # Agents by name of their node; those of Ray may raise `NodeLost`.
+        # Agents by node name; Ray's may raise `NodeLost`.
         self.nodes: dict[str, Agent | RayNode] = {}
         # Node of each slot.
         self.places: dict[int, str] = {}
-        # Device of each slot, of nodes with GPUs.
+        # Device of each slot, on nodes with GPUs.
         self.gpus: dict[int, str] = {}
         self.runs: dict[str, LiveRun] = {}
         self._lost: list[RankEnd] = []
 
     def slots(self) -> Mapping[int, str]:
-        """The slots that are there now, each with its node."""
+        """The available slots with their nodes."""
         return self.places
 
     def start(self, launch: Launch) -> None:
-        """Starts the ranks of a run; where a node is lost meanwhile they have ended."""
+        """Starts the ranks of a run; if a node is lost meanwhile they count as ended."""
         run = LiveRun([self.places[slot] for slot in launch.slots])
         run.alive = set(range(len(run.nodes)))
         self.runs[launch.run] = run
@@ -212,9 +212,9 @@ class Nodes:
         except NodeLost as lost:
             self.lose(str(lost))
             self.kill(launch.run)
-            # Some were never started, and no agent would tell of their end.
+            # Some were never started, and no agent would report their end.
             for rank in sorted(run.alive):
-                self._lost += self._end(launch.run, rank, KILLED, f"node {lost} left")
+                self._lost += self._end(launch.run, rank, KILLED, f"node {lost} was lost")
 
     def _ranks(
         self, launch: Launch, run: LiveRun, node: str, host: str, port: int
@@ -247,7 +247,7 @@ class Nodes:
         ]
 
     def ended(self) -> list[RankEnd]:
-        """The ranks that have ended since the last call."""
+        """The ranks that ended since the last call."""
         found, self._lost = self._lost, []
         for name in list(self.nodes):
             try:
@@ -276,10 +276,10 @@ class Nodes:
         self.places = {slot: where for slot, where in self.places.items() if where != node}
         for name, run in list(self.runs.items()):
             for rank in [r for r in run.alive if run.nodes[r] == node]:
-                self._lost += self._end(name, rank, KILLED, f"node {node} left")
+                self._lost += self._end(name, rank, KILLED, f"node {node} was lost")
 
     def kill(self, run: str) -> None:
-        """Kills what is left of a run."""
+        """Kills the remaining ranks of a run."""
         found = self.runs.get(run)
         for node in dict.fromkeys(found.nodes if found else ()):
             assert found is not None
@@ -291,7 +291,7 @@ class Nodes:
                     self.lose(node)
 
     def close(self) -> None:
-        """Ends all agents, and so all ranks."""
+        """Stops all agents, and so all ranks."""
         for node in self.nodes.values():
             with suppress(NodeLost):
                 node.call("close")
@@ -308,42 +308,41 @@ class LocalNodes(Nodes):
         here.ready()
 
 
-# Nodes of a Ray cluster: an agent on each holds the node's CPUs or GPUs as slots.
+# Nodes of a Ray cluster: an agent on each reserves the node's CPUs or GPUs as slots.
 
 
 AUTH_MODE = "RAY_AUTH_MODE"
-"""Variable that says whether Ray asks for tokens, and shows its own."""
+"""Variable that enables Ray's token authentication."""
 NAMESPACE, SCHEDULER = "gulliver", "gulliver-scheduler"
 SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between two looks at which nodes there are."""
+"""Seconds between checks for new or lost nodes."""
 ANSWER_S = 30.0
-"""Seconds after which an agent that does not answer is gone."""
+"""Seconds after which an unresponsive agent counts as lost."""
 START_S = 180.0
-"""Seconds that the first process of a cluster that was just started may take."""
+"""Seconds for the first process of a new cluster to start."""
 STORE_BYTES = 80 << 20
-"""Bytes of the object store of a local cluster: no object of any size is put there."""
+"""Bytes of a local cluster's object store, which is hardly used."""
 
 
 def show_token(address: str) -> None:
-    """Makes Ray send its token to a cluster of this machine."""
-    # Ray asks for one on every cluster that it starts, but does not show it to an address that is
-    # spelt out; to another machine it is not shown unasked, which need not be the one that it is
-    # of.
+    """Makes Ray send its token to a cluster on this machine."""
+    # Ray requires one on every cluster that it starts, but does not send it to an explicit address.
+    # It is never sent to other machines automatically, because they may belong to another cluster.
     host, token = address.rpartition(":")[0], Path.home() / ".ray" / "auth_token"
     if token.is_file() and host in ("127.0.0.1", "localhost", socket.gethostname(), own_address()):
         os.environ.setdefault(AUTH_MODE, "token")
 
 
 def require_ray() -> None:
-    """Refuses to go on without Ray."""
+    """Raises an error if Ray is not installed."""
     if find_spec("ray") is None:
         raise missing_extra(
-            "ray is not installed (--address here runs processes of this machine without it)", "ray"
+            "ray is not installed; --address here runs processes on this machine without it", "ray"
         )
 
 
 class Holder:
-    """Tells a second scheduler who is there; an actor."""
+    """Actor that identifies the scheduler to a second one."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -369,7 +368,7 @@ class RayNode:
         except RayError as error:
             if isinstance(error, RayTaskError):
                 raise
-            # One that only was too slow would hold the slots that the next agent waits for.
+            # An agent that was only slow would hold the slots that the next one waits for.
             with suppress(Exception):
                 ray.kill(self.actor)
             raise NodeLost(self.name) from error
@@ -379,7 +378,7 @@ class RayAgent(Agent):
     """The agent as an actor."""
 
     def devices(self) -> list[str]:
-        """GPUs that Ray has given it."""
+        """GPUs assigned by Ray."""
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return [device for device in given.split(",") if device]
 
@@ -405,7 +404,7 @@ class RayNodes(Nodes):
 
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
         if address is None:
-            # Ray's workers are nice to others by default (15), and ranks would inherit that.
+            # Ray's workers run with niceness 15, which ranks would inherit.
             os.environ.setdefault("RAY_worker_niceness", "0")
             options |= {"num_cpus": slots, "include_dashboard": dashboard}
             options |= {"object_store_memory": STORE_BYTES, "address": "local"}
@@ -416,7 +415,7 @@ class RayNodes(Nodes):
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             if address is not None and os.environ.get(AUTH_MODE) != "token":
-                reason += f"; if it asks for a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
+                reason += f"; if it requires a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
             raise GulliverError(
                 f"no Ray cluster at {address or 'this machine'}: {reason}"
             ) from None
@@ -431,25 +430,25 @@ class RayNodes(Nodes):
             self._holder: Any = kind.options(name=SCHEDULER, num_cpus=0).remote(who)
             ray.get(self._holder.who.remote(), timeout=START_S)
         except ValueError:
-            other = "one that does not answer"
+            other = "an unresponsive one"
             with suppress(Exception):
                 found: Any = ray.get_actor(SCHEDULER)
                 other = ray.get(found.who.remote(), timeout=ANSWER_S)
             self.close()
             raise GulliverError(
-                f"the cluster at {self.address} has a scheduler: {other}; submit to that one, or "
-                "stop it first"
+                f"the cluster at {self.address} already has a scheduler: {other}; submit to that "
+                "one, or stop it first"
             ) from None
 
     def slots(self) -> Mapping[int, str]:
-        """The slots that are there now, each with its node."""
+        """The available slots with their nodes."""
         if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self._look()
         return self.places
 
     def _look(self) -> None:
-        """Starts agents on new nodes, takes up those that are there, and drops nodes that left."""
+        """Starts agents on new nodes, adopts existing ones, and drops lost nodes."""
         import ray
 
         there = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
@@ -474,7 +473,7 @@ class RayNodes(Nodes):
         actor = kind.options(scheduling_strategy=here, max_restarts=0, **needs).remote()
         self._pending[node] = actor, actor.ready.remote()
         if node not in self._numbers:
-            # A slot keeps its number, also when its node comes back.
+            # A slot keeps its number when its node comes back.
             used = [number for numbers in self._numbers.values() for number in numbers]
             first = max(used, default=-1) + 1
             self._numbers[node] = list(range(first, first + count))
@@ -497,7 +496,7 @@ class RayNodes(Nodes):
         self.gpus |= dict(zip(self._numbers[node], devices, strict=False))
 
     def close(self) -> None:
-        """Ends all agents, and leaves the cluster; one that was started here ends."""
+        """Stops all agents, and disconnects; a cluster started here is stopped."""
         import ray
 
         super().close()
@@ -505,5 +504,5 @@ class RayNodes(Nodes):
 
 
 def own_name(folder: str) -> str:
-    """What a scheduler tells a second one."""
+    """Description of this scheduler for a second one."""
     return f"folder {folder} on {socket.gethostname()}, process {os.getpid()}"

@@ -1,4 +1,4 @@
-"""Options of schedulers and of submitted jobs, for programs, the command line and files.
+"""Options of schedulers and submitted jobs, shared by Python, command line and files.
 
 Nothing here imports torch at its top: ``gulliver jobs --help`` reads this module.
 """
@@ -20,46 +20,46 @@ if TYPE_CHECKING:
     from gulliver.schedule.jobs import Job
 
 HERE, LOCAL = "here", "local"
-"""Addresses without Ray, and of a Ray cluster that is started for the schedule."""
+"""Addresses without Ray, and of a Ray cluster started for the schedule."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDLESS = 1e15
-"""Samples of a job whose length nobody knows."""
+"""Samples of a job of unknown length."""
 SLOTS = Range(1, 4096)
 DAY = Range(0, 86400, open_below=True)
 
 
 @dataclass(frozen=True)
 class JobsFolder(Options):
-    """The folder that scheduler, commands and jobs meet in.
+    """The folder shared by scheduler, commands and jobs.
 
     Attributes:
-        folder: Folder that scheduler, commands and jobs meet in, seen by all nodes; GULLIVER_JOBS
-            or ~/.gulliver/jobs by default.
+        folder: Folder shared by scheduler, commands and jobs, visible on all nodes; default:
+            GULLIVER_JOBS or ~/.gulliver/jobs.
     """
 
     folder: Path | None = None
 
     @property
     def path(self) -> Path:
-        """The folder, as given or by default."""
+        """The folder, as given or default."""
         given = self.folder or os.environ.get("GULLIVER_JOBS") or Path.home() / ".gulliver" / "jobs"
         return Path(given).absolute()
 
 
 @dataclass(frozen=True)
 class SchedulerOptions(JobsFolder):
-    """What a scheduler is started with.
+    """Options for starting a scheduler.
 
     Attributes:
-        address: Ray cluster: its address, or local to start one on this machine; here does without
+        address: Ray cluster: its address, or local to start one on this machine; here runs without
             Ray.
-        cluster_slots: Slots of a cluster on this machine; of another, most on a node. The GPUs or
-            CPUs that there are by default.
+        cluster_slots: Slots of this machine, or maximum per node of a cluster; default: its GPUs or
+            CPUs.
         policy: Policy: fifo, srpt, tiresias, pollux or rollout.
-        seed: Seed of policies that draw.
-        quota: Slots that tenants have a right to, as TENANT=SLOTS.
-        idle: Seconds without a job after which the scheduler ends.
-        dashboard: Give a Ray cluster that is started its dashboard.
+        seed: Seed of randomized policies.
+        quota: Guaranteed slots by tenant, as TENANT=SLOTS.
+        idle: Seconds without a job after which the scheduler exits.
+        dashboard: Enable the dashboard of a Ray cluster that is started.
     """
 
     address: str = LOCAL
@@ -77,44 +77,44 @@ class SchedulerOptions(JobsFolder):
 
 
 def quotas_of(texts: Sequence[str]) -> dict[str, int]:
-    """Reads slots by tenant."""
+    """Parses slots by tenant."""
     quotas = {}
     for text in texts:
         tenant, equals, slots = text.partition("=")
         if not equals or not slots.isdigit():
-            raise GulliverError(f"--quota {text!r}: give TENANT=SLOTS")
+            raise GulliverError(f"--quota {text!r} is invalid; use TENANT=SLOTS")
         quotas[tenant] = int(slots)
     return quotas
 
 
 @dataclass(frozen=True)
 class Submission(Options):
-    """A job to be run.
+    """A job submission.
 
     Attributes:
-        script: Script, which says how far it is with gulliver.schedule.elastic().
+        script: Script that reports its progress with gulliver.schedule.elastic().
         batch: Global batch size.
         arguments: Arguments of the script, after --.
-        name: Name of the job; that of the script by default.
-        directory: Folder that it runs in; the present one by default.
-        samples: Samples to process; leave it out where nobody knows, and say --epoch.
-        epoch: Samples of an epoch.
-        slots: Slots that it asks for.
-        most_slots: Most slots that it runs on; its smallest batch size by default.
-        least_batch: Smallest batch size that is allowed; it is fixed by default.
-        most_batch: Largest batch size that is allowed; it is fixed by default.
+        name: Name of the job; default: that of the script.
+        directory: Working directory; default: the current one.
+        samples: Samples to process; omit if unknown, and give --epoch.
+        epoch: Samples per epoch.
+        slots: Requested slots.
+        most_slots: Maximum slots; default: its smallest batch size.
+        least_batch: Smallest allowed batch size; default: fixed batch size.
+        most_batch: Largest allowed batch size; default: fixed batch size.
         noise: Gradient noise scale in samples, until the job reports a measured one.
         deadline: Seconds from now at which it should be done.
-        tenant: Name that quotas know its user by.
-        sample_seconds: Seconds of a sample on one slot, where they are known; measured as it runs.
-        step_seconds: Seconds of a step that neither slots nor samples change.
-        exchange_seconds: Seconds that one slot takes to send all gradients once.
+        tenant: User name for quotas.
+        sample_seconds: Seconds per sample on one slot, if known; measured as it runs.
+        step_seconds: Constant seconds per step.
+        exchange_seconds: Seconds for one slot to send all gradients once.
         env: Environment variables, as NAME=VALUE.
-        fresh: Give it an interpreter of its own instead of a fork of one that has imported torch.
-        report_within: Seconds after which a job that says nothing is named; it keeps its slots.
+        fresh: Start a new interpreter instead of forking one that has imported torch.
+        report_within: Seconds without a report after which a job is flagged; it keeps its slots.
         grace: Seconds that it has to save and leave.
-        tries: Failures from one checkpoint after which it is given up.
-        submitted: Second of the epoch at which it was submitted.
+        tries: Failures from the same checkpoint after which it is given up.
+        submitted: Unix time of submission.
     """
 
     script: str
@@ -142,20 +142,20 @@ class Submission(Options):
     submitted: Annotated[float, AT_LEAST_0] = 0.0
 
     def check_combinations(self) -> None:
-        """Refuses names that no folder can have, and jobs that policies cannot reckon with."""
+        """Raises an error for invalid names, and for jobs that policies cannot predict."""
         super().check_combinations()
         if not self.name:
             object.__setattr__(self, "name", Path(self.script).stem)
         if not NAME.fullmatch(self.name):
             raise GulliverError(
-                f"job name {self.name!r}: give letters, digits, '.', '_' and '-', 64 at most"
+                f"job name {self.name!r} is invalid; use up to 64 letters, digits, '.', '_' and '-'"
             )
         for text in self.env:
             if "=" not in text:
-                raise GulliverError(f"--env {text!r}: give NAME=VALUE")
+                raise GulliverError(f"--env {text!r} is invalid; use NAME=VALUE")
         if self.samples is None and self.epoch is None:
             raise GulliverError(
-                f"job {self.name!r}: give samples, or epoch where nobody knows when it ends"
+                f"job {self.name!r} has no length; give samples, or epoch if the length is unknown"
             )
         self.job(0.0, self.first_scaling, 0.0, 0.0)
 
@@ -166,7 +166,7 @@ class Submission(Options):
 
     @property
     def first_scaling(self) -> Scaling:
-        """Costs as they were given; else a second for a step on the slots that it asks for."""
+        """The given costs; default: a second per step on the requested slots."""
         from gulliver.hardware.scaling import Scaling
 
         if self.sample_seconds is None:
@@ -174,11 +174,11 @@ class Submission(Options):
         return Scaling(self.sample_seconds, self.step_seconds, self.exchange_seconds)
 
     def job(self, arrival: float, scaling: Scaling, resize: float, start: float) -> Job:
-        """Makes the job that policies see."""
+        """Creates the job that policies see."""
         from gulliver.schedule.jobs import Job
 
-        # A rank without a sample would only hold a slot, unless several share a model: then its
-        # user says how many.
+        # A rank without a sample would only block a slot, unless several share a model: then the
+        # user sets the limit.
         smallest = self.batch if self.least_batch is None else self.least_batch
         return Job(
             self.name,

@@ -1,16 +1,16 @@
-"""Jobs as users submit them, and the folder in which scheduler, commands and jobs meet.
+"""Submitted jobs, and the folder through which scheduler, commands and jobs communicate.
 
-Everything goes through files of one folder that all nodes see, as the checkpoints have to: a job is
-submitted by a file, says how far it is in one, and is asked to leave by one. So a scheduler that is
-killed leaves nothing behind that the next one does not find.
+All communication goes through files in one folder that all nodes can see, as they must see the
+checkpoints: a job is submitted, reports its progress, and is asked to leave through files. So a
+scheduler that is killed can be replaced by a new one.
 
-    scheduler.json, scheduler.log    who schedules, on how many slots
-    schedule.json, schedule.html     what has happened, and its picture
-    jobs/NAME/job.json               what was submitted
-    jobs/NAME/control.json           what the scheduler asks of it
-    jobs/NAME/progress.json          how far it is
-    jobs/NAME/curve.jsonl            a line for each step that counts
-    jobs/NAME/stop                   somebody wants it to end
+    scheduler.json, scheduler.log    process, host and slots of the scheduler
+    schedule.json, schedule.html     history and its chart
+    jobs/NAME/job.json               the submission
+    jobs/NAME/control.json           requests of the scheduler
+    jobs/NAME/progress.json          progress
+    jobs/NAME/curve.jsonl            a line per valid step
+    jobs/NAME/stop                   present if a user asked to stop it
     jobs/NAME/checkpoints, logs
 """
 
@@ -36,7 +36,7 @@ from gulliver.schedule.state import JobState
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None where there is none yet."""
+    """Reads a JSON object; None if the file does not exist yet."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -45,14 +45,14 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def write_object(path: Path, value: Mapping[str, Any], durable: bool = False) -> None:
-    """Writes a JSON object, whole or not at all."""
+    """Writes a JSON object atomically."""
     with named_errors(path):
         write_text(path, json.dumps(value), durable)
 
 
 @dataclass(frozen=True)
 class Spool:
-    """The folder that scheduler, commands and jobs meet in."""
+    """The folder shared by scheduler, commands and jobs."""
 
     path: Path
 
@@ -66,7 +66,7 @@ class Spool:
         return self.jobs / name
 
     def make(self) -> None:
-        """Makes the folder."""
+        """Creates the folder."""
         with named_errors(self.path):
             self.jobs.mkdir(parents=True, exist_ok=True)
 
@@ -77,7 +77,7 @@ class Spool:
         return sorted(p.name for p in self.jobs.iterdir() if (p / "job.json").is_file())
 
     def known(self, name: str) -> Path:
-        """Folder of a job that is there."""
+        """Folder of an existing job."""
         names = self.names()
         if name not in names:
             hint = nearest(name, names) if names else "nothing was submitted there"
@@ -85,19 +85,19 @@ class Spool:
         return self.job(name)
 
     def check(self, submission: Submission) -> None:
-        """Refuses what can never be run."""
+        """Raises an error for submissions that can never run."""
         script = Path(submission.directory, submission.script)
         if not script.is_file():
             raise GulliverError(
-                f"job {submission.name!r}: there is no script {script}: give the path of a file"
+                f"job {submission.name!r}: script {script} does not exist; give the path of a file"
             )
         if self.job(submission.name).exists():
             raise GulliverError(
-                f"there is a job {submission.name!r} in {self.path}: give another name"
+                f"job {submission.name!r} already exists in {self.path}; choose another name"
             )
 
     def submit(self, submission: Submission) -> Path:
-        """Writes a job for the scheduler to find."""
+        """Writes a submission for the scheduler to find."""
         self.check(submission)
         folder = self.job(submission.name)
         self.make()
@@ -108,34 +108,34 @@ class Spool:
         return folder
 
     def read(self, name: str) -> Submission:
-        """Reads what was submitted."""
+        """Reads a submission."""
         values = read_object(self.job(name) / "job.json")
         known = {f.name for f in fields(Submission)}
         if values is None or not {"name", "script", "batch"} <= set(values) <= known:
-            raise GulliverError(f"{self.job(name) / 'job.json'} is no job: submit it again")
+            raise GulliverError(f"{self.job(name) / 'job.json'} is not a job; submit it again")
         values["arguments"] = tuple(values.get("arguments", ()))
         return Submission(**values)
 
     def scheduler(self) -> dict[str, Any] | None:
-        """What the scheduler says of itself; None where there is none."""
+        """The scheduler's description; None if there is none."""
         return read_object(self.path / "scheduler.json")
 
 
-# A live job: its phase, what was measured of it, and what policies see of it.
+# A live job: its phase, its measurements, and the job that policies see.
 
 
 RESIZE_SECONDS = 10.0
-"""Seconds that a resize counts as until one was measured."""
+"""Assumed seconds of a resize until one is measured."""
 LAST = 5
-"""Measured seconds that count."""
+"""Number of recent measurements used."""
 FEW = 3
-"""Steps of an attempt from which their mean is looked at."""
+"""Minimum steps of an attempt before their mean is used."""
 NOTICED = 0.05
-"""Change of a step's seconds from which the costs that policies see are fitted again."""
+"""Relative change of a step's seconds that triggers a new fit of the costs."""
 
 
 class MeasuredSeconds(NamedTuple):
-    """Seconds that were measured of jobs.
+    """Measured seconds of jobs.
 
     Attributes:
         starts: seconds from the first slots to the first step.
@@ -147,12 +147,12 @@ class MeasuredSeconds(NamedTuple):
 
     @classmethod
     def of(cls, jobs: Iterable[LiveJob]) -> MeasuredSeconds:
-        """Gathers what was measured of jobs."""
+        """Collects the measurements of jobs."""
         found = [job.measured for job in jobs]
         return cls(*(list(chain.from_iterable(values)) for values in zip(*found, strict=True)))
 
     def or_of(self, others: MeasuredSeconds) -> MeasuredSeconds:
-        """Takes what others have where there is nothing; of all only the last."""
+        """Fills gaps with measurements of other jobs, using only the latest of all."""
         return MeasuredSeconds(
             *((own or other)[-LAST:] for own, other in zip(self, others, strict=True))
         )
@@ -162,7 +162,7 @@ NOTHING = MeasuredSeconds([], [])
 
 
 class Phase(Enum):
-    """Where a job stands."""
+    """State of a job."""
 
     WAITING = "waits"
     STARTING = "starts"
@@ -180,13 +180,13 @@ class Phase(Enum):
 
 OVER = frozenset({Phase.ENDED, Phase.FAILED, Phase.STOPPED})
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
-    # It gets slots; nobody wants it any more; it has failed too often.
+    # Slots assigned; cancelled; too many failures.
     Phase.WAITING: frozenset({Phase.STARTING, Phase.STOPPED, Phase.FAILED}),
-    # It says its first step; a rank fails; it ends without a word.
+    # First step reported; a rank failed; ended without a report.
     Phase.STARTING: frozenset({Phase.RUNNING, Phase.WAITING, *OVER}),
-    # It is asked to save and leave; a rank fails; it ends.
+    # Asked to save and leave; a rank failed; ended.
     Phase.RUNNING: frozenset({Phase.LEAVING, Phase.WAITING, *OVER}),
-    # It has saved and left, or a rank has failed; it was at its end.
+    # Saved and left, or a rank failed; already at its end.
     Phase.LEAVING: frozenset({Phase.WAITING, *OVER}),
     **{phase: frozenset() for phase in OVER},
 }
@@ -194,64 +194,64 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
 
 @dataclass
 class LiveJob:
-    """A job that was submitted."""
+    """A submitted job."""
 
     submission: Submission
-    # Second at which it was.
+    # Time of submission.
     arrival: float
-    # Where it stands; changed by `go`.
+    # Its phase; changed by `go`.
     phase: Phase = Phase.WAITING
-    # What happened to it last, for people.
+    # Its last event, for display.
     note: str = ""
-    # Slots that the policy wants it to have.
+    # Slots assigned by the policy.
     assigned: tuple[int, ...] = ()
-    # Slots that its ranks hold.
+    # Slots held by its ranks.
     held: tuple[int, ...] = ()
-    # Batch size that the policy wants.
+    # Batch size assigned by the policy.
     batch: int = 0
     # Number of the last attempt.
     attempt: int = 0
-    # Ranks that have not ended.
+    # Ranks still running.
     alive: set[int] = field(default_factory=set)
-    # Exit codes of those that have.
+    # Exit codes of ended ranks.
     codes: dict[int, int] = field(default_factory=dict)
-    # Second at which the attempt was started.
+    # Start time of the attempt.
     launched: float = 0.0
-    # Second at which it was asked to leave.
+    # Time at which it was asked to leave.
     asked: float | None = None
-    # Whether somebody wants it to end.
+    # Whether a user asked to stop it.
     stopping: bool = False
-    # Whether the attempt has said a step.
+    # Whether the attempt has reported a step.
     heard: bool = False
-    # Whether it was named as silent: then it is left alone.
+    # Whether it was flagged as silent: then it is left alone.
     silent: bool = False
     progress: dict[str, Any] = field(default_factory=dict)
-    # Seconds of its resizes, as measured.
+    # Measured seconds of its resizes.
     resizes: list[float] = field(default_factory=list)
     # Seconds from its first slots to its first step.
     starts: list[float] = field(default_factory=list)
-    # Samples a second, by slots and batch.
+    # Samples per second, by slots and batch.
     points: dict[tuple[int, int], float] = field(default_factory=dict)
     scaling: Scaling | None = None
-    # Step that the attempt went on from.
+    # Step from which the attempt continued.
     base: int = -1
-    # Failures since that step was another.
+    # Failures since that step.
     failures: int = 0
-    # Second at which it was over.
+    # Time of its end.
     ended: float | None = None
-    # Seconds from its last step to its end, in the present resize.
+    # Seconds from its last step to its end, in the current resize.
     saving: float | None = None
-    # Why the attempt fails; empty while it does not.
+    # Why the attempt failed; empty if it did not.
     first_failed: str = ""
-    # Whether that is not its own fault.
+    # Whether the failure is not its own fault.
     blameless: bool = False
     # Samples done when its slots last changed.
     since: float = 0.0
-    # Steps of the attempt when its speed was last looked at.
+    # Steps of the attempt when its speed was last evaluated.
     looked: int = 0
-    # What policies see, filled by `seen`.
+    # The job that policies see, updated by `seen`.
     state: JobState = field(init=False)
-    # Slots that it has held.
+    # Slots that it has held over time.
     segments: list[Segment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -269,17 +269,17 @@ class LiveJob:
         return f"{self.name}/{self.attempt}"
 
     def go(self, phase: Phase, note: str = "") -> None:
-        """Changes where it stands."""
+        """Changes its phase."""
         assert phase in TRANSITIONS[self.phase], f"{self.name}: {self.phase} to {phase}"
         self.phase, self.note = phase, note or self.note
 
     @property
     def measured(self) -> MeasuredSeconds:
-        """Seconds that were measured of it."""
+        """Its measured seconds."""
         return MeasuredSeconds(self.starts, self.resizes)
 
     def job(self, others: MeasuredSeconds = NOTHING) -> Job:
-        """Makes the job that policies see, of what is known by now."""
+        """Creates the job that policies see, from current knowledge."""
         known = self.measured.or_of(others)
         resize = fmean(known.resizes) if known.resizes else RESIZE_SECONDS
         start = fmean(known.starts) if known.starts else 0.0
@@ -290,9 +290,9 @@ class LiveJob:
         )
 
     def measure(self) -> bool:
-        """Takes up the seconds of a step that it has said; whether its costs have changed."""
+        """Records the reported seconds of a step; returns whether its costs have changed."""
         report = self.progress
-        # Means of few steps are no more than guesses: looked at after 3, 6, 12 ... steps.
+        # Means of few steps are noisy: evaluated after 3, 6, 12 ... steps.
         if report.get("seconds") is None or report["steps"] < max(FEW, 2 * self.looked):
             return False
         self.looked = report["steps"]
@@ -306,7 +306,7 @@ class LiveJob:
         return True
 
     def _fitted(self) -> Scaling:
-        """Fits costs; with one number of slots only, those that were submitted are scaled."""
+        """Fits costs; with a single number of slots the submitted costs are scaled."""
         points = [(n, b, speed) for (n, b), speed in self.points.items()]
         if len({n for n, _, _ in points}) > 1 or self.submission.sample_seconds is None:
             return fit_scaling(points)
@@ -316,14 +316,14 @@ class LiveJob:
         return Scaling(*(off * seconds for seconds in costs))
 
     def seen(self, now: float, places: Mapping[int, int], others: MeasuredSeconds) -> JobState:
-        """What policies see of it."""
+        """The job state that policies see."""
         state, report = self.state, self.progress
         job = self.job(others)
         count = len(places)
         if job.slots > count:
             job = replace(job, slots=count)
         state.job = job
-        # What has been done is never more than there is: the end has not been said yet.
+        # Progress never exceeds the total, because the end has not been reported yet.
         state.done = min(float(report.get("done", 0.0)), job.samples * (1 - 1e-9))
         state.drawn = float(report.get("drawn", 0.0))
         state.epochs_since = max(0.0, state.done - self.since) / job.epoch_samples
@@ -333,7 +333,7 @@ class LiveJob:
         return state
 
     def _ready(self, job: Job) -> float:
-        """Second from which it makes progress on the slots that it is to have."""
+        """Time from which it makes progress on its assigned slots."""
         if self.phase is Phase.RUNNING and self.held == self.assigned:
             return 0.0
         if self.phase is Phase.STARTING:

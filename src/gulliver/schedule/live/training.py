@@ -1,4 +1,4 @@
-"""What a training script reports to the scheduler, and what it is asked for.
+"""Interface between a training script and the scheduler.
 
     job = elastic()
     first = booster.load(job.checkpoints, model, optimizer).step + 1 if job.resumes else 0
@@ -12,7 +12,7 @@
             booster.save(job.checkpoints, step, model, optimizer)
     booster.close()
 
-Started without a scheduler the same script runs to its end, as it is or under torchrun.
+Without a scheduler the same script runs to its end, directly or with torchrun.
 """
 
 from __future__ import annotations
@@ -30,36 +30,35 @@ from gulliver.jobs.log import Log
 from gulliver.schedule.live.tracking import read_object, write_object
 
 JOB, ATTEMPT, BATCH = "GULLIVER_JOB", "GULLIVER_JOB_ATTEMPT", "GULLIVER_JOB_BATCH"
-"""Variables that a rank finds its job's folder, attempt and first batch size in."""
+"""Variables with the job's folder, attempt and initial batch size."""
 SECONDS_BETWEEN = 0.2
-"""Seconds between two writes of progress."""
+"""Seconds between writes of progress."""
 
 
 def share_of(batch: int, part: int, parts: int) -> range:
-    """Samples of a batch that one of several parts takes: neighbours, and all as many but one."""
+    """Samples of a batch for one of several parts: contiguous, with sizes equal up to one."""
     # Rank r of n takes the samples from floor(r B / n) to floor((r + 1) B / n) of B. Gradients are
-    # means over ranks, so a rank's mean loss is weighted by its samples times n / B
-    # (`Elastic.weight`): the step is that of one rank up to the rounding of sums, whatever the
-    # number of slots.
+    # averaged over ranks, so a rank's mean loss is weighted by its samples times n / B
+    # (`Elastic.weight`): the step equals that of one rank up to rounding, for any number of slots.
     return range(part * batch // parts, (part + 1) * batch // parts)
 
 
 def elastic(
     checkpoints: str | Path = "checkpoints", batch: int | None = None, samples: float | None = None
 ) -> Elastic:
-    """Joins the job that the scheduler has started this rank for.
+    """Joins the job for which the scheduler has started this rank.
 
     Args:
-        checkpoints: folder of checkpoints without a scheduler; a scheduled job has its own.
+        checkpoints: checkpoint folder without a scheduler; a scheduled job has its own.
         batch: global batch size without a scheduler.
-        samples: samples to process without a scheduler; None ends by steps alone.
+        samples: samples to process without a scheduler; None: only steps end the run.
     """
     place = os.environ.get(JOB)
     if place is None:
         return Elastic(None, Path(checkpoints), batch, samples, 0)
     values = read_object(Path(place) / "job.json")
     if values is None:
-        raise GulliverError(f"{JOB} is {place}, where there is no job: submit it again")
+        raise GulliverError(f"{JOB} is {place}, which has no job; submit it again")
     found = Elastic(
         Path(place),
         Path(place) / "checkpoints",
@@ -72,7 +71,7 @@ def elastic(
 
 
 class Elastic:
-    """A job as its own ranks see it; made by `elastic`."""
+    """A job as seen by its ranks; created by `elastic`."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Elastic:
     def batch(self) -> int:
         """Global batch size of the next step."""
         if self._batch is None:
-            raise GulliverError("the batch size is not known: call elastic(batch=...)")
+            raise GulliverError("the batch size is unknown; call elastic(batch=...)")
         return self._batch
 
     @property
@@ -108,15 +107,15 @@ class Elastic:
 
     @property
     def leaving(self) -> bool:
-        """Whether the scheduler wants it to save and leave."""
+        """Whether the scheduler asked it to save and leave."""
         return self._leaving
 
     def share(self, part: int | None = None, parts: int | None = None) -> range:
-        """Samples of the global batch that this rank takes.
+        """Samples of the global batch for this rank.
 
         Args:
-            part: number of the replica that this rank belongs to, where ranks share one.
-            parts: number of replicas.
+            part: data-parallel index of this rank, if several ranks share a model.
+            parts: number of data-parallel replicas.
         """
         world = _world()
         return share_of(
@@ -126,14 +125,14 @@ class Elastic:
         )
 
     def weight(self, part: int | None = None, parts: int | None = None) -> float:
-        """Factor of this rank's mean loss: gradients are then those of the whole batch's mean."""
+        """Factor for this rank's mean loss that makes gradients those of the whole batch's mean."""
         count = _world().size if parts is None else parts
         return len(self.share(part, parts)) * count / self.batch
 
     def rate_factor(self, rule: Literal["linear", "sqrt"] = "linear") -> float:
-        """Factor of the learning rate where the batch is not the one that it was chosen for."""
+        """Learning rate factor for a batch size that differs from the submitted one."""
         if rule not in ("linear", "sqrt"):
-            raise GulliverError(f"rule is {rule!r}: give 'linear' or 'sqrt'")
+            raise GulliverError(f"rule {rule!r} is unknown; use 'linear' or 'sqrt'")
         grown = self.batch / self.base
         return grown if rule == "linear" else grown**0.5
 
@@ -141,42 +140,42 @@ class Elastic:
         """Yields steps until the job is done, or has saved to leave.
 
         Args:
-            first: first step: 0, or the one after the checkpoint that was loaded.
-            last: number of steps of the whole job; None goes on until all samples are done.
+            first: first step: 0, or the one after the loaded checkpoint.
+            last: total number of steps of the job; None continues until all samples are done.
 
         Raises:
-            GulliverError: nothing says when it ends, or a step was not reported.
+            GulliverError: the job has no length, or a step was not reported.
         """
         if last is None and self.samples is None:
-            raise GulliverError("nothing says when the job ends: give steps(first, last)")
+            raise GulliverError("the job has no length; pass steps(first, last)")
         self._begin(first)
         step = first
         while not self._leaving and (step < last if last is not None else not self._complete()):
             self._step = step
             yield step
             if self._step is not None:
-                raise GulliverError(f"step {step} was not reported: call job.report(loss) in it")
+                raise GulliverError(f"step {step} was not reported; call job.report(loss) in it")
             step += 1
 
     def report(
         self, loss: Any = None, samples: int | None = None, noise: float | None = None
     ) -> bool:
-        """Reports that a step is done; every rank calls it once a step.
+        """Reports that a step is done; every rank calls it once per step.
 
         Args:
-            loss: this rank's mean loss, a number or a tensor; their mean over all samples is kept.
-            samples: samples that this rank has processed; its share by default. Where several ranks
-                share a model, all but one of them give 0.
-            noise: gradient noise scale in samples, where it was measured.
+            loss: this rank's mean loss, a number or a tensor; the mean over all samples is stored.
+            samples: samples processed by this rank; default: its share. If several ranks share a
+                model, all but one of them pass 0.
+            noise: gradient noise scale in samples, if measured.
 
         Returns:
-            Whether to save now: the scheduler wants the job to leave, and `steps` ends.
+            Whether to save now because the scheduler wants the job to leave; `steps` ends then.
         """
         if self._step is None:
-            raise GulliverError("report is called once in each step of job.steps")
+            raise GulliverError("report must be called exactly once in each step of job.steps")
         count = len(self.share()) if samples is None else samples
         leave, batch = self._asked()
-        # While it cannot be measured yet, the last known value is kept.
+        # While it cannot be measured, the last known value is kept.
         noise = float(noise) if noise is not None and math.isfinite(noise) else self.noise
         drawn, mean, leave, batch, self.noise = _agree(count, loss, leave, batch, noise)
         self.drawn += drawn
@@ -185,7 +184,7 @@ class Elastic:
             if self.base and self.batch != self.base
             else 1.0
         )
-        # What has reached its end need not leave.
+        # A job at its end need not leave.
         self._leaving = leave and not self._complete()
         if self.folder is not None and _world().is_main:
             self._write(drawn, mean)
@@ -194,11 +193,11 @@ class Elastic:
         return self._leaving
 
     def _complete(self) -> bool:
-        # A hair below: done is a sum of rounded numbers where batches differ.
+        # With a small tolerance: done is a sum of rounded numbers if batches differ.
         return self.samples is not None and self.done >= self.samples * (1 - 1e-12)
 
     def _begin(self, first: int) -> None:
-        """Continues the counts of the steps before `first`; later steps are cut."""
+        """Continues the counts of the steps before `first`; later steps are removed."""
         from gulliver.comm.collectives import broadcast_object
 
         counted = (0.0, 0.0)
@@ -214,7 +213,7 @@ class Elastic:
             self._tell()
 
     def _asked(self) -> tuple[bool, int]:
-        """What the scheduler asks for, read by rank 0: to leave, and another batch size."""
+        """The scheduler's requests, read by rank 0: to leave, and another batch size."""
         if self.folder is None or not _world().is_main:
             return False, 0
         path = self.folder / "control.json"
@@ -247,7 +246,7 @@ class Elastic:
 
 
 class Pace:
-    """Seconds of the steps of one attempt; the first is left out, for it warms up."""
+    """Seconds of the steps of one attempt, without the first, which warms up."""
 
     def begin(self, ranks: int, first: int) -> None:
         """Starts the clock."""
@@ -262,14 +261,14 @@ class Pace:
         self.last = now
 
     def due(self, now: float) -> bool:
-        """Whether progress is to be written: after the first step, and now and then."""
+        """Whether progress should be written: after the first step, and periodically."""
         if self.count > 1 and now - self.written < SECONDS_BETWEEN:
             return False
         self.written = now
         return True
 
     def values(self, step: int | None) -> dict[str, Any]:
-        """Figures for the scheduler; times are seconds of the epoch."""
+        """Values for the scheduler; times are Unix times."""
         mean = (self.last - self.warm) / (self.count - 1) if self.count > 1 else None
         return {
             "ranks": self.ranks,
@@ -291,7 +290,7 @@ def _world() -> Any:
 def _agree(
     count: int, loss: Any, leave: bool, batch: int, noise: float
 ) -> tuple[float, float | None, bool, int, float]:
-    """Adds up over the ranks, and broadcasts the scheduler's requests from rank 0."""
+    """Sums over ranks, and broadcasts the scheduler's requests from rank 0."""
     world = _world()
     value = None if loss is None else float(getattr(loss, "detach", lambda: loss)())
     if world.size == 1:
@@ -312,5 +311,5 @@ def _agree(
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Reads the steps that count of a job, each once: step, samples, loss, batch, attempt."""
+    """Reads the valid steps of a job, each once: step, samples, loss, batch, attempt."""
     return Log(folder / "curve.jsonl").read()
