@@ -1,4 +1,4 @@
-"""What is particular to a model family: one record per family.
+"""Model families: one record per family with everything that is specific to it.
 
     from gulliver.families import family_of
     family_of(model).sequences.modes

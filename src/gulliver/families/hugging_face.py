@@ -1,13 +1,13 @@
-"""Hugging Face models in general: what is found by names and structure, type by type where needed.
+"""Generic support for Hugging Face models, by names and structure, with exceptions by type.
 
-Most types of transformers are written in one of a few ways. Tensors: a type has a plan for itself
-(`tp_plan`), or its layers have the names in `GENERAL` (separate queries, keys and values and an
-output, two linear layers or three with a gate, experts); types whose attention is written in
-another way (`OPAQUE`) have their linear layers cut one by one, outputs gathered. Blocks: the
-longest list of equal blocks, and around it modules of the names in `BLOCKS`.
+Most transformers models follow one of a few patterns. Tensors: a type has its own plan (`tp_plan`),
+or its layers have the names in `GENERAL` (separate queries, keys, values and output; two linear
+layers, or three with a gate; experts). Types with another attention (`OPAQUE`) have their linear
+layers sharded one by one, with gathered outputs. Blocks: the longest list of equal blocks,
+surrounded by modules with the names in `BLOCKS`.
 
-A type is listed here because `tests/models/family_sweep.py` holds it against one process;
-`docs/parity.md` says how. Types with more to say stand in `records.py`.
+`tests/models/family_sweep.py` compares each listed type with a single process; see
+`docs/parity.md`. Types that need more are in `records.py`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ BLOCKS = Blocks(
     everywhere=("layernorm_embedding", "emb_norm", "embed_layer_norm", "embeddings_project"),
     encoders=("encoder.layers", "encoder.layer", "encoder.block"),
 )
-"""What transformers calls modules that run after the blocks, or before them, wherever they are
-registered, and the blocks of an encoder."""
+"""Names in transformers of modules that run after or before the blocks, regardless of registration
+order, and of the blocks of an encoder.
+"""
 
 HUGGING_FACE = Family("Hugging Face", blocks=BLOCKS)
-"""A type without a record: its own plan, its longest list of blocks, and any loss it computes."""
+"""Record for types without their own: their own plan, longest list of blocks, and any own loss."""
 
 _AROUND = {
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "embed_in", "shared"), "vocabulary"),
@@ -79,7 +80,7 @@ _PRENORM = Tensors(
     {
         **_AROUND,
         **_ATTENTION,
-        # A norm of the whole stands beside the first of the two.
+        # A norm over the whole is next to the first of the two.
         "intermediate.dense": "column, gathered",
         "output.dense": "row, split",
         "attention.output.dense": "row by heads",
@@ -97,25 +98,25 @@ _WRITTEN = {
     "codegen gptj mpt": OPAQUE,
     "rwkv": BARE,
     "roberta-prelayernorm": _PRENORM,
-    "moshi": Tensors(own=True, refused="its layers keep a weight for each codebook"),
+    "moshi": Tensors(own=True, refused="its layers have a weight per codebook"),
 }
-"""Types to how their tensors are cut."""
+"""Sharding of tensors by type."""
 
-_MORE = "its blocks return more than their hidden state, which later blocks read"
+_MORE = "its blocks return more than the hidden state, and later blocks read it"
 _UNSTAGED = {
     "glm_moe_dsa hy_v4 gpt_neox_japanese": _MORE,
-    "inkling_text inkling2_text": "its blocks read what modules before them computed",
-    "mt5 longt5": "its first block computes a bias for all the others",
-    "mpnet": "all its blocks use a bias which is computed around them",
-    "xlm flaubert": "its layers are lists of parts, not blocks",
-    "switch_transformers": "its encoder hands more on than its hidden state",
-    "recurrent_gemma": "its blocks keep a state from call to call",
+    "inkling_text inkling2_text": "its blocks read results of modules before them",
+    "mt5 longt5": "its first block computes a bias for all others",
+    "mpnet": "all its blocks use a bias computed outside of them",
+    "xlm flaubert": "its layers are lists of modules, not blocks",
+    "switch_transformers": "its encoder passes on more than the hidden state",
+    "recurrent_gemma": "its blocks keep state between calls",
     "roformer": "its blocks read positions that the encoder around them embeds",
-    "ibert squeezebert": "its blocks hand on more than a hidden state",
-    "nllb-moe": "its encoder hands on what its routers chose",
+    "ibert squeezebert": "its blocks pass on more than a hidden state",
+    "nllb-moe": "its encoder passes on the choices of its routers",
     "hrm_text": "it runs its blocks several times",
 }
-"""Types that cannot be cut into stages, with the reason."""
+"""Types that cannot be split into pipeline stages, with the reason."""
 
 
 def _types() -> tuple[Family, ...]:

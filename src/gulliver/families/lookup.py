@@ -1,7 +1,4 @@
-"""The one place to ask which family a model is of.
-
-family_of(model).blocks
-"""
+"""Finds the family record of a model: ``family_of(model).blocks``."""
 
 from __future__ import annotations
 
@@ -17,53 +14,52 @@ from gulliver.families.loss import hugging_face_of
 from gulliver.families.record import SHARED_BY_SEQUENCE, SHARED_BY_TENSOR, Family
 
 UNKNOWN = Family("unknown")
-"""A model of which nothing is known."""
+"""Record of an unknown model."""
 
 _added: list[Family] = []
 
 
-# [Note: the rule] A model is of the family that the first of these names leads to: the model type
-# of its configuration; then, along the method resolution order of its class, the name of each class
-# and the model type of the configuration which that class is made for; then the model types along
-# the order of the configuration's class. So a subclass of a known class is treated as that class,
-# whatever its own configuration calls itself, and a subclass of a subclass finds the nearest one.
-# Model types count only for models of transformers, and for what wraps one directly. What PEFT has
-# put adapters into is the model inside. What no name leads to is `HUGGING_FACE`, for a model of
-# transformers, or `UNKNOWN`.
+# [Note: the rule] The first match of these names determines the family: the model type of the
+# configuration; then, along the method resolution order of the model's class, the class name and
+# the model type of its configuration class; then the model types along the method resolution order
+# of the configuration's class. So a subclass of a known class is treated as that class, whatever
+# model type its configuration has, and a subclass of a subclass finds the nearest one. Model types
+# only count for transformers models and direct wrappers of one. For PEFT, the adapted model is
+# used. Without a match the record is `HUGGING_FACE` for a transformers model, else `UNKNOWN`.
 @cache
 def _shipped() -> tuple[Family, ...]:
-    """The records of this package, those with more to say first."""
+    """The records of this package, most specific first."""
     known = [record for record in vars(records).values() if isinstance(record, Family)]
     return (*sorted(known, key=lambda record: record.name.lower()), HUGGING_FACE, *TYPES)
 
 
 def all_families() -> tuple[Family, ...]:
-    """All records: those of this package, and what was registered."""
+    """All records: those of this package, and registered ones."""
     return (*_added, *_shipped())
 
 
 def register(family: Family) -> None:
-    """Adds the record of a family that this package does not have; every rank calls it.
+    """Registers the record of an additional family; called on every rank.
 
     Args:
-        family: the record; it goes before one of the package for the same names.
+        family: the record; it overrides the package's for the same names.
 
     Raises:
-        GulliverError: a record for one of its names was registered before, or lists modes that
-            need an adapter of its attention.
+        GulliverError: a record for one of its names is already registered, or it lists modes that
+            need an adapter for its attention.
     """
     known = family.sequences
     if family.classes and not family.types and known and {*known.modes} & {*SHARED_BY_SEQUENCE}:
         raise GulliverError(
-            f"family {family.name!r} lists modes of ranks of their own, which reach into attention "
-            f"as transformers calls it: list {' and '.join(SHARED_BY_TENSOR)} at most"
+            f"family {family.name!r} lists sequence modes with their own ranks, which need "
+            f"transformers attention; list only {' and '.join(SHARED_BY_TENSOR)}"
         )
     for other in _added:
         shared = {*family.kinds, *family.classes} & {*other.kinds, *other.classes}
         if shared and other != family:
             raise GulliverError(
-                f"family {family.name!r} is for {sorted(shared)[0]!r}, and so is {other.name!r}: "
-                "register one of them"
+                f"families {family.name!r} and {other.name!r} both claim {sorted(shared)[0]!r}; "
+                "register only one of them"
             )
     if family not in _added:
         _added.insert(0, family)
@@ -72,7 +68,7 @@ def register(family: Family) -> None:
 
 @cache
 def _named() -> tuple[dict[str, Family], dict[str, Family]]:
-    """Records by model type, and by name of a class."""
+    """Records by model type, and by class name."""
     kinds: dict[str, Family] = {}
     classes: dict[str, Family] = {}
     for family in all_families():
@@ -84,13 +80,13 @@ def _named() -> tuple[dict[str, Family], dict[str, Family]]:
 
 
 def family_of(model: nn.Module) -> Family:
-    """The record of a model's family.
+    """Returns the record of a model's family.
 
     Args:
-        model: module of any kind; one that PEFT has adapted is looked into.
+        model: any module, possibly adapted by PEFT.
 
     Returns:
-        Its record; `HUGGING_FACE` for a model of transformers that has none, else `UNKNOWN`.
+        Its record; without one, `HUGGING_FACE` for a transformers model, else `UNKNOWN`.
     """
     model = hugging_face_of(model)
     kinds, classes = _named()
@@ -103,13 +99,13 @@ def family_of(model: nn.Module) -> Family:
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether a model's class, or one that it derives from, is one of transformers'."""
+    """Whether a model's class derives from a transformers class."""
     model = hugging_face_of(model)
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 def type_of(model: nn.Module) -> str:
-    """What a model calls itself: the model type of its configuration, or its class's name."""
+    """The model type of its configuration, or its class name."""
     kind = getattr(getattr(hugging_face_of(model), "config", None), "model_type", None)
     return kind if isinstance(kind, str) and kind else type(model).__name__
 

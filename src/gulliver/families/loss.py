@@ -1,13 +1,13 @@
-"""What the loss is that a Hugging Face model computes itself when it is given labels.
+"""The loss that a Hugging Face model computes from labels.
 
-Two things hang on it. Where logits are shared by several ranks, the loss is computed of the pieces,
-which takes the place of the model's own: that must be the same loss. And a batch that is cut into
-micro-batches has the mean of their losses, weighted by what each of them is a mean over.
+It matters in two cases. If logits are sharded over ranks, the loss is computed from the shards in
+place of the model's own, and must equal it. And the loss of a batch that is split into
+micro-batches is the weighted mean of their losses, with weights that depend on what each is a mean
+over.
 
-What a forward calls can be read from its code object, without its source; `own_loss` believes only
-what it knows. A forward of somebody's own, a `loss_function` that was put in, terms beside the
-cross-entropy: all of these are "not known", and whoever asks gives such a model whole logits, or
-refuses it.
+The functions that a forward calls can be read from its code object, without its source; `own_loss`
+only accepts known ones. A custom forward, a replaced `loss_function`, or terms in addition to the
+cross-entropy make the loss unknown, and callers then give the model whole logits or reject it.
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A cross-entropy that is the mean over labels that are not ignored."""
+    """A cross-entropy averaged over labels that are not ignored."""
 
-    # The output of each token is compared with the next label.
+    # The output of each token predicts the next label.
     shifted: bool = False
-    # Whether it divides by ``num_items_in_batch`` where that is given; None: not known.
+    # Whether it divides by ``num_items_in_batch`` if given; None: unknown.
     items: bool | None = False
 
 
 FUNCTIONS = {
     "ForCausalLMLoss": OwnLoss(shifted=True, items=True),
     "ForMaskedLMLoss": OwnLoss(items=True),
-    # Whether keyword arguments get as far as these differs from model to model.
+    # Whether keyword arguments reach these differs between models.
     "ForTokenClassification": OwnLoss(items=None),
     "ForSequenceClassificationLoss": OwnLoss(items=None),
 }
 """Functions of transformers that models call as ``self.loss_function``."""
 
 DIRECT = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "Classification")
-"""Ends of the names of classes that call torch's cross-entropy once, on unshifted labels, if none
-of their variables is called a shifted one."""
+"""Suffixes of class names that call torch's cross-entropy once, on unshifted labels, unless a
+variable name indicates shifted ones.
+"""
 
 CROSS_ENTROPIES = ({"CrossEntropyLoss"}, {"cross_entropy"})
 CLASSIFIER = {"BCEWithLogitsLoss", "CrossEntropyLoss", "MSELoss"}
 ROUTERS = {"load_balancing_loss_func", "router_aux_loss_coef", "aux_loss_coef", "aux_loss"}
-"""Names in the forwards of mixtures of experts, which add a term if router logits are asked for."""
+"""Names in the forward of mixtures of experts, which add a term if router logits are requested."""
 
 
 def hugging_face_of(model: nn.Module) -> nn.Module:
-    """The model itself, or the one of transformers that PEFT has put its adapters into."""
+    """The model itself, or the transformers model that PEFT has adapted."""
     adapted = any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
     inner = getattr(model, "get_base_model", None) if adapted else None
     return inner() if inner is not None else model
 
 
 def own_loss(model: nn.Module, routers: bool = False) -> OwnLoss | None:
-    """The loss that a model computes of its labels; None where that is not known."""
+    """The loss that a model computes from labels; None if unknown."""
     model = hugging_face_of(model)
     owner, code = _known_forward(model)
     if code is None:
@@ -77,19 +78,19 @@ def own_loss(model: nn.Module, routers: bool = False) -> OwnLoss | None:
 
 
 def has_known_forward(model: nn.Module) -> bool:
-    """Whether what runs when a model is called is a forward of transformers, not somebody's own."""
+    """Whether calling a model runs an unmodified forward of transformers."""
     return _known_forward(model)[1] is not None
 
 
 def asks_routers(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call asks for its routers' logits, and so for their load-balancing loss."""
+    """Whether a call requests router logits, and thus the load-balancing loss."""
     known = getattr(getattr(model, "config", None), "output_router_logits", False)
     asked = given.get("output_router_logits")
     return bool(known if asked is None else asked)
 
 
 def router_loss(model: Any, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """The load-balancing loss of a mixture of experts, by the function that its class uses."""
+    """The load-balancing loss of a mixture of experts, computed by its class's function."""
     name = "load_balancing_loss_func"
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     function = next(f for m in modules if (f := getattr(m, name, None)) is not None)
@@ -97,7 +98,7 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], mask: Tensor | None) -> 
 
 
 def _known_forward(model: nn.Module) -> tuple[str, Any]:
-    """The class whose forward a model has, and that forward's code; None for one's own."""
+    """The class that defines a model's forward, and its code; None for a custom one."""
     owner = next((c for c in type(model).__mro__ if "forward" in vars(c)), None)
     if owner is None or "forward" in vars(model):
         return "", None
@@ -107,7 +108,7 @@ def _known_forward(model: nn.Module) -> tuple[str, Any]:
 
 
 def _of_function(model: nn.Module) -> OwnLoss | None:
-    """The loss that a model's loss_function is, unless somebody put it there."""
+    """The loss that a model's loss_function computes, unless it was replaced."""
     from transformers import PreTrainedModel
 
     theirs = inspect.getattr_static(PreTrainedModel, "loss_function")

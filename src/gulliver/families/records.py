@@ -1,7 +1,7 @@
-"""The records of the model families that ship, one after the other; see `docs/families.md`.
+"""Built-in records of model families; see `docs/families.md`.
 
-Blocks are a model's longest list of equal ones and return a plain hidden state where a record says
-nothing else.
+Unless a record says otherwise, the blocks are the longest list of equal ones and return a plain
+hidden state.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gulliver.families.record import (
     Tensors,
 )
 
-# Llama, Mistral and Qwen2: decoders with rotary positions and a plan for their own tensors.
+# Llama, Mistral and Qwen2: decoders with rotary positions and their own tensor plan.
 #
-# Attention takes what sequence parallelism gives it, windows included, where the type has them.
+# Attention supports sequence parallelism, including windows if the type has them.
 DECODER = Sequences(causal=True, masks=("causal", "padding", "documents"), by_positions=True)
 WINDOWED = Sequences(
     causal=True, masks=("causal", "window", "padding", "documents"), by_positions=True
@@ -33,18 +33,18 @@ MISTRAL = Family("mistral", blocks=Blocks(), sequences=WINDOWED)
 QWEN2 = Family("qwen2", blocks=Blocks(), sequences=WINDOWED)
 
 
-# Qwen3: a Llama whose queries and keys are normalized head by head.
+# Qwen3: a Llama that normalizes queries and keys per head.
 #
-# The norms' weights are whole on all tensor ranks, each of which has other heads: tensor
-# parallelism sees that by itself, and sums their gradients.
+# The norms' weights are replicated on all tensor ranks, each with other heads: tensor parallelism
+# detects this and sums their gradients.
 QWEN3 = Family("qwen3", blocks=Blocks(), sequences=WINDOWED)
 
 
-# Gemma 2 and 3: scaled embeddings, four norms to a block, windows in most layers.
+# Gemma 2 and 3: scaled embeddings, four norms per block, windows in most layers.
 #
-# Gemma 2 caps the scores of its attention (`attn_logit_softcapping`), which no ring carries; Gemma
-# 3 has norms of queries and keys in place of that. Both may cap their last logits, which is done
-# column by column, so that the loss of logits that stay apart is theirs.
+# Gemma 2 caps attention scores (`attn_logit_softcapping`), which ring attention does not support;
+# Gemma 3 has norms of queries and keys instead. Both may cap the final logits elementwise, so the
+# loss of sharded logits is exact.
 GEMMA2 = Family(
     "gemma2",
     blocks=Blocks(),
@@ -52,7 +52,7 @@ GEMMA2 = Family(
         SHARED_BY_TENSOR,
         causal=True,
         masks=(),
-        why="its attention caps the scores, which no ring carries",
+        why="its attention caps scores, which ring attention does not support",
     ),
 )
 GEMMA3 = Family(
@@ -66,28 +66,26 @@ GEMMA3 = Family(
 # Mixtral: a Mistral with a mixture of experts in each block.
 #
 # [Note: experts] The weights of a layer's experts are one tensor, ``[experts, out, in]``. The
-# tensor axis cuts the features inside of every expert, so that all ranks work alike however tokens
-# are routed; routers are small, and whole. Each rank's experts then need all tokens, so the modes
-# that leave a rank some of them between blocks (`split_gather`, `ring`) are not for them. Where
-# sequences have ranks of their own, a token's rank has its experts too, and nothing of them
-# travels.
+# tensor axis shards the features inside every expert, so that all ranks have equal work for any
+# routing; routers are small and replicated. Each rank's experts then need all tokens, which rules
+# out modes that split tokens between blocks (`split_gather`, `ring`). If sequences have their own
+# ranks, a token's rank has its experts too, and they need no communication.
 #
-# The load-balancing loss is no sum over tokens: it multiplies two means over all of them. So
-# routers' logits, which are few, are brought together, and each rank computes the loss of the
-# whole.
+# The load-balancing loss is not a sum over tokens: it multiplies two means over all of them. So the
+# router logits, which are small, are gathered, and each rank computes the loss of the whole.
 MIXTRAL = Family(
     "mixtral",
     blocks=Blocks(),
     sequences=replace(
         WINDOWED,
         modes=SHARED_BY_SEQUENCE,
-        why="its experts are cut over the tensor axis, and need all tokens",
+        why="its experts are sharded over the tensor axis, and need all tokens",
     ),
     experts=True,
 )
 
 
-# DeepSeek-V3: latent attention, whose projections by heads its own plan leaves whole.
+# DeepSeek-V3: latent attention; its own plan does not shard the projections by heads.
 DEEPSEEK = Family(
     "deepseek_v3",
     tensors=Tensors(
@@ -105,7 +103,7 @@ DEEPSEEK = Family(
 )
 
 
-# GPT-2: fused queries, keys and values, and weights that lie ``[inputs, outputs]``.
+# GPT-2: fused queries, keys and values, and weights of shape ``[inputs, outputs]``.
 GPT2 = Family(
     "gpt2",
     tensors=Tensors(
@@ -135,13 +133,13 @@ GPT2 = Family(
 )
 
 
-# OPT: positions are counted in the padding mask, and two modules run after the blocks.
+# OPT: positions are computed from the padding mask, and two modules run after the blocks.
 SEPARATE = {f"{name}_proj": "column by heads" for name in ("q", "k", "v")}
 FC = {"fc1": "column", "fc2": "row"}
 
 
 def _counted(mask: Tensor) -> Tensor:
-    """Positions: how many tokens of the row were no padding."""
+    """Positions: number of previous tokens of the row that are not padding."""
     return (mask.long().cumsum(1) * mask - 1).long()
 
 
@@ -171,14 +169,14 @@ OPT = Family(
 )
 
 
-# BLOOM: each head's query, key and value lie together, and scores get a bias (ALiBi).
-BIASED = "its attention adds a bias to the scores, which no ring carries"
+# BLOOM: each head's query, key and value are adjacent, and scores have a bias (ALiBi).
+BIASED = "its attention adds a bias to the scores, which ring attention does not support"
 
 BLOOM = Family(
     "bloom",
     tensors=Tensors(
         {
-            # Each head's q, k and v lie together, so that heads are cut as of one projection.
+            # Each head's q, k and v are adjacent, so heads are sharded as in a single projection.
             "self_attention.query_key_value": "column by heads",
             "self_attention.dense": "row by heads",
             "mlp.dense_h_to_4h": "column",
@@ -195,7 +193,7 @@ BLOOM = Family(
 )
 
 
-# BERT: an encoder whose tokens see each other both ways.
+# BERT: an encoder with bidirectional attention.
 BERT = Family(
     "bert",
     tensors=Tensors(
@@ -227,7 +225,7 @@ BERT = Family(
 )
 
 
-# T5: an encoder and a decoder, whose first blocks compute a bias for all the others.
+# T5: an encoder and a decoder, whose first blocks compute a bias for all others.
 T5 = Family(
     "t5",
     tensors=Tensors(
@@ -258,7 +256,7 @@ T5 = Family(
 )
 
 
-# Whisper: an encoder of sound, whose tokens come from convolutions, and a decoder of text.
+# Whisper: an audio encoder with convolutional tokens, and a text decoder.
 WHISPER = Family(
     "whisper",
     tensors=Tensors(
@@ -274,11 +272,13 @@ WHISPER = Family(
         }
     ),
     blocks=Blocks(lists=("encoder.layers", "decoder.layers")),
-    sequences=Sequences(SHARED_BY_TENSOR, masks=(), why="its encoder makes tokens by convolution"),
+    sequences=Sequences(
+        SHARED_BY_TENSOR, masks=(), why="its encoder creates tokens by convolution"
+    ),
 )
 
 
-# ViT: a module of its own makes the tokens, of patches of a picture.
+# ViT: a separate module creates tokens from patches of a picture.
 VIT = Family(
     "vit",
     tensors=Tensors(
@@ -304,7 +304,7 @@ VIT = Family(
 )
 
 
-# STDiT3, the video model: spatial and temporal blocks in turns, modes of its own for clips.
+# STDiT3, the video model: alternating spatial and temporal blocks, with its own sequence modes.
 STDIT3 = Family(
     "STDiT3",
     classes=("STDiT3",),
@@ -319,7 +319,7 @@ STDIT3 = Family(
             "cross_attn.proj": "row by heads",
             "mlp.fc1": "column",
             "mlp.fc2": "row",
-            # What sees no tokens is small, and the same on all ranks.
+            # Modules that do not process tokens are small and replicated.
             "x_embedder.proj": "replicate",
             "x_embedder_cond.proj": "replicate",
             "x_embedder_cond_mask.proj": "replicate",
@@ -342,6 +342,6 @@ STDIT3 = Family(
     ),
     sequences=Sequences(
         SHARED_BY_SEQUENCE,
-        why="its tokens are cut by frames or by spatial positions, by its own sequence modes",
+        why="its tokens are split by frames or by spatial positions, with its own sequence modes",
     ),
 )

@@ -1,7 +1,7 @@
-"""Networks as plain modules that know nothing of parallelism.
+"""Plain modules without any parallelism.
 
-The public models are a table, `CONFIGURATIONS`, and so are public autoencoders, `AUTOENCODERS`;
-`build` makes a model by name.
+`CONFIGURATIONS` lists the public models and `AUTOENCODERS` the public autoencoders; `build` creates
+a model by name.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,8 @@
-"""A small causal 3-D autoencoder: video to latents 4 x 4 x 4 times smaller, and back.
+"""A small causal 3-D autoencoder that compresses video 4 x 4 x 4 times.
 
-The first frame stands alone: it is put before itself three times, so that blocks of four frames
-become one latent frame, and the first latent frame depends on the first frame only. A picture is
-then a clip of one frame. All convolutions work on the small grid and look at earlier frames, never
-at later ones.
+The first frame is repeated three times at the start, so that blocks of four frames become one
+latent frame and the first latent frame depends on the first frame only. A picture is then a clip of
+one frame. All convolutions run on the small grid and are causal in time.
 
 Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1, H / 4, W / 4].
 """
@@ -30,10 +29,10 @@ AUTOENCODER_SIZES: dict[str, dict[str, int]] = {
 
 
 class CausalConv3d(nn.Module):
-    """A 3-D convolution that sees the present and earlier frames, computed as one 2-D convolution.
+    """A causal 3-D convolution, computed as one 2-D convolution.
 
     The time taps are folded into the channels: on CPUs that is two to four times faster than conv3d
-    and the same sum. The first frame is repeated before the clip.
+    with the same result. The first frame is repeated before the clip.
     """
 
     def __init__(self, inputs: int, outputs: int, taps: int = 3) -> None:
@@ -45,7 +44,7 @@ class CausalConv3d(nn.Module):
         """Convolves [B, T, inputs, H, W] to [B, T, outputs, H, W]."""
         batch, frames = x.shape[:2]
         if self.taps > 1:
-            # Not zeros: a border that repeats the first frame looks like a video that stands still.
+            # Not zeros: padding with the first frame looks like a still video.
             first = x[:, :1].expand(-1, self.taps - 1, -1, -1, -1)
             padded = torch.cat([first, x], dim=1)
             x = torch.cat([padded[:, tap : tap + frames] for tap in range(self.taps)], dim=2)
@@ -53,7 +52,7 @@ class CausalConv3d(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual block of two convolutions, the first of them over time, with SiLU before each."""
+    """A residual block of two convolutions, the first one over time, each preceded by SiLU."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class Residual(nn.Module):
 
 
 class VideoAutoencoder(nn.Module):
-    """Encodes clips to normalised latents and decodes them.
+    """Encodes clips to normalized latents and decodes them.
 
     `mean` and `std` [C] are statistics of the raw latents, measured after training; diffusion
     expects latents of about unit variance.
@@ -75,13 +74,13 @@ class VideoAutoencoder(nn.Module):
         latent_channels: channels C of the latent.
         width: channels of the convolutions.
         depth: residual blocks of the encoder, and of the decoder.
-        posterior: whether the encoder gives a Gaussian, mean and log-variance, instead of a point;
-            latents are its mean then.
+        posterior: whether the encoder predicts a Gaussian, mean and log-variance, instead of a
+            point; its mean is then the latent.
     """
 
     compression = (BLOCK, BLOCK, BLOCK)
     input_dims: ClassVar = {"height": -2, "width": -1, "time": 1, "channels": 2}
-    """Dims of what `encoder` and `decoder` are given."""
+    """Input dims of `encoder` and `decoder`."""
 
     mean: Tensor
     std: Tensor
@@ -116,7 +115,7 @@ class VideoAutoencoder(nn.Module):
 
     @property
     def last_layer(self) -> nn.Parameter:
-        """Weight of the last convolution, at which terms of a loss may be balanced."""
+        """Weight of the last convolution, used to balance loss terms."""
         return self.get_parameter(f"decoder.{len(self.decoder) - 1}.conv.weight")
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -133,7 +132,7 @@ class VideoAutoencoder(nn.Module):
         return self.latent_channels, check_causal(self, frames), *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes [B, 3, T, H, W] to latents of about zero mean and unit variance.
+        """Encodes [B, 3, T, H, W] to latents with about zero mean and unit variance.
 
         Raises:
             GulliverError: the sizes do not fit, as in `latent_shape`.
@@ -145,25 +144,25 @@ class VideoAutoencoder(nn.Module):
         """Decodes latents of `encode`, [B, C, k + 1, H / 4, W / 4], to [B, 3, 4 k + 1, H, W].
 
         Raises:
-            GulliverError: a clip of `num_frames` has other latents.
+            GulliverError: the latents do not belong to a clip of `num_frames`.
         """
         check_length(self, latents, num_frames)
         return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
 
     def moments(self, video: Tensor) -> Tensor:
-        """Encodes to what the encoder gives: latents, with their log-variances as more channels."""
+        """Returns the encoder's output: latents, and log-variances as additional channels if any."""
         return self.encoder(fold(video)).transpose(1, 2)
 
     def encode_raw(self, video: Tensor) -> Tensor:
-        """Encodes without normalising, as training does: its statistics are not known yet."""
+        """Encodes without normalization, as in training, when the statistics are not known yet."""
         return self.moments(video)[:, : self.latent_channels]
 
     def decode_raw(self, latents: Tensor) -> Tensor:
-        """Decodes latents that were not normalised."""
+        """Decodes latents that were not normalized."""
         return unfold(self.decoder(latents.transpose(1, 2)))
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes any stretch of a clip, when it is called for one stretch after another."""
+        """Encodes a clip in consecutive pieces, one per call."""
         return (self.encode_raw(video) - self._column(self.mean)) / self._column(self.std)
 
     stream_decoder = decode

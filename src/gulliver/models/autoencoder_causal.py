@@ -1,4 +1,4 @@
-"""Layers of causal video autoencoders: zeros stand before the first frame."""
+"""Layers of causal video autoencoders, padded with zeros before the first frame."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gulliver.models.configurations import checked_quirks
 
 
 class CausalConv(nn.Module):
-    """A 3-D convolution that sees the present and earlier frames."""
+    """A 3-D convolution that is causal in time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CausalConv(nn.Module):
 
 
 class CausalResidual(nn.Module):
-    """Norm, SiLU, convolution, twice, and a shortcut."""
+    """Norm, SiLU and convolution, twice, with a shortcut."""
 
     def __init__(
         self, inputs: int, outputs: int, groups: int, eps: float, bias: bool, shortcut: str
@@ -71,7 +71,7 @@ class CausalResidual(nn.Module):
 def residuals(
     inputs: int, outputs: int, count: int, groups: int, eps: float, bias: bool, shortcut: str
 ) -> nn.ModuleList:
-    """Returns residual blocks, the first of which changes the channels."""
+    """Returns residual blocks; the first one changes the number of channels."""
     widths = [inputs] + [outputs] * count
     return nn.ModuleList(
         CausalResidual(a, b, groups, eps, bias, shortcut) for a, b in pairwise(widths)
@@ -79,16 +79,16 @@ def residuals(
 
 
 def through(blocks: nn.Module, x: Tensor) -> Tensor:
-    """Calls modules one after the other; of a list its modules, too."""
+    """Calls modules in sequence, flattening module lists."""
     for block in blocks.children():
         x = through(block, x) if isinstance(block, nn.ModuleList) else block(x)
     return x
 
 
-# Statistics of the latents of Open-Sora 1.3's autoencoder: what its models expect.
+# Latent statistics of Open-Sora 1.3's autoencoder, as its models expect.
 #
-# Means and deviations of the 16 channels, over whole clips. Facts of the public weights, to nine
-# digits.
+# Means and deviations of the 16 channels, over whole clips, to nine digits. From the public
+# weights.
 
 
 VIDEO_MEANS = (
@@ -105,27 +105,27 @@ VIDEO_DEVIATIONS = (
 
 # The autoencoder of Open-Sora 1.3: one causal network for rows, columns and time.
 #
-# The names of the state dict are the public ones. The public code encodes a long clip in pieces of
-# 17 frames that share one, whose two decodings are averaged (the quirk ``micro_frames``), and the
-# tokens of its middle block see those before them in raster order (``raster_causal_attention``);
-# both are what its weights and its models were trained with. With ``compat=()`` a clip is encoded
-# as one and tokens see all of their own frame.
+# The state dict uses the public names. The public code encodes a long clip in pieces of 17 frames
+# that share one frame, and averages its two decodings (the quirk ``micro_frames``). In its middle
+# block, tokens attend to earlier tokens in raster order (``raster_causal_attention``). Its weights
+# and models were trained this way. With ``compat=()`` a clip is encoded as a whole and tokens
+# attend to their entire frame.
 #
 # Shapes: videos ``[B, 3, 4 k + 1, H, W]`` in [-1, 1]; latents ``[B, 16, k + 1, H / 8, W / 8]``.
 
 
 MICRO_FRAMES = 17
-"""Frames of a piece of the public code, of which neighbours share one."""
+"""Frames per piece in the public code; neighbouring pieces share one."""
 RESIDUAL: dict[str, Any] = {"eps": EPS, "bias": True, "shortcut": "nin_shortcut"}
-"""What is particular to the residual blocks here."""
+"""Variant of the residual blocks."""
 
 
 def frame_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
 ) -> Tensor:
-    """Computes attention in which tokens see those of their own frame and of earlier ones."""
-    # `gulliver.parallel.convolution` knows a function of this name by its name, and computes it
-    # where a process holds a part of the tokens.
+    """Computes attention from each token to its own and all earlier frames."""
+    # `gulliver.parallel.convolution` recognizes this function by name, and computes it if a process
+    # holds a part of the tokens.
     given = q, k, v
     if has_torch_function(given):
         return handle_torch_function(frame_causal_attention, given, q, k, v, tokens, scale)
@@ -139,7 +139,7 @@ def frame_causal_attention(
 
 
 class CausalAttention(nn.Module):
-    """Attention of one head over the tokens so far: in raster order, or by whole frames."""
+    """Causal single-head attention: in raster order, or by whole frames."""
 
     def __init__(self, channels: int, groups: int, raster: bool) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class CausalAttention(nn.Module):
 
 
 class SpatialDownsample(FrameDownsample):
-    """Halves rows and columns of every frame."""
+    """Halves the rows and columns of every frame."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Resamples ``[B, C, T, H, W]``."""
@@ -172,7 +172,7 @@ class SpatialDownsample(FrameDownsample):
 
 
 class SpatialUpsample(FrameUpsample):
-    """Doubles rows and columns of every frame."""
+    """Doubles the rows and columns of every frame."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Resamples ``[B, C, T, H, W]``."""
@@ -180,7 +180,7 @@ class SpatialUpsample(FrameUpsample):
 
 
 class Enlarged(nn.Module):
-    """Two convolutions with norms and a residual, as they follow an enlargement."""
+    """Two convolutions with norms and a residual, used after upsampling."""
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Enlarged(nn.Module):
         self.norm1, self.norm2 = (nn.GroupNorm(groups, channels) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the convolutions' output, within the last activation."""
+        """Adds the convolutions' output, inside the last activation."""
         h = F.silu(self.norm1(self.conv1(x)))
         return F.silu(self.norm2(self.conv2(h)) + x)
 
@@ -248,7 +248,7 @@ class CausalEncoder(nn.Module):
         self.conv_in = CausalConv(3, widths[0])
         levels = [_level(a, b, groups, count) for a, b in pairwise([widths[0], *widths])]
         for number, (level, width) in enumerate(zip(levels[:-1], widths, strict=False)):
-            # The last ones, so that time is halved where pictures are small.
+            # The last ones, so that time is halved at low resolution.
             halved = number >= len(widths) - 1 - in_time
             level["downsample"] = Downsample(width) if halved else SpatialDownsample(width)
         self.down = nn.ModuleList(levels)
@@ -294,7 +294,7 @@ class CausalDecoder(nn.Module):
         self.conv_out = nn.Conv3d(widths[0], 3, 3, padding=(0, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Decodes ``[B, C, k + 1, h, w]``; the copies of the first frame are dropped."""
+        """Decodes ``[B, C, k + 1, h, w]`` and drops the copies of the first frame."""
         x = through(self.mid, self.conv_in(x))
         for number in reversed(range(len(self.up))):
             x = through(self.up[number], x)
@@ -303,21 +303,20 @@ class CausalDecoder(nn.Module):
 
 
 class CausalAutoencoder(nn.Module):
-    """Encodes clips of 4 k + 1 frames, the first of which stands alone.
+    """Encodes clips of 4 k + 1 frames; the first frame is encoded separately.
 
     Args:
         latent_channels: channels of the latents.
         channels: channels of the first resolution.
-        channel_multipliers: factors of the channels of each resolution.
-        num_res_blocks: residual blocks of each resolution of the encoder; the decoder has one more.
-        temporal_downsamples: number of the resolutions, the last ones, that halve time too.
+        channel_multipliers: channel factors of each resolution.
+        num_res_blocks: residual blocks per resolution of the encoder; the decoder has one more.
+        temporal_downsamples: number of resolutions, counted from the last, that also halve time.
         num_groups: groups of all norms.
-        normalization: statistics that latents are normalised by, ``video``; None for latents as
-            they are.
-        compat: names of `QUIRKS` that it shall have; None for those of its public weights.
+        normalization: statistics for normalizing latents, ``video``; None for raw latents.
+        compat: names of enabled `QUIRKS`; None for those of its public weights.
 
     Raises:
-        GulliverError: an unknown quirk, or statistics that are of other latents.
+        GulliverError: an unknown quirk, or statistics of other latents.
     """
 
     def __init__(
@@ -335,8 +334,8 @@ class CausalAutoencoder(nn.Module):
         self.compat = checked_quirks("CausalAutoencoder", compat)
         if normalization is not None and (normalization, latent_channels) != ("video", 16):
             raise GulliverError(
-                f"normalization={normalization!r} of latents of {latent_channels} channels: there "
-                "is 'video' for 16, pass None for others"
+                f"normalization={normalization!r} does not apply to {latent_channels} latent "
+                "channels; use 'video' for 16 channels, else None"
             )
         self.normalization = normalization
         widths = [channels * times for times in channel_multipliers]
@@ -350,7 +349,7 @@ class CausalAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames of a piece that is encoded by itself; None for a clip as one."""
+        """Frames per separately encoded piece; None if a clip is encoded as a whole."""
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -367,14 +366,14 @@ class CausalAutoencoder(nn.Module):
         return self.latent_channels, count, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, 4 k + 1, H, W]`` to normalised latents."""
+        """Encodes ``[B, 3, 4 k + 1, H, W]`` to normalized latents."""
         self.latent_shape(*video.shape[2:])
         if self.micro_frames is None:
             return self.stream_encoder(video)
         return torch.cat(list(self.encode_pieces([video])), 2)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalised latents; `num_frames` may say how many frames they are of."""
+        """Decodes normalized latents; `num_frames` is their optional number of frames."""
         check_latents(self, latents)
         check_length(self, latents, num_frames)
         if self.micro_frames is None:
@@ -382,20 +381,20 @@ class CausalAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents])), 2)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalised."""
+        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalized."""
         return self.encoder(video)
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
-        """Encodes stretches of a clip of any length, piece by piece, as the public code does."""
+        """Encodes a stream of frames piece by piece, like the public code."""
         for piece in regrouped(clips, MICRO_FRAMES, overlap=1):
             yield self.stream_encoder(piece)
 
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes stretches of a clip's latents piece by piece; see `encode_pieces`.
+        """Decodes a stream of latents piece by piece; see `encode_pieces`.
 
-        The frame that two pieces share is the mean of both decodings.
+        The frame shared by two pieces is the mean of both decodings.
         """
         last = None
         for piece in regrouped(latents, self._piece):
@@ -409,7 +408,7 @@ class CausalAutoencoder(nn.Module):
         yield last
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes any stretch of a clip as one."""
+        """Encodes a stream of frames as one clip."""
         mean = self.encoder(video).chunk(2, 1)[0]
         if self.normalization is None:
             return mean
@@ -417,7 +416,7 @@ class CausalAutoencoder(nn.Module):
         return (mean - shift) / scale
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes any stretch of a clip's latents as one."""
+        """Decodes a stream of latents as one clip."""
         if self.normalization is not None:
             shift, scale = self._statistics(latents)
             latents = latents * scale + shift
@@ -425,7 +424,7 @@ class CausalAutoencoder(nn.Module):
 
     @property
     def _piece(self) -> int:
-        """Latent frames of a whole piece."""
+        """Latent frames of a full piece."""
         return (MICRO_FRAMES - 1) // self.compression[0] + 1
 
     def _statistics(self, x: Tensor) -> list[Tensor]:

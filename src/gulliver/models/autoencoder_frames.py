@@ -1,6 +1,6 @@
-"""Layers of picture autoencoders, named as diffusers names them in `AutoencoderKL`.
+"""Layers of picture autoencoders, with the names of diffusers' `AutoencoderKL`.
 
-Read `FrameEncoder`, `FrameDecoder`; `on_frames` calls them on every frame of a clip.
+Start with `FrameEncoder` and `FrameDecoder`; `on_frames` applies them to every frame of a clip.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from gulliver.errors import GulliverError
 from gulliver.models.autoencoders import check_latents, check_length, check_space
 
 EPS = 1e-6
-"""Added to the variances of all norms."""
+"""Epsilon of all norms."""
 
 
 class FrameResidual(nn.Module):
-    """Norm, SiLU, convolution, twice, and a shortcut; ``[N, C, H, W]``."""
+    """Norm, SiLU and convolution, twice, with a shortcut; ``[N, C, H, W]``."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class FrameResidual(nn.Module):
 
 
 class FrameAttention(nn.Module):
-    """Attention of one head over the pixels of a picture."""
+    """Single-head attention over the pixels of a picture."""
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class FrameAttention(nn.Module):
 
 
 class FrameMiddle(nn.Module):
-    """The block between the halves: attention between two residuals."""
+    """The middle block: attention between two residual blocks."""
 
     def __init__(self, channels: int, groups: int, attends: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class FrameMiddle(nn.Module):
 
 
 class FrameDownsample(nn.Module):
-    """Halves rows and columns; the border is below and to the right only."""
+    """Halves rows and columns; padded at the bottom and right only."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class FrameUpsample(nn.Module):
 
 
 def _level(inputs: int, outputs: int, groups: int, layers: int) -> nn.Module:
-    """Residuals of one resolution; the resampler that follows them is put beside them."""
+    """Residual blocks of one resolution; the caller adds the resampler."""
     level = nn.Module()
     widths = [inputs] + [outputs] * layers
     level.resnets = nn.ModuleList(FrameResidual(a, b, groups) for a, b in pairwise(widths))
@@ -176,9 +176,9 @@ class FrameDecoder(nn.Module):
 
 
 def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | None = None) -> Tensor:
-    """Calls what takes pictures on the frames of clips ``[B, C, T, H, W]``."""
+    """Applies a function of pictures to the frames of clips ``[B, C, T, H, W]``."""
     frames = clip.transpose(1, 2).flatten(0, 1)
-    # A part of a clip (`gulliver.parallel.convolution`) is cut along some dim already.
+    # A part of a clip (`gulliver.parallel.convolution`) is already split along some dim.
     if at_once and not has_torch_function((frames,)) and not torch.is_grad_enabled():
         made = torch.cat([call(some) for some in frames.split(at_once)])
     else:
@@ -187,9 +187,10 @@ def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | Non
 
 
 class OnFrames(nn.Module):
-    """Calls modules of pictures, one after the other, on the frames of clips; see `on_frames`."""
+    """Applies a sequence of picture modules to the frames of clips; see `on_frames`."""
 
-    # The modules belong to another one, under their public names, which this one is no part of.
+    # The modules are registered elsewhere under their public names, and must not be registered
+    # here.
 
     def __init__(self, parts: Iterable[nn.Module | None], at_once: int) -> None:
         super().__init__()
@@ -201,32 +202,30 @@ class OnFrames(nn.Module):
         return on_frames(self.parts, clip, self.at_once)
 
 
-# Picture autoencoders on every frame of a clip: those of Stable Diffusion, SDXL and FLUX.
+# Picture autoencoders applied to every frame: those of Stable Diffusion, SDXL and FLUX.
 #
-# The names of the state dict are those of diffusers' `AutoencoderKL`, which is not needed for it.
-# Open-Sora 1.0 and 1.1 encode clips with it, 1.2 before its autoencoder in time.
+# The state dict uses the names of diffusers' `AutoencoderKL`, without requiring diffusers.
+# Open-Sora 1.0 and 1.1 encode clips with it; 1.2 uses it before its temporal autoencoder.
 #
 # Shapes: videos ``[B, 3, T, H, W]`` in [-1, 1]; latents ``[B, C, T, H / 8, W / 8]``.
 
 
 class FrameAutoencoder(nn.Module):
-    """Encodes every frame by itself.
+    """Encodes every frame separately.
 
     Args:
         latent_channels: channels of the latents.
-        block_out_channels: channels of each resolution, the finest first.
-        layers_per_block: residual blocks of each resolution of the encoder; the decoder has one
-            more.
+        block_out_channels: channels of each resolution, finest first.
+        layers_per_block: residual blocks per resolution of the encoder; the decoder has one more.
         norm_num_groups: groups of all norms.
         in_channels: channels of pictures.
         out_channels: channels of decoded pictures.
         use_quant_conv: whether a convolution follows the encoder.
         use_post_quant_conv: whether a convolution precedes the decoder.
-        mid_block_add_attention: whether the middle blocks attend.
-        scaling_factor: factor that normalises latents.
-        shift_factor: number that is taken from them before that; None for 0.
-        frames_at_once: number of frames that are computed together where nothing is kept for
-            backward.
+        mid_block_add_attention: whether the middle blocks have attention.
+        scaling_factor: factor that normalizes latents.
+        shift_factor: offset subtracted before scaling; None for 0.
+        frames_at_once: number of frames computed together when no gradients are needed.
 
     Raises:
         GulliverError: the groups do not divide the channels.
@@ -250,8 +249,9 @@ class FrameAutoencoder(nn.Module):
         super().__init__()
         if any(width % norm_num_groups for width in block_out_channels):
             raise GulliverError(
-                f"norm_num_groups {norm_num_groups} does not divide block_out_channels "
-                f"{tuple(block_out_channels)}: name the groups that these were trained with"
+                f"norm_num_groups={norm_num_groups} does not divide "
+                f"block_out_channels={tuple(block_out_channels)}; use the number of groups of the "
+                "weights"
             )
         self.latent_channels = latent_channels
         side = 2 ** (len(block_out_channels) - 1)
@@ -263,7 +263,7 @@ class FrameAutoencoder(nn.Module):
         both, one = 2 * latent_channels, latent_channels
         self.quant_conv = nn.Conv2d(both, both, 1) if use_quant_conv else None
         self.post_quant_conv = nn.Conv2d(one, one, 1) if use_post_quant_conv else None
-        # In a dict, so that nothing has a second name in the state dict.
+        # In a dict, so that no module has a second name in the state dict.
         self.networks = {
             "encoder": OnFrames((self.encoder, self.quant_conv), frames_at_once),
             "decoder": OnFrames((self.post_quant_conv, self.decoder), frames_at_once),
@@ -276,29 +276,29 @@ class FrameAutoencoder(nn.Module):
             GulliverError: height or width does not divide.
         """
         if frames < 1:
-            raise GulliverError(f"a clip of {frames} frames cannot be encoded: it needs one")
+            raise GulliverError(f"a clip of {frames} frames cannot be encoded; give at least one")
         return self.latent_channels, frames, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` to normalised latents ``[B, C, T, H / 8, W / 8]``."""
+        """Encodes ``[B, 3, T, H, W]`` to normalized latents ``[B, C, T, H / 8, W / 8]``."""
         self.latent_shape(*video.shape[2:])
         return self.stream_encoder(video)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalised latents; `num_frames` may say how many there are."""
+        """Decodes normalized latents; `num_frames` is their optional number of frames."""
         check_latents(self, latents)
         check_length(self, latents, num_frames)
         return self.stream_decoder(latents)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of the posterior ``[B, 2 C, ...]``, not normalised."""
+        """Returns mean and log-variance of the posterior ``[B, 2 C, ...]``, not normalized."""
         return self.networks["encoder"](video)
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes any stretch of a clip."""
+        """Encodes a stream of frames."""
         mean = self.moments(video).chunk(2, 1)[0]
         return (mean - self.shift_factor) * self.scaling_factor
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes any stretch of a clip's latents."""
+        """Decodes a stream of latents."""
         return self.networks["decoder"](latents / self.scaling_factor + self.shift_factor)

@@ -1,6 +1,6 @@
-"""The causal autoencoder in time of Open-Sora 1.2: four times fewer frames, no smaller pictures.
+"""The causal temporal autoencoder of Open-Sora 1.2: four times fewer frames, same resolution.
 
-It encodes what a picture autoencoder made of each frame. Read `TemporalAutoencoder`.
+It encodes the output of a picture autoencoder on each frame. Start with `TemporalAutoencoder`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gulliver.models.autoencoders import check_latents, check_length, check_spac
 from gulliver.models.configurations import checked_quirks
 
 RESIDUAL: dict[str, Any] = {"eps": 1e-5, "bias": False, "shortcut": "conv3"}
-"""What is particular to the residual blocks here."""
+"""Variant of the residual blocks."""
 
 
 class TemporalEncoder(nn.Module):
@@ -41,8 +41,8 @@ class TemporalEncoder(nn.Module):
             residuals(before, own, count, groups, **RESIDUAL)
             for before, own in pairwise([widths[0], *widths])
         )
-        # A kernel of three steps by two with one frame of zeros: blocks of two frames, looking one
-        # frame back.
+        # A kernel of three and a stride of two in time with one frame of zero padding: blocks of
+        # two frames that look back one frame.
         self.conv_blocks = nn.ModuleList(
             CausalConv(own, own, stride=(2, 1, 1), before=1) if half else nn.Identity()
             for own, half in zip(widths, halved, strict=False)
@@ -94,14 +94,14 @@ class TemporalDecoder(nn.Module):
         for level in reversed(range(len(self.block_res_blocks))):
             x = through(self.block_res_blocks[level], x)
             if level and self.halved[level - 1]:
-                # Every second channel is the later one of two frames.
+                # The odd channels are the later one of two frames.
                 x = self.conv_blocks[level - 1](x).unflatten(1, (-1, 2))
                 x = x.permute(0, 1, 3, 2, 4, 5).flatten(2, 3)
         return self.conv_out(F.silu(self.norm1(x)))
 
 
 class TemporalAutoencoder(nn.Module):
-    """Encoder, decoder and the convolutions of one position between them."""
+    """Encoder, decoder and the pointwise convolutions between them."""
 
     def __init__(
         self,
@@ -124,43 +124,43 @@ class TemporalAutoencoder(nn.Module):
         self.decoder = TemporalDecoder(latent_channels, channels, *rest)
 
     def moments(self, features: Tensor, padding: int) -> Tensor:
-        """Encodes features of frames, with frames of zeros before them."""
+        """Encodes features of frames, padded with zero frames at the start."""
         padded = F.pad(features, (0, 0, 0, 0, padding, 0)) if padding else features
         return self.quant_conv(self.encoder(padded))
 
     def decode(self, latents: Tensor, padding: int) -> Tensor:
-        """Decodes to features of frames, without the frames that were put before them."""
+        """Decodes to features of frames, without the padding."""
         return self.decoder(self.post_quant_conv(latents))[:, :, padding:]
 
 
-# The autoencoder of Open-Sora 1.2: a picture autoencoder on every frame, a causal one in time.
+# The autoencoder of Open-Sora 1.2: a picture autoencoder per frame, then a causal temporal one.
 #
-# The names of the state dict are the public ones. Frames of zeros are put before a clip to make
-# its length a multiple of four, and are cut off again: `decode` has to be told the number of
-# frames where it is not 4 k + 1.
+# The state dict uses the public names. A clip is padded with zero frames at the start to a multiple
+# of four, which are removed after decoding: `decode` needs the number of frames if it is not 4 k +
+# 1.
 #
-# The public code encodes a clip in pieces of 17 frames, each by itself, and shows seams between
-# them. Its models were trained on such latents, so that is what the quirk ``micro_frames`` does;
-# ``compat=()`` encodes a clip as one.
+# The public code encodes a clip in independent pieces of 17 frames, with visible seams. Its models
+# were trained on such latents, which the quirk ``micro_frames`` reproduces; ``compat=()`` encodes a
+# clip as a whole.
 #
 # Shapes: videos ``[B, 3, T, H, W]`` in [-1, 1]; latents ``[B, 4, T / 4, H / 8, W / 8]``.
 
 
 MICRO_FRAMES = 17
-"""Frames of a piece of the public code."""
+"""Frames per piece in the public code."""
 SHIFT = (-0.10, 0.34, 0.27, 0.98)
 SCALE = (3.85, 2.32, 2.33, 3.06)
 
 
 class PipelineAutoencoder(nn.Module):
-    """Encodes frames, then their features in time.
+    """Encodes frames, then their features over time.
 
     Args:
-        spatial: fields of the picture autoencoder, as of `FrameAutoencoder`.
-        temporal: fields of the autoencoder in time, as of `TemporalAutoencoder`.
-        shift: means of the latents' channels.
-        scale: deviations, which latents are divided by.
-        compat: names of `QUIRKS` that it shall have; None for those of its public weights.
+        spatial: fields of the picture autoencoder, as for `FrameAutoencoder`.
+        temporal: fields of the temporal autoencoder, as for `TemporalAutoencoder`.
+        shift: means of the latent channels.
+        scale: standard deviations of the latent channels, by which latents are divided.
+        compat: names of enabled `QUIRKS`; None for those of its public weights.
     """
 
     scale: Tensor
@@ -183,12 +183,12 @@ class PipelineAutoencoder(nn.Module):
         self.register_buffer("shift", torch.tensor(shift).view(1, -1, 1, 1, 1))
         self.latent_channels = time.latent_channels
         self.compression = (time.step, *frames.compression[1:])
-        # In a dict, so that nothing has a second name in the state dict.
+        # In a dict, so that no module has a second name in the state dict.
         self.networks = {"encoder": _Encoder(frames, time), "decoder": _Decoder(frames, time)}
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames of a piece that is encoded by itself; None for a clip as one."""
+        """Frames per separately encoded piece; None if a clip is encoded as a whole."""
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -198,24 +198,24 @@ class PipelineAutoencoder(nn.Module):
             GulliverError: height or width does not divide.
         """
         if frames < 1:
-            raise GulliverError(f"a clip of {frames} frames cannot be encoded: it needs one")
+            raise GulliverError(f"a clip of {frames} frames cannot be encoded; give at least one")
         whole, rest = divmod(frames, self.micro_frames or frames)
         count = whole * self._steps(self.micro_frames or frames) + self._steps(rest)
         return self.latent_channels, count, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` to normalised latents."""
+        """Encodes ``[B, 3, T, H, W]`` to normalized latents."""
         self.latent_shape(*video.shape[2:])
         if self.micro_frames is None:
             return self.stream_encoder(video, video.shape[2])
         return torch.cat(list(self.encode_pieces([video])), 2)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalised latents.
+        """Decodes normalized latents.
 
         Args:
             latents: latents ``[B, C, t, h, w]``.
-            num_frames: number of frames of the clip; by default every piece has 4 k + 1.
+            num_frames: number of frames of the clip; default: 4 k + 1 for every piece.
         """
         check_latents(self, latents)
         check_length(self, latents, num_frames)
@@ -224,18 +224,18 @@ class PipelineAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents], num_frames)), 2)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalised."""
+        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalized."""
         return self.networks["encoder"](video, self._padding(video.shape[2]))
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
-        """Encodes stretches of a clip of any length, piece by piece, as the public code does."""
+        """Encodes a stream of frames piece by piece, like the public code."""
         for piece in regrouped(clips, MICRO_FRAMES):
             yield self.stream_encoder(piece, piece.shape[2])
 
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes stretches of a clip's latents piece by piece; see `encode_pieces`."""
+        """Decodes a stream of latents piece by piece; see `encode_pieces`."""
         left = frames
         for piece in regrouped(latents, self._steps(MICRO_FRAMES)):
             held = None if left is None else min(MICRO_FRAMES, left)
@@ -243,17 +243,17 @@ class PipelineAutoencoder(nn.Module):
             left = None if left is None or held is None else left - held
 
     def stream_encoder(self, video: Tensor, frames: int | None = None) -> Tensor:
-        """Encodes any stretch of a clip as one, of `frames` in all, by default 4 k + 1."""
+        """Encodes a stream of `frames` frames as one clip, by default 4 k + 1."""
         mean = self.networks["encoder"](video, self._padding(frames)).chunk(2, 1)[0]
         return (mean - self.shift.to(mean.dtype)) / self.scale.to(mean.dtype)
 
     def stream_decoder(self, latents: Tensor, frames: int | None = None) -> Tensor:
-        """Decodes any stretch of a clip's latents as one; see `stream_encoder`."""
+        """Decodes a stream of latents as one clip; see `stream_encoder`."""
         raw = latents * self.scale.to(latents.dtype) + self.shift.to(latents.dtype)
         return self.networks["decoder"](raw, self._padding(frames))
 
     def _padding(self, frames: int | None) -> int:
-        """Returns the frames of zeros before a clip."""
+        """Returns the zero frames that pad a clip."""
         return -(frames or 1) % self.temporal_vae.step
 
     def _steps(self, frames: int) -> int:
@@ -261,7 +261,7 @@ class PipelineAutoencoder(nn.Module):
 
 
 class _Halves(nn.Module):
-    """Halves of two autoencoders; the padding is by default that of a clip of 4 k + 1 frames."""
+    """Two autoencoders combined; by default padded for a clip of 4 k + 1 frames."""
 
     def __init__(self, frames: FrameAutoencoder, time: TemporalAutoencoder) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""What an autoencoder is, the public ones as one table, and what all of them need.
+"""The autoencoder interface, the table of public autoencoders, and shared checks.
 
-`build_autoencoder` makes one by name. All encode to *normalised* latents, those that diffusion
-models were trained on, and decode them. They encode to the mean of the posterior: training of a
-diffusion model may draw around it, by `moments` of the public ones.
+`build_autoencoder` creates one by name. All encode to *normalized* latents, as used to train
+diffusion models, and decode them. They encode to the mean of the posterior; diffusion training may
+sample from it with `moments` of the public ones.
 
-A causal autoencoder encodes clips of 4 k + 1 frames: the first frame stands alone. Two public ones
-encode a long clip in pieces of 17 frames, each by itself; `regrouped` makes such pieces of the
-stretches of a clip.
+A causal autoencoder encodes clips of 4 k + 1 frames, of which the first is encoded separately. Two
+public ones encode a long clip in independent pieces of 17 frames; `regrouped` cuts a stream into
+such pieces.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Autoencoder(Protocol):
-    """Interface of every video autoencoder here; all of them are modules."""
+    """Interface of all video autoencoders; they are modules."""
 
     @property
     def compression(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of pixels that a latent stands for."""
+        """Frames, rows and columns of pixels per latent."""
         ...
 
     @property
@@ -48,15 +48,15 @@ class Autoencoder(Protocol):
         ...
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalised latents to a clip; `num_frames` says how many frames it had."""
+        """Decodes normalized latents to a clip; `num_frames` is its number of frames."""
         ...
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Moves or converts it, as `torch.nn.Module.to`."""
+        """Moves or converts it, as `torch.nn.Module.to` does."""
         ...
 
     def eval(self) -> Self:
-        """Switches it to evaluation."""
+        """Switches it to evaluation mode."""
         ...
 
 
@@ -65,19 +65,19 @@ class AutoencoderConfiguration:
     """A public autoencoder."""
 
     release: str
-    # Name of its class, of `gulliver.models` or of diffusers.
+    # Name of its class in `gulliver.models` or diffusers.
     kind: str
-    # Frames, rows and columns of pixels that a latent stands for.
+    # Frames, rows and columns of pixels per latent.
     compression: tuple[int, int, int]
     latent_channels: int
-    # Frames, height and width of a usual clip, in pixels.
+    # Frames, height and width of a typical clip, in pixels.
     clip: tuple[int, int, int]
     fields: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
     @property
     def of_diffusers(self) -> bool:
-        """Whether it is a class of diffusers, an extra."""
+        """Whether it is a class of diffusers, which is an optional dependency."""
         return self.kind.startswith("AutoencoderKL")
 
 
@@ -88,7 +88,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
         (1, 8, 8),
         4,
         (16, 512, 512),
-        note="every frame by itself",
+        note="each frame separately",
     ),
     "SDXL-VAE": AutoencoderConfiguration(
         "SDXL, PixArt",
@@ -97,7 +97,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
         4,
         (1, 1024, 1024),
         {"scaling_factor": 0.13025},
-        note="every frame by itself",
+        note="each frame separately",
     ),
     "FLUX-VAE": AutoencoderConfiguration(
         "FLUX.1",
@@ -112,7 +112,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
             "scaling_factor": 0.3611,
             "shift_factor": 0.1159,
         },
-        note="every frame by itself",
+        note="each frame separately",
     ),
     "OpenSora-VAE-v1.2": AutoencoderConfiguration(
         "Open-Sora 1.2",
@@ -120,7 +120,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
         (4, 8, 8),
         4,
         (51, 720, 1280),
-        note="a picture autoencoder on every frame, then a causal one in time; pieces of 17 frames",
+        note="a picture autoencoder per frame, then a causal temporal one; pieces of 17 frames",
     ),
     "OpenSora-VAE-v1.3": AutoencoderConfiguration(
         "Open-Sora 1.3",
@@ -136,7 +136,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
         (4, 8, 8),
         16,
         (129, 720, 1280),
-        note="of diffusers; without the mask of its middle block",
+        note="from diffusers; without the mask of its middle block",
     ),
     "CogVideoX-VAE": AutoencoderConfiguration(
         "CogVideoX",
@@ -152,7 +152,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
             "layers_per_block": 3,
             "scaling_factor": 0.7,
         },
-        note="of diffusers; pieces of 8 frames that pass their last frames on",
+        note="from diffusers; pieces of 8 frames that pass on their last frames",
     ),
     "Wan2.1-VAE": AutoencoderConfiguration(
         "Wan 2.1",
@@ -160,7 +160,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
         (4, 8, 8),
         16,
         (81, 480, 832),
-        note="of diffusers; pieces of 4 frames that pass their last frames on",
+        note="from diffusers; pieces of 4 frames that pass on their last frames",
     ),
 }
 """Public autoencoders by name."""
@@ -174,8 +174,8 @@ def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
         overrides: arguments of its class.
 
     Raises:
-        GulliverError: the name or a field is unknown, the nearest is named; it is a class of
-            diffusers; or there is no such autoencoder, the field at fault is named.
+        GulliverError: the name or a field is unknown, the class belongs to diffusers, or a field
+            has an invalid value.
     """
     if name not in AUTOENCODERS:
         raise GulliverError(f"unknown autoencoder {name!r}: {nearest(name, AUTOENCODERS)}")
@@ -184,14 +184,14 @@ def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
     configuration = AUTOENCODERS[name]
     if configuration.of_diffusers:
         raise GulliverError(
-            f"{name} is a class of diffusers: give its folder to gulliver.video.load_autoencoder"
+            f"{name} is a diffusers class; load its folder with gulliver.video.load_autoencoder"
         )
     kind = getattr(models, configuration.kind)
     return make_of_fields(kind, {**configuration.fields, **overrides})
 
 
 def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:
-    """Returns rows and columns of the latents of such pictures."""
+    """Returns the latent rows and columns for a picture size."""
     _, *steps = what.compression
     sizes = (height, width)
     if any(size < step or size % step for size, step in zip(sizes, steps, strict=True)):
@@ -199,34 +199,34 @@ def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:
             str(max(1, round(size / step)) * step) for size, step in zip(sizes, steps, strict=True)
         )
         raise GulliverError(
-            f"{height}x{width} does not fit the autoencoder: multiples of {steps[0]} do, "
-            f"such as {right}"
+            f"{height}x{width} does not fit the autoencoder; use multiples of {steps[0]}, such as "
+            f"{right}"
         )
     return height // steps[0], width // steps[1]
 
 
 def check_causal(what: Autoencoder, frames: int) -> int:
-    """Returns the latent frames of a clip whose first frame stands alone."""
+    """Returns the number of latent frames of a causally encoded clip."""
     step = what.compression[0]
     if frames < 1 or (frames - 1) % step:
         right = max(0, round((frames - 1) / step)) * step + 1
         raise GulliverError(
-            f"{frames} frames do not fit the autoencoder: {step} k + 1 do, such as {right}"
+            f"{frames} frames do not fit the autoencoder; use {step} k + 1, such as {right}"
         )
     return (frames - 1) // step + 1
 
 
 def check_latents(what: Autoencoder, latents: Tensor) -> None:
-    """Refuses what cannot be latents of this autoencoder."""
+    """Raises an error for latents of another autoencoder."""
     if latents.dim() != 5 or latents.shape[1] != what.latent_channels:
         raise GulliverError(
-            f"latents of shape {tuple(latents.shape)} are of another autoencoder: this one's are "
-            f"[B, {what.latent_channels}, T, H, W]"
+            f"latents of shape {tuple(latents.shape)} do not belong to this autoencoder; its "
+            f"latents are [B, {what.latent_channels}, T, H, W]"
         )
 
 
 def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> None:
-    """Refuses latents that a clip of so many frames does not have."""
+    """Raises an error if the number of latent frames does not match a clip's length."""
     if num_frames is None:
         return
     _, rows, columns = what.compression
@@ -234,15 +234,15 @@ def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> 
     wanted = what.latent_shape(num_frames, height, width)[1]
     if wanted != latents.shape[2]:
         raise GulliverError(
-            f"{latents.shape[2]} latent frames are not those of a clip of {num_frames} frames, "
-            f"which has {wanted}"
+            f"{latents.shape[2]} latent frames do not match a clip of {num_frames} frames, which "
+            f"has {wanted}"
         )
 
 
 def regrouped(
     parts: Iterable[Tensor], size: int, overlap: int = 0, first: int | None = None
 ) -> Iterator[Tensor]:
-    """Yields stretches of a clip as pieces of one length, the last one perhaps shorter."""
+    """Regroups a stream into pieces of equal length; the last one may be shorter."""
     import torch
 
     held, due = None, first or size
@@ -252,5 +252,5 @@ def regrouped(
             yield held[:, :, :due]
             held, due = held[:, :, due - overlap :], size
     if held is None or not held.shape[2]:
-        raise GulliverError("there is nothing to encode or decode: the clip has no frames")
+        raise GulliverError("the clip has no frames; give at least one")
     yield held

@@ -1,4 +1,4 @@
-"""Self-attention with normalised queries and keys, and cross-attention to packed captions."""
+"""Self-attention with normalized queries and keys, and cross-attention to captions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""An attention function: queries, keys and values [R, heads, N, head size] to outputs alike."""
+"""An attention function: queries, keys and values [R, heads, N, head size] to an output of the same
+shape.
+"""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, with a learnt scale and no shift."""
+    """Root-mean-square norm over the last dim, with a learned scale."""
 
-    # Statistics are taken in float32 (float64 for float64 inputs): the sum of squares of a bfloat16
-    # row would lose most of its digits. Source: Zhang and Sennrich, 2019 (arXiv 1910.07467).
+    # Statistics use float32 (float64 for float64 inputs): a bfloat16 sum of squares would lose most
+    # of its digits. Source: Zhang and Sennrich, 2019 (arXiv 1910.07467).
 
     def __init__(self, size: int, eps: float = 1e-6, name: str = "weight") -> None:
         super().__init__()
@@ -85,8 +87,9 @@ class CrossAttention(nn.Module):
 
 # Embeddings of positions, noise levels, frame rates and captions.
 #
-# Angles are computed in float32 or wider, whatever the model's dtype: in bfloat16 neighbouring
-# positions beyond 256 would round to the same angle. They are cast when they meet the tokens.
+# Angles are computed in float32 or higher, whatever the model's dtype: in bfloat16, adjacent
+# positions beyond 256 would round to the same angle. They are cast when they are applied to the
+# tokens.
 
 
 def working_precision(dtype: torch.dtype) -> torch.dtype:
@@ -97,7 +100,8 @@ def working_precision(dtype: torch.dtype) -> torch.dtype:
 def sinusoid(values: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """Returns cos | sin of `values` [B] at channels / 2 frequencies, 1 to 1/10000: [B, channels].
 
-    Source: Vaswani et al., 2017 (arXiv 1706.03762), in the order of DiT (Peebles and Xie, 2022).
+    Source: Vaswani et al., 2017 (arXiv 1706.03762), with the channel order of DiT (Peebles and Xie,
+    2022).
     """
     precision = working_precision(dtype)
     half = channels // 2
@@ -124,7 +128,7 @@ class ScalarEmbedder(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU in its tanh form, Linear: [..., inputs] to [..., outputs]."""
+    """Linear, GELU (tanh approximation), Linear: [..., inputs] to [..., outputs]."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -136,13 +140,13 @@ class Mlp(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Projects captions to the model's width; dropped ones become the null caption `y_embedding`.
+    """Projects captions to the model's width, and dropped ones to the null caption `y_embedding`.
 
-    Dropping trains the unconditional model that classifier-free guidance needs (Ho and Salimans,
-    2022, arXiv 2207.12598).
+    Dropping trains the unconditional model for classifier-free guidance (Ho and Salimans, 2022,
+    arXiv 2207.12598).
     """
 
-    # A buffer, as in the public weights: the null caption is drawn once and not trained.
+    # A buffer, as in the public weights: the null caption is random and not trained.
     y_embedding: Tensor
 
     def __init__(self, channels: int, hidden_size: int, drop: float, length: int) -> None:
@@ -155,13 +159,14 @@ class CaptionEmbedder(nn.Module):
         """Embeds captions."""
         if y.shape[2] != self.y_embedding.shape[1]:
             raise GulliverError(
-                f"captions are {y.shape[2]} wide, the model was made for caption_channels = "
-                f"{self.y_embedding.shape[1]}: take the text encoder that it was trained with"
+                f"captions have width {y.shape[2]}, but the model has "
+                f"caption_channels={self.y_embedding.shape[1]}; use its own text encoder"
             )
         if y.shape[1] > len(self.y_embedding):
             raise GulliverError(
-                f"a caption of {y.shape[1]} tokens is longer than model_max_length = "
-                f"{len(self.y_embedding)}: cut it, or build the model longer"
+                f"a caption of {y.shape[1]} tokens exceeds "
+                f"model_max_length={len(self.y_embedding)}; truncate it, or build the model with "
+                "a larger limit"
             )
         if drop_caption is None and self.training and self.drop > 0:
             drop_caption = torch.rand(len(y), device=y.device) < self.drop
@@ -189,8 +194,8 @@ def spatial_positions(
 ) -> Tensor:
     """Sinusoidal codes of a height x width grid, row by row: [height * width, channels]."""
     # The first half of the channels encodes the column, the second the row, each as sin | cos. The
-    # grid is stretched to the square of equal area and divided by `scale`, so that the codes span
-    # the same range over resolutions and aspect ratios.
+    # grid is scaled to the square of equal area and divided by `scale`, so that the codes have the
+    # same range for all resolutions and aspect ratios.
     precision = working_precision(dtype)
     side = round(math.sqrt(height * width))
 
@@ -204,11 +209,11 @@ def spatial_positions(
 
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine of the angles by which queries and keys turn, each [..., N, head size / 2]."""
+"""Cosine and sine of the rotary angles of queries and keys, each [..., N, head size / 2]."""
 
 
 def rotation_of(places: Tensor, frequencies: Tensor) -> Rotation:
-    """Returns cosine and sine of each place's angles, for places [...]: [..., frequencies]."""
+    """Returns cosine and sine of the angles for positions [...]: [..., frequencies]."""
     precision = working_precision(frequencies.dtype)
     angles = places.to(precision)[..., None] * frequencies.to(precision)
     return angles.cos(), angles.sin()
@@ -227,23 +232,23 @@ def rotary_frequencies(
 class RotaryFrequencies(nn.Module):
     """Frequencies of the rotary embedding, theta 10000."""
 
-    # `freqs` [head_size / 2] is a parameter without a gradient because the public weights hold it
-    # as one. Source: Su et al., RoFormer, 2021 (arXiv 2104.09864).
+    # `freqs` [head_size / 2] is a parameter without a gradient, as in the public weights. Source:
+    # Su et al., RoFormer, 2021 (arXiv 2104.09864).
 
     def __init__(self, head_size: int) -> None:
         super().__init__()
         self.freqs = nn.Parameter(rotary_frequencies(head_size), requires_grad=False)
 
     def forward(self, count: int, scale: float = 1.0) -> Rotation:
-        """Returns cosine and sine of each place's angles along an axis, each [count, freqs]."""
+        """Returns cosine and sine of the angles along an axis, each [count, freqs]."""
         precision = working_precision(self.freqs.dtype)
         places = torch.arange(count, device=self.freqs.device, dtype=precision)
         return rotation_of(places / scale, self.freqs)
 
     def box(self, frames: int, rows: int, columns: int, scale: float) -> Rotation:
         """Returns cosine and sine of a box of tokens, each [frames, rows, columns, 3 * freqs]."""
-        # The first third of a head turns by the frame, the second by the row and the last by the
-        # column; rows and columns are divided by `scale`.
+        # The first third of a head is rotated by frame, the second by row and the last by column;
+        # rows and columns are divided by `scale`.
         axes = (self(frames), self(rows, scale), self(columns, scale))
 
         def joined(which: int) -> Tensor:
@@ -258,7 +263,7 @@ class RotaryFrequencies(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation, halves: bool = False) -> Tensor:
-    """Rotates pairs of the last dim of `x` [..., N, D] by the angles of its place."""
+    """Rotates pairs of the last dim of `x` [..., N, D] by the angles of its position."""
     cos, sin = rotation
     exact = x.to(cos.dtype)
     pairs = exact.unflatten(-1, (2, -1)).unbind(-2) if halves else _neighbours(exact)
@@ -274,19 +279,18 @@ def _neighbours(x: Tensor) -> tuple[Tensor, ...]:
 
 # Blocks of the STDiT family: AdaLN-single, attention along an axis or in windows, final layer.
 #
-# Read `STDiTBlock.forward` first. The models differ in which blocks they stack and in what
-# modulates them.
+# Start with `STDiTBlock.forward`. The models differ in the blocks they stack and in the
+# conditioning.
 #
-# Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption
-# tokens.
+# Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
 
 
-# [Note: windows at the border] Public code pads the grid to whole windows and masks what it added.
-# Here the windows at the border are smaller instead: the same attention without a mask, for a token
-# of the padding is no key, and its own row is thrown away. The places in a window count from its
-# first token, so the rotary code of a smaller window is the beginning of a whole one's.
+# [Note: windows at the border] The public code pads the grid to whole windows and masks the
+# padding. Here windows at the border are smaller instead. This is the same attention without a
+# mask: padding tokens are never keys, and their outputs are dropped. Positions count from the first
+# token of a window, so the rotary code of a smaller window is a prefix of a whole one's.
 class Grid(NamedTuple):
-    """Sizes of a whole clip in tokens; S is rows times columns."""
+    """Grid of a whole clip in tokens; S is rows times columns."""
 
     frames: int
     spatial: int
@@ -295,18 +299,18 @@ class Grid(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Frames that are given to the model, which read another caption than the others."""
+    """Given frames, which attend to another caption than the others."""
 
     # Caption tokens [B, L, C].
     captions: Tensor
-    # Caption tokens to attend to [B, 1, 1, L], or None for all.
+    # Mask of caption tokens [B, 1, 1, L], or None for all.
     mask: Tensor | None
-    # Numbers of them, on the whole clip.
+    # Their frame indices in the whole clip.
     frames: tuple[int, ...]
 
 
 def layer_norm(x: Tensor) -> Tensor:
-    """Normalises the last dim, without weights (the modulation has them), eps 1e-6."""
+    """Normalizes the last dim, without weights (modulation provides them), eps 1e-6."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
@@ -318,7 +322,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def modulation_of(
     project: nn.Module, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, parts: int
 ) -> Tensor:
-    """Projects embeddings of time to what modulates the blocks."""
+    """Projects time embeddings to the blocks' modulation."""
     found = project(t).view(len(t), 1, parts, 1, -1)
     if x_mask is not None and t0 is not None:
         still = project(t0).view(len(t), 1, parts, 1, -1)
@@ -347,7 +351,7 @@ def attend_in_windows(
     mix: Mix = F.scaled_dot_product_attention,
     dim: int = 1,
 ) -> Tensor:
-    """Attends among the tokens of each window."""
+    """Attends within each window."""
     if dim == 4:
         frames, rows, columns = x.shape[1:4]
         cos, sin = (angles[:frames, :rows, :columns].flatten(0, 2) for angles in rotation)
@@ -368,15 +372,15 @@ def attend_in_windows(
 
 
 class STDiTBlock(nn.Module):
-    """A transformer block: spatial or temporal attention, attention to the caption, an MLP.
+    """A transformer block: spatial or temporal attention, cross-attention to the caption, an MLP.
 
     Args:
         hidden_size: width C.
         num_heads: attention heads.
-        mlp_ratio: hidden width of the MLP over C.
-        qk_norm: whether queries and keys are RMS-normed.
+        mlp_ratio: hidden width of the MLP relative to C.
+        qk_norm: whether queries and keys are RMS-normalized.
         temporal: whether attention runs along T; else along S.
-        window: frames, rows and columns of the windows in which temporal attention runs instead.
+        window: frames, rows and columns of attention windows, instead of attention along T.
     """
 
     def __init__(
@@ -410,18 +414,18 @@ class STDiTBlock(nn.Module):
         Args:
             x: tokens [B, T, S, C].
             y: caption tokens [B, L, C].
-            y_mask: caption tokens to attend to [B, 1, 1, L], or None for all.
-            modulation: shift, scale and gate of attention and of the MLP, [6, B, 1 or T, 1, C]
+            y_mask: mask of caption tokens [B, 1, 1, L], or None for all.
+            modulation: shift, scale and gate of attention and of the MLP, [6, B, 1 or T, 1, C],
                 before this block's own table is added.
             rotation: cosine and sine along the axis of attention, each [T or S, head size / 2], or
                 of a whole window.
-            grid: sizes of the whole clip.
-            given: frames that read another caption; None where there are none.
+            grid: grid of the whole clip.
+            given: frames that attend to another caption; None if there are none.
 
         Returns:
             Tokens [B, T, S, C].
         """
-        # AdaLN-single: one projection of time for all blocks, plus a small table for each.
+        # AdaLN-single: one time projection for all blocks, plus a small table per block.
         table = self.scale_shift_table.view(6, 1, 1, 1, -1) + modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = table.unbind(0)
         attended = self.attend(modulate(layer_norm(x), shift_msa, scale_msa), rotation, grid)
@@ -440,8 +444,8 @@ class STDiTBlock(nn.Module):
 
         Args:
             x: modulated tokens [B, T, S, C].
-            rotation: cosine and sine, as of `forward`.
-            grid: sizes of the whole clip; for wrappers that hold a part of it.
+            rotation: cosine and sine, as in `forward`.
+            grid: grid of the whole clip; for wrappers that hold a part of it.
             mix: attention function, as in `SelfAttention.forward`.
 
         Returns:
@@ -449,12 +453,12 @@ class STDiTBlock(nn.Module):
         """
         if self.window is None:
             return attend_along(self.attn, x, self.temporal, rotation, mix)
-        assert rotation is not None, "places in a window are told by their rotary code"
+        assert rotation is not None, "positions in a window need a rotary code"
         boxes = x.unflatten(2, (grid.rows, grid.columns))
         return attend_in_windows(self.attn, boxes, rotation, self.window, mix).flatten(2, 3)
 
     def read(self, x: Tensor, y: Tensor, y_mask: Tensor | None, given: Given | None) -> Tensor:
-        """Attends to the caption, with arguments as of `forward`; [B, T, S, C]."""
+        """Cross-attends to the caption, with arguments as in `forward`; [B, T, S, C]."""
         if given is None or not given.frames:
             return self.cross_attn(x.flatten(1, 2), y, y_mask).view_as(x)
         others = [frame for frame in range(x.shape[1]) if frame not in given.frames]
@@ -469,7 +473,7 @@ class STDiTBlock(nn.Module):
 
 
 class JointBlock(nn.Module):
-    """A block of the first two forms: spatial, then temporal attention, caption and MLP."""
+    """A block of the first two versions: spatial, then temporal attention, caption and MLP."""
 
     scale_shift_table_temporal: nn.Parameter | None
 
@@ -512,7 +516,7 @@ class JointBlock(nn.Module):
         if self.scale_shift_table_temporal is None:
             seen, gate = x if places is None else x + places, gate_msa
         else:
-            assert temporal is not None, "temporal attention is modulated by itself"
+            assert temporal is not None, "temporal attention has its own modulation"
             own = self.scale_shift_table_temporal.view(3, 1, 1, 1, -1) + temporal
             seen, gate = modulate(layer_norm(x), own[0], own[1]), own[2]
         x = torch.addcmul(x, gate, attend_along(self.attn_temp, seen, True, rotation))

@@ -1,4 +1,4 @@
-"""How clips enter and leave an STDiT: checks of shapes, patches to tokens and back."""
+"""Conversion between clips and STDiT tokens, and shape checks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gulliver.models.blocks import Grid, JointBlock, spatial_positions
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Refuses widths that do not divide."""
+    """Raises an error for widths that are not divisible."""
     if hidden_size % num_heads or hidden_size % 4 or (hidden_size // num_heads) % 2:
         raise GulliverError(
-            f"hidden_size {hidden_size} must be a multiple of 4 and of num_heads {num_heads}, "
-            "with heads of even width"
+            f"hidden_size={hidden_size} must be a multiple of 4 and of num_heads={num_heads}, "
+            "with an even head size"
         )
 
 
@@ -31,37 +31,37 @@ def check_inputs(
     channels: int,
     patch_size: Sequence[int],
 ) -> None:
-    """Refuses inputs of a model whose shapes do not fit each other."""
+    """Raises an error for inconsistent input shapes."""
     if x.ndim != 5 or x.shape[1] != channels:
-        raise GulliverError(f"x has shape {tuple(x.shape)}: expected [B, {channels}, T, H, W]")
+        raise GulliverError(f"x has shape {tuple(x.shape)}; expected [B, {channels}, T, H, W]")
     if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
-        raise GulliverError(f"y has shape {tuple(y.shape)}: expected [{len(x)}, 1, L, channels]")
+        raise GulliverError(f"y has shape {tuple(y.shape)}; expected [{len(x)}, 1, L, channels]")
     if mask is not None:
         if mask.shape != (len(x), y.shape[2]):
             raise GulliverError(
-                f"mask has shape {tuple(mask.shape)}: expected {(len(x), y.shape[2])}"
+                f"mask has shape {tuple(mask.shape)}; expected {(len(x), y.shape[2])}"
             )
         if not mask.is_meta and not bool(mask.any(dim=1).all()):
-            raise GulliverError("a caption has no token: its mask must allow at least one")
+            raise GulliverError("a caption has no tokens; its mask must allow at least one")
     if x_mask is not None:
         if x_mask.shape != (len(x), x.shape[2]):
             raise GulliverError(
-                f"x_mask has shape {tuple(x_mask.shape)}: expected {(len(x), x.shape[2])}"
+                f"x_mask has shape {tuple(x_mask.shape)}; expected {(len(x), x.shape[2])}"
             )
         if patch_size[0] != 1:
-            raise GulliverError("x_mask needs a patch of one frame: patch_size = (1, h, w)")
+            raise GulliverError("x_mask needs patches of one frame; use patch_size=(1, h, w)")
 
 
 def needed(model: str, **given: Tensor | None) -> None:
-    """Refuses a call that lacks what the model is conditioned on."""
+    """Raises an error for missing conditioning inputs."""
     missing = [name for name, value in given.items() if value is None]
     if missing:
-        raise GulliverError(f"{model} needs {' and '.join(missing)}: pass a tensor of shape [B]")
+        raise GulliverError(f"{model} needs {' and '.join(missing)}; pass a tensor of shape [B]")
 
 
 def caption_mask(mask: Tensor | None) -> Tensor | None:
-    """Returns which caption tokens to attend to [B, 1, 1, L]; None for all."""
-    # Without a mask scaled_dot_product_attention may choose its fastest kernel.
+    """Returns the attention mask of caption tokens [B, 1, 1, L]; None for all."""
+    # Without a mask, scaled_dot_product_attention can use its fastest kernel.
     if mask is None or bool(mask.all()):
         return None
     return mask.bool()[:, None, None]
@@ -77,7 +77,7 @@ class PatchEmbedder(nn.Module):
         self.proj = nn.Conv3d(channels, hidden_size, size, size)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Returns tokens [B, T, S, C] of latents [B, channels, ...], and the sizes of the clip."""
+        """Returns tokens [B, T, S, C] of latents [B, channels, ...], and the clip's token grid."""
         padding = [
             (-size) % patch for size, patch in zip(x.shape[2:], self.patch_size, strict=True)
         ]
@@ -91,7 +91,7 @@ class PatchEmbedder(nn.Module):
 def join_patches(
     tokens: Tensor, grid: Grid, patch_size: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
-    """Joins patches [B, T, S, pt * ph * pw * channels] to [B, channels, *sizes], cut to `sizes`."""
+    """Joins patches [B, T, S, pt * ph * pw * channels] to [B, channels, *sizes], cropped."""
     channels = tokens.shape[-1] // math.prod(patch_size)
     counts = (grid.frames, grid.rows, grid.columns)
     split = tokens.view(len(tokens), *counts, *patch_size, channels)
@@ -101,13 +101,13 @@ def join_patches(
 
 
 def clip_scales(height: Any, width: Any, count: int, unscaled: float) -> list[float]:
-    """Returns the scale of positions of the first `count` clips; a single one where all agree."""
+    """Returns the position scale of the first `count` clips; a single one if all agree."""
     scales = [math.sqrt(float(height[n]) * float(width[n])) / unscaled for n in range(count)]
     return scales[:1] if len(set(scales)) == 1 else scales
 
 
 def grid_positions(grid: Grid, scales: Sequence[float], like: Tensor) -> Tensor:
-    """Returns codes of the tokens of a frame, for each scale: [scales, S, C]."""
+    """Returns position codes for the tokens of a frame, per scale: [scales, S, C]."""
     size = (grid.rows, grid.columns, like.shape[-1])
     return torch.stack(
         [spatial_positions(*size, scale, like.device, like.dtype) for scale in scales]
@@ -115,12 +115,12 @@ def grid_positions(grid: Grid, scales: Sequence[float], like: Tensor) -> Tensor:
 
 
 def as_exact(out: Tensor) -> Tensor:
-    """Returns a model's output in float32; of a float64 model in float64."""
+    """Casts a model's output to float32, or float64 for a float64 model."""
     return out if out.dtype.itemsize == 8 else out.float()
 
 
 def initialise_linears(model: nn.Module) -> None:
-    """Draws the weights of linear layers by Xavier's uniform rule; biases become zero."""
+    """Initializes linear layers with Xavier uniform weights and zero biases."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -128,7 +128,7 @@ def initialise_linears(model: nn.Module) -> None:
 
 
 def initialise_as_pixart(model: nn.Module, projections: Sequence[str]) -> None:
-    """Draws the weights of the first two forms, which begin as a model of single pictures."""
+    """Initializes the first two versions so that they start as a picture model."""
     initialise_linears(model)
     patches = model.get_parameter("x_embedder.proj.weight")
     nn.init.xavier_uniform_(patches.view(len(patches), -1))
@@ -149,7 +149,7 @@ def initialise_as_pixart(model: nn.Module, projections: Sequence[str]) -> None:
             nn.init.zeros_(parameter)
 
 
-# Latents as the tokens of an MMDiT, and back: squares of rows and columns, packed by channel.
+# Packs latents into MMDiT tokens and back: squares of rows and columns, stacked by channel.
 
 
 def pack_latents(x: Tensor, patch_size: int = 2) -> Tensor:
@@ -168,15 +168,15 @@ def pack_latents(x: Tensor, patch_size: int = 2) -> Tensor:
     _, _, _, height, width = x.shape
     if height % patch_size or width % patch_size:
         raise GulliverError(
-            f"latents of {height} x {width} do not divide by patch_size {patch_size}: take a clip "
-            "whose height and width do"
+            f"latents of {height} x {width} are not divisible by patch_size={patch_size}; use "
+            "another height and width"
         )
     squares = x.unflatten(4, (-1, patch_size)).unflatten(3, (-1, patch_size))
     return squares.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
 
 
 def unpack_latents(tokens: Tensor, sizes: Sequence[int], patch_size: int = 2) -> Tensor:
-    """Undoes `pack_latents`: tokens of latents of T, H and W to [B, C, T, H, W]."""
+    """Inverts `pack_latents`: tokens to latents [B, C, T, H, W]."""
     frames, height, width = sizes
     counts = (frames, height // patch_size, width // patch_size)
     squares = tokens.unflatten(1, counts).unflatten(-1, (-1, patch_size, patch_size))

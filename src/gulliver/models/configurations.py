@@ -1,7 +1,7 @@
-"""What public weights depend on though nobody would build it so: each by name, with its reason.
+"""Quirks of public weights: behavior that they need although a new model would not have it.
 
-Every model has those of its release switched on, so that public weights compute what they were
-trained with; ``compat=()`` switches them off for a model that is trained from scratch.
+By default every model enables the quirks of its release, so that public weights compute what they
+were trained with; ``compat=()`` disables them for training from scratch.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 QUIRKS = {
     "final_norm_twice": (
-        "the final layer norms given frames after their first modulation, not as they came: the "
-        "public code overwrote its input, and trained with it"
+        "the final layer normalizes given frames after their first modulation instead of before, "
+        "because the public training code overwrote its input"
     ),
     "first_clip_scale": (
-        "height and width of the first clip decide the scale of positions for the whole batch; "
-        "the batches of the public training have one size each"
+        "height and width of the first clip determine the position scale of the whole batch, "
+        "because batches in the public training have a single size"
     ),
     "final_size_of_given": (
-        "the final layer adds size and aspect ratio to the noise level of given frames, and not to "
-        "that of the others: the public code handed it two different embeddings"
+        "the final layer adds size and aspect ratio to the noise level of given frames only, "
+        "because the public code passed it two different embeddings"
     ),
     "rotate_before_norm": (
-        "queries and keys are rotated before their norm, so its learnt scale applies to turned "
-        "channels; later releases norm first"
+        "queries and keys are rotated before their norm, so that its learned scale applies to "
+        "rotated channels; later releases normalize first"
     ),
     "null_text_cut": (
-        "the null text that given frames read is cut to the length of the clip's own caption, "
-        "because the public code has one list of lengths"
+        "the null text for given frames is truncated to the length of the clip's own caption, "
+        "because the public code has a single list of lengths"
     ),
     "micro_frames": (
-        "a clip is encoded and decoded in pieces of 17 frames, each by itself: public models were "
-        "trained on such latents, seams and all; in 1.3 neighbours share a frame, decoded to the "
-        "mean"
+        "a clip is encoded and decoded in independent pieces of 17 frames, because public models "
+        "were trained on such latents, including the seams; in 1.3 pieces share a frame, which "
+        "decodes to the mean"
     ),
     "raster_causal_attention": (
-        "a token of the middle block sees those before it in raster order, not all of its frame: "
-        "the public code asked for plain causal attention over the flattened clip"
+        "tokens of the middle block attend to earlier tokens in raster order instead of to their "
+        "whole frame, because the public code used plain causal attention over the flattened clip"
     ),
 }
-"""Names of quirks, and why weights need them."""
+"""Quirks, and why weights need them."""
 
 QUIRKS_OF = {
     "STDiT": (),
@@ -64,22 +64,22 @@ QUIRKS_OF = {
     "PipelineAutoencoder": ("micro_frames",),
     "CausalAutoencoder": ("micro_frames", "raster_causal_attention"),
 }
-"""Quirks that each model can have, all of which its public weights need."""
+"""Quirks of each model; its public weights need all of them."""
 
 
 def checked_quirks(model: str, compat: Collection[str] | None) -> frozenset[str]:
-    """Returns the quirks that a model shall have."""
+    """Validates and returns the quirks of a model."""
     having = QUIRKS_OF[model]
     if isinstance(compat, str):
         compat = (compat,)
     for name in compat or ():
         if name not in having:
             known = nearest(name, having) if having else "it has none"
-            raise GulliverError(f"{model} has no quirk {name!r}: {known}")
+            raise GulliverError(f"{model} has no quirk {name!r}; {known}")
     return frozenset(having if compat is None else compat)
 
 
-# Configurations of the transformers, named as in the public ones, and models built of them.
+# Configurations of the transformers, with the public field names, and model construction.
 #
 # Nothing here imports torch.
 
@@ -89,18 +89,18 @@ Config = TypeVar("Config", bound="TransformerConfig")
 Size = Annotated[int, AT_LEAST_1]
 
 REFUSED_WHEN_SET = {
-    "enable_flash_attn": "attention always runs through torch's scaled_dot_product_attention",
-    "enable_flashattn": "attention always runs through torch's scaled_dot_product_attention",
-    "enable_layernorm_kernel": "layer norms always run through torch",
-    "enable_sequence_parallelism": "models know nothing of parallelism",
+    "enable_flash_attn": "attention always uses torch's scaled_dot_product_attention",
+    "enable_flashattn": "attention always uses torch's scaled_dot_product_attention",
+    "enable_layernorm_kernel": "layer norms always use torch",
+    "enable_sequence_parallelism": "models have no parallelism",
     "skip_y_embedder": "captions are always embedded by the model",
     "skip_temporal": "a model without temporal blocks is not supported",
     "drop_path": "stochastic depth is not supported",
-    "no_temporal_pos_emb": "frames are always told apart as the public weights do it",
-    "freeze": "use requires_grad_ on the parameters to freeze",
-    "grad_ckpt_settings": "activations are recomputed by the booster, not by the model",
+    "no_temporal_pos_emb": "frames are always distinguished as in the public weights",
+    "freeze": "call requires_grad_(False) on the parameters to freeze",
+    "grad_ckpt_settings": "the booster recomputes activations, not the model",
 }
-"""Fields of public configurations that change nothing here, or what is not supported."""
+"""Fields of public configurations that have no effect here or are not supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,61 +110,62 @@ class TransformerConfig(Options):
     hidden_size: Size
     """Width C."""
     depth: Size
-    """Number of blocks; of an STDiT3 pairs of a spatial and a temporal one, of an MMDiT double
-    ones."""
+    """Number of blocks: pairs of a spatial and a temporal one for an STDiT3, double blocks for an
+    MMDiT.
+    """
     num_heads: Size
     """Attention heads."""
     mlp_ratio: Annotated[float, POSITIVE] = 4.0
-    """Hidden width of the MLPs over C."""
+    """Hidden width of the MLPs relative to C."""
     compat: Collection[str] | None = None
-    """Names of `QUIRKS` that the model shall have; None for those of its public weights."""
+    """Names of enabled `QUIRKS`; None for those of its public weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class STDiTConfig(TransformerConfig):
-    """Fields of an `STDiT`, the first form."""
+    """Fields of an `STDiT`, the first version."""
 
     input_size: tuple[Size | None, ...] = (1, 32, 32)
-    """Latent frames, rows and columns of every clip; later forms read sizes off each input."""
+    """Latent frames, rows and columns of every clip; later versions accept any size."""
     in_channels: Size = 4
     """Channels of the latent."""
     patch_size: tuple[Size, Size, Size] = (1, 2, 2)
-    """Latent frames, rows and columns of a token."""
+    """Latent frames, rows and columns per token."""
     hidden_size: Size = 1152
     depth: Size = 28
     num_heads: Size = 16
     class_dropout_prob: Annotated[float, SHARE] = 0.1
-    """Share of captions replaced by the null caption in training."""
+    """Fraction of captions replaced by the null caption in training."""
     pred_sigma: bool = True
-    """Twice the output channels: noise and its variance; rectified flow uses the first half."""
+    """Twice as many output channels: noise and its variance; rectified flow uses the first half."""
     caption_channels: Size = 4096
-    """Width of the text encoder's vectors."""
+    """Width of the text encoder's output."""
     model_max_length: Size = 120
-    """Longest caption in tokens."""
+    """Maximum caption length in tokens."""
     space_scale: Annotated[float, POSITIVE] = 1.0
-    """Resolution over the one at which positions are unscaled."""
+    """Resolution relative to that of unscaled positions."""
     time_scale: Annotated[float, POSITIVE] = 1.0
     """Frames per unit of the temporal code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LaterSTDiTConfig(STDiTConfig):
-    """Fields of the second and the third form."""
+    """Fields of the second and third version."""
 
     input_size: tuple[Size | None, ...] = (None, None, None)
     input_sq_size: Size = 512
-    """Side in pixels of the resolution at which positions are unscaled."""
+    """Side in pixels of the resolution with unscaled positions."""
     qk_norm: bool = True
     """RMS norm of queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class STDiT2Config(_LaterSTDiTConfig):
-    """Fields of an `STDiT2`; its width is a multiple of 3."""
+    """Fields of an `STDiT2`; its width must be a multiple of 3."""
 
     model_max_length: Size = 200
     qk_norm_legacy: bool | None = None
-    """Rotation before the norm, as public configurations say it; None leaves it to `compat`."""
+    """Rotation before the norm, as in public configurations; None leaves it to `compat`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,21 +174,24 @@ class STDiT3Config(_LaterSTDiTConfig):
 
     model_max_length: Size = 300
     only_train_temporal: bool = False
-    """Freeze all but the temporal blocks."""
+    """Freeze all parameters except the temporal blocks."""
     freeze_y_embedder: bool = False
     """Freeze the caption embedder."""
     zero_init_temporal: bool = True
-    """Start the temporal blocks as identities, as a model that grows out of an image model should;
-    from scratch on little data False learns faster."""
+    """Initialize the temporal blocks as identities, for starting from a picture model; False learns
+    faster from scratch on little data.
+    """
     temporal_positions: bool = False
-    """Add a sinusoidal code of the frame to the tokens, as the first form did. The public third
-    form has none: its rotary code tells frames apart only by what they show, so which way things
-    move is learnt late."""
+    """Add a sinusoidal frame code to the tokens, as in the first version. The public third version
+    has none: its rotary code only distinguishes frames by content, so the direction of motion is
+    learned late.
+    """
     kernel_size: tuple[Annotated[int, Range(-1)], ...] | None = None
-    """Rows, columns and frames of the windows in which temporal blocks attend, -1 for all of them,
-    with a rotary code of three axes; None: along time alone."""
+    """Rows, columns and frames of the temporal blocks' attention windows, -1 for all, with a rotary
+    code of three axes; None: attention along time only.
+    """
     use_spatial_rope: bool = False
-    """Rotary codes of rows and columns in the spatial blocks, too."""
+    """Also use rotary codes of rows and columns in the spatial blocks."""
     image_conditioning: bool = False
     """Embed given frames and their mask in addition to the noisy latents."""
 
@@ -199,7 +203,7 @@ class MMDiTConfig(TransformerConfig):
     in_channels: Size = 64
     """Width of a packed latent: channels times the square of `patch_size`."""
     vec_in_dim: Size = 768
-    """Width of the text encoder's single vector."""
+    """Width of the text encoder's pooled vector."""
     context_in_dim: Size = 4096
     """Width of the text encoder's token vectors."""
     hidden_size: Size = 3072
@@ -208,23 +212,23 @@ class MMDiTConfig(TransformerConfig):
     depth_single_blocks: Annotated[int, AT_LEAST_0] = 38
     """Number of single blocks."""
     axes_dim: tuple[Size, ...] = (16, 56, 56)
-    """Widths of a head that frame, row and column turn; their sum is a head."""
+    """Widths of a head rotated by frame, row and column; they add up to the head size."""
     theta: Annotated[float, POSITIVE] = 10_000
     """Base of the rotary frequencies."""
     qkv_bias: bool = True
-    """Whether queries, keys and values of the double blocks have a bias."""
+    """Whether queries, keys and values of the double blocks have biases."""
     guidance_embed: bool = False
-    """Whether the model is told the strength of guidance that it was distilled to."""
+    """Whether the model is conditioned on the guidance scale that it was distilled for."""
     cond_embed: bool = False
-    """Whether given frames and their mask are added, packed, to the video tokens."""
+    """Whether given frames and their mask are packed and added to the video tokens."""
     fused_qkv: bool = True
-    """Whether queries, keys and values are one matrix."""
+    """Whether queries, keys and values share one matrix."""
     use_liger_rope: bool = False
-    """Whether rotary pairs are half a head apart."""
+    """Whether the two elements of a rotary pair are half a head apart."""
     patch_size: Size = 2
     """Rows and columns of a packed latent."""
     model_max_length: Size = 512
-    """Longest text in tokens."""
+    """Maximum text length in tokens."""
 
 
 CONFIGS = {
@@ -233,24 +237,24 @@ CONFIGS = {
     "STDiT3": STDiT3Config,
     "MMDiT": MMDiTConfig,
 }
-"""Configurations by the class of the model."""
+"""Configurations by model class."""
 
 
 def config_of(kind: type[Config], config: Config | None, fields: Mapping[str, Any]) -> Config:
-    """Returns the configuration of a model: the one given, with some fields changed."""
+    """Returns a model's configuration with some fields changed."""
     known = [field.name for field in dataclasses.fields(kind)]
     for name, value in fields.items():
         if name not in known and name not in REFUSED_WHEN_SET:
             model, right = kind.__name__.removesuffix("Config"), [*known, *REFUSED_WHEN_SET]
             raise GulliverError(f"{model} has no field {name!r}: {nearest(name, right)}")
         if name in REFUSED_WHEN_SET and value:
-            raise GulliverError(f"{name}={value!r} is refused: {REFUSED_WHEN_SET[name]}")
+            raise GulliverError(f"{name}={value!r} is not supported; {REFUSED_WHEN_SET[name]}")
     own = {name: value for name, value in fields.items() if name in known}
     return kind(**own) if config is None else dataclasses.replace(config, **own)
 
 
 def make_of_fields(kind: type[T], fields: Mapping[str, Any], where: object = None) -> T:
-    """Builds a model; `where` says for the error what the fields are of."""
+    """Builds a model; `where` names the source of the fields in errors."""
     told = "" if where is None else f"{where}: "
     try:
         return kind(**fields)
@@ -258,13 +262,13 @@ def make_of_fields(kind: type[T], fields: Mapping[str, Any], where: object = Non
         raise GulliverError(f"{told}{error}") from None
     except (TypeError, ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:
         line = str(error).strip().split("\n")[0]
-        raise GulliverError(f"{told}no {kind.__name__} has these fields: {line}") from error
+        raise GulliverError(f"{told}a {kind.__name__} cannot have these fields: {line}") from error
 
 
-# The public models as one table: name, release, class, fields, and what a latent of it is.
+# The table of public models: name, release, class, fields and latent sizes.
 #
-# `build` makes one of them. The pages of the documentation, `gulliver models` and the tests read
-# this table, so what is said of a model is said once. Nothing here imports torch.
+# `build` creates one of them. The documentation, `gulliver models` and the tests read this table.
+# Nothing here imports torch.
 
 
 XL = {"hidden_size": 1152, "depth": 28, "num_heads": 16}
@@ -280,15 +284,15 @@ class Configuration:
     # Name of its class in `gulliver.models`.
     kind: str
     fields: Mapping[str, Any]
-    # Frames, rows and columns of pixels that a latent stands for.
+    # Frames, rows and columns of pixels per latent.
     compression: tuple[int, int, int]
-    # Frames, height and width of a usual clip, in pixels.
+    # Frames, height and width of a typical clip, in pixels.
     clip: tuple[int, int, int]
-    # Frames that its autoencoder takes at once, each with a first latent of its own.
+    # Frames per piece of its autoencoder, each with its own first latent.
     chunk: int | None = None
-    # Text encoders whose vectors it reads.
+    # Text encoders that it uses.
     text: tuple[str, ...] = (T5,)
-    # What it can be given besides the text.
+    # Conditioning in addition to text.
     conditions: tuple[str, ...] = ()
     note: str = ""
 
@@ -315,7 +319,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         {**XL, "input_size": (16, 32, 32), "space_scale": 0.5},
         (1, 8, 8),
         (16, 256, 256),
-        note="one size of clip; positions are buffers of the weights",
+        note="fixed clip size; positions are buffers of the weights",
     ),
     "STDiT-XL/2-512": Configuration(
         "Open-Sora 1.0",
@@ -323,7 +327,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         {**XL, "input_size": (16, 64, 64)},
         (1, 8, 8),
         (16, 512, 512),
-        note="one size of clip; positions are buffers of the weights",
+        note="fixed clip size; positions are buffers of the weights",
     ),
     "STDiT2-XL/2": Configuration(
         "Open-Sora 1.1",
@@ -332,7 +336,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         (1, 8, 8),
         (16, 240, 426),
         conditions=GIVEN,
-        note="told height, width, aspect ratio, number of frames and fps",
+        note="conditioned on height, width, aspect ratio, number of frames and fps",
     ),
     "STDiT3-XL/2": Configuration(
         "Open-Sora 1.2",
@@ -342,7 +346,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         (51, 240, 426),
         chunk=17,
         conditions=GIVEN,
-        note="told fps; spatial and temporal blocks in turns",
+        note="conditioned on fps; alternating spatial and temporal blocks",
     ),
     "STDiT3-3B/2": Configuration(
         "Open-Sora 1.2",
@@ -352,7 +356,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         (51, 240, 426),
         chunk=17,
         conditions=GIVEN,
-        note="told fps; spatial and temporal blocks in turns",
+        note="conditioned on fps; alternating spatial and temporal blocks",
     ),
     "STDiT3-XL/2-v1.3": Configuration(
         "Open-Sora 1.3",
@@ -390,7 +394,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         (128, 768, 768),
         text=(T5, "clip-vit-large-patch14"),
         conditions=("mask and latents of given frames (cond)",),
-        note="the same on latents of the deep-compression autoencoder",
+        note="the same, on latents of the deep-compression autoencoder",
     ),
     "FLUX.1-dev": Configuration(
         "FLUX.1",
@@ -399,22 +403,21 @@ CONFIGURATIONS: dict[str, Configuration] = {
         (1, 8, 8),
         (1, 768, 768),
         text=(T5, "clip-vit-large-patch14"),
-        note="the picture model that 2.0 starts from, and takes first frames of",
+        note="the picture model that 2.0 starts from and takes first frames from",
     ),
 }
 """Public models by name."""
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
-    """Builds a public model, with any field of its configuration changed.
+    """Builds a public model with optional changes to its configuration.
 
     Args:
         name: name in `CONFIGURATIONS`.
         overrides: arguments of its class.
 
     Raises:
-        GulliverError: the name or a field is unknown, the nearest is named; or there is no such
-            model, the field at fault is named.
+        GulliverError: the name or a field is unknown, or a field has an invalid value.
     """
     if name not in CONFIGURATIONS:
         raise GulliverError(f"unknown model {name!r}: {nearest(name, CONFIGURATIONS)}")

@@ -1,7 +1,8 @@
-"""Tells from names and shapes of tensors which model they are of, and how it is configured.
+"""Identifies models and their configuration from names and shapes of tensors.
 
-`look_of` names any state dict, also one that is none of ours, for errors; `fields_of` reads the
-configuration of a known one off its shapes, for files that come without a ``config.json``.
+`look_of` recognizes any known state dict, including unsupported ones, for error messages;
+`fields_of` infers the configuration of supported ones from shapes, for files without a
+``config.json``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Look(NamedTuple):
-    """What a state dict looks like."""
+    """Description of a recognized state dict."""
 
-    # Class of `gulliver.models`; empty for what is none of them.
+    # Class in `gulliver.models`; empty if unsupported.
     kind: str
     told: str
-    # Name of a tensor by which it is known, as a pattern.
+    # Pattern of a tensor name that identifies it.
     mark: str
 
 
@@ -40,11 +41,11 @@ LOOKS = (
     Look("", "a T5 text encoder", r"encoder\.block\.\d+\."),
     Look("", "a CLIP model", r"text_model\."),
 )
-"""Looks, the more particular ones first."""
+"""Known state dicts, most specific first."""
 
 
 def look_of(names: Iterable[str]) -> Look | None:
-    """Returns what tensors of these names look like; None for nothing known."""
+    """Returns the description of a state dict with these names; None if unknown."""
     listed = list(names)
     for look in LOOKS:
         if any(re.match(look.mark, name) for name in listed):
@@ -53,24 +54,23 @@ def look_of(names: Iterable[str]) -> Look | None:
 
 
 def fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
-    """Returns the class of a state dict, and its configuration as far as shapes tell it."""
+    """Returns the class of a state dict, and the configuration fields that shapes determine."""
     look = look_of(shapes)
     if look is None or not look.kind:
-        found = f"looks like {look.told}" if look else "looks like nothing known"
+        found = f"looks like {look.told}" if look else "is not recognized"
         raise GulliverError(
-            f"the state dict {found}: expected one of STDiT, STDiT2, STDiT3 or MMDiT by the names "
-            "of its tensors"
+            f"the state dict {found}; expected the tensor names of STDiT, STDiT2, STDiT3 or MMDiT"
         )
     try:
         return look.kind, (_mmdit if look.kind == "MMDiT" else _stdit)(shapes, look)
     except (KeyError, ValueError) as error:
         raise GulliverError(
-            f"the state dict looks like {look.told}, but lacks {error}: get the files again"
+            f"the state dict looks like {look.told}, but lacks {error}; download the files again"
         ) from None
 
 
 def count_of(shapes: Shapes, prefix: str) -> int:
-    """Returns the number of modules in a list, by the highest number after its name."""
+    """Returns the length of a module list, from the highest index."""
     found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in shapes)
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
@@ -91,14 +91,14 @@ def _stdit(shapes: Shapes, look: Look) -> dict[str, Any]:
         "model_max_length": length,
     }
     if look.kind == "STDiT":
-        # Heads leave no trace here; those of every public model are 72 wide.
+        # The number of heads is not visible here; all public models have head size 72.
         return {**fields, "num_heads": max(1, hidden // 72), **_square(shapes, patch)}
     windows = "1.3" in look.told
     head = 2 * shapes["rope.freqs"][0]
     fields["qk_norm"] = f"{blocks}.0.attn.q_norm.weight" in shapes
     if fields["qk_norm"]:
         (whole,) = shapes[f"{blocks}.0.attn.q_norm.weight"]
-        # A rotary code of one axis turns the whole head.
+        # A rotary code of one axis rotates the whole head.
         windows, head = windows and whole != head, whole
     elif windows:
         head *= 3
@@ -111,7 +111,7 @@ def _stdit(shapes: Shapes, look: Look) -> dict[str, Any]:
 
 
 def _square(shapes: Shapes, patch: Sequence[int]) -> dict[str, Any]:
-    """The size of clip that fixed positions are of, where its frames are square."""
+    """The clip size of fixed positions, if its frames are square."""
     frames, tokens = (shapes[name][1] for name in ("pos_embed_temporal", "pos_embed"))
     side = math.isqrt(tokens)
     if side**2 != tokens:
@@ -137,7 +137,7 @@ def _mmdit(shapes: Shapes, look: Look) -> dict[str, Any]:
         "guidance_embed": "guidance_in.in_layer.weight" in shapes,
         "cond_embed": "cond_in.weight" in shapes,
         "fused_qkv": fused,
-        # Public weights with three matrices are those that were trained with halves apart.
+        # Public weights with three matrices were trained with pairs half a head apart.
         "use_liger_rope": not fused,
     }
     if head != 128:
@@ -148,9 +148,9 @@ def _mmdit(shapes: Shapes, look: Look) -> dict[str, Any]:
     return fields
 
 
-# Tells from names and shapes of tensors which autoencoder they are of, and how it is configured.
+# Identifies autoencoders and their configuration from names and shapes of tensors.
 #
-# Groups of norms leave no trace: 32 are taken, as all public ones have.
+# The number of groups is not visible: 32 is assumed, as in all public ones.
 
 
 AUTOENCODER_LOOKS = (
@@ -170,34 +170,34 @@ AUTOENCODER_LOOKS = (
     Look("FrameAutoencoder", "diffusers' AutoencoderKL", r"encoder\.down_blocks\.\d+\.resnets"),
     Look("", "Wan's autoencoder", r"encoder\.conv_in\.weight"),
 )
-"""Looks, the more particular ones first."""
+"""Known state dicts, most specific first."""
 
 RENAMED = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-"""Names of an attention in files of early versions of diffusers."""
+"""Names of an attention in files of early diffusers versions."""
 
 
 def autoencoder_fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
-    """Returns the class of a state dict, and its configuration as far as shapes tell it."""
+    """Returns the class of a state dict, and the configuration fields that shapes determine."""
     look = next(
         (o for o in AUTOENCODER_LOOKS if any(re.match(o.mark, n) for n in shapes)), look_of(shapes)
     )
     if look is None or look.kind not in FIELDS:
-        found = look.told if look else "nothing known"
+        found = look.told if look else "an unknown model"
         right = "AutoencoderKL, or an autoencoder of Open-Sora 1.2 or 1.3"
         if look in AUTOENCODER_LOOKS:
-            right += "; of a class of diffusers give the folder with its config.json"
-        raise GulliverError(f"no video autoencoder: it looks like {found}; expected {right}")
+            right += "; for diffusers classes give the folder with its config.json"
+        raise GulliverError(f"not a video autoencoder: it looks like {found}; expected {right}")
     try:
         return look.kind, FIELDS[look.kind](shapes)
     except KeyError as error:
         raise GulliverError(
-            f"no whole video autoencoder: it looks like {look.told}, but lacks {error}: get the "
-            "files again"
+            f"incomplete video autoencoder: it looks like {look.told}, but lacks {error}; "
+            "download the files again"
         ) from None
 
 
 def public_name(name: str) -> str:
-    """Returns the present name of a tensor of an early file."""
+    """Returns the current name of a tensor in an early file."""
     for old, new in RENAMED.items():
         name = re.sub(rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.", name)
     return name
@@ -259,4 +259,4 @@ FIELDS = {
     "PipelineAutoencoder": _pipeline,
     "CausalAutoencoder": _causal,
 }
-"""Functions that read the configuration off shapes, by class."""
+"""Functions that infer the configuration from shapes, by class."""

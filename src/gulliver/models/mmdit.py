@@ -1,9 +1,9 @@
-"""MMDiT, the transformer of Open-Sora 2.0: video and text tokens attend to all of each other.
+"""MMDiT, the transformer of Open-Sora 2.0, with joint attention over video and text tokens.
 
-Read `MMDiT.forward`. Double blocks have weights of their own for video and for text and meet in one
-attention; single blocks treat both alike. Every token carries a place on three axes (frame, row,
-column; text has zeros), which rotary codes tell. `clips.py` is the way from latents to tokens
-and back. Names are those of the public weights, which descend from FLUX.1.
+Start with `MMDiT.forward`. Double blocks have separate weights for video and text and share one
+attention; single blocks treat both alike. Every token has a position on three axes (frame, row,
+column; zeros for text), encoded by rotary codes. `clips.py` converts latents to tokens and back.
+Names are those of the public weights, which derive from FLUX.1.
 
 Shapes: B clips, N video tokens, L text tokens, C channels.
 """
@@ -33,9 +33,10 @@ from gulliver.models.configurations import MMDiTConfig, checked_quirks, config_o
 
 
 # [Note: two layouts of one model] The public weights exist with queries, keys and values in one
-# matrix (``fused_qkv``, as FLUX has it) and in three, and with rotary pairs side by side or half a
-# head apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with
-# three and halves apart. Neither can be told from the other's values, so both are fields.
+# matrix (``fused_qkv``, as in FLUX) and in three, and with rotary pairs adjacent or half a head
+# apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with three
+# matrices and pairs half a head apart. The values of the weights do not reveal the layout, so both
+# are fields.
 class VectorEmbedder(nn.Module):
     """A two-layer MLP with SiLU: [B, inputs] to [B, hidden_size]."""
 
@@ -50,7 +51,7 @@ class VectorEmbedder(nn.Module):
 
 
 class HeadNorms(nn.Module):
-    """RMS norms of queries and keys, each head by itself."""
+    """RMS norms of queries and keys, per head."""
 
     def __init__(self, head_size: int) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class StreamAttention(nn.Module):
-    """Projections of one stream, video or text, around the joint attention."""
+    """Projections of one stream, video or text, for the joint attention."""
 
     def __init__(self, hidden_size: int, num_heads: int, qkv_bias: bool, fused_qkv: bool) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class StreamAttention(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """A block with weights of its own for video and for text, which meet in one attention."""
+    """A block with separate weights for video and text, and joint attention."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class DoubleBlock(nn.Module):
         return out["img"], out["txt"]
 
     def attend(self, txt: Tensor, img: Tensor, rotation: Rotation) -> Tensor:
-        """Attends among all tokens, modulated; before the last projections, [B, L + N, C]."""
+        """Modulated attention over all tokens, without the output projections, [B, L + N, C]."""
         found = self._part("txt", "attn").heads(txt), self._part("img", "attn").heads(img)
         q, k, v = (torch.cat(pair, dim=2) for pair in zip(*found, strict=True))
         return joint_attention(q, k, v, rotation, self.halves)
@@ -158,9 +159,9 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """A block that treats text and video alike; attention and MLP run side by side."""
+    """A block that treats text and video alike; attention and MLP run in parallel."""
 
-    # Source of the form: Dehghani et al., 2023 (arXiv 2302.05442).
+    # Source of parallel blocks: Dehghani et al., 2023 (arXiv 2302.05442).
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float, fused_qkv: bool, halves: bool
@@ -179,7 +180,7 @@ class SingleBlock(nn.Module):
         self.modulation = Modulation(hidden_size, 3)
 
     def forward(self, x: Tensor, vec: Tensor, rotation: Rotation) -> Tensor:
-        """Computes one block of tokens [B, L + N, C], with arguments as of `DoubleBlock`."""
+        """Computes one block of tokens [B, L + N, C], with arguments as in `DoubleBlock`."""
         shift, scale, gate = self.modulation(vec)
         seen = modulate(layer_norm(x), shift, scale)
         width = self.hidden_size
@@ -193,7 +194,7 @@ class SingleBlock(nn.Module):
         return torch.addcmul(x, gate, self.linear2(both))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
-        """Attends among projected tokens, each of q, k and v [B, L + N, C]; the same shape."""
+        """Attends over projected tokens, each of q, k and v [B, L + N, C]; the same shape."""
         q, k, v = (_by_head(part, self.num_heads) for part in (q, k, v))
         q, k = self.norm(q, k)
         return joint_attention(q, k, v, rotation, self.halves)
@@ -232,13 +233,13 @@ class MMDiT(nn.Module):
 
     Args:
         config: configuration; None for the defaults.
-        fields: fields of `MMDiTConfig` that are other than there.
+        fields: fields of `MMDiTConfig` to override.
 
     Raises:
         GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
 
     Source: https://arxiv.org/abs/2503.09642 (Open-Sora 2.0), https://arxiv.org/abs/2403.03206
-        (MMDiT).
+    (MMDiT).
     """
 
     CHANNELS = 256
@@ -252,14 +253,14 @@ class MMDiT(nn.Module):
         in_channels, patch_size, axes_dim = config.in_channels, config.patch_size, config.axes_dim
         if hidden_size % num_heads or sum(axes_dim) != hidden_size // num_heads:
             raise GulliverError(
-                f"axes_dim {axes_dim} must add up to a head of hidden_size {hidden_size} / "
-                f"num_heads {num_heads}"
+                f"axes_dim={axes_dim} must add up to the head size, hidden_size={hidden_size} / "
+                f"num_heads={num_heads}"
             )
         if len(axes_dim) != 3 or any(size % 2 for size in axes_dim):
-            raise GulliverError(f"axes_dim {axes_dim} must be three even widths")
+            raise GulliverError(f"axes_dim={axes_dim} must be three even widths")
         if in_channels % patch_size**2:
             raise GulliverError(
-                f"in_channels {in_channels} must be a multiple of patch_size {patch_size} squared"
+                f"in_channels={in_channels} must be a multiple of patch_size={patch_size} squared"
             )
         self.in_channels, self.patch_size = in_channels, patch_size
         self.vec_in_dim, self.context_in_dim = config.vec_in_dim, config.context_in_dim
@@ -286,7 +287,8 @@ class MMDiT(nn.Module):
         )
         self.final_layer = LastLayer(hidden_size, in_channels)
         if self.cond_in is not None:
-            # A model of text alone goes on as it was until it has learnt what is given.
+            # Zero-initialized, so that a text-only model is unchanged until it has learned the
+            # conditioning.
             nn.init.zeros_(self.cond_in.weight)
             nn.init.zeros_(self.cond_in.bias)
 
@@ -307,25 +309,25 @@ class MMDiT(nn.Module):
             img: noisy packed latents [B, N, in_channels].
             img_ids: frame, row and column of each of them [B, N, 3].
             txt: text token vectors [B, L, context_in_dim].
-            txt_ids: places of the text tokens [B, L, 3], zeros in the public training.
+            txt_ids: positions of the text tokens [B, L, 3], zeros in the public training.
             timesteps: noise level of each clip [B], 0 (data) to 1 (noise).
             y_vec: text encoder's single vector [B, vec_in_dim].
             cond: mask of given frames, then their latents, packed: [B, N, in_channels +
                 patch_size^2]; with cond_embed.
-            guidance: strength of guidance [B]; with guidance_embed.
+            guidance: guidance scale [B]; with guidance_embed.
 
         Returns:
             [B, N, in_channels] in float32 (float64 for a float64 model).
 
         Raises:
-            GulliverError: something is missing, or shapes do not fit.
+            GulliverError: an input is missing, or shapes do not match.
         """
         self._check(img, img_ids, txt, txt_ids, y_vec, cond, guidance)
         dtype = self.img_in.weight.dtype
         video = self.img_in(img.to(dtype))
         if self.cond_in is not None and cond is not None:
             video = video + self.cond_in(cond.to(dtype))
-        # Noise levels come as 0 to 1 and are embedded as 0 to 1000.
+        # Noise levels from 0 to 1 are embedded as 0 to 1000.
         vec = self.time_in(sinusoid(1000 * timesteps, self.CHANNELS, dtype))
         if self.guidance_in is not None and guidance is not None:
             vec = vec + self.guidance_in(sinusoid(1000 * guidance, self.CHANNELS, dtype))
@@ -370,11 +372,11 @@ class MMDiT(nn.Module):
         if self.cond_in is not None:
             wanted["cond"] = cond, (count, img.shape[1], self.cond_in.in_features)
         elif cond is not None:
-            raise GulliverError("cond is for a model with cond_embed=True")
+            raise GulliverError("cond needs a model with cond_embed=True")
         if self.guidance_in is not None:
             wanted["guidance"] = guidance, (count,)
         elif guidance is not None:
-            raise GulliverError("guidance is for a model with guidance_embed=True")
+            raise GulliverError("guidance needs a model with guidance_embed=True")
         for name, (value, shape) in wanted.items():
             sizes = () if value is None else tuple(value.shape)
             fits = len(sizes) == len(shape) and all(
@@ -383,9 +385,10 @@ class MMDiT(nn.Module):
             if not fits:
                 told = ", ".join("N" if size is None else str(size) for size in shape)
                 found = "missing" if value is None else f"of shape {sizes}"
-                raise GulliverError(f"{name} is {found}: expected [{told}]")
+                raise GulliverError(f"{name} is {found}; expected [{told}]")
         if txt.shape[1] > self.model_max_length:
             raise GulliverError(
-                f"a text of {txt.shape[1]} tokens is longer than model_max_length = "
-                f"{self.model_max_length}: cut it, or build the model longer"
+                f"a text of {txt.shape[1]} tokens exceeds "
+                f"model_max_length={self.model_max_length}; truncate it, or build the model with "
+                "a larger limit"
             )

@@ -1,14 +1,14 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2 and 1.3.
 
-Read `STDiT3.forward` first, then `STDiTBlock.forward` of `blocks.py`. Attention alternates between
+Start with `STDiT3.forward`, then `STDiTBlock.forward` in `blocks.py`. Attention alternates between
 the tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks),
-or, in the later release, all tokens of a window; each block then attends to the caption. Parameter
-names are those of the public weights, which load strictly and compute the same: quirks that trained
-weights depend on stand in `configurations.py`.
+or, in the later release, all tokens of a window; each block then cross-attends to the caption.
+Parameter names are those of the public weights, which load strictly; quirks of trained weights are
+in `configurations.py`.
 
 Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
-What it does not know: autoencoders, noise, parallelism. But blocks and the final layer are told the
-grid, the sizes of the whole clip, so that sequence parallelism may hand them a part of its tokens.
+Blocks and the final layer receive the grid of the whole clip, so that sequence parallelism can pass
+them a part of its tokens.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ STDIT3_SIZES: dict[str, dict[str, int]] = {
 """Named sizes; `depth` counts pairs of a spatial and a temporal block."""
 
 
-# [Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; spatial and
-# temporal attention in turn cost T S^2 + S T^2, and any two tokens are connected after one pair of
-# blocks. It is also what makes dynamic sequence parallelism possible: each block needs only one of
-# the two axes whole.
+# [Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; alternating
+# spatial and temporal attention cost T S^2 + S T^2, and any two tokens are connected after one pair
+# of blocks. This also enables dynamic sequence parallelism: each block needs only one of the two
+# axes whole.
 def stdit3(size: str, **overrides: Any) -> STDiT3:
-    """Builds a named size of STDiT3, with any field of its configuration changed.
+    """Builds a named size of STDiT3, with optional changes to its configuration.
 
     Args:
         size: name in `STDIT3_SIZES`.
         overrides: arguments of `STDiT3`.
 
     Raises:
-        GulliverError: the size or a field is unknown; the nearest is named.
+        GulliverError: the size or a field is unknown.
     """
     if size not in STDIT3_SIZES:
         raise GulliverError(f"unknown model size {size!r}: {nearest(size, STDIT3_SIZES)}")
@@ -91,18 +91,17 @@ def stdit3(size: str, **overrides: Any) -> STDiT3:
 
 
 class STDiT3(nn.Module):
-    """The spatial-temporal diffusion transformer, third form.
+    """The spatial-temporal diffusion transformer, third version.
 
     Args:
         config: configuration; None for the defaults.
-        fields: fields of `STDiT3Config` that are other than there.
+        fields: fields of `STDiT3Config` to override.
 
     Raises:
-        GulliverError: an unknown field (the nearest is named), one that is not supported, or sizes
-            that do not divide.
+        GulliverError: a field is unknown or not supported, or sizes are not divisible.
 
     Source: https://arxiv.org/abs/2412.20404 (Open-Sora), https://arxiv.org/abs/2310.00426
-        (AdaLN-single).
+    (AdaLN-single).
     """
 
     def __init__(self, config: STDiT3Config | None = None, **fields: Any) -> None:
@@ -184,32 +183,32 @@ class STDiT3(nn.Module):
         *,
         drop_caption: Tensor | None = None,
     ) -> Tensor:
-        """Predicts the velocity (and, with pred_sigma, as many channels more).
+        """Predicts the velocity (and, with pred_sigma, as many additional channels).
 
         Args:
             x: noisy latents [B, in_channels, T, H, W], any T, H, W.
             timestep: noise level of each clip [B], 0 (data) to 1000 (noise).
             y: caption vectors [B, 1, L, caption_channels].
-            mask: caption tokens that are there [B, L]; None: all.
+            mask: True for valid caption tokens [B, L]; None: all.
             x_mask: True for frames to generate, False for given ones [B, T]; None: all True.
             fps: frames per second [B].
-            height: rows of the clip in pixels [B]; as in the public model the first decides for
-                the whole batch.
+            height: rows of the clip in pixels [B]; as in the public model the first applies to the
+                whole batch.
             width: columns of the clip in pixels [B].
-            cond: latents of the given frames, zero elsewhere, of the shape of `x`; with
+            cond: latents of the given frames, zero elsewhere, with the shape of `x`; with
                 image_conditioning.
-            cond_mask: one for given frames and zero elsewhere, of the shape of `x`.
-            mask_index: numbers of the given frames, which read the null caption.
+            cond_mask: one for given frames and zero elsewhere, with the shape of `x`.
+            mask_index: indices of the given frames, which attend to the null caption.
             y_null: null caption vectors [B, 1, L, caption_channels]; None: the model's own.
-            drop_caption: captions to replace by the null caption [B]; None: drawn with
+            drop_caption: captions to replace by the null caption [B]; None: random with
                 class_dropout_prob in training, none in evaluation.
 
         Returns:
             [B, out_channels, T, H, W] in float32 (float64 for a float64 model).
 
         Raises:
-            GulliverError: fps, height or width is missing; shapes do not fit each other; a caption
-                has no token.
+            GulliverError: fps, height or width is missing; shapes do not match; a caption has no
+                tokens.
         """
         needed("STDiT3", fps=fps, height=height, width=width)
         assert fps is not None, "checked"
@@ -251,23 +250,22 @@ class STDiT3(nn.Module):
     ) -> None:
         if mask_index is None:
             if cond is not None or cond_mask is not None:
-                raise GulliverError("cond needs mask_index, the numbers of the given frames")
+                raise GulliverError("cond needs mask_index, the indices of the given frames")
             return
         if self.x_embedder_cond is None:
             raise GulliverError(
-                "mask_index is for models with image_conditioning=True: build it so, or give "
-                "frames by x_mask"
+                "mask_index needs a model with image_conditioning=True; for other models use x_mask"
             )
         if self.patch_size[0] != 1:
-            raise GulliverError("mask_index needs a patch of one frame: patch_size = (1, h, w)")
+            raise GulliverError("mask_index needs patches of one frame; use patch_size=(1, h, w)")
         for name, value in (("cond", cond), ("cond_mask", cond_mask)):
             if value is None or value.shape != x.shape:
                 found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                raise GulliverError(f"{name} is {found}: expected that of x, {tuple(x.shape)}")
+                raise GulliverError(f"{name} is {found}; expected the shape of x, {tuple(x.shape)}")
         beyond = [n for n in mask_index if not 0 <= n < x.shape[2]]
         if beyond:
             raise GulliverError(
-                f"mask_index names frame {beyond[0]}: the clip has frames 0 to {x.shape[2] - 1}"
+                f"mask_index contains frame {beyond[0]}; the clip has frames 0 to {x.shape[2] - 1}"
             )
 
     def _positions(self, grid: Grid, scales: list[float], like: Tensor) -> Tensor:
@@ -284,8 +282,8 @@ class STDiT3(nn.Module):
             return None, self.rope(grid.frames)
         if len(scales) > 1:
             raise GulliverError(
-                "clips of several sizes cannot share a batch: the rotary code of rows and columns "
-                "has one scale"
+                "clips of several sizes cannot share a batch, because rotary codes of rows and "
+                "columns have a single scale"
             )
         sizes = (grid.frames, grid.rows, grid.columns)
         pairs = zip(sizes, self.window, strict=True)
@@ -303,7 +301,7 @@ class STDiT3(nn.Module):
         y_mask: Tensor | None,
         frames: Sequence[int],
     ) -> Given:
-        """The null caption that given frames read."""
+        """The null caption for given frames."""
         if y_null is None:
             y_null = self.y_embedder.y_embedding[: y.shape[2]].expand_as(y)
         never = torch.zeros(len(y), dtype=torch.bool, device=y.device)
@@ -316,41 +314,41 @@ class STDiT3(nn.Module):
 def _window(
     kernel_size: Sequence[int] | None, head_size: int, spatial: bool
 ) -> tuple[int, int, int] | None:
-    """Frames, rows and columns of a window, from the public order: rows, columns, frames."""
+    """Frames, rows and columns of a window, from the public order (rows, columns, frames)."""
     if kernel_size is None:
         if spatial:
             raise GulliverError("use_spatial_rope needs kernel_size, such as (8, 8, -1)")
         return None
     if len(kernel_size) != 3 or any(size < 1 and size != -1 for size in kernel_size):
         raise GulliverError(
-            f"kernel_size {tuple(kernel_size)} is not rows, columns and frames of a window, each "
+            f"kernel_size={tuple(kernel_size)} must be rows, columns and frames of a window, each "
             "at least 1, or -1 for all"
         )
     if head_size % 6:
         raise GulliverError(
-            f"windows have a rotary code of three axes: heads must be a multiple of 6 wide, not "
-            f"{head_size}"
+            "windows have a rotary code of three axes, so the head size must be a multiple of 6, "
+            f"not {head_size}"
         )
     rows, columns, frames = kernel_size
     return frames, rows, columns
 
 
-# STDiT, the first form of the model: Open-Sora 1.0.
+# STDiT, the first version of the model: Open-Sora 1.0.
 #
-# A block attends along space, then time, to the caption, and has an MLP. Positions are fixed codes
-# for one size of clip, which the weights hold as buffers; the codes of frames are added to what
-# the first block's temporal attention sees, and nowhere else. Read `STDiT.forward`.
+# A block has attention over space, then over time, cross-attention to the caption, and an MLP.
+# Positions are fixed codes for one clip size, stored as buffers of the weights; the frame codes are
+# added only to the input of the first block's temporal attention. Start with `STDiT.forward`.
 
 
 class STDiT(nn.Module):
-    """The spatial-temporal diffusion transformer, first form.
+    """The spatial-temporal diffusion transformer, first version.
 
     Args:
         config: configuration; None for the defaults.
-        fields: fields of `STDiTConfig` that are other than there.
+        fields: fields of `STDiTConfig` to override.
 
     Raises:
-        GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
+        GulliverError: a field is unknown or not supported, or sizes are not divisible.
 
     Source: https://arxiv.org/abs/2412.20404 (Open-Sora), https://arxiv.org/abs/2310.00426 (PixArt).
     """
@@ -368,7 +366,7 @@ class STDiT(nn.Module):
         self.compat = checked_quirks("STDiT", config.compat)
         if any(size % patch for size, patch in zip(input_size, patch_size, strict=True)):
             raise GulliverError(
-                f"input_size {input_size} does not divide by patch_size {patch_size}"
+                f"input_size={input_size} is not divisible by patch_size={patch_size}"
             )
         self.input_size, self.patch_size = input_size, patch_size
         self.in_channels, self.hidden_size = config.in_channels, hidden_size
@@ -406,28 +404,27 @@ class STDiT(nn.Module):
         *,
         drop_caption: Tensor | None = None,
     ) -> Tensor:
-        """Predicts the noise (and, with pred_sigma, as many channels more).
+        """Predicts the noise (and, with pred_sigma, as many additional channels).
 
         Args:
             x: noisy latents [B, in_channels, *input_size].
-            timestep: step of the diffusion of each clip [B], 0 to 999.
+            timestep: diffusion step of each clip [B], 0 to 999.
             y: caption vectors [B, 1, L, caption_channels].
-            mask: caption tokens that are there [B, L]; None: all.
-            drop_caption: captions to replace by the null caption [B]; None: drawn with
+            mask: True for valid caption tokens [B, L]; None: all.
+            drop_caption: captions to replace by the null caption [B]; None: random with
                 class_dropout_prob in training, none in evaluation.
 
         Returns:
             [B, out_channels, *input_size] in float32 (float64 for a float64 model).
 
         Raises:
-            GulliverError: the clip is of another size; shapes do not fit each other; a caption has
-                no token.
+            GulliverError: the clip has another size; shapes do not match; a caption has no tokens.
         """
         check_inputs(x, y, mask, None, self.in_channels, self.patch_size)
         if tuple(x.shape[2:]) != self.input_size:
             raise GulliverError(
-                f"x has {'x'.join(map(str, x.shape[2:]))} latents: this STDiT has positions for "
-                f"input_size {'x'.join(map(str, self.input_size))} alone"
+                f"x has {'x'.join(map(str, x.shape[2:]))} latents, but this STDiT only has "
+                f"positions for input_size={'x'.join(map(str, self.input_size))}"
             )
         dtype = self.x_embedder.proj.weight.dtype
         tokens, grid = self.x_embedder(x.to(dtype))
@@ -444,22 +441,22 @@ class STDiT(nn.Module):
         return as_exact(join_patches(out, grid, self.patch_size, x.shape[2:]))
 
 
-# STDiT2, the second form of the model: Open-Sora 1.1.
+# STDiT2, the second version of the model: Open-Sora 1.1.
 #
-# Any size and length of clip: positions are scaled sinusoids in space and a rotary code in time.
-# What modulates spatial attention and the MLP knows height, width and aspect ratio; what modulates
-# temporal attention knows the number of frames and their rate. Read `STDiT2.forward`.
+# Any clip size and length: positions are scaled sinusoids in space and a rotary code in time.
+# Spatial attention and the MLP are modulated by height, width and aspect ratio, temporal attention
+# by the number of frames and their rate. Start with `STDiT2.forward`.
 
 
 class STDiT2(nn.Module):
-    """The spatial-temporal diffusion transformer, second form.
+    """The spatial-temporal diffusion transformer, second version.
 
     Args:
         config: configuration; None for the defaults.
-        fields: fields of `STDiT2Config` that are other than there.
+        fields: fields of `STDiT2Config` to override.
 
     Raises:
-        GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
+        GulliverError: a field is unknown or not supported, or sizes are not divisible.
 
     Source: https://arxiv.org/abs/2412.20404 (Open-Sora).
     """
@@ -471,8 +468,8 @@ class STDiT2(nn.Module):
         check_heads(hidden_size, num_heads)
         if hidden_size % 3:
             raise GulliverError(
-                f"hidden_size {hidden_size} must be a multiple of 3: height, width and aspect "
-                "ratio take a third each"
+                f"hidden_size={hidden_size} must be a multiple of 3, for height, width and aspect "
+                "ratio"
             )
         quirks = checked_quirks("STDiT2", config.compat)
         if config.qk_norm_legacy is not None:
@@ -524,28 +521,28 @@ class STDiT2(nn.Module):
         *,
         drop_caption: Tensor | None = None,
     ) -> Tensor:
-        """Predicts the noise (and, with pred_sigma, as many channels more).
+        """Predicts the noise (and, with pred_sigma, as many additional channels).
 
         Args:
             x: noisy latents [B, in_channels, T, H, W], any T, H, W.
-            timestep: step of the diffusion of each clip [B], 0 to 999.
+            timestep: diffusion step of each clip [B], 0 to 999.
             y: caption vectors [B, 1, L, caption_channels].
-            mask: caption tokens that are there [B, L]; None: all.
+            mask: True for valid caption tokens [B, L]; None: all.
             x_mask: True for frames to generate, False for given ones [B, T]; None: all True.
             num_frames: frames of the clip [B].
             height: rows of the clip in pixels [B].
             width: columns of the clip in pixels [B].
             ar: height over width [B].
             fps: frames per second [B].
-            drop_caption: captions to replace by the null caption [B]; None: drawn with
+            drop_caption: captions to replace by the null caption [B]; None: random with
                 class_dropout_prob in training, none in evaluation.
 
         Returns:
             [B, out_channels, T, H, W] in float32 (float64 for a float64 model).
 
         Raises:
-            GulliverError: something that it is conditioned on is missing; shapes do not fit each
-                other; a caption has no token.
+            GulliverError: a conditioning input is missing; shapes do not match; a caption has no
+                tokens.
         """
         needed("STDiT2", num_frames=num_frames, height=height, width=width, ar=ar, fps=fps)
         assert num_frames is not None, "checked"
