@@ -150,7 +150,7 @@ class VideoAutoencoder(nn.Module):
         return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns the encoder's output: latents, and log-variances as additional channels if any."""
+        """Returns the encoder's output: latents, and any log-variances as more channels."""
         return self.encoder(fold(video)).transpose(1, 2)
 
     def encode_raw(self, video: Tensor) -> Tensor:

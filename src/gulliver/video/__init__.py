@@ -1,4 +1,4 @@
-"""Text-to-video: training, generation, evaluation, and the demonstration of all three."""
+"""Text-to-video: training, generation, evaluation, and a demo of all three."""
 
 from typing import TYPE_CHECKING
 

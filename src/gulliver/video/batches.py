@@ -1,9 +1,8 @@
-"""Mask strategies: which latent frames of a training clip are given, and which are to be made.
+"""Mask strategies: which latent frames of a training clip are given, and which are generated.
 
-A model that is shown some frames without noise learns to make the others fit: pictures are set in
-motion, clips continued, begun from their end, and filled in between. Masks are [T], True for the
-frames to make, as the models' `x_mask`. What this does not know: how a given frame is shown, and
-how the loss leaves it out (`flows.py`).
+A model that sees some frames without noise learns to generate matching ones: it animates pictures,
+and continues, prepends to and interpolates clips. Masks are [T], True for generated frames, like
+the models' `x_mask`.
 
 Source: the strategies and names of Open-Sora 1.1 to 1.3 (https://arxiv.org/abs/2412.20404).
 """
@@ -34,7 +33,7 @@ from gulliver.video.text_encoders import TextEncoder
 Draw = torch.Generator
 Length = Callable[[int, Draw], int]
 Strategy = Callable[[int, Draw], Tensor]
-"""Function from a number of latent frames and a generator to those that are given: bool [T]."""
+"""Function from a number of latent frames and a generator to the given ones: bool [T]."""
 
 
 def _integer(least: int, most: int, draw: Draw) -> int:
@@ -50,7 +49,7 @@ def _two(frames: int, draw: Draw) -> int:
 
 
 def _quarter(frames: int, draw: Draw) -> int:
-    """Draws a length of at most a quarter of the frames, and at least one of them."""
+    """Draws a length of at least one frame and at most a quarter of them."""
     return _integer(1, max(1, frames // 4), draw)
 
 
@@ -80,13 +79,13 @@ def _identity(frames: int, draw: Draw) -> Tensor:
 
 
 def _random(frames: int, draw: Draw) -> Tensor:
-    """Gives each frame with a chance that is itself drawn, from 0.1 to 0.9."""
+    """Selects each frame with a probability that is itself drawn, from 0.1 to 0.9."""
     chance = 0.1 + 0.8 * float(torch.rand((), generator=draw))
     return torch.rand(frames, generator=draw) <= chance
 
 
 def _interpolate(frames: int, draw: Draw) -> Tensor:
-    """Gives every second frame, from the first or the second."""
+    """Selects every second frame, starting with the first or the second."""
     return torch.arange(frames) % 2 == _integer(0, 1, draw)
 
 
@@ -106,32 +105,33 @@ STRATEGIES: dict[str, Strategy] = {
     "interpolate": _interpolate,
     "extend": partial(_head, _two),
 }
-"""The public strategies, and `extend`, ours: the first two latent frames are given, the beginning
-of a clip however short it is; a quarter of few frames is one, which is a picture."""
+"""The public strategies, and our `extend`: the first two latent frames are given, which is the
+start of a clip even if it is short; a quarter of few frames is a single one, a picture.
+"""
 ALIASES = {"intepolate": "interpolate"}
-"""Names as public configurations write them."""
+"""Names in public configurations."""
 
 
 @dataclass(frozen=True)
 class MaskStrategies:
-    """Mask strategies by name, each with its share of the clips; the others are made whole."""
+    """Mask strategies by name with their fractions; other clips are fully generated."""
 
     ratios: dict[str, float]
 
     @classmethod
     def of(cls, config: FlowConfig) -> Self:
-        """Reads the strategies of a configuration."""
+        """Parses the strategies of a configuration."""
         ratios: dict[str, float] = {}
         for text in config.masks:
             name, ratio = _parsed(text)
             if name in ratios:
-                raise GulliverError(f"--flow.masks: {name} is named twice")
+                raise GulliverError(f"--flow.masks contains {name} twice; remove one")
             ratios[name] = ratio
         return cls(_checked(ratios))
 
     @property
     def share(self) -> float:
-        """Share of the clips that have given frames."""
+        """Fraction of the clips with given frames."""
         return sum(ratio for name, ratio in self.ratios.items() if name != "identity")
 
     def draw(
@@ -141,9 +141,9 @@ class MaskStrategies:
         generator: torch.Generator,
         step: torch.Generator | None = None,
     ) -> Tensor | None:
-        """Draws the masks [clips, frames] of a step; None where all of its clips are made whole."""
-        # Masks cost a second modulation of every block: they come a whole step at a time, with the
-        # chance that a clip has one, and each clip of the step draws its strategy.
+        """Draws the masks [clips, frames] of a step; None if all clips are fully generated."""
+        # Masks cost a second modulation of every block, so whole steps have them, with the
+        # probability that a clip has one, and each clip of the step draws its strategy.
         masked = float(torch.rand((), generator=step or generator)) < self.share
         if not masked or frames == 1:
             return None
@@ -157,7 +157,7 @@ class MaskStrategies:
 
 
 def _rest(given: Tensor) -> Tensor:
-    """Returns the frames to make; the last is one where all would be given."""
+    """Returns the frames to generate; at least the last one."""
     made = ~given
     made[-1] |= not bool(made.any())
     return made
@@ -167,16 +167,18 @@ def _parsed(text: str) -> tuple[str, float]:
     name, colon, ratio = text.partition(":")
     name = ALIASES.get(name, name)
     if name not in STRATEGIES:
-        raise GulliverError(f"--flow.masks: unknown strategy {name!r}: {nearest(name, STRATEGIES)}")
+        raise GulliverError(
+            f"unknown strategy {name!r} in --flow.masks: {nearest(name, STRATEGIES)}"
+        )
     try:
         share = float(ratio)
     except ValueError:
         share = math.nan
     if share not in SHARE:
-        problem = f"its share is {ratio!r}" if colon else "it has no share"
+        problem = f"its fraction is {ratio!r}" if colon else "it has no fraction"
         raise GulliverError(
-            f"--flow.masks {text!r}: {problem}: write one {SHARE} after a colon, such as "
-            f"{name}:0.05"
+            f"--flow.masks {text!r} is invalid: {problem}; write one {SHARE} after a colon, such "
+            f"as {name}:0.05"
         )
     return name, share
 
@@ -185,25 +187,24 @@ def _checked(ratios: dict[str, float]) -> dict[str, float]:
     total = sum(ratios.values())
     if total > 1 + 1e-6:
         parts = " + ".join(f"{name}:{ratio:g}" for name, ratio in ratios.items())
-        raise GulliverError(f"--flow.masks {parts} is {total:g}: it must be at most 1")
+        raise GulliverError(f"--flow.masks {parts} adds up to {total:g}; it must be at most 1")
     return ratios
 
 
-# Counts clips that could not be read when their turn came, and says when they are too many.
+# Counts unreadable clips, and detects when there are too many.
 #
-# All ranks count the clips of all ranks, so that they stop together. What it does not know: how a
-# clip is read, and what is saved before the run stops.
+# All ranks count the clips of all ranks, so that they stop together.
 
 
 EMPTY_BATCHES = 10
-"""Empty batches in a row, or those of a whole epoch if fewer, at which the data is gone."""
+"""Maximum consecutive empty batches, or those of a whole epoch if fewer."""
 SHOWN = 20
-"""Most names of skipped clips that are printed."""
+"""Maximum number of skipped clips to print."""
 
 
 @dataclass
 class SkippedClips:
-    """Counts read and skipped clips of the present epoch."""
+    """Counts read and skipped clips of the current epoch."""
 
     samples: int
     batches: int
@@ -211,10 +212,10 @@ class SkippedClips:
     epoch: int = -1
     skipped: int = 0
     empty: int = 0
-    """Batches in a row without a single clip."""
+    """Consecutive batches without a single clip."""
 
     def count(self, epoch: int, read: int, skipped: int) -> None:
-        """Adds a batch: the clips of all ranks that could be read, and those that could not."""
+        """Adds a batch: the numbers of readable and unreadable clips on all ranks."""
         if epoch != self.epoch:
             self.epoch, self.skipped = epoch, 0
         self.skipped += skipped
@@ -222,11 +223,11 @@ class SkippedClips:
 
     @property
     def problem(self) -> str | None:
-        """Says why a run cannot go on; None where it can."""
+        """Returns why a run cannot continue; None if it can."""
         if self.skipped > self.limit * self.samples:
             return (
                 f"{self.skipped} of the {self.samples} clips of epoch {self.epoch} could not be "
-                f"read, where --data.unreadable-limit allows a share of {self.limit:g}"
+                f"read, more than --data.unreadable-limit {self.limit:g} allows"
             )
         if self.empty >= min(EMPTY_BATCHES, self.batches):
             return f"{self.empty} batches in a row had no clip that could be read"
@@ -234,15 +235,13 @@ class SkippedClips:
 
 
 def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
-    """Returns the samples that all ranks with one share could read; all ranks call it."""
+    """Returns the samples that all ranks with one share could read; a collective call."""
     found = [theirs for other, theirs in gather_objects((place, kept)) if other == place]
     return sorted(set(kept).intersection(*found))
 
 
-def listing(
-    clips: set[tuple[str, str]], problem: str = "could not be read when their turn came"
-) -> str:
-    """Lists clips with their reasons, the first of them where they are many."""
+def listing(clips: set[tuple[str, str]], problem: str = "could not be read") -> str:
+    """Formats clips with their reasons, up to a maximum."""
     lines = [f"{len(clips)} clip{'s' * (len(clips) != 1)} {problem}:"]
     lines += [f"  {name}: {reason}" for name, reason in sorted(clips)[:SHOWN]]
     if len(clips) > SHOWN:
@@ -250,15 +249,14 @@ def listing(
     return "\n".join(lines)
 
 
-# Makes training batches of clips: latents, noise, noise levels, captions, masks.
+# Builds training batches of clips: latents, noise, noise levels, captions, masks.
 #
-# Everything random here is a function of (seed, step) or of (seed, epoch, sample), never of the
-# rank: the same samples meet the same noise on any number of ranks, and a resumed run needs no
-# saved generator. What it does not know: how the gradient is made or shared.
+# All randomness depends only on (seed, step) or on (seed, epoch, sample), not on the rank: samples
+# get the same noise on any number of ranks, and a resumed run needs no saved generator.
 
 
 OF_NO_SAMPLE = "nothing"
-"""Caption of the sample of zeros that a rank without a sample has."""
+"""Caption of the zero sample on a rank without samples."""
 
 
 @dataclass(frozen=True)
@@ -267,9 +265,9 @@ class VideoBatch:
 
     # `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
     # `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or
-    # None when all are generated. `total` counts the samples of all ranks, `skipped` those of this
-    # share that could not be read. A rank without a sample in this step has one sample of zeros,
-    # whose `weight` is 0.
+    # None if all are generated. `total` counts the samples of all ranks, `skipped` the unreadable
+    # ones of this share. A rank without samples in this step has one sample of zeros with `weight`
+    # 0.
 
     latents: Tensor
     noise: Tensor
@@ -287,10 +285,10 @@ class VideoBatch:
     weight: float
     sampler_state: dict[str, Any]
     more: dict[str, Tensor] = field(default_factory=dict)
-    """What else the model is told of each sample, [B] each."""
+    """Other conditioning per sample, [B] each."""
 
     def model_inputs(self, part: slice | Tensor) -> dict[str, Any]:
-        """Returns the conditions of the samples in `part`, as the model's keyword arguments."""
+        """Returns the conditioning of the samples in `part`, as the model's keyword arguments."""
         return {
             "y": self.captions[part],
             "mask": self.caption_mask[part],
@@ -305,7 +303,7 @@ class VideoBatch:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A data set of clips, read a step at a time; the epoch decides which frames are taken."""
+    """A data set of clips, read one step at a time; the epoch selects the frames."""
 
     dataset: Any
     seed: int
@@ -325,7 +323,7 @@ def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
 def read_ahead(
     dataset: Any, sampler: BucketSampler, seed: int, device: torch.device
 ) -> Iterator[tuple[Step, ClipBatch, dict[str, Any]]]:
-    """Reads batches without end, epoch after epoch, in a thread that is ahead."""
+    """Reads batches indefinitely, epoch after epoch, in a background thread."""
     loader = DataLoader(
         _Steps(dataset, seed),
         batch_sampler=sampler,
@@ -341,7 +339,7 @@ def read_ahead(
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes a `VideoBatch` of each step of a sampler."""
+    """Builds a `VideoBatch` for each step of a sampler."""
 
     dataset: Any
     sampler: BucketSampler
@@ -352,31 +350,32 @@ class BatchMaker:
     seed: int
     device: torch.device
     agree: Callable[[list[int]], list[int]] | None = None
-    """Function from the positions in a share that this rank could read to those that every rank
-    with the same share could read; None where no two ranks have the same."""
+    """Maps the positions in a share that this rank could read to those that all ranks with the same
+    share could read; None if no two ranks share samples.
+    """
     takes: frozenset[str] = frozenset()
-    """What the model takes besides what all of them do."""
+    """Inputs of the model beyond the common ones."""
 
     @property
     def encoded(self) -> bool:
-        """Whether the data set gives latents in place of pixels."""
+        """Whether the data set returns latents instead of pixels."""
         return self.dataset.encoded
 
     @cached_property
     def masks(self) -> MaskStrategies:
-        """Strategies of given frames."""
+        """Mask strategies."""
         return MaskStrategies.of(self.config)
 
     def batches(self) -> Iterator[VideoBatch]:
-        """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
+        """Yields batches indefinitely, epoch after epoch; clips are prefetched in a thread."""
         for step, clips, state in read_ahead(self.dataset, self.sampler, self.seed, self.device):
             yield self.make(step, clips, state)
 
     def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
-        """Makes the batch of a step; ranks of a model keep the clips that all could read."""
+        """Builds the batch of a step; ranks of a model keep the clips that all could read."""
         videos, captions, fps, kept, _ = clips
         if self.agree is not None:
-            # A file may go between two ranks' looks at it.
+            # A file may disappear between reads by two ranks.
             common = self.agree(kept)
             rows = [row for row, position in enumerate(kept) if position in common]
             if len(rows) < len(kept):
@@ -419,7 +418,7 @@ class BatchMaker:
     def shown(
         self, bucket: Bucket, videos: Tensor | None, captions: list[str], fps: Tensor
     ) -> tuple[Tensor, list[str], Tensor]:
-        """Returns latents, captions and frame rates of clips; of no clip one of zeros."""
+        """Returns latents, captions and frame rates of clips, or those of a zero sample."""
         if videos is None:
             shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
             none = torch.zeros(1, *shape, device=self.device)
@@ -428,7 +427,7 @@ class BatchMaker:
         return videos if self.encoded else self.autoencoder.encode(videos), captions, fps
 
     def conditions(self, bucket: Bucket, captions: list[str]) -> dict[str, Any]:
-        """Returns what a batch says of captions and sizes, by field of `VideoBatch`."""
+        """Returns a batch's captions and sizes, by field of `VideoBatch`."""
         y, mask = self.text.encode(captions)[:2]
         known = told(bucket, 0, torch.ones(len(captions), device=self.device))
         return {
@@ -440,7 +439,7 @@ class BatchMaker:
         }
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
-        """Draws from a generator per sample, whose noise must not depend on its neighbours."""
+        """Draws from a generator per sample: noise must not depend on neighbouring samples."""
         rows = []
         for position in kept:
             index = step.indices[position] if len(step.indices) else -1

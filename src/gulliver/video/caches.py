@@ -1,16 +1,16 @@
-"""Training-free caches: a sampler asks at many close noise levels, and re-uses what hardly changes.
+"""Training-free caches that reuse block outputs between sampling steps.
 
     with cache_blocks(model, "first-block:0.1") as cache:
         latents = flow.sample(model, ...)
     print(cache.counts)                      # calls saved: blocks 65 of 120; 1.2 MiB kept
 
-Two rules, for every transformer of `gulliver.models`. *Broadcast* (pyramid attention broadcast,
-Zhao et al., 2024, arXiv 2408.12588): inside a window of noise levels each kind of attention is
-computed at every n-th call only. *First block* (the rule of ParaAttention, after TeaCache, Liu et
-al., 2024, arXiv 2411.19108): where what the first block adds has hardly changed since the last call
-that computed all blocks, what all others added then is added again.
+Two strategies, for all transformers of `gulliver.models`. *Broadcast* (pyramid attention broadcast,
+Zhao et al., 2024, arXiv 2408.12588): within a window of noise levels each kind of attention is
+computed only at every n-th call. *First block* (the rule of ParaAttention, after TeaCache, Liu et
+al., 2024, arXiv 2411.19108): if the residual of the first block has hardly changed since the last
+full computation, the residual of all others is reused.
 
-Read `Broadcast`, `FirstBlock`, `BlockCache`.
+Start with `Broadcast`, `FirstBlock` and `BlockCache`.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from gulliver.options import AT_LEAST_1, Options, Range, size_text
 
 FORMS = "'none', 'broadcast[:SPATIAL,TEMPORAL,CROSS[,MLP][@LEAST-MOST]]' or 'first-block[:CHANGE]'"
 NOISE = 1000
-"""Level of pure noise."""
+"""Noise level of pure noise."""
 MARK = "_block_cache"
-"""Name of the attribute of a model that caches."""
+"""Attribute that marks a caching model."""
 KINDS = ("spatial", "temporal", "cross", "mlp")
 Whole = Callable[[Tensor], Tensor]
-"""Brings sums [rows, 2] of the parts on all ranks together: sums of the whole, of all rows."""
+"""Sums [rows, 2] over the ranks that share a clip, and gathers all rows."""
 
 
 @dataclass(frozen=True)
 class Broadcast(Options):
-    """Re-uses outputs of attention and MLPs at noise levels inside a window."""
+    """Reuses outputs of attention and MLPs within a window of noise levels."""
 
-    # Numbers of calls of which one computes; with 1 all do.
+    # Call intervals; with 1 every call computes.
     spatial: Annotated[int, AT_LEAST_1] = 2
     temporal: Annotated[int, AT_LEAST_1] = 4
     cross: Annotated[int, AT_LEAST_1] = 6
     mlp: Annotated[int, AT_LEAST_1] = 1
-    # Noise levels strictly between which outputs are re-used.
+    # Open interval of noise levels in which outputs are reused.
     window: tuple[float, float] = (450.0, 930.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.window[0] < self.window[1] <= NOISE:
             raise GulliverError(
-                f"cache {self}: the window must be two noise levels between 0 and {NOISE}, the "
-                "lower one first, such as @450-930"
+                f"cache {self} has an invalid window; give two noise levels between 0 and "
+                f"{NOISE}, the lower one first, such as @450-930"
             )
 
     @property
     def every(self) -> dict[str, int]:
-        """Number of calls of which one computes, by kind."""
+        """Call intervals by kind."""
         return {kind: getattr(self, kind) for kind in KINDS}
 
     def reuses(self, kind: str, number: int, least: float, most: float) -> bool:
-        """Decides whether a call re-uses what one before it has kept."""
+        """Whether a call reuses the output of an earlier one."""
         inside = self.window[0] < least and most < self.window[1]
         return inside and number % self.every[kind] != 0
 
@@ -78,9 +78,9 @@ class Broadcast(Options):
 
 @dataclass(frozen=True)
 class FirstBlock(Options):
-    """Re-uses what all blocks but the first add, while what the first one adds hardly changes."""
+    """Reuses the residual of all later blocks while that of the first one hardly changes."""
 
-    # Mean absolute change over mean absolute value below which they are; 0: never.
+    # Threshold: mean absolute change relative to the mean absolute value; 0: never reuse.
     threshold: Annotated[float, Range(0, 1e9)] = 0.1
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ Strategy = Broadcast | FirstBlock
 
 
 def read_strategy(text: str) -> Strategy | None:
-    """Reads a strategy as options have it, such as ``broadcast:2,4,6@450-930``; None for none."""
+    """Parses a strategy such as ``broadcast:2,4,6@450-930``; None for none."""
     name, _, rest = text.partition(":")
     try:
         if name == "none" and not rest:
@@ -103,9 +103,9 @@ def read_strategy(text: str) -> Strategy | None:
     except GulliverError:
         raise
     except ValueError:
-        raise GulliverError(f"cache {text!r} cannot be read: it must be {FORMS}") from None
+        raise GulliverError(f"cache {text!r} is invalid; use {FORMS}") from None
     names = ("none", "broadcast", "first-block")
-    raise GulliverError(f"unknown cache {text!r}: {nearest(name, names)}; the forms are {FORMS}")
+    raise GulliverError(f"unknown cache {text!r}: {nearest(name, names)}; use {FORMS}")
 
 
 def _broadcast(text: str) -> Broadcast:
@@ -122,20 +122,20 @@ def _broadcast(text: str) -> Broadcast:
 
 @dataclass
 class Counts:
-    """Numbers of calls, by what is called."""
+    """Numbers of calls by kind."""
 
     ran: Counter[str] = field(default_factory=Counter)
     reused: Counter[str] = field(default_factory=Counter)
-    # Bytes that were kept between calls on this rank, at most.
+    # Peak bytes kept between calls on this rank.
     nbytes: int = 0
 
     @property
     def saved(self) -> float:
-        """Share of the calls, of 1, that were saved."""
+        """Fraction of the calls that were saved."""
         return self.reused.total() / max(1, self.reused.total() + self.ran.total())
 
     def add(self, others: Counts) -> None:
-        """Adds the numbers of another cache."""
+        """Adds the counts of another cache."""
         self.ran.update(others.ran)
         self.reused.update(others.reused)
         self.nbytes = max(self.nbytes, others.nbytes)
@@ -150,12 +150,12 @@ class Counts:
 
 @dataclass
 class _CallMemory:
-    """Tensors kept between calls with inputs of one shape."""
+    """Tensors kept between calls with the same input shapes."""
 
-    # Number of the call under way; the first is 0.
+    # Index of the current call, starting at 0.
     number: int = -1
     outputs: dict[Any, Tensor] = field(default_factory=dict)
-    # What the first block has added, and what the others have, in the last call that computed them.
+    # Residuals of the first block and of the others in the last full computation.
     added: tuple[Tensor, Any] | None = None
 
     @property
@@ -167,53 +167,53 @@ class _CallMemory:
 def cache_blocks(
     model: nn.Module, strategy: Strategy | str | None, whole: Whole | None = None
 ) -> BlockCache:
-    """Makes a context in which a transformer re-uses what hardly changes from call to call.
+    """Context manager in which a transformer reuses outputs between calls.
 
     Args:
-        model: STDiT, STDiT2, STDiT3 or MMDiT, which may share clips between ranks.
-        strategy: rule, or its text (`read_strategy`); none leaves the model as it is.
-        whole: function that brings sums of ranks together, where ranks make a clip together
-            (`VideoModel.share`); None for one rank.
+        model: STDiT, STDiT2, STDiT3 or MMDiT, possibly sharing clips between ranks.
+        strategy: strategy, or its text (`read_strategy`); none leaves the model unchanged.
+        whole: function that sums over ranks, if ranks share a clip (`VideoModel.share`); None for
+            one rank.
 
     Raises:
-        GulliverError: the strategy cannot be read, or is not possible with this model.
+        GulliverError: the strategy is invalid, or does not apply to this model.
     """
     rule = read_strategy(strategy) if isinstance(strategy, str) else strategy
     if rule is not None and not isinstance(model, STDiT | STDiT2 | STDiT3 | MMDiT):
         raise GulliverError(
-            f"a {type(model).__name__} has no cache: STDiT, STDiT2, STDiT3 and MMDiT have"
+            f"a {type(model).__name__} does not support caching; STDiT, STDiT2, STDiT3 and MMDiT do"
         )
     if isinstance(rule, FirstBlock) and len(_blocks(model)) < 2:
-        raise GulliverError(f"cache {rule} needs a model of at least two blocks")
+        raise GulliverError(f"cache {rule} needs a model with at least two blocks")
     return BlockCache(model, rule, whole)
 
 
-# [Note: what is kept] Broadcast keeps outputs before their gates, so a gate is always that of the
-# noise level at hand; with attention over several ranks the exchange is saved, too. A method of a
-# module is replaced on the instance (`BlockCache._replace`), so it does not matter which class the
-# module was given (`booster/hybrid/stdit.py` changes it) or which hooks it has.
+# [Note: what is kept] Broadcast keeps outputs before their gates, so a gate always has the current
+# noise level; if attention is split over ranks, the communication is saved, too. Methods are
+# replaced on module instances (`BlockCache._replace`), so it does not matter which class the module
+# was changed to (`booster/hybrid/stdit.py` changes it) or which hooks it has.
 #
-# [Note: who decides] Broadcast decides by noise level and number of the call, alike everywhere. The
-# first block's change is a measurement, on several ranks of parts of it, and ranks that decide
-# differently wait for each other for ever: their sums are brought together first (`whole`). The
-# clips and the branches of guidance in a batch are re-used together, if the change of each of them
-# is below the threshold: none has more error for its neighbours' sake.
+# [Note: who decides] Broadcast decides by noise level and call index, which are the same on all
+# ranks. The change of the first block is measured, on several ranks only in part, and ranks with
+# different decisions would deadlock, so their sums are reduced first (`whole`). The clips and
+# guidance branches of a batch are reused together, only if the change of each is below the
+# threshold: no clip has a larger error because of its neighbours.
 #
-# What it does not know: samplers. Calls come with falling noise levels; a level that does not fall
-# begins another sampling. Inputs of another shape have a memory of their own.
+# Calls must have decreasing noise levels; a level that does not decrease starts another sampling.
+# Each input shape has its own memory.
 class BlockCache:
-    """A model that caches, while the context lasts; see `cache_blocks`."""
+    """A caching model, while the context is active; see `cache_blocks`."""
 
     def __init__(self, model: nn.Module, strategy: Strategy | None, whole: Whole | None) -> None:
         self.model, self.strategy, self.whole = model, strategy, whole
-        # Numbers of calls computed and saved.
+        # Numbers of computed and saved calls.
         self.counts = Counts()
         self._undo: list[Callable[[], object]] = []
         self._memories: dict[torch.Size, _CallMemory] = {}
         self._memory = _CallMemory()
         self._levels = (math.inf, math.inf)
-        # Of the call under way: whether the first block has hardly changed; what it has added, and
-        # the tokens after it.
+        # For the current call: whether the first block has hardly changed, its residual, and the
+        # tokens after it.
         self._reusing = False
         self._first: tuple[Tensor, Any] | None = None
 
@@ -221,10 +221,12 @@ class BlockCache:
         if self.strategy is None:
             return self
         if MARK in vars(self.model):
-            raise GulliverError("this model caches already: leave the other cache_blocks first")
+            raise GulliverError(
+                "this model already has a cache; exit the other cache_blocks context first"
+            )
         vars(self.model)[MARK] = self
         self._undo.append(lambda: vars(self.model).pop(MARK))
-        # Before the hooks of models on several ranks, which may refuse nothing halfway.
+        # Before the hooks of models on several ranks, which must not fail halfway.
         handle = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         self._undo.append(handle.remove)
         if isinstance(self.strategy, Broadcast):
@@ -245,14 +247,14 @@ class BlockCache:
         self._undo.clear()
 
     def _forget(self) -> None:
-        """Drops what is kept, between samplings."""
+        """Drops kept tensors between samplings."""
         kept = sum(memory.nbytes for memory in self._memories.values())
         self.counts.nbytes = max(self.counts.nbytes, kept)
         self._memories.clear()
         self._memory = _CallMemory()
 
     def _replace(self, owner: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        """Replaces a method of one module until the context is left."""
+        """Replaces a method of one module until the context exits."""
         before = vars(owner).get(name)
         setattr(owner, name, method)
 
@@ -262,10 +264,10 @@ class BlockCache:
         self._undo.append(undo)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes a call of the model: its noise levels, and the memory of its inputs' shape."""
+        """Records a call of the model: its noise levels, and the memory for its input shapes."""
         if model.training or torch.is_grad_enabled():
             raise GulliverError(
-                f"cache {self.strategy} is for sampling: call model.eval(), and the model under "
+                f"cache {self.strategy} is for sampling; call model.eval() and use "
                 "torch.no_grad(), or train without it"
             )
         joint = isinstance(model, MMDiT)
@@ -287,7 +289,7 @@ class BlockCache:
     def _kept(
         self, rule: Broadcast, kind: str, method: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
-        """Wraps a method whose output may be re-used."""
+        """Wraps a method whose output may be reused."""
 
         def kept(*args: Any, **kwargs: Any) -> Tensor:
             memory = self._memory
@@ -321,7 +323,7 @@ class BlockCache:
         return measured
 
     def _skipped(self, block: nn.Module, last: bool) -> Callable[..., Any]:
-        """Wraps another block, which is left out where the first one has hardly changed."""
+        """Wraps another block, which is skipped if the first one has hardly changed."""
         method = block.forward
 
         def skipped(*args: Any, **kwargs: Any) -> Any:
@@ -342,13 +344,13 @@ class BlockCache:
         return skipped
 
     def _hardly_changed(self, added: Tensor, before: Tensor) -> bool:
-        """Whether no clip's first block adds what is far from what it added before."""
-        assert isinstance(self.strategy, FirstBlock), "the rule is to skip blocks"
+        """Whether the first block's residual is below the threshold for every clip."""
+        assert isinstance(self.strategy, FirstBlock), "the strategy skips blocks"
         pair = (added - before, before)
         sums = [each.abs().flatten(1).sum(dim=1, dtype=torch.float64) for each in pair]
         found = torch.stack(sums, dim=1)
         change, size = (found if self.whole is None else self.whole(found)).unbind(1)
-        # Nothing that stays nothing has not changed.
+        # A residual that stays zero has not changed.
         relative = change / size.clamp(min=torch.finfo(torch.float64).tiny)
         return bool((relative < self.strategy.threshold).all())
 
@@ -360,7 +362,7 @@ def psnr(clip: Tensor, reference: Tensor) -> float:
 
 
 def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Lists methods whose outputs broadcast may re-use, as module, name and kind."""
+    """Lists methods whose outputs broadcast may reuse, as module, name and kind."""
     found: list[tuple[nn.Module, str, str]] = []
     for block in _blocks(model):
         if isinstance(block, STDiTBlock):
@@ -371,7 +373,7 @@ def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
             parts = (block.attn, block.attn_temp, block.cross_attn, block.mlp)
             found += [(p, "forward", kind) for p, kind in zip(parts, KINDS, strict=True)]
         else:
-            # MMDiT's attention is over space and time at once, and over the text.
+            # MMDiT's attention is joint over space, time and text.
             found.append((block, "attend", "spatial"))
             if isinstance(block, DoubleBlock):
                 parts = block.get_submodule("img_mlp"), block.get_submodule("txt_mlp")
@@ -380,7 +382,7 @@ def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Lists the blocks of a model in the order in which they run."""
+    """Lists the blocks of a model in running order."""
     if isinstance(model, STDiT3):
         pairs = zip(model.spatial_blocks, model.temporal_blocks, strict=True)
         return [block for pair in pairs for block in pair]
@@ -395,18 +397,18 @@ def _argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _video(out: Any) -> Tensor:
-    """Tokens of the video of what a block returns."""
+    """Video tokens of a block's output."""
     return out[0] if isinstance(out, tuple) else out
 
 
 def _given(block: nn.Module, args: tuple[Any, ...]) -> Tensor:
-    """Tokens that a block adds to: of those that it is given this rank's, where it cuts them."""
+    """Input tokens of a block: this rank's, if the block splits them."""
     own = getattr(block, "own", None)
     return args[0] if own is None else own(args[0], args[5])
 
 
 def _as_given_to(last: nn.Module, out: Any) -> Any:
-    """Turns the first block's output into the input that the last one would be given."""
+    """Converts the first block's output to the input form of the last one."""
     if isinstance(out, tuple) and isinstance(last, SingleBlock):
         video, text = out
         return torch.cat([text, video], dim=1)

@@ -1,4 +1,4 @@
-"""`FlowConfig`: the options of rectified flow. Imports no torch: `--help` reads it."""
+"""`FlowConfig`: the options of rectified flow. Does not import torch: `--help` reads it."""
 
 from __future__ import annotations
 
@@ -33,110 +33,110 @@ class FlowConfig(Options):
     """Rectified flow: how noise and data are mixed in training."""
 
     timesteps: Literal["uniform", "logit-normal"] = "logit-normal"
-    """Law of the noise level."""
+    """Distribution of the noise level."""
     shift: Annotated[float, Range(0, 1000, open_below=True)] = 3.0
-    """Factor of the noise level's odds; more than 1 trains more at high noise."""
+    """Factor of the noise level's odds; above 1 trains more at high noise."""
     shift_by_size: bool = False
-    """Multiply the odds by a ratio of the clip's size too."""
+    """Also multiply the odds by a ratio that depends on the clip size."""
     shift_rule: Literal["latent", "1.2", "1.3", "2.0"] = "latent"
-    """Ratio of a size: roots of the area over 512x512 and the latent frames, or as published."""
+    """That ratio: square roots of the area over 512x512 and of the latent frames, or as published.
+    """
     drop_caption: Annotated[float, SHARE] = 0.1
-    """Share of captions hidden, for classifier-free guidance."""
+    """Fraction of captions dropped, for classifier-free guidance."""
     masks: tuple[str, ...] = ("image_head:0.15", "extend:0.1")
-    """Mask strategies as name:share, such as image_head:0.2 quarter_tail:0.05 random:0.1."""
+    """Mask strategies as name:fraction, such as image_head:0.2 quarter_tail:0.05 random:0.1."""
 
 
-# Options of data-centric steps, and which other options they exclude.
+# Options of data-centric steps, and their conflicts with other options.
 #
 # Nothing here imports torch: `gulliver train --help` reads this module.
 
 
 @dataclass(frozen=True)
 class PlannerConfig(Options):
-    """Steps of --data-centric: what each of them takes, and what is chosen for it."""
+    """Options of --data-centric: the budget of a step, and what is planned."""
 
     tokens: Annotated[int | None, Range(1, 2**40)] = None
-    """Tokens of an optimizer step, in place of --data.batch-size samples."""
+    """Tokens per optimizer step, instead of --data.batch-size samples."""
     seconds: Annotated[float | None, POSITIVE] = None
-    """Most predicted seconds of an optimizer step, in place of --data.batch-size samples."""
+    """Maximum predicted seconds per optimizer step, instead of --data.batch-size samples."""
     window: Annotated[int | None, Range(1, 2**24)] = None
-    """Samples that are looked at ahead; by default 16 steps' worth."""
+    """Samples to look ahead; default: 16 steps."""
     intra: bool = True
-    """Groups of ranks choose how many share a clip; with --planner.no-intra all have
-    --planner.degree."""
+    """Choose the number of ranks that share a clip; --planner.no-intra uses --planner.degree."""
     degree: Annotated[int | None, Range(1, 4096)] = None
-    """Ranks that share a clip, with --planner.no-intra."""
+    """Number of ranks that share a clip, with --planner.no-intra."""
     inter: bool = True
-    """Groups run several micro-batches in a step; with --planner.no-inter one each."""
+    """Run several micro-batches per group and step; --planner.no-inter runs one."""
     pac: bool = True
-    """Memory that is left keeps activations; with --planner.no-pac every block is computed
-    again."""
+    """Keep activations in spare memory; --planner.no-pac recomputes every block."""
     unfit: Literal["refuse", "skip"] = "refuse"
-    """What becomes of clips that fit at no degree."""
+    """How to handle clips that fit at no degree."""
     costs: Path | None = None
-    """File of costs that a run on such machines has kept; by default measured when the run begins,
-    and kept in its folder as costs.json."""
+    """Cost file from a run on such machines; default: measured at the start of the run, and saved
+    in its folder as costs.json.
+    """
     memory: Annotated[float | None, POSITIVE] = None
-    """GiB of a rank; by default nine tenths of a GPU, or for each rank a tenth of the machine's."""
+    """GiB per rank; default: nine tenths of a GPU, or a tenth of the host's memory per rank."""
 
 
 NAMES = tuple(field.name for field in fields(PlannerConfig))
 PLANS_MAY_CHANGE = frozenset(
     f"planner.{name}" for name in ("intra", "degree", "inter", "pac", "costs", "memory")
 )
-"""Options that change who runs a sample, and not which samples there are."""
+"""Options that affect where samples run, but not which samples a step has."""
 
 
 def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
-    """Lists what the options need to have an effect, for `check_needs`."""
+    """Lists option requirements for `check_needs`."""
     centric, planner = config.data_centric, config.planner
-    need = centric, "add --data-centric, which it is for"
+    need = centric, "it needs --data-centric"
     other = planner.tokens is None and planner.seconds is None
     needs: dict[str, tuple[bool, str]] = {f"planner.{name}": need for name in NAMES}
-    budget = "leave it out, --planner.tokens or --planner.seconds say what a step takes"
+    budget = "omit it: --planner.tokens or --planner.seconds define a step"
     needs["data.batch_size"] = other, budget
     stages = centric and config.pp_size > 1
     if stages:
-        why = "leave it out: stages of a pipeline need several micro-batches a group"
+        why = "omit it: pipeline stages need several micro-batches per group"
         needs["planner.inter"] = False, why
-    told = "leave it out with --data-centric: "
+    told = "omit it with --data-centric: "
     for name, why in {
         "plugin": f"{told}its steps need ZeRO",
         "sp_size": f"{told}each step chooses how many ranks share a clip, or --planner.degree does",
-        "accumulate": f"{told}each step has the micro-batches that its plan says",
+        "accumulate": f"{told}each step has the micro-batches of its plan",
         "autoencoder.share": f"{told}each rank encodes the clips of its group",
-        "data.bucket_ranks": f"{told}a step is of --data.batch-size samples, of any buckets",
+        "data.bucket_ranks": f"{told}a step has --data.batch-size samples from any buckets",
     }.items():
         needs[name] = not centric, why
     return needs
 
 
 def check_planner(config: Any) -> None:
-    """Refuses budgets and degrees that exclude each other."""
+    """Raises an error for conflicting budgets and degrees."""
     planner = config.planner
     if planner.tokens is not None and planner.seconds is not None:
         raise GulliverError(
             f"--planner.tokens {planner.tokens} and --planner.seconds {planner.seconds:g} exclude "
-            "each other: give one budget of a step"
+            "each other; give one of them"
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(
-            f"--planner.degree {planner.degree} is of all groups: add --planner.no-intra"
+            f"--planner.degree {planner.degree} applies to all groups; add --planner.no-intra"
         )
     if not planner.intra and planner.degree is None:
-        raise GulliverError("--planner.no-intra needs a --planner.degree, that of all groups")
+        raise GulliverError("--planner.no-intra needs --planner.degree, the degree of all groups")
 
 
-# Options of a training run: frozen dataclasses, one per part, which are also the command line.
+# Options of a training run: frozen dataclasses, one per part, that also define the command line.
 #
-# `TrainConfig` holds all of them. What a checkpoint depends on, and what may change between a run
-# and its resumption, is told apart by `differences`.
+# `TrainConfig` contains all of them. `differences` compares the options that must not change on
+# resume.
 
 
-# Nothing here imports torch at the top, nor may it: `gulliver train --help` reads this module.
+# Nothing here may import torch at the top: `gulliver train --help` reads this module.
 
 SENTENCES_NEVER_TRAINED = tuple(f"{digit}:{digit % 4}" for digit in range(10))
-"""One sentence of each digit that the demonstration keeps from training, as digit:direction."""
+"""One sentence per digit that the demo holds out from training, as digit:direction."""
 
 
 WEIGHT = Range(0, 1e6, open_below=True)
@@ -146,55 +146,59 @@ MOST_PIXELS = 64 * 2048 * 2048
 
 @dataclass(frozen=True)
 class DataConfig(Options):
-    """Clips to learn from."""
+    """Training clips."""
 
     table: Path | None = None
-    """CSV or Parquet table of clips (columns path, text), or a folder of clips whose names are
-    their captions; without one, the moving digits."""
+    """CSV or Parquet table of clips (columns path, text), or a folder of clips with captions as
+    file names; default: the moving digits.
+    """
     shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32
-    """Samples of one optimizer step, all ranks together."""
+    """Global batch size in samples."""
     buckets: Path | None = None
-    """Bucket configuration of a public trainer, in place of shapes and batch size (tables only)."""
+    """Bucket configuration of a public trainer, instead of shapes and batch size (tables only)."""
     bucket_ranks: Annotated[int, AT_LEAST_1] = 1
-    """Number of ranks that the batch sizes of --data.buckets are for, each."""
+    """Number of ranks for which each batch size of --data.buckets is meant."""
     scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
-    """Put the table's scores into captions: 1.2 numbers and 1.3 words (columns aes, flow, cmotion),
-    2.0 a motion score (column motion_score)."""
+    """Append the table's scores to captions: 1.2 as numbers and 1.3 as words (columns aes, flow,
+    cmotion), 2.0 as a motion score (column motion_score).
+    """
     clips: Annotated[int, Range(1, 100_000_000)] = 40_000
-    """Length of an epoch of the moving digits."""
+    """Samples per epoch of the moving digits."""
     held_out: tuple[str, ...] = ()
-    """Sentences kept from training, as digit:direction with directions 0 to 3 (digits only)."""
+    """Sentences held out from training, as digit:direction with directions 0 to 3 (digits only)."""
     frame_interval: Annotated[int, Range(1, 10_000)] = 1
-    """Take every n-th frame of a video (tables only)."""
+    """Use every n-th frame of a video (tables only)."""
     unreadable_limit: Annotated[float, SHARE] = 0.1
-    """Stop when a larger share of an epoch's clips cannot be read (tables only)."""
+    """Stop if a larger fraction of an epoch's clips is unreadable (tables only)."""
     windows: Annotated[int, Range(0, 10_000)] = 0
-    """Windows of a longer clip, evenly spread; an epoch takes one of them; 0: any (tables only)."""
+    """Evenly spaced windows of a longer clip, one per epoch; 0: any window (tables only)."""
     encoded: Path | None = None
-    """Folder of `gulliver data encode`: latents of the clips, in place of or beside a table."""
+    """Folder from `gulliver data encode` with latents of the clips, instead of or in addition to a
+    table.
+    """
 
     @property
     def made(self) -> bool:
-        """Whether the clips are the moving digits, which are made."""
+        """Whether the clips are the generated moving digits."""
         return self.table is None and self.encoded is None
 
 
 @dataclass(frozen=True)
 class AutoencoderConfig(Options):
-    """The video autoencoder: given, or trained first on the same clips."""
+    """The video autoencoder: existing, or trained first on the same clips."""
 
     path: Path | None = None
-    """A trained autoencoder (.safetensors); without one, it is trained before the model."""
+    """Trained autoencoder (.safetensors); without it, one is trained before the model."""
     steps: Annotated[int, AT_LEAST_1] = 700
-    """Steps of its training."""
+    """Training steps."""
     batch_size: Annotated[int, AT_LEAST_1] = 16
-    """Clips of one of its steps."""
+    """Global batch size in clips."""
     learning_rate: Annotated[float, RATE] = 3e-3
-    """Peak of its one-cycle learning rate."""
+    """Peak learning rate of the one-cycle schedule."""
     share: Literal["auto", "samples", "height", "width", "time", "off"] = "auto"
-    """Dim of clips that the ranks of one model cut to encode together; off: every rank all."""
+    """Dim of clips that the ranks of one model split for encoding; off: every rank encodes all."""
 
 
 @dataclass(frozen=True)
@@ -202,78 +206,80 @@ class ModelConfig(Options):
     """The diffusion transformer."""
 
     size: str = "tiny"
-    """A name of `STDIT3_SIZES`, or of an STDiT2 or STDiT3 in `gulliver models`."""
+    """Name in `STDIT3_SIZES`, or an STDiT2 or STDiT3 in `gulliver models`."""
     weights: Path | None = None
-    """Public STDiT2 or STDiT3 to go on from, a folder or a file; its size is read off it."""
+    """Public STDiT2 or STDiT3 to start from, a folder or a file; determines the size."""
     text_encoder: Path | None = None
-    """Folder of a T5 that reads captions; without one, words have frozen random vectors."""
+    """Folder of a T5 text encoder; default: frozen random word vectors."""
     text_channels: Annotated[int, Range(2, 65536)] = 64
     """Width of the frozen word vectors."""
     text_length: Annotated[int, Range(1, 4096)] = 8
-    """Longest caption in words, or in tokens of --model.text-encoder; weights have their own."""
+    """Maximum caption length in words, or in tokens of --model.text-encoder; weights define their
+    own.
+    """
     zero_init_temporal: bool = False
-    """Start the temporal blocks as identities: for weights that come from an image model."""
+    """Initialize the temporal blocks as identities: for weights of a picture model."""
     temporal_positions: bool = True
-    """Add a code to each frame: from scratch, directions are learnt far sooner."""
+    """Add a code to each frame: from scratch, directions are learned much sooner."""
 
     @property
     def public(self) -> bool:
-        """Whether its parts are public ones, which a `VideoPipeline` samples."""
+        """Whether it trains public parts, which a `VideoPipeline` samples."""
         return self.weights is not None or self.text_encoder is not None
 
 
 @dataclass(frozen=True)
 class ValidationConfig(Options):
-    """Loss of held-out clips at fixed noise levels, by bucket."""
+    """Loss of held-out clips at fixed noise levels, per bucket."""
 
     every: Annotated[int, AT_LEAST_0] = 0
-    """Steps between validations, one is at the end too; 0: none."""
+    """Steps between validations, with one at the end; 0: none."""
     share: Annotated[float, SHARE] = 0.0
-    """Share of a table's rows that is held out of training, by a hash of their paths."""
+    """Fraction of a table's rows held out from training, selected by a hash of their paths."""
     clips: Annotated[int, AT_LEAST_1] = 32
-    """Most held-out clips of a bucket."""
+    """Maximum held-out clips per bucket."""
     levels: Annotated[int, Range(1, 1000)] = 5
-    """Number of noise levels, evenly between none and all."""
+    """Number of evenly spaced noise levels."""
 
 
 @dataclass(frozen=True)
 class SamplesConfig(Options):
-    """Clips that the averaged weights make while they learn, kept in the run's folder samples."""
+    """Clips sampled from the averaged weights during training, in the run's folder samples."""
 
     every: Annotated[int, AT_LEAST_0] = 0
-    """Steps between samples, with a checkpoint each; some are made at the end too; 0: none."""
+    """Steps between samples, each with a checkpoint; also at the end; 0: none."""
     prompts: Path | None = None
-    """A text file with a prompt on each line; by default captions of (held-out) clips."""
+    """Text file with a prompt per line; default: captions of (held-out) clips."""
     clips: Annotated[int, Range(1, 64)] = 4
-    """Number of captions that are taken where no --samples.prompts are named."""
+    """Number of captions to use without --samples.prompts."""
     shape: str | None = None
-    """Shape that is trained, frames x height x width; by default the first, or the most usual."""
+    """Trained shape, frames x height x width; default: the first, or the most common."""
     seed: Annotated[int, SEED] = 0
-    """Noise of the first clip; the next clips take the next seeds."""
+    """Seed of the first clip; the next clips use the next seeds."""
     steps: Annotated[int | None, Range(1, 100_000)] = None
-    """Sampling steps; by default those of `gulliver generate`."""
+    """Sampling steps; default: as for `gulliver generate`."""
     guidance: Annotated[float | None, GUIDANCE] = None
-    """Weight of the sentence; by default that of `gulliver generate`."""
+    """Guidance scale; default: as for `gulliver generate`."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Options):
-    """AdamW with linear warm-up, cosine decay, clipping and an average of the weights."""
+    """AdamW with linear warm-up, cosine decay, clipping and averaged weights."""
 
     learning_rate: Annotated[float, RATE] = 3e-3
     """Peak learning rate."""
     final_fraction: Annotated[float, SHARE] = 0.02
-    """The last learning rate as a fraction of the peak."""
+    """Final learning rate as a fraction of the peak."""
     warmup: Annotated[int, AT_LEAST_0] = 50
-    """Steps of warm-up."""
+    """Warm-up steps."""
     weight_decay: Annotated[float, SHARE] = 0.01
     """Decoupled weight decay."""
     beta2: Annotated[float, Range(0, 1, open_above=True)] = 0.98
-    """Decay of the second moment."""
+    """Adam beta2."""
     clip: Annotated[float, AT_LEAST_0] = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 disables clipping."""
     ema: Annotated[float, SHARE] = 0.995
-    """Decay of the averaged weights that generation uses."""
+    """Decay of the averaged weights, which generation uses."""
 
 
 @dataclass(frozen=True)
@@ -281,43 +287,43 @@ class TrainConfig(Options):
     """Trains a text-to-video model."""
 
     out: Path = Path("runs/video")
-    """The run folder: config, plan, log, checkpoints."""
+    """Run folder for config, plan, log and checkpoints."""
     steps: Annotated[int, AT_LEAST_1] = 1500
     """Optimizer steps of the whole run."""
     ranks: Annotated[int, RANKS] = 0
-    """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
+    """Processes on this machine; 0: one per GPU, or those of one model. Ignored under torchrun."""
     resume: bool = False
-    """Continue from the newest checkpoint of the run folder, bit for bit."""
+    """Resume from the newest checkpoint of the run folder; results are bitwise identical."""
     resume_step: Annotated[int | None, AT_LEAST_0] = None
-    """Continue from this step's checkpoint; later ones become a branch that was left."""
+    """Resume from this step's checkpoint; later ones are abandoned."""
     seed: Annotated[int, SEED] = 0
-    """Seed of everything random."""
+    """Random seed."""
     plugin: Literal["zero", "ddp"] = "zero"
     """Data parallelism: ZeRO, or plain DDP with the whole optimizer on every rank."""
     stage: Literal[1, 2] = 1
-    """ZeRO stage: 1 shards the optimizer, 2 the gradients as well."""
+    """ZeRO stage: 1 shards the optimizer, 2 also the gradients."""
     tp_size: Annotated[int, Range(1, 65536)] = 1
-    """Ranks that share each layer's tensors."""
+    """Tensor parallel size."""
     sp_size: Annotated[int, Range(1, 65536)] = 1
-    """Ranks that share each clip's tokens."""
+    """Sequence parallel size."""
     pp_size: Annotated[int, Range(1, 65536)] = 1
-    """Pipeline stages that the blocks are cut into; a batch runs in micro-batches."""
+    """Pipeline parallel size; batches run in micro-batches."""
     sequence_parallelism_mode: Literal["all_to_all", "ring_attn"] | None = None
-    """How ranks share a clip's tokens; by default all_to_all. It needs ranks that share."""
+    """Sequence parallel mode; default: all_to_all. Needs --sp-size or --data-centric."""
     data_centric: bool = False
-    """Plan each step from the clips that it has: who shares one, and runs how many at once."""
+    """Plan each step from its clips: which ranks share a clip, and how many clips run at once."""
     accumulate: Annotated[int, AT_LEAST_1] = 1
-    """Micro-batches of one optimizer step; with pipeline stages at least two per stage."""
+    """Micro-batches per optimizer step; with a pipeline at least two per stage."""
     mixed_precision: Literal["none", "bf16"] = "none"
     """bf16 autocast; leave it off on CPUs, where it is slower."""
     save_every: Annotated[int, AT_LEAST_1] = 200
     """Steps between checkpoints."""
     keep: Annotated[int, AT_LEAST_1] = 3
-    """Number of newest checkpoints kept."""
+    """Number of checkpoints to keep."""
     async_save: bool = True
-    """Write checkpoints while training goes on; off: training waits until each is on the disk."""
+    """Write checkpoints asynchronously; otherwise training waits for each of them."""
     log_every: Annotated[int, AT_LEAST_1] = 10
-    """Steps between lines of the log."""
+    """Steps between log lines."""
     data: DataConfig = field(default_factory=DataConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
@@ -329,7 +335,7 @@ class TrainConfig(Options):
 
     @property
     def ranks_of_a_model(self) -> int:
-        """Ranks that hold one model together, and read the same clips."""
+        """Ranks that hold one model together and read the same clips."""
         return self.tp_size * self.sp_size * self.pp_size
 
     @property
@@ -340,42 +346,42 @@ class TrainConfig(Options):
 
 @dataclass(frozen=True)
 class SamplingConfig(Options):
-    """How clips are sampled."""
+    """Sampling options."""
 
     steps: Annotated[int, Range(1, 100_000)] = 24
     """Euler steps from noise to clip."""
     guidance: Annotated[float, GUIDANCE] = 2.0
-    """Weight of the sentence; 1 turns guidance off."""
+    """Guidance scale of the prompt; 1 disables guidance."""
     guidance_oscillation: Annotated[int | None, AT_LEAST_0] = None
-    """Steps after which every second has guidance 1, against loud colours; published: 10."""
+    """Steps after which every second one has guidance 1, against oversaturation; published: 10."""
     guidance_image: Annotated[float, GUIDANCE] = 1.0
-    """Weight of the given frames, a third run of the model per step; 1 turns it off."""
+    """Guidance scale of the given frames, a third model call per step; 1 disables it."""
     guidance_image_oscillation: Annotated[int | None, AT_LEAST_0] = None
-    """Steps after which every second has image guidance 1; published: 10."""
+    """Steps after which every second one has image guidance 1; published: 10."""
     guidance_image_decay: bool = False
-    """Let image guidance fall to 1 over the steps, and rise from 1 over the frames."""
+    """Decrease image guidance to 1 over the steps, and increase it from 1 over the frames."""
     guidance_rescale: Annotated[float, SHARE] = 0.0
-    """Share by which guidance keeps the velocity's standard deviation; published: 0.7."""
+    """Weight of restoring the velocity's standard deviation after guidance; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
     cache: str = "none"
-    """What is re-used from step to step: broadcast or first-block, see `cache_blocks`."""
+    """Cache between steps: broadcast or first-block, see `cache_blocks`."""
 
 
 @dataclass(frozen=True)
 class DemoConfig(Options):
-    """Trains, generates and judges, and shows the result."""
+    """Trains, generates and evaluates a small model, and shows the result."""
 
     out: Path = Path("out/demo")
-    """Folder for the results; what an earlier call began is continued."""
+    """Folder for the results; an interrupted run in it is continued."""
     ranks: Annotated[int, RANKS] = 0
-    """Processes; 0: one per GPU, two on a machine without."""
+    """Processes; 0: one per GPU, two on a machine without GPUs."""
     steps: Annotated[int, AT_LEAST_1] = 2400
     """Training steps of the model."""
     autoencoder_steps: Annotated[int, AT_LEAST_1] = 700
     """Training steps of the autoencoder before it."""
     samples: Annotated[int, Range(1, 1_000_000)] = 200
-    """Number of prompts that are judged."""
+    """Number of prompts to evaluate."""
 
 
 MAY_CHANGE = frozenset(
@@ -388,73 +394,69 @@ MAY_CHANGE = frozenset(
     | {"model.weights", "model.text_encoder"}
     | PLANS_MAY_CHANGE
 )
-"""Options that may differ between a run and its resumption: where and how, not what."""
+"""Options that may change on resume because they do not affect the result."""
 
 
 def check_config(config: TrainConfig) -> TrainConfig:
-    """Refuses values that no run could use."""
+    """Validates the options."""
     if config.model.text_channels % 2:
-        raise GulliverError(
-            f"--model.text-channels is {config.model.text_channels}: it must be even"
-        )
+        raise GulliverError(f"--model.text-channels {config.model.text_channels} must be even")
     check_needs(config, planner_needs(config))
     check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
     check_planner(config)
-    alone = config.samples.prompts is None, "leave it out, --samples.prompts names all of them"
+    alone = config.samples.prompts is None, "omit it: --samples.prompts lists them all"
     check_needs(config, {"samples.clips": alone})
     weighted = [shape for shape in config.data.shapes if ":" in shape]
     if not config.data.made and weighted and config.data.shapes != DataConfig().shapes:
         raise GulliverError(
-            f"--data.shapes {weighted[0]}: weights are for the moving digits, each clip of a table "
-            "goes to the shape that it fills: leave the colon and what follows out"
+            f"--data.shapes {weighted[0]}: weights only apply to the moving digits, because clips "
+            "of a table have fixed shapes; omit the colon and the weight"
         )
     share, every = config.validation.share, config.validation.every
     if not config.data.made and every and not share:
         raise GulliverError(
-            f"--validation.every {every} needs held-out clips: add a --validation.share, such as "
+            f"--validation.every {every} needs held-out clips; add a --validation.share, such as "
             "0.05"
         )
     if config.resume_step is not None and not config.resume:
-        raise GulliverError(
-            f"--resume-step {config.resume_step} says where to continue: add --resume"
-        )
+        raise GulliverError(f"--resume-step {config.resume_step} needs --resume")
     _check_flow(config.flow, parse_shapes(config.data.shapes))
     _check_sizes(config)
     return config
 
 
 def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
-    """Lists options that only clips of a table can have, for `check_needs`."""
-    need = not data.made, "it is for the clips of a --data.table"
+    """Lists options that need a table of clips, for `check_needs`."""
+    need = not data.made, "it needs a --data.table"
     return {f"data.{name}": need for name in ("frame_interval", "windows", *more)}
 
 
-OF_DIGITS = "it is for the moving digits, leave it out with a table or latents"
+OF_DIGITS = "it applies to the moving digits; omit it with a table or latents"
 SAMPLED = "add --samples.every, such as 200"
 
 
 def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Lists what the other options need to have an effect."""
+    """Lists requirements of the other options."""
     return {
         "data.clips": (config.data.made, OF_DIGITS),
         "data.held_out": (config.data.made, OF_DIGITS),
         "data.bucket_ranks": (config.data.buckets is not None, "add --data.buckets"),
-        "data.shapes": (config.data.buckets is None, "leave it out, --data.buckets has its own"),
+        "data.shapes": (config.data.buckets is None, "omit it: --data.buckets defines it"),
         "data.batch_size": (
             config.data.buckets is None or config.data_centric,
-            "leave it out, --data.buckets has them",
+            "omit it: --data.buckets defines them",
         ),
         **{f"samples.{f.name}": (config.samples.every > 0, SAMPLED) for f in fields(SamplesConfig)},
-        "flow.shift_rule": (config.flow.shift_by_size, "add --flow.shift-by-size, which it is for"),
+        "flow.shift_rule": (config.flow.shift_by_size, "it needs --flow.shift-by-size"),
         "validation.share": (
             not config.data.made,
-            "it is for the clips of a --data.table, the moving digits have held-out handwriting",
+            "it needs a --data.table; the moving digits have held-out handwriting",
         ),
     }
 
 
 def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
-    """Refuses masks that cannot be, and shapes that the timestep warp has no ratio for."""
+    """Raises an error for invalid masks, and for shapes without a timestep shift."""
     from gulliver.models.autoencoder import VideoAutoencoder
     from gulliver.video.batches import MaskStrategies
     from gulliver.video.flows import RULES, ClipSize
@@ -466,38 +468,38 @@ def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    """Refuses ways to share one model between ranks that this loop does not have."""
+    """Raises an error for parallelism that this loop does not support."""
     from gulliver.models.stdit import STDIT3_SIZES
 
     sizes = STDIT3_SIZES.get(config.model.size, {})
     blocks = 2 * sizes.get("depth", config.pp_size)
     if config.pp_size > blocks:
         raise GulliverError(
-            f"--pp-size is {config.pp_size}: model {config.model.size!r} has {blocks} blocks, and "
-            f"each stage needs one: at most {blocks}"
+            f"--pp-size {config.pp_size} exceeds the {blocks} blocks of model "
+            f"{config.model.size!r}; use at most {blocks}"
         )
     heads = sizes.get("num_heads", config.tp_size)
     if config.tp_size > heads:
-        # Boost refuses it too, but that is after the autoencoder has been trained.
+        # Boost checks it too, but only after the autoencoder has been trained.
         raise GulliverError(
-            f"--tp-size is {config.tp_size}: model {config.model.size!r} has {heads} heads, and "
-            f"each rank needs one: at most {heads}"
+            f"--tp-size {config.tp_size} exceeds the {heads} heads of model "
+            f"{config.model.size!r}; use at most {heads}"
         )
     if config.ranks_of_a_model > 1 and config.plugin == "ddp":
         raise GulliverError(
-            f"--plugin ddp keeps the whole model on every rank: leave it out for --tp-size "
+            "--plugin ddp keeps the whole model on every rank; omit it for --tp-size "
             f"{config.tp_size} --sp-size {config.sp_size} --pp-size {config.pp_size}"
         )
     shared = config.sp_size > 1 or config.data_centric
     if config.sequence_parallelism_mode is not None and not shared:
         raise GulliverError(
-            f"--sequence-parallelism-mode {config.sequence_parallelism_mode} needs an --sp-size of "
-            "at least 2, the ranks that share a clip, or --data-centric"
+            f"--sequence-parallelism-mode {config.sequence_parallelism_mode} needs --sp-size 2 or "
+            "more, or --data-centric"
         )
 
 
 def parse_shapes(texts: tuple[str, ...]) -> dict[Bucket, float]:
-    """Reads shapes such as ``13x32x32:6`` into buckets and weights."""
+    """Parses shapes such as ``13x32x32:6`` into buckets and weights."""
     from gulliver.data.clips import Bucket
 
     shapes: dict[Bucket, float] = {}
@@ -508,104 +510,109 @@ def parse_shapes(texts: tuple[str, ...]) -> dict[Bucket, float]:
             bucket, share = Bucket(frames, height, width), float(weight or 1)
         except ValueError:
             raise GulliverError(
-                f"shape {text!r} is not frames x height x width, such as 13x32x32 or 13x32x32:6"
+                f"shape {text!r} is not frames x height x width; use for example 13x32x32 or "
+                "13x32x32:6"
             ) from None
         if share not in WEIGHT or bucket in shapes:
-            problem = "it is named twice" if bucket in shapes else f"a weight must be {WEIGHT}"
-            raise GulliverError(f"--data.shapes: {text!r}: {problem}")
+            problem = "it occurs twice" if bucket in shapes else f"a weight must be {WEIGHT}"
+            raise GulliverError(f"--data.shapes {text!r} is invalid: {problem}")
         check_clip(frames, height, width)
         shapes[bucket] = share
     if not shapes:
-        raise GulliverError("--data.shapes needs at least one shape, such as 13x32x32")
+        raise GulliverError("--data.shapes is empty; give at least one shape, such as 13x32x32")
     return shapes
 
 
 def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
-    """Refuses clips that no machine holds, before anything is loaded."""
+    """Raises an error for clips too large for any machine, before anything is loaded."""
     for name, value in (("frames", frames), ("height", height), ("width", width)):
         if not 1 <= value <= LONGEST_SIDE:
             raise GulliverError(
-                f"a clip of {frames}x{height}x{width}: {name} must be between 1 and {LONGEST_SIDE}"
+                f"a clip of {frames}x{height}x{width} is too large or empty; {name} must be "
+                f"between 1 and {LONGEST_SIDE}"
             )
     pixels = frames * height * width * scale**2
     if pixels > MOST_PIXELS:
         scaled = f" at scale {scale}" if scale > 1 else ""
         raise GulliverError(
-            f"a clip of {frames}x{height}x{width}{scaled} has {pixels:.1e} pixels: at most "
+            f"a clip of {frames}x{height}x{width}{scaled} has {pixels:.1e} pixels; the maximum is "
             f"{MOST_PIXELS:.1e}, such as 64 frames of 2048x2048"
         )
 
 
-# Options of `gulliver data encode`: a frozen dataclass, which is also the command line.
+# Options of `gulliver data encode`: a frozen dataclass that also defines the command line.
 #
-# Nothing here imports torch at the top, nor may it: ``--help`` reads this module.
+# Nothing here may import torch at the top: ``--help`` reads this module.
 
 
 @dataclass(frozen=True)
 class EncodeConfig(Options):
-    """Keeps the latents of a table's clips, and what their captions say, for training."""
+    """Stores latents and caption embeddings of a table's clips for training."""
 
     table: tyro.conf.Positional[Path]
     """CSV or Parquet table of clips (columns path, text), or a folder of clips."""
     autoencoder: Path
     """Folder or file of the autoencoder."""
     out: Path
-    """Folder for the latents; what an earlier call began there is continued."""
+    """Folder for the latents; an interrupted call is continued."""
     text_encoder: Path | None = None
-    """Folder of the T5 that reads captions; without one no texts are kept."""
+    """Folder of a T5 text encoder; without it no caption embeddings are stored."""
     text_length: Annotated[int, Range(1, 4096)] = 300
-    """Longest caption in tokens of --text-encoder."""
+    """Maximum caption length in tokens of --text-encoder."""
     shapes: tuple[str, ...] = ()
-    """Clip shapes as frames x height x width, such as 17x64x64; in place of --buckets."""
+    """Clip shapes as frames x height x width, such as 17x64x64; instead of --buckets."""
     buckets: Path | None = None
-    """Bucket configuration of a public trainer: every bucket that a clip may come to is kept."""
+    """Bucket configuration of a public trainer: all possible buckets of a clip are stored."""
     frame_interval: Annotated[int, Range(1, 10_000)] = 1
-    """Take every n-th frame of a video."""
+    """Use every n-th frame of a video."""
     windows: Annotated[int, Range(1, 10_000)] = 1
-    """Windows of each longer clip, evenly spread, one of which an epoch takes."""
+    """Evenly spaced windows of each longer clip; an epoch uses one."""
     scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
-    """Put the table's scores into captions, as `gulliver train --data.scores`."""
+    """Append the table's scores to captions, as `gulliver train --data.scores`."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Dtype of the kept latents; float32 trains as clips do, the others take half the disk."""
+    """Dtype of the stored latents; float32 trains like pixels, the others use half the disk."""
     shard_clips: Annotated[int, AT_LEAST_1] = 32
-    """Windows of a file; what is killed loses at most one file per rank."""
+    """Windows per file; an interruption loses at most one file per rank."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU. Ignored under torchrun."""
 
 
-# How clips are cut: options that are read before torch is imported.
+# Options for cutting clips; read before torch is imported.
 
 
 THRESHOLDS = {"adaptive": 3.0, "content": 27.0}
-"""Thresholds of the detectors where none is given: those of PySceneDetect."""
+"""Default thresholds of the detectors, as in PySceneDetect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutSettings(Options):
-    """How scenes are found, and how their clips are written."""
+    """How scenes are detected, and how their clips are written."""
 
     detector: Literal["adaptive", "content", "none"] = "adaptive"
-    """Way to find scenes, of PySceneDetect: a change that stands out from those around it, a change
-    that is large, or none: each file is one scene."""
+    """Scene detector of PySceneDetect: adaptive (relative change), content (absolute change), or
+    none: each file is one scene.
+    """
     threshold: Annotated[float | None, POSITIVE] = None
-    """Threshold of a cut: how many times the changes around it (adaptive; by default 3), or mean
-    change of a pixel in levels of 255 (content; by default 27)."""
+    """Cut threshold: multiple of the surrounding changes (adaptive; default 3), or mean pixel
+    change in levels of 255 (content; default 27).
+    """
     least_change: Annotated[float, Range(0, 255)] = 15.0
-    """Mean change of a pixel, in levels of 255, below which nothing is a cut (adaptive)."""
+    """Minimum mean pixel change of a cut, in levels of 255 (adaptive)."""
     window: Annotated[int, Range(1, 100)] = 2
-    """Frames before and after one that it is compared with (adaptive)."""
+    """Frames before and after that a frame is compared with (adaptive)."""
     min_seconds: Annotated[float, Range(0, 1e6)] = 0.5
-    """Least length of a clip; shorter scenes are left out, and listed."""
+    """Minimum length of a clip; shorter scenes are skipped and listed."""
     max_seconds: Annotated[float, Range(0, 1e6, open_below=True)] = 20.0
-    """Most length of a clip; longer scenes are divided evenly."""
+    """Maximum length of a clip; longer scenes are divided evenly."""
     fps: Annotated[float | None, Range(0.1, 1000)] = None
-    """Frames per second of the clips, by the times of the frames; by default those of the file, and
-    of a file of variable rate the one at which each frame is shown, up to 120."""
+    """Frames per second of the clips; default: that of the file, or for a variable rate one that
+    shows every frame, up to 120.
+    """
     shorter_side: Annotated[int | None, Range(2, 2**14)] = None
-    """Pixels of the shorter side, for pictures that are larger."""
+    """Maximum pixels of the shorter side; larger pictures are scaled down."""
     codec: Literal["h264", "ffv1"] = "h264"
-    """Codec of the clips: H.264 in mp4 files, or FFV1 in mkv files, which loses nothing."""
+    """Codec of the clips: H.264 in mp4 files, or lossless FFV1 in mkv files."""
     crf: Annotated[int, Range(0, 51)] = 18
-    """Quality of H.264: 0 loses next to nothing, 51 nearly all."""
+    """H.264 quality (CRF): 0 is nearly lossless, 51 the worst."""
     preset: Literal["ultrafast", "veryfast", "faster", "fast", "medium", "slow"] = "veryfast"
-    """Effort of H.264: what is slower makes smaller files."""
+    """H.264 preset: slower ones make smaller files."""

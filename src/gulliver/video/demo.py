@@ -1,6 +1,6 @@
-"""Tasks with given frames: which latent frames of a real clip a model is shown, which it makes.
+"""Evaluation tasks with given frames of real clips.
 
-The judges look at the frames that were made, never at those that were given.
+Only the generated frames are evaluated, never the given ones.
 """
 
 from __future__ import annotations
@@ -55,38 +55,38 @@ class Task:
     name: str
     title: str
     given: Callable[[int], tuple[int, ...]]
-    """Function from the latent frames of a clip to those that are given."""
+    """Maps the latent frames of a clip to the given ones."""
 
     def fits(self, latent_frames: int) -> bool:
-        """Whether a clip of so many latent frames has any to give and any to make."""
+        """Whether a clip with a number of latent frames has any to give and any to generate."""
         given = set(self.given(latent_frames))
         return 0 < len(given) < latent_frames and max(given) < latent_frames
 
     def request(
         self, clip: Tensor, prompt: str, bucket: Bucket, seed: int, compression: int
     ) -> Request:
-        """Asks for a clip that has the given frames of a real one [3, T, H, W]."""
+        """Requests a clip with given frames of a real one [3, T, H, W]."""
         given = self.given(latent_frames(bucket, compression))
         needed = clip[:, : max(given) * compression + 1]
         strategy = ";".join(f"0,0,{place},{place},1,0" for place in given)
         return Request(prompt, bucket, seed, references=(needed,), mask_strategy=strategy)
 
     def frames_made(self, bucket: Bucket, compression: int) -> list[int]:
-        """Lists the frames of the clip that the model makes."""
+        """Lists the generated frames of the clip."""
         given = self.given(latent_frames(bucket, compression))
-        # The first latent frame is one frame, each other is `compression` of them.
+        # The first latent frame corresponds to one frame, all others to `compression` frames.
         return [n for n in range(bucket.frames) if -(-n // compression) not in given]
 
 
 def latent_frames(bucket: Bucket, compression: int) -> int:
-    """Counts the latent frames of a clip of 1 + k * `compression` frames."""
+    """Number of latent frames of a clip of 1 + k * `compression` frames."""
     return (bucket.frames - 1) // compression + 1
 
 
 TASKS = (
     Task(
         "image_to_video",
-        "image to video: the first frame is a scan the model never saw",
+        "image to video: the first frame is a scan not seen in training",
         lambda frames: (0,),
     ),
     Task(
@@ -96,7 +96,7 @@ TASKS = (
     ),
     Task(
         "tail",
-        "ending: the last frames are real, what leads there is made",
+        "ending: the last frames are real, the beginning is generated",
         lambda frames: (frames - 1,),
     ),
     Task(
@@ -113,12 +113,12 @@ TASKS = (
 
 
 def real_clips(count: int, bucket: Bucket, seed: int) -> MovingDigits:
-    """Makes clips of handwriting that no model and no judge was trained on."""
+    """Renders clips of handwriting that was not used to train the model or the judges."""
     return MovingDigits("heldout", count, seed=seed, shapes={bucket: 1})
 
 
 def requests_of(task: Task, real: MovingDigits, compression: int) -> list[Request]:
-    """Asks for a clip in place of each real one, with its sentence and its given frames."""
+    """Requests a clip for each real one, with its sentence and its given frames."""
     return [
         task.request(
             real[index].video, real.caption(index), real.bucket_of(index), index, compression
@@ -127,35 +127,35 @@ def requests_of(task: Task, real: MovingDigits, compression: int) -> list[Reques
     ]
 
 
-# Evaluation: whether a trained model shows what the sentence says.
+# Evaluation: whether the clips of a trained model match their sentences.
 #
-# Two judges, trained or defined on real clips only, look at generated ones. Their own success on
-# real held-out clips, the ceiling, comes first: a model cannot be seen to do better.
+# Two judges, trained or defined on real clips only, evaluate generated ones. Their accuracy on real
+# held-out clips, measured first, is the upper limit of any score.
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of an evaluation."""
+    """Results of an evaluation."""
 
     samples: int
-    # Time for generating and judging those, in seconds.
+    # Seconds for generating and evaluating those.
     seconds: float
     ceiling: Scores
-    # Scores of sentences that were kept from training, or of all where none were.
+    # Scores of held-out sentences, or of all sentences if none were held out.
     main: Scores
     held_out: bool
-    # Scores of as many trained sentences; None where none were kept from training.
+    # Scores of as many trained sentences; None if none were held out.
     trained: Scores | None
-    # Scores at each other trained shape, by name, for sentences of all kinds.
+    # Scores of each other trained shape, by name, for all sentences.
     shapes: dict[str, Scores]
-    # Scores of the made frames of clips that had frames of real held-out clips, with their
-    # sentences, by the name of the task; none for a model of stills.
+    # Scores by task of the generated frames of clips with given frames of real held-out clips;
+    # empty for a model of stills.
     conditioned: dict[str, Scores]
     clips: list[list[tuple[str, Tensor]]]
 
     @property
     def image_to_video(self) -> Scores | None:
-        """Scores of clips that begin with an unseen picture; None for a model of stills."""
+        """Scores of clips that start with an unseen picture; None for a model of stills."""
         return self.conditioned.get("image_to_video")
 
     def figures(self) -> dict[str, Any]:
@@ -170,14 +170,14 @@ def evaluate(
     seed: int = 1_000_000,
     show: bool = True,
 ) -> Evaluation:
-    """Generates clips from sentences and judges them."""
+    """Generates clips from sentences and evaluates them."""
     config = model.config
     if not config.data.made:
         raise GulliverError(
-            "the judges know the moving digits only: this run was trained on a table"
+            "the judges only know the moving digits, but this run was trained on a table"
         )
     if samples < 1:
-        raise GulliverError(f"--samples is {samples}: judge at least one")
+        raise GulliverError(f"--samples {samples} must be at least 1")
     judges = train_judges()
     shapes = parse_shapes(config.data.shapes)
     bucket = max(shapes, key=lambda one: shapes[one])
@@ -215,7 +215,7 @@ def evaluate(
 
 
 def sentences(count: int) -> list[tuple[int, int]]:
-    """Lists digit and direction of `count` sentences, all forty evenly."""
+    """Lists digit and direction of `count` sentences, evenly over all forty."""
     ways = len(DIRECTIONS)
     return [(n % len(DIGITS), (n + n // len(DIGITS)) % ways) for n in range(count)]
 
@@ -249,7 +249,7 @@ def _score_conditioned(
     bucket: Bucket,
     sampling: SamplingConfig | None,
 ) -> dict[str, Scores]:
-    """Scores what is made beside given frames of real held-out clips, for each task."""
+    """Scores the generated frames of clips with given real ones, for each task."""
     compression = model.autoencoder.compression[0]
     real = real_clips(samples, bucket, seed=2)
     labels = [real.labels(index) for index in range(samples)]
@@ -263,30 +263,30 @@ def _score_conditioned(
     return scores
 
 
-# The demonstration: trains, generates, judges, and leaves a folder to look at.
+# The demo: trains, generates and evaluates, and leaves a folder of results.
 #
 # out/demo/
 #   run/           the training run
-#   sheet.gif      what it made from which sentence (sheet.png: one moment of it)
+#   sheet.gif      generated clips with their sentences (sheet.png: one moment of it)
 #   loss.png       the loss curve
-#   report.md      what was measured, for people; report.json for programs
+#   report.md      results, for people; report.json for programs
 
 
 BARS = {"digit": 0.90, "direction": 0.98, "both": 0.88}
-"""Shares of right clips that the demonstration is expected to reach from text alone."""
+"""Expected accuracies of clips from text alone."""
 GIVEN_BAR = 0.90
-"""Share of clips with given frames that are right in digit and direction."""
+"""Expected accuracy of clips with given frames, in digit and direction."""
 MASKS = (
     *("image_head:0.11", "extend:0.03", "image_tail:0.07"),
     *("image_head_tail:0.03", "interpolate:0.03", "random:0.03"),
 )
-"""Mask strategies of the demonstration: three clips of ten, weighted by what is judged."""
+"""Mask strategies of the demo: for three of ten clips, weighted by the evaluated tasks."""
 COLUMNS = 6
 SHEET_FPS = 8.0
 
 
 def demonstrate(config: DemoConfig) -> dict[str, Any]:
-    """Runs the demonstration and returns the figures of its report."""
+    """Runs the demo and returns the values of its report."""
     started = time.monotonic()
     folder = config.out / "run"
     _train(config, folder)
@@ -305,7 +305,7 @@ def demonstrate(config: DemoConfig) -> dict[str, Any]:
 
 
 def _train(config: DemoConfig, folder: Path) -> None:
-    """Trains on fresh ranks, or goes on where an earlier call was stopped."""
+    """Trains on new ranks, or continues an interrupted training."""
     ranks = config.ranks or torch.cuda.device_count() or 2
     settings = TrainConfig()
     arguments = ["train", "--out", str(folder), "--resume", "--steps", str(config.steps)]
@@ -316,7 +316,7 @@ def _train(config: DemoConfig, folder: Path) -> None:
     started, resumed = time.monotonic(), Run(folder).config_path.is_file()
     code = launch("gulliver.cli", arguments, ranks)
     if code:
-        raise GulliverError(f"training ended with exit code {code}: see above")
+        raise GulliverError(f"training failed with exit code {code}; see above")
     times = folder / "times.json"
     if not times.is_file():
         seconds = time.monotonic() - started
@@ -324,9 +324,9 @@ def _train(config: DemoConfig, folder: Path) -> None:
 
 
 def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[SheetRow]:
-    """Returns the rows of the sheet, always the first of each kind: nothing is picked."""
-    titles = ["text to video: the first judged clips of sentences that were never trained"]
-    titles += ["text to video: the first judged clips of sentences that were trained"]
+    """Returns the rows of the sheet, always the first of each kind without selection."""
+    titles = ["text to video: the first evaluated clips of held-out sentences"]
+    titles += ["text to video: the first evaluated clips of trained sentences"]
     rows = [
         SheetRow(title, [clip for _, clip in part[:COLUMNS]], [text for text, _ in part[:COLUMNS]])
         for title, part in zip(titles, evaluation.clips, strict=True)
@@ -349,7 +349,7 @@ def _made(model: VideoModel, bucket: Bucket, title: str, sampling: SamplingConfi
 
 
 def _conditioned(model: VideoModel, sampling: SamplingConfig) -> list[SheetRow]:
-    """Returns a row for each task: clips with given frames of held-out handwriting."""
+    """Returns a row per task: clips with given frames of held-out handwriting."""
     compression = model.autoencoder.compression[0]
     real = real_clips(COLUMNS, Bucket(13, 32, 32), seed=5)
     texts = [real.caption(n) for n in range(COLUMNS)]
@@ -397,25 +397,25 @@ def _bar(name: str, value: float, bar: float) -> dict[str, Any]:
 
 
 def _report(figures: dict[str, Any]) -> str:
-    """The report in Markdown."""
+    """Formats the report as Markdown."""
     evaluation = figures["evaluation"]
     machine = figures["machine"]
-    rows = [("real held-out clips (the judges' ceiling)", evaluation["ceiling"])]
-    rows.append(("generated from sentences that were never trained", evaluation["main"]))
-    rows.append(("generated from sentences that were trained", evaluation["trained"]))
+    rows = [("real held-out clips (upper limit)", evaluation["ceiling"])]
+    rows.append(("generated from held-out sentences", evaluation["main"]))
+    rows.append(("generated from trained sentences", evaluation["trained"]))
     rows += [(f"generated at {name}", scores) for name, scores in evaluation["shapes"].items()]
     rows += [
         (f"with given frames: {name.replace('_', ' ')}", scores)
         for name, scores in evaluation["conditioned"].items()
     ]
-    lines = ["# Demonstration", "", "![what the model made](sheet.gif)", ""]
+    lines = ["# Demonstration", "", "![generated clips](sheet.gif)", ""]
     lines += ["| clips | number | right digit | right direction | both |", "|---|---|---|---|---|"]
     lines += [_row(name, Scores(**scores)) for name, scores in rows]
     lines += [
         "",
-        "For one frame any direction counts as right. Given frames are of handwriting that",
+        "For one frame any direction counts as right. Given frames are of handwriting that was",
     ]
-    lines += ["the model never saw; the judges look at the frames that it made.", ""]
+    lines += ["not used in training; only generated frames are evaluated.", ""]
     lines += [
         f"- {bar['name'].replace('_', ' ')}: {bar['value']:.1%}, expected at least "
         f"{bar['bar']:.0%}: {'reached' if bar['holds'] else 'MISSED'}"
@@ -426,9 +426,9 @@ def _report(figures: dict[str, Any]) -> str:
         f"- autoencoder: {figures['autoencoder'].get('psnr', float('nan')):.1f} dB on "
         f"{figures['autoencoder'].get('clips', 'unknown clips')}",
         f"- training: {figures['train_seconds']:.0f} s for {figures['steps']} steps, "
-        f"{figures['train_seconds_with_autoencoder']:.0f} s with the autoencoder and the start"
-        + (" in the last call, an earlier one was stopped" if figures["resumed"] else ""),
-        f"- all in: {figures['total_seconds']:.0f} s, installation left out",
+        f"{figures['train_seconds_with_autoencoder']:.0f} s including the autoencoder and start-up"
+        + (" in the last call; an earlier one was interrupted" if figures["resumed"] else ""),
+        f"- total: {figures['total_seconds']:.0f} s, without installation",
         f"- machine: {machine['cores']} cores, {machine['gpus']} GPUs, torch {machine['torch']}, "
         f"Python {machine['python']}",
         "",

@@ -1,15 +1,14 @@
-"""Classifier-free guidance by caption and by given frames, as Open-Sora 1.2 to 2.0 sample.
+"""Classifier-free guidance by caption and by given frames, as in Open-Sora 1.2 to 2.0.
 
-The model is asked up to three times at each step, in this order: with caption and given frames,
-without caption, and without both. The velocity leads away from what it says without:
+The model is called up to three times per step, in this order: with caption and given frames,
+without caption, and without both. The velocity is extrapolated away from the unconditional ones:
 
     v = v0 + image * (v1 - v0) + text * (v2 - v1)      (v0 without both, v1 frames only, v2 all)
 
-With an image scale of 1 the third answer cancels and is not asked for. *Oscillation* sets a scale
-to 1 in every second step after the first few: less saturated colours at large scales. *Decay* lets
-the image scale end at 1 (2.0: one step short of it) and ramps it over the frames from 1, so that
-frames near the given first one are free to move. *Rescale* pulls the standard deviation of the
-velocity back towards that of v2.
+With an image scale of 1 the third call cancels and is skipped. *Oscillation* sets a scale to 1 in
+every second step after the first few, which reduces saturation at large scales. *Decay* reduces the
+image scale to 1 (2.0: one step before the end) and ramps it over the frames from 1, so that frames
+near the given first one can move. *Rescale* restores the standard deviation of v2 in part.
 
 Sources: https://arxiv.org/abs/2207.12598 (guidance), https://arxiv.org/abs/2211.09800 (two scales),
 https://arxiv.org/abs/2305.08891 (rescale), Open-Sora 1.3 and 2.0 (oscillation, decay).
@@ -33,36 +32,37 @@ from gulliver.video.config import SamplingConfig
 
 @dataclass(frozen=True)
 class Guidance(Options):
-    """Scales of guidance at each step."""
+    """Guidance scales per step."""
 
     text: Annotated[float, GUIDANCE] = 1.0
-    """Weight of the caption's velocity over that without caption; 1 turns it off."""
+    """Caption scale; 1 disables it."""
     image: Annotated[float, GUIDANCE] = 1.0
-    """Weight of the given frames' velocity over that without them; 1 turns it off."""
+    """Scale of the given frames; 1 disables it."""
     text_oscillation: Annotated[int | None, AT_LEAST_0] = None
-    """Number of first steps after which every second has text scale 1; None: all steps have the
-    full scale."""
+    """Number of first steps after which every second one has text scale 1; None: all steps have the
+    full scale.
+    """
     image_oscillation: Annotated[int | None, AT_LEAST_0] = None
     """The same for the image scale."""
     image_decay: bool = False
-    """Whether the image scale falls over the steps to 1, and rises over the frames from 1."""
+    """Whether the image scale decreases over the steps to 1, and increases over the frames from 1.
+    """
     rescale: Annotated[float, SHARE] = 0.0
-    """Share by which the standard deviation is set back to that of the answer with caption and
-    frames."""
+    """Weight of restoring the standard deviation of the fully conditioned velocity."""
 
     @property
     def branches(self) -> int:
-        """Number of times that the model is asked in a step."""
+        """Number of model calls per step."""
         if self.image != 1:
             return 3
         return 1 if self.text == 1 else 2
 
     def text_scale(self, step: int) -> float:
-        """Returns the weight of the caption at a step, numbered from 0."""
+        """Returns the caption scale at a step, counted from 0."""
         return _oscillating(self.text, step, self.text_oscillation)
 
     def image_scale(self, step: int, steps: int, frames: int) -> float | Tensor:
-        """Returns the weight of the given frames at a step: of all frames, or float64 [frames]."""
+        """Returns the image scale at a step: for all frames, or float64 [frames]."""
         scale = _oscillating(self.image, step, self.image_oscillation)
         if not self.image_decay or scale <= 1:
             return scale
@@ -70,12 +70,12 @@ class Guidance(Options):
         return torch.linspace(1, float(highest), frames, dtype=torch.float64)
 
     def combine(self, answers: Sequence[Tensor], step: int, steps: int) -> Tensor:
-        """Combines the answers of a step.
+        """Combines the velocities of a step.
 
         Args:
             answers: velocities [B, C, T, H, W] with caption and frames, without caption, and
                 without both; as many as `branches`.
-            step: number of the step, from 0.
+            step: index of the step, from 0.
             steps: number of steps.
 
         Returns:
@@ -103,22 +103,22 @@ def _oscillating(scale: float, step: int, first: int | None) -> float:
 
 
 def check_oscillation(sampling: SamplingConfig) -> None:
-    """Refuses an oscillation that would begin after the last step that it could change."""
-    # Apart from `guidance_of`, since a model's own number of steps is known only with the model.
-    # Odd steps oscillate, so an odd number of steps has a last one that does not.
+    """Raises an error for an oscillation that starts too late to change any step."""
+    # Separate from `guidance_of`, because a model's default number of steps requires the model. Odd
+    # steps oscillate, so with an odd number of steps the last one does not.
     most = sampling.steps // 2 * 2
     for name in ("guidance_oscillation", "guidance_image_oscillation"):
         first = getattr(sampling, name)
         if first is not None and first >= most:
-            right = f"give less than {most}, or leave it out" if most else "leave it out"
+            right = f"give less than {most}, or omit it" if most else "omit it"
             raise GulliverError(
-                f"--{name.replace('_', '-')} {first} has no effect with --steps "
-                f"{sampling.steps}: {right}"
+                f"--{name.replace('_', '-')} {first} has no effect with --steps {sampling.steps}; "
+                f"{right}"
             )
 
 
 def guidance_of(sampling: SamplingConfig) -> Guidance:
-    """Returns the guidance that sampling options ask for."""
+    """Returns the guidance of sampling options."""
     settings = {
         "--guidance": ("guidance_oscillation",),
         "--guidance-image": ("guidance_image_oscillation", "guidance_image_decay"),
@@ -128,8 +128,8 @@ def guidance_of(sampling: SamplingConfig) -> Guidance:
         for name in names if off else ():
             if getattr(sampling, name) not in (None, False):
                 raise GulliverError(
-                    f"--{name.replace('_', '-')} with {option} 1: that guidance is off, give it a "
-                    "weight such as 3"
+                    f"--{name.replace('_', '-')} has no effect with {option} 1; give a scale such "
+                    "as 3"
                 )
     guidance = Guidance(
         text=sampling.guidance,
@@ -140,17 +140,15 @@ def guidance_of(sampling: SamplingConfig) -> Guidance:
         rescale=sampling.guidance_rescale,
     )
     if guidance.rescale and guidance.branches == 1:
-        raise GulliverError(
-            "--guidance-rescale with guidance 1: there is nothing to rescale, leave it out"
-        )
+        raise GulliverError("--guidance-rescale has no effect with guidance 1; omit it")
     return guidance
 
 
-# What rectified flow and IDDPM share: the loss over frames to make, and the sampling loop.
+# Common parts of rectified flow and IDDPM: the masked loss and the sampling loop.
 #
-# A diffusion says how noise is mixed in (`add_noise`), what the model's answer is worth
-# (`_errors`), and which steps lead from noise to data (`_steps`). The rest is here: conditions of
-# the branches of guidance in one batch, given frames, previews.
+# A diffusion defines how noise is mixed in (`add_noise`), the error of the model's output
+# (`_errors`), and the steps from noise to data (`_steps`). Batching of guidance branches, given
+# frames and previews are shared here.
 
 
 Model = Callable[..., Tensor]
@@ -163,10 +161,11 @@ class SamplingStep:
     """One step of a sampler."""
 
     level: float
-    """Noise level that the model is told."""
+    """Noise level passed to the model."""
     advance: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]]
-    """Function from the latents and the model's answers, one per branch of guidance, to the
-    estimate of the clean latents and the latents after the step."""
+    """Maps the latents and the model's outputs, one per guidance branch, to the estimate of the
+    clean latents and the latents after the step.
+    """
 
 
 class Diffusion(ABC):
@@ -211,11 +210,11 @@ class Diffusion(ABC):
         Args:
             model: function called as model(x_t, timesteps, **model_inputs).
             x0: latents [B, C, T, H, W].
-            model_inputs: conditions, by keyword of the model.
+            model_inputs: conditioning, by keyword of the model.
             noise: noise of x0's shape.
             timesteps: levels [B].
-            mask: mask [B, T], True for frames to generate. Given frames are shown without noise
-                and do not count; pass the same as x_mask in `model_inputs`.
+            mask: mask [B, T], True for frames to generate. Given frames are shown without noise and
+                do not count; pass the same as x_mask in `model_inputs`.
 
         Returns:
             The losses [B].
@@ -243,8 +242,8 @@ class Diffusion(ABC):
     ) -> Tensor:
         """Takes the steps from noise to data.
 
-        `branches` are the conditions of each branch of guidance; with `hide_given` the last of
-        them is shown the given frames as noisy as the others.
+        `branches` holds the conditioning of each guidance branch; with `hide_given` the last one
+        sees the given frames as noisy as the others.
         """
         inputs, x = stacked(branches), noise if frames is None else frames.begin()
         for done, step in enumerate(steps, 1):
@@ -264,12 +263,12 @@ class Diffusion(ABC):
 
 
 class GivenFrames:
-    """Given frames while a clip is sampled: which of them are generated already."""
+    """Given frames during sampling, some of which may already be generated."""
 
-    # [Note: edit ratios] A given frame with mask value r is shown without noise, and left as it is,
-    # down to level r; there it is mixed with the noise that its place in `noise` holds, which
-    # nothing else has used, and is generated from then on: the smaller r, the nearer it stays to
-    # what was given. Nothing is drawn on the way, so a clip does not depend on its batch.
+    # [Note: edit ratios] A given frame with mask value r is kept without noise down to level r.
+    # There it is mixed with its part of `noise`, which has not been used before, and is generated
+    # from then on: the smaller r, the closer it stays to the given frame. No random numbers are
+    # drawn in between, so a clip does not depend on its batch.
 
     def __init__(self, diffusion: Diffusion, given: Tensor, noise: Tensor, mask: Tensor) -> None:
         self._diffusion, self._noise, self._mask = diffusion, noise, mask
@@ -280,7 +279,7 @@ class GivenFrames:
     def of(
         cls, diffusion: Diffusion, given: Tensor | None, noise: Tensor, mask: Tensor | None
     ) -> GivenFrames | None:
-        """Returns the given frames of a call of `sample`; None where there are none."""
+        """Returns the given frames of a call of `sample`; None without any."""
         if given is None and mask is None:
             return None
         if given is None or mask is None:
@@ -288,15 +287,15 @@ class GivenFrames:
         return cls(diffusion, given, noise, mask)
 
     def begin(self) -> Tensor:
-        """Returns noise, and given frames as they are."""
+        """Returns noise, with given frames inserted."""
         return self.keep(self._noise, self._given)
 
     def join(self, x: Tensor, level: float) -> Tensor:
-        """Adds noise of a level to the frames that are generated from that level on."""
+        """Adds noise to the frames that are generated from this level on."""
         levels = self._noise.new_full((len(x),), level)
         self._noisy = self._diffusion.add_noise(self._given, self._noise, levels)
-        # Ratios and levels are rounded: a ratio of 0.3 is reached at 300.00001 too. A ratio of 0
-        # is never reached, though IDDPM's last step is at level 0.
+        # Ratios and levels are rounded: a ratio of 0.3 is also reached at 300.00001. A ratio of 0
+        # is never reached, although IDDPM's last step is at level 0.
         reached = (self._mask > 0) & (self._mask + 1e-6 >= level / self._diffusion.num_timesteps)
         active = self._active | reached
         x = torch.where(over_pixels(active & ~self._active), self._noisy, x)
@@ -304,7 +303,7 @@ class GivenFrames:
         return x
 
     def branches(self, x: Tensor, count: int, hidden: bool) -> tuple[list[Tensor], Tensor]:
-        """Returns what each branch is shown, and x_mask of all of them."""
+        """Returns the input of each branch, and x_mask of all of them."""
         shown, masks = [x] * count, [self._active] * count
         if hidden:
             shown[-1] = torch.where(over_pixels(self._active), x, self._noisy)
@@ -312,7 +311,7 @@ class GivenFrames:
         return shown, torch.cat(masks)
 
     def keep(self, moved: Tensor, x: Tensor) -> Tensor:
-        """Takes `moved` for frames that are generated, and leaves given ones as in `x`."""
+        """Takes `moved` for generated frames, and keeps given ones from `x`."""
         return torch.where(over_pixels(self._active), moved, x)
 
 
@@ -322,29 +321,31 @@ def conditions(
     null: Mapping[str, Any] | None,
     imageless: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the conditions of each branch, each of which changes some of the one before it."""
+    """Returns the conditioning of each branch, which overrides parts of the previous one."""
     if guidance.branches > 1 and not null:
         raise GulliverError(
-            f"cfg_scale {guidance.text:g} needs null_inputs, what stands for no caption"
+            f"cfg_scale {guidance.text:g} needs null_inputs, the conditioning without caption"
         )
     changes = [inputs, null or {}, imageless or {}][: guidance.branches]
     return list(accumulate(map(dict, changes), lambda old, new: old | new))
 
 
 def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joins inputs of the branches into those of one batch; what is no tensor is the first's."""
+    """Concatenates the inputs of all branches; other values are taken from the first."""
     found = dict(branches[0])
     for name, value in found.items():
         values = [branch[name] for branch in branches]
         if isinstance(value, Tensor):
             found[name] = torch.cat([one.to(value) for one in values])
         elif any(isinstance(one, Tensor) for one in values):
-            raise GulliverError(f"{name} is a tensor without caption: give it with caption too")
+            raise GulliverError(
+                f"{name} is a tensor without caption, so it must be given with caption too"
+            )
     return found
 
 
 def frame_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Means of clips [B, C, T, H, W] over frames to generate: [B]."""
+    """Means of clips [B, C, T, H, W] over generated frames: [B]."""
     of_frames = values.mean(dim=(1, 3, 4))
     if mask is None:
         return of_frames.mean(dim=1)
@@ -353,5 +354,5 @@ def frame_mean(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def over_pixels(mask: Tensor) -> Tensor:
-    """Views a mask [B, T] as one over [B, C, T, H, W]."""
+    """Reshapes a mask [B, T] to broadcast over [B, C, T, H, W]."""
     return mask[:, None, :, None, None]

@@ -1,7 +1,7 @@
-"""The moving digits: real handwriting in motion, made on the fly.
+"""The moving digits: real handwriting in motion, rendered on the fly.
 
-A clip is a function of (seed, split, index) alone. The scans are the 1,797 digits that scikit-learn
-ships (UCI optical recognition of handwritten digits); train and held-out clips never share a scan.
+A clip depends only on (seed, split, index). The scans are the 1,797 digits included in scikit-learn
+(UCI optical recognition of handwritten digits); train and held-out clips never share a scan.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ STEPS = ((-1.0, 0.0), (1.0, 0.0), (0.0, -1.0), (0.0, 1.0))
 SIDE = 16
 """Side of a digit in pixels."""
 SPEED = 1.07
-"""Pixels per frame, less where the path would not fit."""
+"""Pixels per frame; less if the path would not fit."""
 WANDER = 2.0
-"""Largest distance in pixels of a path's middle from the centre of the frame."""
+"""Maximum distance in pixels between a path's middle and the center of the frame."""
 HELD_OUT = 297
 FPS = 8.0
 
@@ -49,9 +49,9 @@ def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def _read_scans() -> tuple[Any, Any]:
-    """Pixels [1797, 64] from 0 to 16 and digits [1797], of the file that scikit-learn ships."""
-    # Its import takes longer than all else that a rank does before its first step: where the file
-    # is in its place, only the place is asked for.
+    """Pixels [1797, 64] from 0 to 16 and digits [1797], from scikit-learn's file."""
+    # Importing scikit-learn takes longer than everything else before a rank's first step, so only
+    # its location is looked up if the file is at its usual place.
     found = find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise missing_extra("the moving digits need scikit-learn", "video")
@@ -67,7 +67,7 @@ def _read_scans() -> tuple[Any, Any]:
 
 
 class MovingDigits:
-    """Clips of a handwritten digit that moves, with the sentence that says so."""
+    """Clips of a moving handwritten digit, with a matching sentence."""
 
     encoded = False
     vocabulary = frozenset(("the", "digit", "moving", *DIGITS, *DIRECTIONS))
@@ -92,7 +92,8 @@ class MovingDigits:
         self._digit = targets[self._scan]
         self._direction = torch.from_numpy(draw.integers(len(DIRECTIONS), size=length))
         for digit, direction in exclude:
-            # The pair goes to the next direction, so that digits and buckets keep their shares.
+            # An excluded pair gets the next direction, so that digits and buckets keep their
+            # proportions.
             hit = (self._digit == digit) & (self._direction == direction)
             self._direction[hit] = _other_directions(digit, exclude)[: int(hit.sum())]
         offsets = draw.uniform(-WANDER, WANDER, size=(length, 2))
@@ -119,7 +120,7 @@ class MovingDigits:
         return Clip(self.batch([index])[0], self.caption(index), FPS, index)
 
     def batch(self, indices: list[int]) -> Tensor:
-        """The clips of samples of one bucket, [B, 3, T, H, W] in [-1, 1]."""
+        """Renders the clips of samples of one bucket, [B, 3, T, H, W] in [-1, 1]."""
         bucket = self.bucket_of(indices[0])
         if any(self.bucket_of(index) != bucket for index in indices):
             raise GulliverError("a batch of moving digits must come from one bucket")
@@ -133,7 +134,7 @@ class MovingDigits:
 
 
 def sentence(digit: int, direction: int | None) -> str:
-    """Returns the caption of a clip; without a direction, that of a still."""
+    """Returns the caption of a clip, or of a still without a direction."""
     still = f"the digit {DIGITS[digit]}"
     return still if direction is None else f"{still} moving {DIRECTIONS[direction]}"
 
@@ -167,46 +168,46 @@ def _centre_padding(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 def _other_directions(digit: int, exclude: tuple[tuple[int, int], ...]) -> Tensor:
-    """Endless allowed directions of a digit, in turn."""
+    """Cycles through the allowed directions of a digit."""
     allowed = [d for d in range(len(DIRECTIONS)) if (digit, d) not in exclude]
     if not allowed:
-        raise GulliverError(f"every direction of the digit {digit} is excluded")
+        raise GulliverError(f"every direction of the digit {digit} is excluded; allow at least one")
     return torch.tensor(allowed).repeat(1_000_000 // len(allowed))
 
 
 def _check_bucket(bucket: Bucket) -> None:
     if min(bucket.height, bucket.width) < SIDE:
         raise GulliverError(
-            f"{bucket}: a digit of {SIDE}x{SIDE} does not fit: choose a larger frame"
+            f"{bucket} is too small for a digit of {SIDE}x{SIDE}; choose a larger frame"
         )
     if bucket.height % 8 or bucket.width % 8:
         right = "x".join(str(round(side / 8) * 8) for side in (bucket.height, bucket.width))
         raise GulliverError(f"{bucket}: height and width must be multiples of 8, such as {right}")
     if bucket.frames < 1 or (bucket.frames - 1) % 4:
-        right = -(-max(0, bucket.frames - 1) // 4) * 4 + 1  # the next: 4 is not to become a still
+        right = -(-max(0, bucket.frames - 1) // 4) * 4 + 1  # rounded up: 4 must not become a still
         raise GulliverError(f"{bucket}: frames must be 4 k + 1, such as {right}")
 
 
-# Judges of the moving digits: they read the digit and measure which way it moves.
+# Judges of the moving digits: recognize the digit and measure its direction.
 #
-# The digit is read by a small network that was trained on real clips of the training handwriting;
-# the movement is measured, not learnt: where the ink's centre goes. Both see generated clips only
-# to judge them.
+# The digit is recognized by a small network trained on real clips of the training handwriting; the
+# direction is measured from the path of the ink's center. Both only see generated clips to evaluate
+# them.
 
 
 WINDOW = 16
-"""Side of the window that is cut out around the ink, in pixels."""
+"""Side of the window around the ink, in pixels."""
 INK = 0.2
-"""Fainter pixels are noise and do not count for the centre."""
+"""Fainter pixels are noise and do not count for the center."""
 STILL = 0.15
-"""Pixels per frame below which nothing moves."""
+"""Speed in pixels per frame below which nothing moves."""
 READER_STEPS, READER_BATCH = 500, 64
 _SEEN = Bucket(5, 32, 32)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on each clip: digit [B], direction [B] (-1: it does not move)."""
+    """Result for each clip: digit [B], direction [B] (-1: not moving)."""
 
     digit: Tensor
     direction: Tensor
@@ -214,7 +215,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Scores:
-    """Shares of clips, of 1, with the right digit, the right direction, and both."""
+    """Fractions of clips with the right digit, the right direction, and both."""
 
     digit: float
     direction: float
@@ -245,14 +246,14 @@ class DigitReader(nn.Module):
 
 
 class Judges:
-    """Reads digits and measures movement."""
+    """Recognizes digits and measures movement."""
 
     def __init__(self, reader: DigitReader) -> None:
         self.reader = reader.eval()
 
     @torch.no_grad()
     def verdict(self, clips: Tensor, frames: list[int] | None = None) -> Verdict:
-        """Judges clips [B, 3, T, H, W] in [-1, 1] of any size, or only those of their frames."""
+        """Evaluates clips [B, 3, T, H, W] in [-1, 1] of any size, or only some of their frames."""
         times = torch.arange(clips.shape[2]) if frames is None else torch.tensor(frames)
         windows, centres = windows_around_ink(clips[:, :, times])
         logits = self.reader(windows).log_softmax(-1).view(len(clips), -1, len(DIGITS))
@@ -265,7 +266,7 @@ class Judges:
         directions: Sequence[int | None],
         frames: list[int] | None = None,
     ) -> Scores:
-        """Compares the verdict on clips [3, T, H, W] with what was asked; None: any movement."""
+        """Compares the result on clips [3, T, H, W] with the request; None: any direction."""
         right_digit = right_direction = right_both = 0
         for clip, digit, direction in zip(clips, digits, directions, strict=True):
             seen = self.verdict(clip[None], frames)
@@ -279,7 +280,7 @@ class Judges:
 
 
 def train_judges() -> Judges:
-    """Trains the reader on real clips of the training handwriting (some seconds)."""
+    """Trains the reader on real clips of the training handwriting (takes a few seconds)."""
     torch.manual_seed(derive(0, 20))
     dataset = MovingDigits(
         "train", READER_STEPS * READER_BATCH, seed=derive(0, 21), shapes={_SEEN: 1}
@@ -291,7 +292,8 @@ def train_judges() -> Judges:
         indices = list(range(step * READER_BATCH, (step + 1) * READER_BATCH))
         read = [dataset.labels(i)[0] for i in indices]
         windows, _ = windows_around_ink(dataset.batch(indices)[:, :, [0, -1]])
-        # Faint noise and small shifts, so that blurred clips are read as a person would read them.
+        # Augmented with faint noise and small shifts, so that blurred clips are recognized as
+        # people would.
         windows = windows + 0.1 * torch.randn_like(windows)
         windows = windows.roll(tuple(torch.randint(-1, 2, (2,)).tolist()), (-2, -1))
         targets = torch.tensor(read).repeat_interleave(2)
@@ -304,7 +306,7 @@ def train_judges() -> Judges:
 
 
 def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
-    """Cuts a window around the ink of every frame."""
+    """Crops a window around the ink of every frame."""
     batch, _, frames, height, width = clips.shape
     ink = ((clips.float().mean(dim=1) + 1) / 2).clamp(0, 1).view(-1, height, width)
     weight = ink * (ink > INK)
@@ -320,7 +322,7 @@ def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def directions_of(centres: Tensor, times: Tensor) -> Tensor:
-    """Direction of the line through centres [B, T, 2] at times [T] by least squares; -1: none."""
+    """Direction of the least-squares line through centers [B, T, 2] at times [T]; -1: none."""
     if len(times) < 2:
         return torch.full((len(centres),), -1)
     times = times - times.float().mean()
@@ -334,7 +336,7 @@ def directions_of(centres: Tensor, times: Tensor) -> Tensor:
 
 
 def ceiling(judges: Judges, bucket: Bucket, clips: int = 297) -> Scores:
-    """Scores real clips of held-out handwriting: the most that a model can reach."""
+    """Scores real clips of held-out handwriting: the upper limit for a model."""
     real = MovingDigits("heldout", clips, seed=1, shapes={bucket: 1})
     labels = [real.labels(index) for index in range(clips)]
     videos = list(real.batch(list(range(clips))).unbind())

@@ -1,8 +1,8 @@
-"""Timestep warps: how much more the high noise levels count for larger and longer clips.
+"""Timestep shifts: train and sample larger and longer clips at higher noise levels.
 
-More pixels and more frames tell the same thing more often, so that a clip is still readable under
-noise that would hide a small one. Every warp multiplies the odds t / (1 - t) of a level by a ratio;
-the published ones differ in how they take it from the size of a clip.
+More pixels and frames are redundant, so a large clip is still recognizable at noise that would hide
+a small one. Every shift multiplies the odds t / (1 - t) of a level by a ratio; the published ones
+compute it differently from the clip size.
 
 Sources: https://arxiv.org/abs/2403.03206 (resolution), https://arxiv.org/abs/2412.20404 (length).
 """
@@ -32,10 +32,10 @@ from gulliver.video.diffusion import (
 
 @dataclass(frozen=True)
 class ClipSize:
-    """Size of a clip: height and width in pixels, and frames of its latents."""
+    """Clip size: height and width in pixels, and latent frames."""
 
-    # `token_area` are the pixels under one token of a frame, `base_area` those of a still whose
-    # ratio is 1.
+    # `token_area` is the number of pixels per token of a frame, `base_area` the area of a still
+    # with ratio 1.
 
     height: float
     width: float
@@ -45,7 +45,7 @@ class ClipSize:
 
     @property
     def side_ratio(self) -> float:
-        """Side of a square of the clip's area, over that of the base."""
+        """Square root of the clip's area over that of the base."""
         return math.sqrt(self.height * self.width / self.base_area)
 
 
@@ -54,23 +54,23 @@ def _by_latent_frames(size: ClipSize) -> float:
 
 
 def _by_whole_pieces(size: ClipSize) -> float:
-    """1.2 counts the frames // 17 * 5: latents of whole pieces of its autoencoder."""
+    """1.2 uses frames // 17 * 5: latents of whole pieces of its autoencoder."""
     frames = 1 if size.latent_frames == 1 else size.latent_frames // 5 * 5
     if frames == 0:
         raise GulliverError(
-            f"the timestep warp of 1.2 counts latent frames in fives, a clip of "
-            f"{size.latent_frames} has none: take longer clips, or another --flow.shift-rule"
+            "the timestep shift of 1.2 counts latent frames in fives, but the clip has "
+            f"{size.latent_frames}; use longer clips, or another --flow.shift-rule"
         )
     return size.side_ratio * math.sqrt(frames)
 
 
 def _by_frames_after_the_first(size: ClipSize) -> float:
-    """1.3 counts (frames - 1) // 4: the latents without the first."""
+    """1.3 uses (frames - 1) // 4: the latents without the first."""
     return size.side_ratio * math.sqrt(max(1, size.latent_frames - 1))
 
 
 def _by_tokens(size: ClipSize) -> float:
-    """2.0 goes straight from 1 at 256 tokens of a frame to 3 at 4096."""
+    """2.0 is linear from 1 at 256 tokens per frame to 3 at 4096."""
     tokens = size.height * size.width / size.token_area
     return (1 + (tokens - 256) * 2 / (4096 - 256)) * math.sqrt(size.latent_frames)
 
@@ -87,7 +87,7 @@ RULES: dict[str, Callable[[ClipSize], float]] = {
 # Rectified flow: straight paths from noise to data.
 #
 # A point on the path is x_t = (1 - t) x0 + t noise with t in [0, 1]; the model learns the velocity
-# x0 - noise that leads along it to the data. Sampling follows the velocity from t = 1 to 0.
+# x0 - noise towards the data. Sampling follows the velocity from t = 1 to 0.
 #
 # Sources: https://arxiv.org/abs/2209.03003 (rectified flow), https://arxiv.org/abs/2403.03206
 # (logit-normal levels, resolution shift).
@@ -97,21 +97,22 @@ METHODS = ("uniform", "logit-normal")
 
 
 class RectifiedFlow(Diffusion):
-    """Noise levels, the training loss (mean square error of the velocity) and the sampler.
+    """Noise levels, the training loss (mean squared error of the velocity) and the sampler.
 
     Levels are on the model's scale from 0 (data) to `num_timesteps` (noise).
 
     Args:
         num_timesteps: level of pure noise.
-        sample_method: law of the levels in training.
+        sample_method: distribution of the levels in training.
         loc: mean of the logit of logit-normal levels.
         scale: standard deviation of that logit.
         shift: factor of the odds t / (1 - t) of every level, in training and sampling.
-        use_timestep_transform: whether to multiply the odds by a ratio of the clip's size as well.
+        use_timestep_transform: whether to also multiply the odds by a ratio that depends on the
+            clip size.
         base_area: area in pixels at which that ratio is 1 for a still.
-        transform: how it is taken from the size, a name of `_warp.RULES`; ``latent`` is
-            sqrt(height * width / base_area) * sqrt(latent frames).
-        token_area: number of pixels under one token of a frame, which the rule of 2.0 counts.
+        transform: rule for that ratio, a name in `RULES`; ``latent`` is sqrt(height * width /
+            base_area) * sqrt(latent frames).
+        token_area: number of pixels per token of a frame, for the rule of 2.0.
 
     Raises:
         GulliverError: an unknown method or rule, or a shift that is not positive.
@@ -143,7 +144,7 @@ class RectifiedFlow(Diffusion):
         self.transform, self.token_area = transform, token_area
 
     def warp(self, t: Tensor, height: float, width: float, num_frames: int) -> Tensor:
-        """Multiplies the odds of levels `t` in [0, 1] as the clip's size asks for.
+        """Multiplies the odds of levels `t` in [0, 1] for the clip's size.
 
         Args:
             t: levels, of any shape.
@@ -166,7 +167,7 @@ class RectifiedFlow(Diffusion):
         width: float,
         num_frames: int,
     ) -> Tensor:
-        """Draws a level for each of `batch` clips, on the model's scale: [batch]."""
+        """Samples a level for each of `batch` clips, on the model's scale: [batch]."""
         if self.sample_method == "uniform":
             t = torch.rand(batch, generator=generator)
         else:
@@ -174,7 +175,7 @@ class RectifiedFlow(Diffusion):
         return self.warp(t, height, width, num_frames) * self.num_timesteps
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Mixes x0 and noise [B, C, T, H, W]: points of the paths at levels `timesteps` [B]."""
+        """Mixes x0 and noise [B, C, T, H, W] at levels `timesteps` [B]."""
         t = (timesteps / self.num_timesteps).to(x0.dtype).view(-1, 1, 1, 1, 1)
         return (1 - t) * x0 + t * noise
 
@@ -184,13 +185,13 @@ class RectifiedFlow(Diffusion):
         return (self._velocity(output, x0.shape[1]) - (x0 - noise)).square()
 
     def error(self, output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-        """Computes the mean square error of each clip's velocity, over frames to generate: [B]."""
+        """Computes the mean squared error of each clip's velocity, over generated frames: [B]."""
         return frame_mean((self._velocity(output, target.shape[1]) - target).square(), mask)
 
     def timesteps(self, steps: int, height: float, width: float, num_frames: int) -> Tensor:
         """Lists the sampler's levels, from `num_timesteps` to 0: float64 [steps + 1]."""
         if steps < 1:
-            raise GulliverError(f"sampling needs at least one step, not {steps}")
+            raise GulliverError(f"steps={steps} must be at least 1")
         even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return self.warp(even, height, width, num_frames) * self.num_timesteps
 
@@ -213,27 +214,27 @@ class RectifiedFlow(Diffusion):
         """Follows the velocity from noise to data with Euler steps.
 
         Args:
-            model: function called as in `loss`, with the branches of guidance in one batch, in the
+            model: function called as in `loss`, with the guidance branches in one batch, in the
                 order of `Guidance.combine`.
             noise: noise [B, C, T, H, W].
-            model_inputs: conditions by keyword of the model; height and width [B] among them decide
-                the levels where `timesteps` does not.
-            null_inputs: conditions that differ without caption, such as y and mask; needed where
-                guidance is on.
-            imageless_inputs: conditions that differ further without given frames, such as zeros for
-                cond. None: that branch is shown the given frames of `mask` as noisy as the others.
+            model_inputs: conditioning by keyword of the model; its height and width [B] determine
+                the levels unless `timesteps` is given.
+            null_inputs: conditioning that differs without caption, such as y and mask; required for
+                guidance.
+            imageless_inputs: conditioning that differs further without given frames, such as zeros
+                for cond. None: that branch sees the given frames of `mask` as noisy as the others.
             steps: number of Euler steps.
-            cfg_scale: weight of the caption's velocity over that without caption, or `Guidance`.
+            cfg_scale: guidance scale of the caption, or `Guidance`.
             timesteps: levels [steps + 1] from `num_timesteps` to 0; None: `timesteps` of this flow.
-            given: latents of the given frames, of noise's shape; others do not count.
+            given: latents of the given frames, with noise's shape; other frames are ignored.
             mask: mask [B, T], bool or from 0 to 1: True or 1 for frames to generate, False or 0 for
-                given ones. A given frame joins once mask * num_timesteps reaches the level.
-            progress: function that is called with (steps done, steps).
-            preview: function that is called with (steps done, steps, estimate): the data that the
-                velocity of the step leads to, with given frames as they are.
+                given ones. A frame in between is generated from level mask * num_timesteps on.
+            progress: function called with (steps done, steps).
+            preview: function called with (steps done, steps, estimate): the predicted data at this
+                step, with given frames inserted.
 
         Returns:
-            Latents; given frames are exactly as they were.
+            Latents; given frames are unchanged.
 
         Raises:
             GulliverError: guidance without null_inputs; only one of given and mask; image guidance
@@ -245,8 +246,8 @@ class RectifiedFlow(Diffusion):
         hide = guidance.branches == 3 and imageless_inputs is None
         if hide and frames is None:
             raise GulliverError(
-                f"image guidance {guidance.image:g} needs given frames: pass given and mask, or "
-                "imageless_inputs for a model that is told of them by inputs"
+                f"image guidance {guidance.image:g} needs given frames; pass given and mask, or "
+                "imageless_inputs for a model with frame conditioning inputs"
             )
         if timesteps is None:
             height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
@@ -272,10 +273,10 @@ class RectifiedFlow(Diffusion):
 
     @staticmethod
     def _velocity(output: Tensor, channels: int) -> Tensor:
-        """Takes the first half of the channels where the model predicts a variance too."""
+        """Takes the first half of the channels if the model also predicts a variance."""
         if output.shape[1] not in (channels, 2 * channels):
             raise GulliverError(
-                f"the model gives {output.shape[1]} channels for latents of {channels}: "
+                f"the model returns {output.shape[1]} channels for latents of {channels}; "
                 "expected as many or twice as many"
             )
         return output[:, :channels]
@@ -283,37 +284,36 @@ class RectifiedFlow(Diffusion):
 
 # Improved denoising diffusion: the noise process of Open-Sora 1.0 and 1.1.
 #
-# A point is x_t = sqrt(a_t) x0 + sqrt(1 - a_t) noise with a_t falling over steps t = 0 ... 999.
-# The model predicts the noise, and for each element where the log variance of a step back lies
-# between the least and the most that it can be. `IDDPM` has the calls of `RectifiedFlow`, so that
-# pipelines and the training loop take either.
+# A point is x_t = sqrt(a_t) x0 + sqrt(1 - a_t) noise with a_t decreasing over steps t = 0 ... 999.
+# The model predicts the noise, and for each element the log variance of the reverse step as an
+# interpolation between its lower and upper bound. `IDDPM` has the interface of `RectifiedFlow`, so
+# that pipelines and the training loop accept either.
 
 
 BIN = 1 / 255
 """Half a level of an 8-bit picture on the scale of -1 to 1, for the likelihood of the data."""
 
 
-# [Note: respaced steps] Sampling takes few of the 1000 steps. Those taken make a process of their
-# own whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old
-# step.
+# [Note: respaced steps] Sampling uses few of the 1000 steps. They form a process with the same
+# values of a, so its betas are 1 - a_i / a_(i-1); the model receives the original step.
 #
 # Sources: https://arxiv.org/abs/2102.09672 (learned variances, respacing),
 # https://arxiv.org/abs/2006.11239 (linear schedule).
 def linear_betas(count: int) -> Tensor:
-    """Returns betas that rise evenly, from 0.0001 to 0.02 for 1000 steps: float64 [count]."""
+    """Returns linearly increasing betas, from 0.0001 to 0.02 for 1000 steps: float64 [count]."""
     scale = 1000 / count
     return torch.linspace(scale * 0.0001, scale * 0.02, count, dtype=torch.float64)
 
 
 def spaced(count: int, steps: int) -> list[int]:
-    """Lists `steps` of `count` steps, evenly from the first to the last."""
+    """Selects `steps` of `count` steps, evenly from the first to the last."""
     if not 2 <= steps <= count:
         raise GulliverError(
-            f"{steps} sampling steps cannot be taken of {count}: between 2 and {count} can"
+            f"{steps} sampling steps are not possible with {count} training steps; use 2 to {count}"
         )
     stride, place, taken = (count - 1) / (steps - 1), 0.0, []
     for _ in range(steps):
-        # Added up, not multiplied, as the public code does it: halves round alike.
+        # Accumulated instead of multiplied, like the public code: halves round the same way.
         taken.append(round(place))
         place += stride
     return taken
@@ -322,24 +322,24 @@ def spaced(count: int, steps: int) -> list[int]:
 class Process(NamedTuple):
     """Coefficients of a process of N steps, each float64 [N]."""
 
-    # Share a of the data's power.
+    # Cumulative signal power a.
     kept: Tensor
-    # Factor of x0 in the mean of a step back.
+    # Factor of x0 in the mean of the reverse step.
     of_data: Tensor
     # Factor of x_t in it.
     of_point: Tensor
-    # Least log variance of a step back.
+    # Lower bound of its log variance.
     least: Tensor
-    # Most log variance of it.
+    # Upper bound of its log variance.
     most: Tensor
 
 
 def process_of(kept: Tensor) -> Process:
-    """Computes the coefficients of the process with shares `kept` of the data [N]."""
+    """Computes the coefficients of the process with cumulative signal powers `kept` [N]."""
     before = torch.cat([torch.ones_like(kept[:1]), kept[:-1]])
     betas = 1 - kept / before
     variance = betas * (1 - before) / (1 - kept)
-    # The last step back has none, which has no logarithm.
+    # The last reverse step has zero variance, which has no logarithm.
     variance = torch.cat([variance[1:2], variance[1:]])
     of_data = betas * before.sqrt() / (1 - kept)
     of_point = (1 - before) * (kept / before).sqrt() / (1 - kept)
@@ -357,28 +357,28 @@ class IDDPM(Diffusion):
     def sample_timesteps(
         self, batch: int, *, generator: torch.Generator | None = None, **clip: float
     ) -> Tensor:
-        """Draws a step for each of `batch` clips, all alike, whatever the clip: [batch]."""
+        """Samples a step for each of `batch` clips, uniformly for any clip size: [batch]."""
         del clip
         return torch.randint(self.num_timesteps, (batch,), generator=generator).float()
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Mixes x0 and noise [B, C, T, H, W]: points of the process at steps `timesteps` [B]."""
+        """Mixes x0 and noise [B, C, T, H, W] at steps `timesteps` [B]."""
         kept = _at(self.process.kept, timesteps, x0)
         return kept.sqrt() * x0 + (1 - kept).sqrt() * noise
 
     def _errors(
         self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
     ) -> Tensor:
-        """Square error of the noise, and the bound on the likelihood in bits."""
+        """Squared error of the noise, plus the variational bound in bits."""
         predicted, share = _halves(output, x0)
-        # The bound teaches the variance alone: the noise in it is taken as it is.
+        # The bound trains only the variance: the predicted noise is detached.
         bits = self._bits(x0, x_t, timesteps, predicted.detach(), share)
         return (noise - predicted).square() + bits
 
     def _bits(
         self, x0: Tensor, x_t: Tensor, timesteps: Tensor, noise: Tensor, share: Tensor
     ) -> Tensor:
-        """Bits of each element: the divergence of a step back, or the data's own at the last."""
+        """Bits per element: a reverse step's KL divergence, or the likelihood at the last."""
         of_data, of_point, least = (
             _at(values, timesteps, x0)
             for values in (self.process.of_data, self.process.of_point, self.process.least)
@@ -395,7 +395,7 @@ class IDDPM(Diffusion):
     def _back(
         process: Process, x_t: Tensor, steps: Tensor, noise: Tensor, share: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns mean and log variance of a step back from x_t at steps [B] of a process."""
+        """Returns mean and log variance of a reverse step from x_t at steps [B] of a process."""
         kept, of_data, of_point, least, most = (_at(values, steps, x_t) for values in process)
         x0 = _clean(kept, x_t, noise)
         share = (share + 1) / 2
@@ -416,16 +416,14 @@ class IDDPM(Diffusion):
         progress: Callable[[int, int], None] | None = None,
         preview: Preview | None = None,
     ) -> Tensor:
-        """Steps back from noise to data."""
+        """Samples with reverse steps from noise to data."""
         guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
         if guidance.image != 1:
             raise GulliverError(
-                f"image guidance {guidance.image:g} is for models of rectified flow: leave it out"
+                f"image guidance {guidance.image:g} needs a rectified flow model; omit it"
             )
         if mask is not None and bool(((mask > 0) & (mask < 1)).any()):
-            raise GulliverError(
-                "edit ratios are for models of rectified flow: give frames as they are, ratio 0"
-            )
+            raise GulliverError("edit ratios need a rectified flow model; use ratio 0")
         branches = conditions(guidance, model_inputs, null_inputs)
         frames = GivenFrames.of(self, given, noise, mask)
         plan = self._steps(steps, guidance, step_noise)
@@ -449,7 +447,7 @@ class IDDPM(Diffusion):
                     back = back + (0.5 * log_variance).exp() * drawn
                 return clean, back
 
-            # The model is told the step of the whole process.
+            # The model receives the step of the full process.
             return SamplingStep(float(taken[number]), advance)
 
         return [step(number) for number in reversed(range(steps))]
@@ -457,7 +455,7 @@ class IDDPM(Diffusion):
     def _guided(
         self, guidance: Guidance, answers: Sequence[tuple[Tensor, Tensor]], step: int, steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Leads the noise away from that without caption; the variance is that with caption."""
+        """Applies guidance to the noise; the variance is that with caption."""
         noise, share = answers[0]
         led = noise.shape[1] if self.guided_channels is None else self.guided_channels
         away = guidance.combine([answer[:, :led] for answer, _ in answers], step, steps)
@@ -465,36 +463,36 @@ class IDDPM(Diffusion):
 
 
 def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
-    """Picks values of steps [B], for tensors [B, C, T, H, W]."""
+    """Gathers values at steps [B], for tensors [B, C, T, H, W]."""
     picked = values.to(steps.device)[steps.long()]
     return picked.to(torch.promote_types(like.dtype, torch.float32)).view(-1, 1, 1, 1, 1)
 
 
 def _clean(kept: Tensor, x_t: Tensor, noise: Tensor) -> Tensor:
-    """Returns the data of which points with that noise are made."""
+    """Returns the clean data, given points and their noise."""
     return (1 / kept).sqrt() * x_t - (1 / kept - 1).sqrt() * noise
 
 
 def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits a model's output into noise and share of the variance."""
+    """Splits a model's output into noise and variance."""
     if output.shape[1] != 2 * x.shape[1]:
         raise GulliverError(
-            f"the model gives {output.shape[1]} channels for latents of {x.shape[1]}: noise and "
-            "its variance are twice as many, so build it with pred_sigma=True"
+            f"the model returns {output.shape[1]} channels for latents of {x.shape[1]}; noise and "
+            "variance need twice as many, so build it with pred_sigma=True"
         )
     noise, share = output.to(x.dtype).chunk(2, dim=1)
     return noise, share
 
 
 def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Log likelihood of values of 256 levels under Gaussians, as the public code computes it."""
+    """Log likelihood of values with 256 levels under Gaussians, as in the public code."""
     apart, narrow = x - mean, (-log_scale).exp()
     above, below = _normal(narrow * (apart + BIN)), _normal(narrow * (apart - BIN))
-    # The outermost levels hold all that lies beyond.
+    # The outermost levels include everything beyond.
     inside = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
     return inside.clamp(min=1e-12).log()
 
 
 def _normal(x: Tensor) -> Tensor:
-    """The distribution function of a standard normal, by the approximation of GELU's tanh form."""
+    """The standard normal CDF, using GELU's tanh approximation."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,14 +1,13 @@
-"""One clip on several ranks: guidance x sequence.
+"""Generates a clip on several ranks: guidance x sequence parallelism.
 
-Classifier-free guidance asks the model twice for each step, with the caption and without it. With
-two *guidance* ranks each asks once, and they exchange what they found. The ranks of a *sequence*
-share the tokens of the clip (`gulliver.booster.hybrid`). Both together: rank
-``branch * sequence + rank in the sequence``, so that those of a sequence, which send most, are
-neighbours. Noise,
-conditions and Euler steps are computed on every rank, and are the same on all. Clips are decoded by
-all ranks together (`share_coding`).
+Classifier-free guidance calls the model twice per step, with and without caption. With two
+*guidance* ranks each makes one call, and they exchange the results. The ranks of a *sequence* share
+the tokens of the clip (`gulliver.booster.hybrid`). Combined, the rank is ``branch * sequence + rank
+in the sequence``, so that those of a sequence, which communicate most, are neighbours. Noise,
+conditioning and Euler steps are computed on every rank with equal results. All ranks decode clips
+together (`share_coding`).
 
-Read `split_ranks`, `share`, `SharedModel`.
+Start with `split_ranks`, `share` and `SharedModel`.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from gulliver.video.pipeline import VideoPipeline
 
 THREE_BRANCHES = (
-    "it asks the model three times in a step, for which there is no even share; use 1 guidance "
-    "rank, and let the others share the sequence"
+    "it needs three model calls per step, which two ranks cannot share evenly; use 1 guidance "
+    "rank, and sequence parallelism for the others"
 )
 
 
@@ -56,18 +55,18 @@ def split_ranks(
     guided: bool = True,
     image_guided: bool = False,
 ) -> tuple[int, int]:
-    """Chooses how many ranks share a clip's tokens, and how many the branches of guidance."""
+    """Chooses the numbers of ranks for sequence parallelism and for guidance branches."""
     if guidance_ranks not in (0, 1, 2) or sequence < 0:
         raise GulliverError(
-            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} cannot be: guidance has 2 "
-            "branches, so it takes 1 or 2 ranks, and a sequence at least 1"
+            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} is invalid; guidance uses "
+            "1 or 2 ranks, and a sequence at least 1"
         )
     if guidance_ranks == 2 and image_guided:
-        raise GulliverError(f"--guidance-ranks 2 with image guidance: {THREE_BRANCHES}")
+        raise GulliverError(f"--guidance-ranks 2 does not support image guidance: {THREE_BRANCHES}")
     if guidance_ranks == 2 and not guided:
         raise GulliverError(
-            "--guidance-ranks 2 with --guidance 1: guidance is off, so there is one branch only; "
-            "leave --guidance-ranks out"
+            "--guidance-ranks 2 has no effect with --guidance 1, which has a single branch; omit "
+            "--guidance-ranks"
         )
     if guidance_ranks == 0:
         both = guided and not image_guided and world % 2 == 0 and sequence in (0, world // 2)
@@ -77,37 +76,37 @@ def split_ranks(
     if sequence * guidance_ranks != world:
         raise GulliverError(
             f"--sequence {sequence} x --guidance-ranks {guidance_ranks} = "
-            f"{sequence * guidance_ranks} ranks, but there are {world}: start as many, or leave "
-            "one of the two out"
+            f"{sequence * guidance_ranks} ranks, but there are {world}; start as many, or omit "
+            "one of the options"
         )
     return sequence, guidance_ranks
 
 
 @dataclass(frozen=True)
 class SharedModel:
-    """The ranks that make clips together."""
+    """The ranks that generate clips together."""
 
-    # Function called as the model is, with both branches of guidance in one batch.
+    # Called like the model, with both guidance branches in one batch.
     model: Callable[..., Tensor]
     ranks: int = 1
     rank: int = 0
-    # Rank group that shares the branches of guidance.
+    # Rank group of the guidance branches.
     branches: RankGroup = ALONE
 
     def agree(self, requests: Any) -> None:
-        """Refuses requests that differ between the ranks."""
+        """Raises an error if requests differ between the ranks."""
         if self.ranks == 1:
             return
         found = gather_objects(hashlib.sha256(repr(requests).encode()).hexdigest())
         for rank, digest in enumerate(found):
             if digest != found[0]:
                 raise GulliverError(
-                    f"rank {rank} was asked for other clips than rank 0, and they make them "
-                    "together: give all ranks the same requests"
+                    f"rank {rank} has other requests than rank 0; pass the same requests on all "
+                    "ranks"
                 )
 
     def whole(self, sums: Tensor) -> Tensor:
-        """Adds up sums [rows, 2] over a sequence; of both branches: rows of all, alike on all."""
+        """Sums [rows, 2] over a sequence, and gathers the rows of both branches on all ranks."""
         if self.ranks == 1:
             return sums
         parts = sums.new_empty(self.ranks, *sums.shape)
@@ -121,14 +120,14 @@ def share_coding(
     dim: str,
     show: Callable[[str], None] | None = None,
 ) -> SharedNetworks | None:
-    """Makes ranks that need the same clips encode and decode them together; all of them call it."""
+    """Makes ranks that need the same clips encode and decode them together; a collective call."""
     if dim == "off" or rank_group.size == 1 or not has_networks(autoencoder):
         return None
     return share_autoencoder(autoencoder, rank_group, dim, show if rank_group.rank == 0 else None)
 
 
 def ranks_alike(place: Any) -> RankGroup:
-    """Returns the ranks of the world that name the same place; every rank calls it."""
+    """Returns the ranks of the world with the same location; a collective call."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     rows: dict[Any, list[int]] = {}
@@ -146,7 +145,7 @@ def share(
     scheme: str | None = None,
     show: Callable[[str], None] | None = None,
 ) -> SharedModel:
-    """Makes all ranks of the world make each clip together; every rank calls it, once."""
+    """Makes all ranks generate each clip together; a collective call, once."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
     own: Callable[..., Tensor] = model if call is None else call
@@ -166,7 +165,7 @@ def share(
 
 
 class OneBranch:
-    """Calls a model with this rank's branch of a batch that holds two, and gives both answers."""
+    """Calls a model with this rank's branch of a batch of two, and returns both results."""
 
     def __init__(self, model: Callable[..., Tensor], rank_group: RankGroup) -> None:
         assert rank_group.size == 2, "guidance has two branches"
@@ -177,7 +176,7 @@ class OneBranch:
         own = self._model(self._own(x), self._own(timestep), **of_branch).contiguous()
         both = own.new_empty(2, *own.shape)
         all_gather(both.view(-1), own.view(-1), self._rank_group.process_group)
-        # A process group numbers its ranks in ascending order, as this rank group does.
+        # A process group numbers its ranks in ascending order, as does this rank group.
         return both.flatten(0, 1)
 
     def _own(self, both: Tensor) -> Tensor:
@@ -185,34 +184,34 @@ class OneBranch:
 
 
 def _plan(sequence: int, heads: int) -> SequencePlan:
-    """Plans to exchange heads between as many ranks as heads allow, in a ring of such groups."""
+    """Plans Ulysses between as many ranks as heads allow, and a ring of such groups."""
     ulysses = max(n for n in range(1, sequence + 1) if sequence % n == 0 and n <= heads)
     return SequencePlan(ulysses=ulysses, inner=sequence // ulysses)
 
 
-# Networks that lie in their files until they are needed, one at a time.
+# Networks that are loaded from their files on demand, one at a time.
 
 
 T = TypeVar("T")
 CALM = 0.8
-"""Share of the free memory that a prediction may take."""
+"""Fraction of the free memory that a prediction may use."""
 
 
 class Room:
-    """The device that networks share, of which one at a time is filled."""
+    """A device on which one network at a time is loaded."""
 
     def __init__(self, device: torch.device, keep: bool = False) -> None:
         self.device, self.keep = device, keep
         self._parts: list[PipelinePart[Any]] = []
 
     def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
-        """Adds a network, by the function that fills it on a device."""
+        """Adds a network, given the function that loads it on a device."""
         made = PipelinePart(self, load)
         self._parts.append(made)
         return made
 
     def make_way(self, part: PipelinePart[Any]) -> None:
-        """Frees all networks but one."""
+        """Frees all networks except one."""
         if self.keep:
             return
         for other in self._parts:
@@ -223,16 +222,16 @@ class Room:
 
 
 class PipelinePart(Generic[T]):
-    """A network of a `Room`; call it to have it filled."""
+    """A network of a `Room`; calling it loads it."""
 
     def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
         self._room, self._load = room, load
         self._filled: T | None = None
         self.after: Callable[[T], object] | None = None
-        """Function that is called with the network whenever it was filled."""
+        """Function called with the network whenever it is loaded."""
 
     def __call__(self) -> T:
-        """Returns the network, filled."""
+        """Returns the loaded network."""
         if self._filled is None:
             self._room.make_way(self)
             self._filled = self._load(self._room.device)
@@ -241,12 +240,12 @@ class PipelinePart(Generic[T]):
         return self._filled
 
     def free(self) -> None:
-        """Forgets the network; its memory goes when nobody else holds it."""
+        """Drops the network; its memory is freed with the last reference."""
         self._filled = None
 
 
 class PartEncoder:
-    """A text encoder of a room, which says each caption once."""
+    """A text encoder of a room, which encodes each caption once."""
 
     def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
         self._part = part
@@ -255,25 +254,25 @@ class PartEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the encoder, which is filled for it."""
+        """Fingerprint of the encoder, which is loaded for it."""
         return self._part().fingerprint
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; those that it has said need no encoder."""
+        """Encodes captions, as `TextEncoder.encode`; cached ones need no encoder."""
         for caption in dict.fromkeys(captions):
             if caption not in self._said:
-                # One by one: what a caption says must not depend on what it is padded to.
+                # One at a time: an encoding must not depend on its padding.
                 self._said[caption] = said_of(self._part().encode([caption]))
         return padded([self._said[caption] for caption in captions])
 
 
 class PartAutoencoder:
-    """An autoencoder of a room: its sizes are known at once, it is filled to encode and decode."""
+    """An autoencoder of a room: its sizes are known at once, its weights are loaded on demand."""
 
     def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:
             raise GulliverError(
-                f"memory is {memory}: expected bytes for decoding a clip, 1 at least, or None"
+                f"memory={memory} must be None or at least 1 byte for decoding a clip"
             )
         self.part, self._outline, self._memory = part, outline, memory
         self._peaks: dict[tuple[int, ...], int] = {}
@@ -281,31 +280,31 @@ class PartAutoencoder:
         self.latent_shape = outline.latent_shape
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes clips [B, 3, T, H, W] to normalised latents."""
+        """Encodes clips [B, 3, T, H, W] to normalized latents."""
         autoencoder = self.part()
         return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes latents [B, C, T, H, W] clip by clip, in stretches where memory asks for them."""
+        """Decodes latents [B, C, T, H, W] clip by clip, in pieces if memory is short."""
         autoencoder = self.part()
         clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
         return torch.cat(clips).float()
 
     def _decoded(self, autoencoder: Any, latents: Tensor, num_frames: int | None) -> Tensor:
         room = free_memory(latents.device) if self._memory is None else self._memory
-        # Samplers are exact in their own dtype, autoencoders in theirs.
+        # Samplers and autoencoders each use their own dtype.
         latents = latents.to(next(autoencoder.parameters()).dtype)
-        # Networks that ranks share are cut already.
+        # Networks shared between ranks are already split.
         need = self._peak(autoencoder, latents) if self.part.after is None else 0
         if need <= room:
             return autoencoder.decode(latents, num_frames)
         length = max(1, int(latents.shape[2] * room / need))
         stretches = stream_decode(autoencoder, latents.split(length, dim=2))
-        # Pieces of the finished clip wait in host memory.
+        # Finished pieces of the clip wait in host memory.
         return torch.cat([stretch.cpu() for stretch in stretches], dim=2)
 
     def _peak(self, autoencoder: Any, latents: Tensor) -> int:
-        """Predicts the bytes that decoding takes; 0 where it cannot be followed."""
+        """Predicts the peak bytes of decoding; 0 if it cannot be traced."""
         shape = tuple(latents.shape)
         if shape not in self._peaks:
             found = activation_peak(_Decoding(autoencoder), (latents,))
@@ -314,7 +313,7 @@ class PartAutoencoder:
 
 
 class _Decoding(nn.Module):
-    """Decodes when it is called."""
+    """Decodes when called."""
 
     def __init__(self, autoencoder: nn.Module) -> None:
         super().__init__()
@@ -326,13 +325,13 @@ class _Decoding(nn.Module):
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes of a device that a prediction may take."""
+    """Returns the bytes of a device that a prediction may use."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CALM)
     return int(memory_bytes("cpu") * CALM / 2)
 
 
-# Clips that go on, or that connect two: requests of one piece.
+# Continuing a clip, and connecting two clips: requests of one piece.
 
 
 def extend(
@@ -349,13 +348,13 @@ def extend(
 
     Args:
         model: trained model.
-        clip: clip [3, T, H, W] in [-1, 1]; scaled and cut to the bucket's height and width.
-        prompt: sentence that says what happens next.
+        clip: clip [3, T, H, W] in [-1, 1]; scaled and cropped to the bucket's height and width.
+        prompt: sentence that describes the continuation.
         bucket: shape of the sampled piece, which begins with the overlap.
         overlap: number of last frames of the clip that are given (4 k + 1).
         seed: seed of the noise.
         sampling: steps and guidance.
-        negative_prompt: sentence to lead away from; empty: no caption.
+        negative_prompt: negative prompt; empty: no caption.
 
     Returns:
         The clip followed by the new frames, [3, T + bucket.frames - overlap, height, width].
@@ -365,7 +364,10 @@ def extend(
     """
     check_pixels("the clip", clip)
     if not 1 <= overlap <= clip.shape[1]:
-        raise GulliverError(f"cannot condition on {overlap} frames of a clip of {clip.shape[1]}")
+        raise GulliverError(
+            f"cannot condition on {overlap} frames of a clip of {clip.shape[1]}; use a smaller "
+            "overlap"
+        )
     clip = fit(clip.float(), bucket.height, bucket.width)
     model.autoencoder.latent_shape(overlap, bucket.height, bucket.width)
     request = Request(prompt, bucket, seed, clip[:, -overlap:], negative_prompt)
@@ -382,14 +384,14 @@ def connect(
     seed: int = 0,
     sampling: SamplingConfig | None = None,
 ) -> Tensor:
-    """Makes a clip that begins with one picture or clip and ends with another.
+    """Generates a clip that begins with one picture or clip and ends with another.
 
     Args:
         model: trained model.
         first: picture [3, 1, H, W] or clip [3, 4 k + 1, H, W] in [-1, 1] to begin with; scaled and
-            cut to the bucket's height and width.
+            cropped to the bucket's height and width.
         last: picture or clip to end with.
-        prompt: sentence that says what happens between them.
+        prompt: sentence that describes the clip.
         bucket: shape of the whole clip.
         seed: seed of the noise.
         sampling: steps and guidance.
@@ -398,7 +400,7 @@ def connect(
         The clip [3, bucket.frames, height, width].
 
     Raises:
-        GulliverError: the two leave nothing to make, or do not fit the autoencoder.
+        GulliverError: no frames are left to generate, or the two do not fit the autoencoder.
     """
     check_pixels("the first picture or clip", first)
     check_pixels("the last picture or clip", last)

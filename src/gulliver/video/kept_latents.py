@@ -1,11 +1,11 @@
-"""Latents and text embeddings that `gulliver data encode` has kept, and training's way to them.
+"""Latents and caption embeddings stored by `gulliver data encode`, and their use in training.
 
 FOLDER/
-  settings.json              what the latents were made with; written first
+  settings.json              settings of the latents; written first
   shards/DIGEST.safetensors  latents of up to `shard_clips` windows of one bucket, [N, C, t, h, w]
-  texts/                     what captions say, as `KeptTexts` keeps it
-  buckets.*                  the bucket configuration, where there was one
-  index.json                 rows of the table, where each window lies, what is broken; written last
+  texts/                     caption embeddings, as stored by `KeptTexts`
+  buckets.*                  the bucket configuration, if there was one
+  index.json                 rows of the table, location of each window, broken clips; written last
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from gulliver.options import Options
 
 FORMAT = 1
 PART = 1 << 16
-"""Bytes of each part of a file that its digest is of."""
+"""Bytes of each part of a file that enters its digest."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SETTINGS, INDEX, SHARDS, TEXTS = "settings.json", "index.json", "shards", "texts"
 AGAIN = "run gulliver data encode again"
 
 
-# [Note: fingerprints] A window of a clip is known by three things: a digest of the file, the bucket
-# and the first frame. Its latents are a function of these and of the settings (weights of the
-# autoencoder, frame interval, crop, dtype ...). Neither paths nor times are among them, so that
-# both folders may be moved. The digest of a clip is of its size and of its first, middle and last
-# 64 KiB (of all of a small file): to read thousands of films whole, to find that nothing has
-# changed, would cost as much as encoding them. Index and table of samples of a video lie at its
-# head or its tail, and every new encoding of it has others.
+# [Note: fingerprints] A window is identified by a digest of the file, the bucket and the first
+# frame. Its latents depend on these and on the settings (weights of the autoencoder, frame
+# interval, crop, dtype ...). Paths and times do not matter, so both folders may be moved. The
+# digest of a clip covers its size and its first, middle and last 64 KiB (all of a small file):
+# reading thousands of films completely just to find that nothing has changed would cost as much as
+# encoding them. A video's index and sample table are at its start or end, and change with every
+# encoding.
 #
-# Shards rather than a file for each clip: a million clips are files that no file system likes, and
-# a rank that is killed loses one shard at most. They are read with `pread`, not mapped: a window is
-# one stretch of a file, and a shard that is cut off under a training run is an error of one clip,
-# not a SIGBUS.
+# Shards instead of a file per clip: file systems do not handle a million files well, and an
+# interrupted rank loses at most one shard. They are read with `pread` and not mapped: a window is
+# contiguous in a file, and a shard truncated during training is an error of one clip instead of a
+# SIGBUS.
 #
-# Read `KeptLatents`, then `EncodedTable`. What writes all this is `preparation/encoding.py`.
+# Start with `KeptLatents`, then `EncodedTable`. `preparation/encoding.py` writes the files.
 class ClipWindow(NamedTuple):
     """A window of a clip: the digest of its file, its bucket, and its first frame."""
 
@@ -65,14 +65,14 @@ class ClipWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings(Options):
-    """Settings that latents depend on, besides the clip."""
+    """Settings that latents depend on, in addition to the clip."""
 
     autoencoder: str
     frame_interval: int = 1
     windows: int = 1
     dtype: str = "float32"
     shard_clips: int = 32
-    crop: str = "scaled to cover, bilinear with antialias, middle cut out"
+    crop: str = "scaled to cover, bilinear with antialias, center crop"
     pixels: str = "-1 to 1"
     posterior: str = "mean"
     normalisation: str = "the autoencoder's own"
@@ -111,8 +111,8 @@ def folder_digest(folder: Path) -> str:
 
 
 def weights_digest(autoencoder: Any) -> str:
-    """Returns class and digest of an autoencoder: every weight, and its constants."""
-    # Weights count as float32, in which clips are encoded, whatever dtype they lie in.
+    """Returns class and digest of an autoencoder: all weights and constants."""
+    # Weights count as float32, which is used for encoding, whatever their dtype in the file.
     total = hashlib.blake2b(digest_size=16)
     constants = {n: v for n, v in vars(autoencoder).items() if n[0] != "_" and _is_plain(v)}
     constants.pop("training", None)
@@ -140,7 +140,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class KeptText:
-    """What a folder keeps of a text encoder: its fingerprint, and the digest of its files."""
+    """Stored text encoder data: its fingerprint, and the digest of its files."""
 
     path: str
     files: str
@@ -150,9 +150,9 @@ class KeptText:
 
 
 class Shard(NamedTuple):
-    """A shard: its file, bucket, shape of its tensor, and clip and first frame of each row."""
+    """A shard: its file, bucket, tensor shape, and clip and first frame of each row."""
 
-    # `sums` is the CRC-32 of the bytes of each row.
+    # `sums` is the CRC-32 of each row.
 
     file: str
     bucket: str
@@ -162,17 +162,19 @@ class Shard(NamedTuple):
 
 
 class KeptLatents:
-    """A folder of kept latents, read by window."""
+    """A folder of stored latents, read by window."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not (folder / INDEX).is_file():
             begun = (folder / SETTINGS).is_file()
-            problem = f"is not finished: {AGAIN}, it goes on" if begun else "holds no kept latents"
+            problem = (
+                f"is not finished; {AGAIN} to continue" if begun else "holds no stored latents"
+            )
             raise GulliverError(f"--data.encoded {folder} {problem}")
         content = read_json(folder / INDEX)
         if not isinstance(content, dict) or content.get("settings", {}).get("format") != FORMAT:
-            raise GulliverError(f"{folder / INDEX} is no index of this version: {AGAIN}")
+            raise GulliverError(f"{folder / INDEX} is not an index of this version; {AGAIN}")
         self.settings = Settings(**content["settings"])
         self.content = content
         self.shards = [Shard(**shard) for shard in content["shards"]]
@@ -185,12 +187,12 @@ class KeptLatents:
 
     @property
     def text(self) -> KeptText | None:
-        """What is kept of a text encoder; None where no texts are."""
+        """Stored text encoder data; None without texts."""
         return KeptText(**self.content["text"]) if self.content["text"] else None
 
     @property
     def buckets_path(self) -> Path | None:
-        """The bucket configuration; None where shapes were named."""
+        """The bucket configuration; None if shapes were given."""
         name = self.content["buckets"]
         return self.folder / name if name else None
 
@@ -200,41 +202,41 @@ class KeptLatents:
     def read(self, sample: ClipWindow) -> Tensor:
         """Reads the latents of a window, [C, t, h, w] in float32."""
         if sample not in self._places:
-            raise GulliverError(self.broken.get(sample, f"no latents are kept in {self.folder}"))
+            raise GulliverError(self.broken.get(sample, f"no latents are stored in {self.folder}"))
         shard, row = self._places[sample]
         dtype = DTYPES[self.settings.dtype]
         size = prod(shard.shape[1:]) * dtype.itemsize
         path = self.folder / SHARDS / shard.file
         with named_errors(path, "read"), path.open("rb") as file:
-            # A safetensors file of one tensor: the length of the header, the header, the tensor.
+            # A safetensors file of one tensor: header length, header, tensor.
             (header,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
             if file.seek(0, 2) != 8 + header + shard.shape[0] * size:
-                raise GulliverError(f"{path} is cut off, or another file: {AGAIN}")
+                raise GulliverError(f"{path} is truncated or was replaced; {AGAIN}")
             file.seek(8 + header + row * size)
             found = bytearray(file.read(size))
         if zlib.crc32(found) != shard.sums[row]:
             raise GulliverError(
-                f"{path} is damaged (window {row} has another checksum): remove it and {AGAIN}"
+                f"{path} is damaged (wrong checksum of window {row}); remove it and {AGAIN}"
             )
         return torch.frombuffer(found, dtype=dtype).view(shard.shape[1:]).float()
 
     def refuse_differences(self, asked: dict[str, Any]) -> None:
-        """Refuses a run whose settings are not those of the latents."""
+        """Raises an error for a run with other settings than the latents."""
         known = {**asdict(self.settings), "scores": self.content["scores"]}
         wrong = [
-            f"{name} is {value} in this run, {known[name]} of the latents"
+            f"{name} is {value} in this run, but {known[name]} in the latents"
             for name, value in asked.items()
             if value != known[name]
         ]
         if wrong:
-            raise GulliverError(f"--data.encoded {self.folder} does not fit: {'; '.join(wrong)}")
+            raise GulliverError(f"--data.encoded {self.folder} does not match: {'; '.join(wrong)}")
 
 
 class EncodedTable(ClipTable):
-    """Clips of which latents are kept: a sample's `video` is its latents."""
+    """Clips with stored latents: a sample's `video` is its latents."""
 
-    # Rows, order and windows are those of the `ClipTable` that was encoded, so that a run on
-    # latents sees the samples of a run on clips.
+    # Rows, order and windows are those of the encoded `ClipTable`, so that training on latents uses
+    # the same samples as training on clips.
 
     encoded = True
 
@@ -270,11 +272,11 @@ class EncodedTable(ClipTable):
                 self.skipped.append((name, str(error)))
             self.clips[name] = clip
         if not self.rows:
-            raise GulliverError(f"{kept.folder} keeps no clip that fits the shapes of this run")
+            raise GulliverError(f"{kept.folder} has no clip that fits the shapes of this run")
         self._deal_rows()
 
     def sample(self, index: int, bucket: Bucket, seed: int) -> ClipWindow:
-        """Returns the window of a row that a seed chooses."""
+        """Returns the window of a row selected by a seed."""
         start = self.first_frame(index, bucket, seed)
         return ClipWindow(self.clips[self.rows[index].name], str(bucket), start)
 
@@ -295,18 +297,18 @@ class EncodedTable(ClipTable):
         strange = [name for name, sample in missing if sample.clip not in clips]
         which = f"{len(missing)} of {len(wanted)} windows of clips"
         if strange:
-            problem = f"clip {strange[0]!r} is new, or another file than was encoded"
+            problem = f"clip {strange[0]!r} is new or was changed"
         else:
             name, sample = missing[0]
             shapes = ", ".join(sorted({shard.bucket for shard in kept.shards}))
-            problem = f"clip {name!r} is kept in other shapes than {sample.bucket} ({shapes})"
+            problem = f"clip {name!r} is stored with other shapes than {sample.bucket} ({shapes})"
         raise GulliverError(
-            f"--data.encoded {kept.folder} has no latents of {which}: {problem}; {AGAIN}"
+            f"--data.encoded {kept.folder} lacks latents of {which}: {problem}; {AGAIN}"
         )
 
 
 def digests(paths: Iterable[Path], progress: Callable[[], None] | None = None) -> list[str]:
-    """Returns the digests of files, several at a time; of one that cannot be read, of its name."""
+    """Returns the digests of files, in parallel; for an unreadable file, of its name."""
     with ThreadPoolExecutor(8) as pool:
         found = []
         for one in pool.map(_digest_of_any, paths):

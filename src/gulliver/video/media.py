@@ -1,7 +1,7 @@
-"""Writes clips to mp4, gif and png files, whole or not at all, and reads them.
+"""Reads clips, and writes them atomically as mp4, gif and png files.
 
-Videos are float tensors [3, T, H, W] in [-1, 1]. Files are written beside their final path, under
-a temporary name, and renamed when complete: a link at that path is replaced, not followed.
+Videos are float tensors [3, T, H, W] in [-1, 1]. Files are written under a temporary name next to
+the final path and renamed when complete: a link at that path is replaced, not followed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from gulliver.options import Range
 SCALE = Range(1, 64)
 FPS = Range(0, 1000, open_below=True)
 GIF_FPS, GIF_S = 50, 655
-"""Seconds that a frame of a GIF may stay, which are all seconds where no frame differs."""
+"""Maximum seconds of a GIF frame, and so of a GIF without changes."""
 MP4_FPS = 0.001
 BEYOND = 1.5
-"""Largest magnitude of a pixel that is taken for one in [-1, 1]."""
+"""Tolerance for pixels outside [-1, 1]."""
 
 WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
 
@@ -42,27 +42,27 @@ def to_frames(video: Tensor, scale: int = 1) -> np.ndarray:
 
 
 def check_output(path: Path, frames: int | None = None, fps: float = 8) -> None:
-    """Refuses, before any work is done, a path that no clip could be written to."""
+    """Raises an error early for a path that a clip cannot be written to."""
     suffix = path.suffix.lower()
     if suffix not in WRITERS:
         raise GulliverError(f"cannot write {path.name!r}: {nearest(suffix or 'none', WRITERS)}")
     if suffix == ".png" and frames is not None and frames > 1:
-        raise GulliverError(f"{path.name!r} holds one frame, not {frames}: use .mp4 or .gif")
+        raise GulliverError(f"{path.name!r} holds a single frame, not {frames}; use .mp4 or .gif")
     if suffix == ".gif" and fps > GIF_FPS:
-        raise GulliverError(f"a GIF shows at most {GIF_FPS} frames per second: use .mp4")
+        raise GulliverError(f"a GIF shows at most {GIF_FPS} frames per second; use .mp4")
     if suffix == ".gif" and fps in FPS and (frames or 1) / fps > GIF_S:
         raise GulliverError(
-            f"{frames or 1} frames at fps {fps:g} take {(frames or 1) / fps:.0f} s: a GIF holds at "
-            f"most {GIF_S} s, give a higher fps or use .mp4"
+            f"{frames or 1} frames at fps {fps:g} take {(frames or 1) / fps:.0f} s, but a GIF "
+            f"holds at most {GIF_S} s; use a higher fps or .mp4"
         )
     if suffix == ".mp4" and fps < MP4_FPS:
         raise GulliverError(f"an mp4 shows at least {MP4_FPS} frames per second, not {fps:g}")
     if path.is_dir():
-        raise GulliverError(f"{path} is a folder: name a file in it")
+        raise GulliverError(f"{path} is a folder; give a file in it")
 
 
 def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:
-    """Writes a clip in the format of the path's suffix, and only when it is complete."""
+    """Writes a clip atomically in the format of the path's suffix."""
     check_output(path, video.shape[1], fps)
     if scale not in SCALE or fps not in FPS:
         raise GulliverError(f"cannot write {path.name!r}: fps must be {FPS}, scale {SCALE}")
@@ -74,7 +74,7 @@ def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:
 def _write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
     import av
 
-    # H.264 with 4:2:0 colour takes even sizes only.
+    # H.264 with 4:2:0 chroma requires even sizes.
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)))
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
@@ -87,7 +87,7 @@ def _write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def write_gif(path: Path | IO[bytes], frames: np.ndarray, fps: float) -> None:
-    """Writes uint8 frames [T, H, W, 3] as an animated GIF that repeats for ever."""
+    """Writes uint8 frames [T, H, W, 3] as an animated GIF that loops forever."""
     from PIL import Image
 
     images = [Image.fromarray(frame) for frame in frames]
@@ -119,35 +119,35 @@ def read_frames(path: Path, most: int | None = None) -> Tensor:
     try:
         frames = list(islice(upright_frames(path), most))
         if not frames:
-            raise GulliverError("it holds no frames")
+            raise GulliverError("it has no frames")
         pixels = stacked(frames)
     except GulliverError as error:
-        raise GulliverError(f"{path} is no readable image or video: {error}") from error
+        raise GulliverError(f"{path} is not a readable image or video: {error}") from error
     return torch.from_numpy(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def check_pixels(what: str, video: Tensor) -> None:
-    """Refuses what is no picture or clip [3, T, H, W] in [-1, 1]."""
-    # Values a little outside, as scaling and decoding make them, are none the worse.
+    """Raises an error unless the input is a picture or clip [3, T, H, W] in [-1, 1]."""
+    # Scaling and decoding may produce values slightly outside.
     if video.ndim != 4 or video.shape[0] != 3 or not video.numel():
-        raise GulliverError(f"{what} is of shape {tuple(video.shape)}: expected [3, T, H, W]")
+        raise GulliverError(f"{what} has shape {tuple(video.shape)}; expected [3, T, H, W]")
     if not video.is_floating_point():
         name = str(video.dtype).removeprefix("torch.")
         raise GulliverError(
-            f"{what} is of {name}: expected floats in [-1, 1], such as bytes / 127.5 - 1"
+            f"{what} has dtype {name}; expected floats in [-1, 1], such as bytes / 127.5 - 1"
         )
     low, high = (float(end) for end in video.detach().float().aminmax())
     if not math.isfinite(low + high):
-        raise GulliverError(f"{what} holds NaN or infinite numbers: expected those in [-1, 1]")
+        raise GulliverError(f"{what} has NaN or infinite values; expected values in [-1, 1]")
     if max(-low, high) > BEYOND:
         raise GulliverError(
-            f"{what} holds numbers from {low:g} to {high:g}: expected those in [-1, 1], such as "
+            f"{what} has values from {low:g} to {high:g}; expected values in [-1, 1], such as "
             "bytes / 127.5 - 1"
         )
 
 
 def fit(video: Tensor, height: int, width: int) -> Tensor:
-    """Scales [3, T, H, W] to cover height x width and cuts the middle out."""
+    """Scales [3, T, H, W] to cover height x width and crops the center."""
     _, _, h, w = video.shape
     ratio = max(height / h, width / w)
     size = (max(height, round(h * ratio)), max(width, round(w * ratio)))
@@ -160,18 +160,18 @@ def fit(video: Tensor, height: int, width: int) -> Tensor:
     return video[:, :, top : top + height, left : left + width]
 
 
-# Pictures for people: a contact sheet of captioned clips, and the loss curve.
+# Pictures for reports: a contact sheet of captioned clips, and the loss curve.
 
 
 BACKGROUND, INK, FAINT = (16, 18, 24), (236, 238, 242), (140, 146, 158)
 GAP, LABEL, HEADING = 12, 18, 30
 REST = 3
-"""Frames of rest at the end of a sheet, so that the eye sees where a clip begins."""
+"""Frames of pause at the end of a sheet, which separate its repetitions."""
 
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One row of the sheet: clips [3, T, H, W] of equal shape and the sentence under each."""
+    """One row of the sheet: clips [3, T, H, W] of equal shape and their captions."""
 
     title: str
     clips: list[Tensor]
@@ -181,7 +181,7 @@ class SheetRow:
 def contact_sheet(path: Path, rows: list[SheetRow], fps: float, scale: int = 4) -> Path:
     """Draws rows of clips with their captions as one animated GIF."""
     # Shorter clips hold their last frame until the longest ends. A still of the middle frame is
-    # left beside it, with the suffix .png.
+    # saved next to it, with the suffix .png.
     frames = _drawn(rows, scale)
     with atomic_file(path) as partial:
         write_gif(partial, frames, fps)
@@ -190,7 +190,7 @@ def contact_sheet(path: Path, rows: list[SheetRow], fps: float, scale: int = 4) 
 
 
 def still_sheet(path: Path, rows: list[SheetRow], scale: int = 4) -> tuple[Path, np.ndarray]:
-    """Draws rows of pictures with their captions as one PNG; returns its pixels [H, W, 3], too."""
+    """Draws rows of pictures with captions as one PNG; also returns its pixels [H, W, 3]."""
     pixels = _drawn(rows, scale)[0]
     _write_still(path, pixels)
     return path, pixels
@@ -204,7 +204,7 @@ def _write_still(path: Path, pixels: np.ndarray) -> None:
 
 
 def _drawn(rows: list[SheetRow], scale: int) -> np.ndarray:
-    """Draws the frames of the sheet [T, H, W, 3], the last of which rest."""
+    """Draws the frames of the sheet [T, H, W, 3], with the final pause."""
     length = max(clip.shape[1] for row in rows for clip in row.clips)
     width = max(_row_width(row, scale) for row in rows)
     height = sum(HEADING + row.clips[0].shape[2] * scale + LABEL + GAP for row in rows) + GAP
@@ -228,7 +228,7 @@ def _row_width(row: SheetRow, scale: int) -> int:
 
 
 def _lettering(rows: list[SheetRow], width: int, height: int, scale: int):
-    """Draws the sheet without its clips: headings, and under each clip its sentence."""
+    """Draws the sheet without its clips: headings, and a caption below each clip."""
     from PIL import Image, ImageDraw, ImageFont
 
     canvas = Image.new("RGB", (width, height), BACKGROUND)
@@ -269,7 +269,7 @@ def loss_curve(path: Path, steps: list[int], losses: list[float], norms: list[fl
 
 
 def _smooth(values: list[float], decay: float = 0.95) -> list[float]:
-    """Computes an exponential average without the bias of its start."""
+    """Computes an exponential average with bias correction."""
     smooth, average, weight = [], 0.0, 0.0
     for value in values:
         average, weight = decay * average + (1 - decay) * value, decay * weight + 1 - decay

@@ -1,10 +1,8 @@
-"""Validation: the loss of held-out clips at fixed noise levels, for each bucket.
+"""Validation: the loss of held-out clips at fixed noise levels, per bucket.
 
-A training loss jumps with the levels and the shapes that a step drew. Here clips, noise and levels
-are the same every time, so that a difference between two validations is the model's. The published
-trainers found this the one cheap figure that follows quality.
-
-What it does not know: how the ranks share the model (`training.py`).
+A training loss varies with the levels and shapes of each step. Here clips, noise and levels are
+always the same, so differences between two validations are due to the model. The published trainers
+found this the one cheap metric that correlates with quality.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ from gulliver.video.run import Run
 from gulliver.video.text_encoders import WordEncoder
 
 EPOCH = 2**40
-"""Epoch that the noise of held-out clips is drawn for, which no training reaches."""
+"""Epoch for the noise of held-out clips, which no training reaches."""
 WINDOW = 0
-"""Seed of the frames that are taken of a longer clip: always the first."""
+"""Seed for selecting frames of a longer clip: always the first."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out clips, and the way to their losses."""
+    """Held-out clips and their losses."""
 
     dataset: Any
     maker: BatchMaker
@@ -57,7 +55,7 @@ class Validation:
     def losses(
         self, loss_sum: Callable[[VideoBatch], Tensor], ranks_of_a_model: int
     ) -> dict[str, list[float]]:
-        """Computes the mean loss of each bucket's clips at each level; every rank calls it."""
+        """Computes the mean loss of each bucket's clips at each level; a collective call."""
         buckets = self._members()
         levels, device = self.config.levels, self.maker.device
         totals = torch.zeros(len(buckets), levels + 1, dtype=torch.float64, device=device)
@@ -68,7 +66,7 @@ class Validation:
                 totals[row, -1] += len(batch.latents) * batch.weight
         all_reduce(totals)
         totals /= ranks_of_a_model
-        # A bucket of which no clip could be read has no loss.
+        # A bucket without readable clips has no loss.
         return {
             str(bucket): (row[:-1] / row[-1]).tolist()
             for bucket, row in zip(buckets, totals, strict=True)
@@ -101,7 +99,7 @@ class Validation:
         return {bucket: members[bucket][: self.config.clips] for bucket in sorted(members)}
 
     def _batches(self, bucket: Bucket, members: list[int]) -> Iterator[VideoBatch]:
-        """Yields this rank's share of each batch; all ranks have as many."""
+        """Yields this rank's share of each batch; all ranks have the same number."""
         rank, ranks = self.place
         for start in range(0, len(members), self.batch_size):
             part = members[start : start + self.batch_size]
@@ -111,7 +109,7 @@ class Validation:
             yield self.maker.make(step, clips, {})
 
     def _at(self, batch: VideoBatch, number: int) -> VideoBatch:
-        """Puts all samples of a batch at a level, with their captions and no given frames."""
+        """Sets all samples of a batch to a level, with their captions and no given frames."""
         level = (number + 1) / (self.config.levels + 1) * self.maker.flow.num_timesteps
         return replace(
             batch,
@@ -121,35 +119,31 @@ class Validation:
         )
 
 
-# Samples during training: a few prompts, shown now and then by the averaged weights.
+# Samples during training: a few prompts, sampled periodically from the averaged weights.
 
 
 State = Literal["going", "made", "stopped"]
-"""What rank 0 tells the others while it samples."""
+"""Messages from rank 0 to the others while it samples."""
 LOOKED_AT = 10_000
-"""Most clips whose captions are looked at, where no prompts are named."""
+"""Maximum number of clips to take captions from, if no prompts are given."""
 STILLS = 6
-"""Most frames of a clip on a contact sheet."""
+"""Maximum frames of a clip on a contact sheet."""
 SIDE = 128
-"""Least height in pixels that a clip is shown at, where repeating its pixels makes it so."""
+"""Minimum height in pixels of a shown clip, enlarged by pixel repetition."""
 
 
-# [Note: samples are those of the checkpoint] When samples are due, the step's checkpoint is made
-# and waited for, and rank 0 opens it as `gulliver generate` does: the clips are those that this
-# command makes of the same step, however the ranks share the model, and what is learnt does not
-# change. The other ranks hear of every step of the sampler, so that they never wait longer than one
-# takes, and end when rank 0 does. A run that is killed in between makes the samples when it is
-# resumed.
-#
-# What it does not know: how a checkpoint is written (`training.py`), how clips are sampled
-# (`generation.py`, `pipeline.py`).
+# [Note: samples are those of the checkpoint] When samples are due, the step's checkpoint is written
+# and waited for, and rank 0 opens it as `gulliver generate` does. So the clips are those of that
+# command for the same step, for any parallelism, and training is not affected. The other ranks get
+# a message for every step of the sampler, so that they never wait longer than one takes, and stop
+# when rank 0 does. If a run is interrupted meanwhile, it makes the samples on resume.
 class _StoppedError(Exception):
-    """A signal has ended sampling."""
+    """Sampling was ended by a signal."""
 
 
 @dataclass(frozen=True)
 class RunSamples:
-    """Clips that a run makes of its averaged weights, step after step."""
+    """Clips sampled from the averaged weights of a run, step after step."""
 
     config: SamplesConfig
     run: Run
@@ -157,14 +151,14 @@ class RunSamples:
     requests: list[Request]
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether samples of a step are to be made and are not there; every rank calls it."""
+        """Whether samples of a step are due and missing; a collective call."""
         if not last and step % self.config.every:
             return False
         made = self.world.is_main and any(line["step"] == step for line in self.run.samples.read())
         return not broadcast_object(made)
 
     def make(self, step: int, stop: Callable[[], bool], display: Display, scalars: Any) -> bool:
-        """Makes the samples of a step whose checkpoint is the newest; every rank calls it."""
+        """Samples clips of a step whose checkpoint is the newest; a collective call."""
         told: State = "going"
         if not self.world.is_main:
             while told == "going":
@@ -180,7 +174,7 @@ class RunSamples:
             self._make(step, going, display, scalars)
             told = "made"
         except _StoppedError:
-            display.console.print(f"step {step}: its samples are made when the run is resumed")
+            display.console.print(f"step {step}: its samples will be made when the run is resumed")
             told = "stopped"
         return broadcast_object(told) == "made"
 
@@ -209,7 +203,7 @@ class RunSamples:
 
 
 def _row(prompt: str, clip: Any) -> SheetRow:
-    """Lays frames of a clip, evenly spread over its time, in a row."""
+    """Arranges evenly spaced frames of a clip in a row."""
     length = clip.shape[1]
     shown = np.linspace(0, length - 1, min(length, STILLS)).round().astype(int).tolist()
     frames = [f"frame {n}" for n in shown] if length > 1 else [""]
@@ -219,7 +213,7 @@ def _row(prompt: str, clip: Any) -> SheetRow:
 def make_samples(
     config: TrainConfig, run: Run, world: World, dataset: Any, held_out: Any
 ) -> RunSamples | None:
-    """Decides what a run shows of itself; None where that is nothing."""
+    """Configures the samples of a run; None if it has none."""
     samples = config.samples
     if not samples.every:
         return None
@@ -229,20 +223,20 @@ def make_samples(
         for prompt in prompts:
             if read_prompt(prompt).text != prompt:
                 raise GulliverError(
-                    f"--samples.prompts {samples.prompts}: {prompt[:60]!r} names references, which "
-                    "samples do not have: leave the JSON out"
+                    f"--samples.prompts {samples.prompts}: {prompt[:60]!r} uses references, which "
+                    "are not supported; remove the JSON"
                 )
     else:
         found = [_captions(of, shape, samples.clips) for of in (held_out, dataset) if of]
         prompts = list(dict.fromkeys(text for some in found for text in some))[: samples.clips]
-    if not config.model.public:  # Now, and not when the first samples are due.
+    if not config.model.public:  # Fail now, not when the first samples are due.
         WordEncoder(config.model.text_channels, config.model.text_length).encode(prompts)
     requests = [Request(text, shape, samples.seed + n) for n, text in enumerate(prompts)]
     return RunSamples(samples, run, world, requests)
 
 
 def _shape(config: TrainConfig, dataset: Any) -> Bucket:
-    """Chooses the shape of the samples: the one that is named, else the first, or a usual one."""
+    """Selects the shape of the samples: the given one, else the first, or a common one."""
     if config.data.buckets is None:
         shapes = list(parse_shapes(config.data.shapes))
     else:
@@ -252,13 +246,13 @@ def _shape(config: TrainConfig, dataset: Any) -> Bucket:
     asked = config.samples.shape
     if asked is not None and asked not in names:
         raise GulliverError(
-            f"--samples.shape {asked} is not one that is trained: {nearest(asked, names)}"
+            f"--samples.shape {asked} is not a trained shape: {nearest(asked, names)}"
         )
     return shapes[0] if asked is None else names[asked]
 
 
 def _captions(dataset: Any, shape: Bucket, count: int) -> list[str]:
-    """Takes captions of clips of a shape, or else of any, evenly out of all there are."""
+    """Selects captions evenly from clips of a shape, or from any."""
 
     def distinct(only: Bucket | None) -> list[str]:
         some = range(min(len(dataset), LOOKED_AT))

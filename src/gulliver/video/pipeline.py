@@ -1,13 +1,13 @@
-"""Makes clips with public checkpoints or a run: a transformer, an autoencoder, a text encoder.
+"""Generates clips with public checkpoints or a run: transformer, autoencoder, text encoder.
 
     pipeline = VideoPipeline.load("OpenSora-STDiT-v3", "OpenSora-VAE-v1.2", "t5-v1_1-xxl")
     clips = pipeline.generate([Request("a cat on a roof", Bucket(51, 240, 426))])
 
-What the folders hold is recognised by names and shapes of their tensors, and parts that do not
-belong together are refused before anything is filled. Diffusion, steps and guidance are those of
-the release (`public_models.py`) or of the run. A pipeline has three networks and never needs two at
-once: the text encoder reads all captions and is freed, then the transformer samples all clips and
-is freed, then the autoencoder decodes. With `keep` all stay once filled.
+Models are identified by names and shapes of their tensors, and incompatible parts are rejected
+before anything is loaded. Diffusion, steps and guidance are those of the release
+(`public_models.py`) or of the run. A pipeline has three networks and loads one at a time: the text
+encoder encodes all captions and is freed, then the transformer samples all clips and is freed, then
+the autoencoder decodes. With `keep` all stay loaded.
 """
 
 from __future__ import annotations
@@ -98,29 +98,29 @@ from gulliver.video.text_encoders import (
 
 @dataclass(frozen=True)
 class Filled:
-    """A filled transformer, as the sampler calls it."""
+    """A loaded transformer, as the sampler calls it."""
 
     denoiser: Denoiser
-    # The same on the ranks that make clips together.
+    # The same, on ranks that generate clips together.
     shared: SharedModel
 
 
 class VideoPipeline:
-    """A public transformer with the autoencoder and the text encoder that it was trained with.
+    """A public transformer with its matching autoencoder and text encoder.
 
     Args:
-        outline: transformer without memory, on meta.
-        load: function that fills it on a device.
-        autoencoder: autoencoder, as of `gulliver.models.Autoencoder`.
+        outline: transformer on the meta device.
+        load: function that loads it on a device.
+        autoencoder: autoencoder with the interface of `gulliver.models.Autoencoder`.
         text: text encoder.
-        room: device on which networks are filled.
-        fps: frame rate that the model is told; None for that of its release.
+        room: device on which networks are loaded.
+        fps: frame rate passed to the model; None for that of its release.
 
     Attributes:
-        counts: numbers of calls that caches have saved in the last `generate`.
+        counts: calls saved by caches in the last `generate`.
 
     Raises:
-        GulliverError: the parts do not belong together.
+        GulliverError: the parts are incompatible.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class VideoPipeline:
         fps: float | None = None,
     ) -> None:
         if fps is not None and not 0 < fps < math.inf:
-            raise GulliverError(f"fps is {fps}: expected frames per second above 0, such as 24")
+            raise GulliverError(f"fps={fps} must be above 0, such as 24")
         self.outline, self.autoencoder, self.text = outline, autoencoder, text
         self.device, self.release = room.device, release_of(outline)
         self.fps = self.release.fps if fps is None else fps
@@ -161,24 +161,24 @@ class VideoPipeline:
         keep: bool = False,
         **overrides: Any,
     ) -> Self:
-        """Makes a pipeline of folders; only headers and configurations are read.
+        """Creates a pipeline from folders; only headers and configurations are read.
 
         Args:
             model: folder, safetensors file or index of the transformer.
             autoencoder: folder or file of the autoencoder.
             text_encoder: folder of the T5.
-            clip: folder of the CLIP whose single vector models of 2.0 read besides.
-            device: device to run on; None for a GPU where there is one.
+            clip: folder of the CLIP, for models of 2.0.
+            device: device to run on; None for a GPU if available.
             dtype: dtype of the transformer and the text encoders; None for that of the
                 transformer's files.
-            fps: frame rate that the model is told; None for that of its release.
-            texts: folder that keeps what captions say, for other calls; None keeps nothing.
-            memory: bytes that decoding a clip may take; None for what is free.
-            keep: whether networks stay once they are filled, for further calls.
+            fps: frame rate passed to the model; None for that of its release.
+            texts: folder that caches caption embeddings for other calls; None for no cache.
+            memory: bytes available for decoding a clip; None for all free memory.
+            keep: whether networks stay loaded for further calls.
             overrides: arguments of the transformer's class, such as ``input_size`` of an STDiT.
 
         Raises:
-            GulliverError: files are missing or of something else; parts do not belong together.
+            GulliverError: files are missing or not recognized, or parts are incompatible.
         """
         room = Room(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), keep)
         outline = outline_model(model, dtype, **overrides)
@@ -204,20 +204,20 @@ class VideoPipeline:
 
     @classmethod
     def of(cls, model: nn.Module, autoencoder: Any, text: TextEncoder, **options: Any) -> Self:
-        """Makes a pipeline of networks that are in memory, and stay; options as of the class."""
+        """Creates a pipeline of networks in memory; options as for the class."""
         check_latents(model, autoencoder)
         check_encoder(text, *text_size(model))
         room = Room(next(model.parameters()).device, keep=True)
         return cls(model, lambda _: model.eval(), autoencoder, text, room, **options)
 
     def described(self) -> str:
-        """Returns what was recognised, in a line."""
+        """Describes the models in one line."""
         count = sum(p.numel() for p in self.outline.parameters())
         block = "x".join(map(str, self.autoencoder.compression))
         return (
             f"{self._name} of {self.release.name}, {count / 1e9:.3g} B parameters; "
             f"{self.autoencoder.latent_channels} latent channels for blocks of {block} pixels; "
-            f"captions of up to {self.text.max_length} tokens, {self.text.channels} wide"
+            f"captions of up to {self.text.max_length} tokens, width {self.text.channels}"
         )
 
     @property
@@ -226,7 +226,7 @@ class VideoPipeline:
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model takes no clips that it would have to pad."""
+        """Whether the model only accepts clips that need no padding."""
         return isinstance(self.outline, MMDiT)
 
     def share(
@@ -238,34 +238,34 @@ class VideoPipeline:
         image_guided: bool = False,
         autoencoder: str = "auto",
     ) -> None:
-        """Makes all ranks of the world make each clip together; every rank calls it, once.
+        """Makes all ranks generate each clip together; a collective call, once.
 
-        Afterwards every rank asks for the same clips, and gets them.
+        Afterwards every rank requests the same clips, and gets them.
 
         Args:
             sequence: number of ranks that share a clip's tokens; 0: all that guidance leaves.
-            guidance_ranks: number of ranks for the branches with and without caption; 0: 2 where
+            guidance_ranks: number of ranks for the branches with and without caption; 0: 2 if
                 possible.
-            guided: whether guidance will be on.
-            show: function that is told, on rank 0, how clips are cut.
-            image_guided: whether image guidance will be on.
-            autoencoder: dim of clips that is cut to decode them, "auto" for the predicted
-                fastest, or "off" for every rank by itself.
+            guided: whether guidance will be used.
+            show: prints a line on rank 0 about how clips are split.
+            image_guided: whether image guidance will be used.
+            autoencoder: dim of clips that is split for decoding, "auto" for the predicted fastest,
+                or "off" to decode on every rank.
 
         Raises:
-            GulliverError: the sizes do not make the world; tokens cannot be shared.
+            GulliverError: the sizes do not match the number of ranks, or tokens cannot be shared.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
         if sizes[0] > 1 and self.release.name != "Open-Sora 1.2":
             raise GulliverError(
-                f"the tokens of this {self._name} of {self.release.name} cannot be shared: take "
+                f"the tokens of this {self._name} of {self.release.name} cannot be split; use "
                 "--sequence 1, and at most 2 ranks for --guidance-ranks"
             )
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
         self.shared = SharedModel(self.outline, world, rank)
-        self._filled.free()  # it is filled as the ranks share it
+        self._filled.free()  # it will be loaded as the ranks share it
         if world > 1:
             everybody = ranks_alike("all")
 
@@ -280,16 +280,16 @@ class VideoPipeline:
     def _fill(self, device: torch.device) -> Filled:
         model = self._load(device)
         denoiser = denoiser_of(model)
-        if self._ranks == (1, 1):  # Whatever the world is: training samples on one of its ranks.
+        if self._ranks == (1, 1):  # Regardless of the world: training samples on a single rank.
             return Filled(denoiser, SharedModel(denoiser))
         return Filled(denoiser, share(model, *self._ranks, call=denoiser, show=self._show))
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
-        """Refuses a request that cannot be fulfilled.
+        """Raises an error for a request that cannot be fulfilled.
 
         Raises:
-            GulliverError: what `check_request` refuses; a size that fits neither autoencoder nor
-                model; given frames for a model that takes none.
+            GulliverError: an error of `check_request`; the size does not fit autoencoder or model;
+                the model does not support given frames.
         """
         sampling = sampling or self.sampling
         check_request(request, sampling)
@@ -301,11 +301,13 @@ class VideoPipeline:
         if isinstance(self.outline, STDiT) and sizes != self.outline.input_size:
             pairs = zip(self.outline.input_size, steps, strict=True)
             right = "x".join(str(size * step) for size, step in pairs)
-            raise GulliverError(f"this {self._name} makes clips of {right} alone, not of {bucket}")
+            raise GulliverError(
+                f"this {self._name} only generates clips of {right}, not of {bucket}"
+            )
         patch = patch_of(self.outline)
         if self._whole_patches and (sizes[1] % patch[1] or sizes[2] % patch[2]):
             raise GulliverError(
-                f"{bucket} does not fit the tokens of this {self._name}: take multiples of "
+                f"{bucket} is not divisible into tokens of this {self._name}; use multiples of "
                 f"{steps[1] * patch[1]} for the height and of {steps[2] * patch[2]} for the width"
             )
         self._check_given(request)
@@ -316,22 +318,22 @@ class VideoPipeline:
         edited = request.condition_edit or any(rule.edit_ratio for rule in rules)
         if given and self.release.given == "nowhere":
             raise GulliverError(
-                f"this {self._name} of {self.release.name} takes no given frames: leave them out, "
-                "or take a model of Open-Sora 1.1 or later"
+                f"this {self._name} of {self.release.name} does not support given frames; omit "
+                "them, or use a model of Open-Sora 1.1 or later"
             )
         if edited and self.release.name != "Open-Sora 1.2":
             raise GulliverError(
-                f"edit ratios are for models of Open-Sora 1.2: this {self._name} of "
-                f"{self.release.name} takes given frames as they are, with ratio 0"
+                f"edit ratios need a model of Open-Sora 1.2; with this {self._name} of "
+                f"{self.release.name} use ratio 0"
             )
         check_frames(request, self.autoencoder)
 
     def fps_of(self, bucket: Bucket) -> float:
-        """Returns the frame rate that the model is told of clips of a shape."""
+        """Returns the frame rate passed to the model for clips of a shape."""
         return STILL_FPS if bucket.frames == 1 else self.fps
 
     def remarks(self, request: Request) -> list[str]:
-        """Lists what a user should know of a request that is fulfilled all the same."""
+        """Lists warnings about a request that can be fulfilled."""
         del request
         return []
 
@@ -342,17 +344,16 @@ class VideoPipeline:
         show: bool = False,
         preview: Preview | None = None,
     ) -> list[Tensor]:
-        """Makes clips [3, T, height, width] in [-1, 1], in the order of the requests.
+        """Generates clips [3, T, height, width] in [-1, 1], in the order of the requests.
 
-        Each depends on its own request only, up to rounding.
+        Each depends only on its own request, up to rounding.
 
         Args:
-            requests: clips to make.
+            requests: clips to generate.
             sampling: steps and guidance; None for those of the release.
             show: whether to display progress.
-            preview: function that is called after each step of a batch with (steps done, steps,
-                estimate of its latents), which the autoencoder decodes; what it raises ends the
-                call.
+            preview: function called after each step of a batch with (steps done, steps, estimate of
+                its latents to decode); if it raises, the call ends.
 
         Raises:
             GulliverError: a request cannot be fulfilled, or a caption is too long.
@@ -366,7 +367,7 @@ class VideoPipeline:
         self.counts = Counts()
         if not requests:
             return []
-        # Before the transformer is filled: the encoder goes when it does.
+        # Before the transformer is loaded, which frees the encoder.
         said = [(p, r.negative_prompt) for r in requests for p in loop_prompts(r.prompt, r.loops)]
         self.text.encode(list({text for p, other in said for text in (p, self._other(p, other))}))
 
@@ -374,22 +375,24 @@ class VideoPipeline:
             return self._made(pieces, sampling, guidance, preview)
 
         unit = self.autoencoder.compression[0]
-        # Networks that take turns are filled once for all pieces.
+        # Networks that are loaded in turn are loaded once for all pieces.
         size = sampling.batch_size if self._keep else len(requests)
         return made_by_loops(requests, sample, size, unit, show)
 
     def _check_branches(self, guidance: Guidance) -> None:
-        """Refuses ranks that the branches of guidance cannot be dealt to."""
+        """Raises an error if the ranks do not match the guidance branches."""
         if self._ranks[1] > 1 and guidance.branches == 3:
-            raise GulliverError(f"image guidance on 2 guidance ranks: {THREE_BRANCHES}")
+            raise GulliverError(
+                f"image guidance does not support 2 guidance ranks: {THREE_BRANCHES}"
+            )
         if self._ranks[1] > 1 and guidance.branches == 1:
             raise GulliverError(
-                "guidance 1 has one branch only, and the ranks are shared between two: share the "
-                "model with guidance_ranks=1"
+                "guidance 1 has a single branch, but two guidance ranks share it; share the model "
+                "with guidance_ranks=1"
             )
 
     def _guidance(self, sampling: SamplingConfig) -> Guidance:
-        """Returns the guidance of a call; a distilled model is told its strength instead."""
+        """Returns the guidance of a call; a distilled model takes its scale as an input."""
         distilled = getattr(self.outline, "guidance_in", None) is not None
         return Guidance() if distilled else guidance_of(sampling)
 
@@ -401,7 +404,7 @@ class VideoPipeline:
         guidance: Guidance,
         preview: Preview | None,
     ) -> list[Tensor]:
-        """Makes pieces of one bucket, all with or all without given frames."""
+        """Generates pieces of one bucket, all with or all without given frames."""
         given, mask = given_latents(pieces, self.autoencoder, self.device)
         latents = list[Tensor]()
         for rows in self._batches(pieces, mask, sampling.batch_size):
@@ -415,7 +418,7 @@ class VideoPipeline:
     def _batches(
         self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
     ) -> Iterator[list[int]]:
-        """Yields runs of pieces to sample together, with the same given frames where it matters."""
+        """Yields groups of pieces to sample together, with the same given frames if necessary."""
         run = list[int]()
         for row in range(len(pieces)):
             apart = (
@@ -486,7 +489,7 @@ class VideoPipeline:
     def _captions(
         self, pieces: list[ClipPiece], denoiser: Denoiser
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns what captions say, and what stands where there are none."""
+        """Returns the caption embeddings, and those without caption."""
         prompts = [piece.prompt for piece in pieces]
         others = [self._other(piece.prompt, piece.negative_prompt) for piece in pieces]
         text = self.text.encode([*prompts, *others])
@@ -502,8 +505,8 @@ class VideoPipeline:
         return captions, null
 
     def _other(self, prompt: str, negative: str) -> str:
-        """Returns what is encoded for the branch without caption."""
-        # An STDiT has learnt what stands there, as long as the caption is.
+        """Returns the text to encode for the branch without caption."""
+        # An STDiT has a learned embedding for it, with the length of the caption.
         return negative or ("" if self.release.whole else prompt)
 
 
@@ -512,16 +515,16 @@ def _halves(count: int) -> tuple[slice, slice]:
 
 
 class VideoModel(VideoPipeline):
-    """A run of `gulliver train` on words: transformer (averaged weights) and its own autoencoder.
+    """A run of `gulliver train` with word captions: transformer (averaged weights) and autoencoder.
 
     Args:
         config: configuration of the run.
         model: transformer.
         autoencoder: autoencoder of its latents.
-        fps: frame rate of the clips that it has learnt from, which it is told.
+        fps: frame rate of its training clips, passed to the model.
 
     Attributes:
-        counts: numbers of calls that caches have saved in the last `generate`.
+        counts: calls saved by caches in the last `generate`.
     """
 
     def __init__(self, config: TrainConfig, model: Any, autoencoder: Any, fps: float = FPS) -> None:
@@ -539,27 +542,28 @@ class VideoModel(VideoPipeline):
         """Loads the newest checkpoint of a run folder.
 
         Raises:
-            GulliverError: no run, no checkpoint, or one made with another configuration.
+            GulliverError: there is no run or checkpoint, or the checkpoint has another
+                configuration.
         """
         model = open_run(folder, device)
         if not isinstance(model, cls):
             raise GulliverError(
-                f"{folder} trained public parts: open it with gulliver.video.pipeline.open_run, as "
-                "`gulliver generate` does"
+                f"{folder} trained public parts; open it with gulliver.video.pipeline.open_run, "
+                "as `gulliver generate` does"
             )
         return model
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model takes no clips that it would have to pad: it has never seen any."""
+        """Whether the model only accepts clips that need no padding: training had none."""
         return True
 
     def fps_of(self, bucket: Bucket) -> float:
-        """Returns the frame rate that the model is told of clips of a shape."""
+        """Returns the frame rate passed to the model for clips of a shape."""
         return self.fps if self.config.data.made else super().fps_of(bucket)
 
     def remarks(self, request: Request) -> list[str]:
-        """Lists what a user should know of a request that is fulfilled all the same."""
+        """Lists warnings about a request that can be fulfilled."""
         remarks = []
         if self.known_words is not None:
             texts = [*loop_prompts(request.prompt, request.loops), request.negative_prompt]
@@ -568,13 +572,13 @@ class VideoModel(VideoPipeline):
             if strange:
                 names = ", ".join(repr(word) for word in strange)
                 remarks.append(
-                    f"this model never saw {names}: expect nothing sensible of {request.prompt!r} "
-                    f"(it knows: {', '.join(sorted(self.known_words))})"
+                    f"{names} did not occur in training, so the result of {request.prompt!r} will "
+                    f"be poor (known: {', '.join(sorted(self.known_words))})"
                 )
         shapes = parse_shapes(self.config.data.shapes)
         if request.bucket not in shapes and self.config.data.buckets is None:
             known = ", ".join(map(str, shapes))
-            remarks.append(f"{request.bucket} was not trained (trained: {known})")
+            remarks.append(f"{request.bucket} is not a trained shape (trained: {known})")
         return remarks
 
 
@@ -583,11 +587,11 @@ def open_run(folder: Path, device: torch.device | None = None) -> VideoPipeline:
 
     Args:
         folder: folder of the run.
-        device: device to sample on; None for a GPU where there is one.
+        device: device to sample on; None for a GPU if available.
 
     Raises:
-        GulliverError: no run, no checkpoint, one made with another configuration, or parts that it
-            names are gone.
+        GulliverError: there is no run or checkpoint, the checkpoint has another configuration, or
+            its parts are missing.
     """
     run = Run(folder)
     config, checkpoint = run.read_config(), run.newest_checkpoint()
@@ -595,18 +599,16 @@ def open_run(folder: Path, device: torch.device | None = None) -> VideoPipeline:
         trained = reader.value("run")["config"]
     changed = differences(trained, resolved(config), MAY_CHANGE)
     if changed:
-        raise GulliverError(
-            f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
-        )
+        raise GulliverError(f"{checkpoint} has another configuration: {'; '.join(changed)}")
     autoencoder = own_autoencoder(run)
     if autoencoder is None:
-        raise GulliverError(f"{folder} holds no autoencoder: train it again, or put it back")
+        raise GulliverError(f"{folder} has no autoencoder; train it again, or restore the file")
     model = build_model(config, autoencoder, run)
     load(checkpoint, {"ema": model})
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parts = model.to(device), autoencoder.to(device).eval()
     if not config.model.public:
-        # Runs on the digits have no such file.
+        # Runs on the digits do not have this file.
         told = read_json(run.clips_path)["fps"] if run.clips_path.is_file() else FPS
         return VideoModel(config, *parts, told)
     pipeline = VideoPipeline.of(*parts, make_text(config, model))

@@ -1,6 +1,6 @@
-"""Clips of planned steps: read ahead, and left out on all ranks alike where one cannot be read.
+"""Reads clips of planned steps ahead, and drops unreadable ones on all ranks alike.
 
-Read `StepClips.begin`; `ClipOrder` says which row of a table a planner's sample is.
+Start with `StepClips.begin`; `ClipOrder` maps a planner's samples to table rows.
 """
 
 from __future__ import annotations
@@ -47,27 +47,26 @@ from gulliver.options import size_text
 from gulliver.video.config import TrainConfig
 
 READERS = 2
-"""Threads of a rank that read clips."""
+"""Reader threads per rank."""
 Read = Clip | BrokenClip
 
 
-# [Note: clips that break] The gradient of a step is that of the mean over the clips that could be
-# read, and every micro-batch is weighed when its backward begins. So each rank reads all clips of
-# its part of a step first, and all ranks tell each other what they could not read: the ranks of a
-# group then leave the same clips out, and all know how many are left. While a step runs, two
-# threads read this rank's clips of the next one. What it does not know: how a step is weighed and
-# run (`gulliver.booster`), and when so many are lost that a run ends (`batches.py`).
+# [Note: clips that break] The gradient of a step is that of the mean over the readable clips, and
+# each micro-batch needs its weight when its backward begins. So each rank first reads all clips of
+# its part of a step, and all ranks exchange the unreadable ones: the ranks of a group then drop the
+# same clips, and all know the remaining number. During a step, two threads read this rank's clips
+# of the next one.
 class ClipOrder:
-    """Numbers of a planner's samples: rows of a data set, or of those that an epoch deals out."""
+    """Indices of a planner's samples: rows of a data set, or of those selected for an epoch."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self.is_dealt = isinstance(getattr(dataset, "buckets", None), BucketConfig)
-        """Whether every epoch deals the rows to other buckets, and leaves some out."""
+        """Whether every epoch assigns the rows to other buckets, and leaves some out."""
         self.epoch = lru_cache(maxsize=3)(self._epoch)
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[Bucket]]:
-        """Rows of an epoch in their order, and the bucket of each."""
+        """Rows of an epoch in order, and the bucket of each."""
         if not self.is_dealt:
             buckets = [self._dataset.bucket_of(row) for row in range(len(self._dataset))]
             return list(range(len(buckets))), buckets
@@ -78,7 +77,7 @@ class ClipOrder:
         return rows, [dealt[row] for row in rows]
 
     def buckets(self) -> list[Bucket]:
-        """All buckets that a sample of any epoch may have."""
+        """All buckets of samples in any epoch."""
         if not self.is_dealt:
             return list(dict.fromkeys(self.epoch(0)[1]))
         config, interval = self._dataset.buckets, self._dataset.frame_interval
@@ -92,7 +91,7 @@ class ClipOrder:
 
     @property
     def digest(self) -> str:
-        """Digest of what epochs are dealt from: ranks and resumed runs must have the same."""
+        """Digest of the inputs of epochs: must be equal on all ranks and on resume."""
         told = [self._seed, *map(repr, self._probes()), *map(repr, self._dataset.buckets.rules)]
         return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
@@ -101,28 +100,28 @@ class ClipOrder:
 
 
 class StepClips:
-    """This rank's clips of one planned step after the other."""
+    """This rank's clips of successive planned steps."""
 
     def __init__(self, dataset: Any, order: ClipOrder, seed: int) -> None:
         self._dataset, self._order, self._seed = dataset, order, seed
         self._pool = ThreadPoolExecutor(READERS, "gulliver-clips")
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         self._clips: dict[int, Read] = {}
-        # Samples of the present step that some rank could not read.
+        # Samples of the current step that some rank could not read.
         self.lost: frozenset[int] = frozenset()
 
     def begin(self, rank: int, plan: StepPlan, upcoming: StepPlan | None) -> None:
-        """Reads a step, agrees with all ranks on what is lost, and begins to read the next one."""
+        """Reads a step, exchanges its lost clips with all ranks, and starts to read the next."""
         now = self._asked(plan, rank)
         self._clips = {index: future.result() for (_, index), future in now.items()}
         lost = [n for n, clip in self._clips.items() if isinstance(clip, BrokenClip)]
-        if isinstance(self._dataset, ClipTable):  # what is made cannot break
+        if isinstance(self._dataset, ClipTable):  # generated clips cannot be unreadable
             lost = [index for found in gather_objects(lost) for index in found]
         self.lost = frozenset(lost)
         self._coming = {} if upcoming is None else self._asked(upcoming, rank)
 
     def _asked(self, plan: StepPlan, rank: int) -> dict[tuple[int, int], Future[Read]]:
-        """This rank's clips of a step as they are read; what was read for nothing is dropped."""
+        """This rank's clips of a step; clips that were read for nothing are dropped."""
         groups = plan.groups_of(rank)
         keys = [
             (plan.epoch, index)
@@ -142,23 +141,23 @@ class StepClips:
         return self._dataset.read(row, derive(self._seed, 8, epoch, row), bucket)
 
     def __getitem__(self, index: int) -> Read:
-        """Gives a clip of the present step away: it is kept no longer than it is needed."""
+        """Returns a clip of the current step and releases it."""
         clip = self._clips.pop(index)
         if index in self.lost and isinstance(clip, Clip):
             return BrokenClip(clip.index, "another rank cannot read it")
         return clip
 
     def weight(self, index: int) -> float:
-        """What a sample of the present step counts: 1, or 0 where it is lost."""
+        """Weight of a sample of the current step: 1, or 0 if it is lost."""
         return float(index not in self.lost)
 
     def close(self) -> None:
-        """Ends the reading ahead."""
+        """Stops reading ahead."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def stack_clips(clips: Sequence[Read]) -> dict[str, Any]:
-    """Makes a micro-batch of the clips that could be read."""
+    """Builds a micro-batch of the readable clips."""
     read = [clip for clip in clips if isinstance(clip, Clip)]
     return {
         "videos": torch.stack([clip.video for clip in read]) if read else None,
@@ -168,20 +167,20 @@ def stack_clips(clips: Sequence[Read]) -> dict[str, Any]:
     }
 
 
-# Costs of clips for data-centric steps: measured on this run's model when it begins, and kept.
+# Costs of clips for data-centric steps: measured with the run's model at the start, and saved.
 #
-# Few blocks of the model run, forward and backward, on the smallest and the largest of the run's
-# shapes; `gulliver.hardware.fit_samples` draws the rest from that. All ranks measure at once, for
-# they run at once in training; rank 0's medians count. The file says what it was measured on, and
-# is measured anew where that has changed.
+# A few blocks of the model run forward and backward on the smallest and the largest shapes of the
+# run; `gulliver.hardware.fit_samples` extrapolates. All ranks measure at once, because they run at
+# once in training; rank 0's medians are used. The file records the setup, and is measured again if
+# that changes.
 
 
 STATE_BYTES = 20
-"""Bytes of a parameter's weight, gradient, two moments and average, if nothing is sharded."""
+"""Bytes per parameter for weight, gradient, two moments and average, if nothing is sharded."""
 PAIRED = {"spatial": "spatial_blocks", "temporal": "temporal_blocks"}
-"""Lists of the blocks of an STDiT3 by kind, which run in turns and share sequences."""
+"""Lists of the blocks of an STDiT3 by kind, which alternate and share sequences."""
 JOINT = {"joint": "blocks"}
-"""The list of an STDiT2, each block of which attends in space and in time."""
+"""The list of an STDiT2, with spatial and temporal attention in each block."""
 
 
 def kinds_of(model: Any) -> dict[str, str]:
@@ -191,18 +190,18 @@ def kinds_of(model: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ClipShapes:
-    """Shapes of a run's clips as costs know them."""
+    """Shapes of a run's clips for the cost model."""
 
     of: dict[Bucket, SampleShape]
     buckets: dict[SampleShape, Bucket]
 
     @property
     def are_kept(self) -> bool:
-        """Whether the clips are latents already, so that nothing is encoded."""
+        """Whether the clips are stored latents, so that nothing is encoded."""
         return not any(shape.pixels for shape in self.buckets)
 
     def arriving(self, order: ClipOrder) -> list[SampleShape] | ArrivingShapes:
-        """Shapes of a planner's samples: a table's, or a stream that every epoch deals anew."""
+        """Shapes of a planner's samples: a table's, or a stream assigned anew every epoch."""
         if order.is_dealt:
             return ArrivingShapes(self, order)
         return [self.of[bucket] for bucket in order.epoch(0)[1]]
@@ -211,7 +210,7 @@ class ClipShapes:
     def of_buckets(
         cls, buckets: Iterable[Bucket], model: Any, autoencoder: Autoencoder, encode: bool
     ) -> ClipShapes:
-        """Shapes of buckets: tokens of a model's patches, and pixels where they are encoded."""
+        """Shapes of buckets: tokens of a model's patches, and pixels if they are encoded."""
         found = {}
         patch, text = model.patch_size, len(model.y_embedder.y_embedding)
         for bucket in buckets:
@@ -220,14 +219,14 @@ class ClipShapes:
             pixels = bucket.frames * bucket.height * bucket.width if encode else 0
             shape = SampleShape.clip(frames, rows, columns, text, pixels)
             pairs = shape.pairs * len(PAIRED) / len(kinds_of(model))
-            # Two buckets may have like latents, and cannot share a batch all the same.
+            # Two buckets may have equal latents, and still cannot share a batch.
             found[bucket] = replace(shape, pairs=pairs, name=str(bucket))
         return cls(found, {shape: bucket for bucket, shape in found.items()})
 
 
 @dataclass(frozen=True)
 class ArrivingShapes:
-    """Shapes of the rows that an epoch deals out, in their order."""
+    """Shapes of the rows selected for an epoch, in order."""
 
     shapes: ClipShapes
     order: ClipOrder
@@ -237,7 +236,7 @@ class ArrivingShapes:
 
     @property
     def digest(self) -> str:
-        """Digest that ranks and resumed runs must share."""
+        """Digest that must be equal on all ranks and on resume."""
         return self.order.digest
 
 
@@ -249,11 +248,11 @@ def ready_costs(
     losses: Callable[[Bucket, int], Any],
     world: World,
 ) -> tuple[SampleCosts, list[str]]:
-    """Costs of a run's clips: those of the file that is named, those kept, or measured now."""
+    """Costs of a run's clips: from the given file, from the saved one, or measured now."""
     kept, extra = _saved_bytes(model, shapes, losses)
     known = _sizes(config, model, *broadcast_object((kept, extra)))
-    if shapes.are_kept:  # rates that were fitted without pixels are of no use with them
-        known = replace(known, name=f"{known.name} on kept latents")
+    if shapes.are_kept:  # rates fitted without pixels do not apply to pixels
+        known = replace(known, name=f"{known.name} on stored latents")
     path = config.planner.costs or folder / "costs.json"
     fit, told, problem = None, "", None
     if world.is_main:
@@ -264,18 +263,18 @@ def ready_costs(
         told = told or f"costs of samples measured now: {problem if path.exists() else 'the first'}"
     fit, told, problem = broadcast_object((fit, told, problem))
     if fit is None and config.planner.costs is not None:
-        raise GulliverError(f"--planner.costs: {problem}")
+        raise GulliverError(f"--planner.costs does not match: {problem}")
     if fit is None:
         fit = broadcast_object(_measured(model, known, shapes, losses, extra, world))
         if world.is_main:
             save_samples(path, known, fit, shapes.buckets)
-    told += f": error of points left out {fit.error:.1%}, {fit.worst:.1%} at most"
+    told += f"; leave-one-out error {fit.error:.1%}, at most {fit.worst:.1%}"
     memory, why = _memory(config, world)
     cluster = current_cluster(world.size) if world.size > 1 else None
     more = {"encoded_alike": True, "tensor": config.tp_size}
     shares = isinstance(model, STDiT3)
     costs = SampleCosts(known, fit, memory, cluster, None if shares else (1,), **more)
-    return costs, [told, f"memory of a rank: {size_text(memory)}, {why}"]
+    return costs, [told, f"memory per rank: {size_text(memory)}, {why}"]
 
 
 def _sizes(config: TrainConfig, model: Any, kept: dict[str, float], extra: float) -> SampleModel:
@@ -301,7 +300,7 @@ def _measured(
     extra: float,
     world: World,
 ) -> SampleFit:
-    """Fits points of this rank; every rank measures, so that all are as busy as in training."""
+    """Fits measurements of this rank; all ranks measure at once, as busy as in training."""
     ordered = sorted(shapes.buckets, key=lambda shape: shape.tokens)
     run = partial(_point, model, shapes, losses, extra, world)
     states = float(STATE_BYTES * sum(p.numel() for p in model.parameters()))
@@ -321,7 +320,7 @@ def _point(
     batch: int,
     depth: int,
 ) -> tuple[float, int]:
-    """Seconds and bytes of one forward and backward of a few blocks, all computed again."""
+    """Seconds and bytes of one forward and backward of a few recomputed blocks."""
     barrier()
     kinds = tuple(kinds_of(model))
     with _shallow(model, depth // len(kinds)), _recomputed(model, kinds):
@@ -334,20 +333,20 @@ def _point(
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
-    # Blocks that are computed again keep what goes in; one is whole while its backward runs.
+    # Recomputed blocks keep their input; one is whole during its backward.
     held = depth * _input_bytes(model) + extra
     return seconds, saved.bytes + int(held * batch * shape.tokens)
 
 
 def _input_bytes(model: Any) -> int:
-    """Bytes of a token that goes into a block."""
+    """Bytes per token of a block's input."""
     return model.hidden_size * model.x_embedder.proj.weight.element_size()
 
 
 def _saved_bytes(
     model: Any, shapes: ClipShapes, losses: Callable[[Bucket, int], Any]
 ) -> tuple[dict[str, float], float]:
-    """Bytes of a token that a kept block holds more, by kind, and the most of them."""
+    """Extra bytes per token of a kept block, by kind, and the maximum."""
     shape = min(shapes.buckets, key=lambda shape: shape.tokens)
 
     def saved(kinds: tuple[str, ...]) -> int:
@@ -363,7 +362,7 @@ def _saved_bytes(
 
 
 class _Saved:
-    """Counts the bytes that forwards inside save for backward, once for each storage."""
+    """Counts the bytes saved for backward inside the context, once per storage."""
 
     def __init__(self) -> None:
         self.bytes, self._seen = 0, set[int]()
@@ -387,7 +386,7 @@ class _Saved:
 
 @contextmanager
 def _shallow(model: Any, depth: int) -> Iterator[None]:
-    """Lets only the first blocks of each kind run."""
+    """Runs only the first blocks of each kind."""
     whole = {name: getattr(model, name) for name in kinds_of(model).values()}
     for name, blocks in whole.items():
         setattr(model, name, blocks[:depth])
@@ -400,7 +399,7 @@ def _shallow(model: Any, depth: int) -> Iterator[None]:
 
 @contextmanager
 def _recomputed(model: Any, kinds: tuple[str, ...]) -> Iterator[None]:
-    """Lets backward compute blocks of some kinds again."""
+    """Recomputes blocks of some kinds in backward."""
     changed = [b for kind in kinds for b in getattr(model, kinds_of(model)[kind])]
     for block in changed:
         vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
@@ -413,6 +412,6 @@ def _recomputed(model: Any, kinds: tuple[str, ...]) -> Iterator[None]:
 
 def _memory(config: TrainConfig, world: World) -> tuple[float, str]:
     if config.planner.memory is not None:
-        return config.planner.memory * 2**30, "as --planner.memory says"
-    # Nothing here may depend on the number of ranks: which samples a step has would, too.
+        return config.planner.memory * 2**30, "from --planner.memory"
+    # Must not depend on the number of ranks, or the samples of a step would.
     return planned_memory(world.device.type)

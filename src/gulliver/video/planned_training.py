@@ -1,10 +1,9 @@
-"""Training with data-centric steps: each step is planned from the clips that it has.
+"""Training with data-centric steps: each step is planned from its clips.
 
-`PlannedTrainer` is the `Trainer` whose batches are planned steps. Noise, levels, hidden captions
-and masks of a clip are functions of (seed, epoch, clip), whoever runs it; whether a step has masks
-at all, of (seed, step). What it does not know: how steps are planned (`gulliver.data`), run
-(`gulliver.booster`) and what they cost (`planned_costs.py`), and how clips are read
-(`planned_costs.py`).
+`PlannedTrainer` is a `Trainer` with planned steps as batches. Noise, levels, dropped captions and
+masks of a clip depend only on (seed, epoch, clip), not on the rank; whether a step has masks at
+all, on (seed, step). Planning is in `gulliver.data`, execution in `gulliver.booster`, costs and
+reading in `planned_costs.py`.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ from gulliver.video.training import Trainer, check_ranks, stage_inputs, stage_lo
 
 
 class PlannedTrainer(Trainer):
-    """A model, its optimizer and its data, and the loop over planned steps of them."""
+    """A model, its optimizer and its data, and the loop over planned steps."""
 
     sampler: PlannedOrder
     loader: DataCentricLoader
     _running: TrainingStep
 
     def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
-        """Every rank meets all samples, and all of them share the sequences of a validation."""
+        """Every rank handles all samples, and all ranks share the sequences of a validation."""
         return (0, 1), self.world.size
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
-        """Plans what ranks run, with the costs of this model."""
+        """Plans the work of all ranks with the costs of this model."""
         config, order = self.config, ClipOrder(dataset, derive(self.config.seed, 14))
         if not dataset.encoded:
             autoencoder = autoencoder.to(self.world.device).eval()
@@ -121,9 +120,8 @@ class PlannedTrainer(Trainer):
                     self._refuse_lost_data(self.skipped.problem)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Reads the clips of a step; counts, on all ranks, those that cannot be read."""
-        # A step of which no clip could be read is passed over, as it is where steps are not
-        # planned.
+        """Reads the clips of a step; counts the unreadable ones on all ranks."""
+        # A step without readable clips is skipped, as without planning.
         self.clips.begin(self.loader.optimizer.rank, plan, self.sampler.planner.upcoming())
         lost = len(self.clips.lost)
         self.skipped.count(plan.epoch, plan.samples - lost, lost)
@@ -137,13 +135,13 @@ class PlannedTrainer(Trainer):
             self._run_stages(batch)
         for loaded in batch if self.config.pp_size == 1 else ():
             clips = self._clips(loaded, plan.epoch, plan.step)
-            # Of clips that are all lost nothing counts: their ranks have no forward.
+            # If all clips of a micro-batch are lost, its ranks run no forward.
             losses = self._losses(clips, slice(None)) if clips.weight else clips.latents
             batch.backward(losses.mean())
         return {"loss": batch.loss()}
 
     def after_update(self) -> Mapping[str, float]:
-        """Notes the position after the step, and how well its time was predicted."""
+        """Records the position after the step, and the error of its predicted time."""
         step = self._running
         self.position = self.loader.state_dict()
         self.sampler.given(step.plan.samples)
@@ -153,7 +151,7 @@ class PlannedTrainer(Trainer):
         return super().after_update()
 
     def _run_stages(self, step: TrainingStep) -> None:
-        """Runs this rank's micro-batches through the stages of its pipeline."""
+        """Runs this rank's micro-batches through its pipeline stages."""
         flow, plan = self.flow, step.plan
         assert isinstance(flow, RectifiedFlow), "checked"
 
@@ -165,8 +163,8 @@ class PlannedTrainer(Trainer):
 
     @torch.no_grad()
     def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> VideoBatch:
-        """The micro-batch with its noise, levels, hidden captions and masks."""
-        # Clips that are lost are left out; where all are, one of zeros weighs nothing.
+        """The micro-batch with its noise, levels, dropped captions and masks."""
+        # Lost clips are left out; if all are, one of zeros has weight zero.
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
         videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
         latents, captions, fps = maker.shown(bucket, videos, captions, fps)
@@ -195,7 +193,7 @@ class PlannedTrainer(Trainer):
     def _draw(
         self, epoch: int, row: int, step: int, shape: tuple[int, ...], bucket: Bucket
     ) -> tuple[Tensor, Tensor, bool, Tensor | None]:
-        """Noise [C, T, H, W], level [1], hidden caption and mask [T] of a clip."""
+        """Noise [C, T, H, W], level [1], caption dropout and mask [T] of a clip."""
         seed = self.config.seed
         noise = torch.randn(shape, generator=_generator(seed, 1, epoch, row))
         own = _generator(seed, 12, epoch, row)
@@ -207,7 +205,7 @@ class PlannedTrainer(Trainer):
         return noise, level, drop, None if mask is None else mask[0]
 
     def train(self, stop: StopRequest) -> bool:
-        """Steps until the last, or until a signal, and reports how well times were predicted."""
+        """Trains until the last step or a signal, and reports the error of predicted times."""
         try:
             over = super().train(stop)
         finally:
@@ -216,24 +214,24 @@ class PlannedTrainer(Trainer):
             error = statistics.median(abs(ratio - 1) for ratio in self.ratios)
             console().print(
                 f"rank 0 took {statistics.median(self.ratios):.2f} x the predicted seconds of its "
-                f"share of a step, median of {len(self.ratios)}; error {100 * error:.0f} %"
+                f"share of a step (median of {len(self.ratios)}); error {100 * error:.0f} %"
             )
         return over
 
 
 class PlannedOrder:
-    """The position in planned steps, in the place of a sampler."""
+    """The position in planned steps, in place of a sampler."""
 
     def __init__(self, planner: DataCentricPlanner, order: ClipOrder, samples: int) -> None:
         self.planner, self.order, self.samples = planner, order, samples
         self._given, self._steps = 0, 0
 
     def given(self, samples: int) -> None:
-        """Counts a step of so many samples."""
+        """Records the number of samples of a step."""
         self._given, self._steps = self._given + samples, self._steps + 1
 
     def __len__(self) -> int:
-        """Steps of an epoch, as large as those so far; before any, as the next one."""
+        """Steps per epoch, estimated from previous steps, or from the next one at first."""
         if self._steps:
             return max(1, round(self.samples * self._steps / self._given))
         coming = self.planner.upcoming()
@@ -244,12 +242,12 @@ class PlannedOrder:
         return self.planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a state was taken, on any number of ranks."""
+        """Restores a position, on any number of ranks."""
         self.planner.load_state_dict(state)
 
 
 def budget_of(config: TrainConfig) -> Budget:
-    """What a step takes."""
+    """The budget of a step."""
     if config.planner.tokens is not None:
         return Tokens(config.planner.tokens)
     if config.planner.seconds is not None:
@@ -260,7 +258,7 @@ def budget_of(config: TrainConfig) -> Budget:
 def _unfit(
     planner: DataCentricPlanner, order: ClipOrder, shapes: ClipShapes
 ) -> Counter[SampleShape]:
-    """Clips of the first of dealt epochs that fit at no degree, which a planner meets later."""
+    """Clips of the first epochs that fit at no degree."""
     costs, buckets = planner.costs, order.epoch(0)[1]
     fitting = {
         shape
@@ -271,16 +269,16 @@ def _unfit(
     if strange and planner.unfit == "refuse":
         raise GulliverError(
             f"clips of {strange[0]} ({strange[0].tokens:,} tokens) fit at no degree of up to "
-            f"{planner.ranks} ranks in {size_text(costs.memory)} of a rank, nor "
-            f"{len(strange) - 1} other shapes of --data.buckets: take more ranks or memory, or "
+            f"{planner.ranks} ranks in {size_text(costs.memory)} per rank, nor do "
+            f"{len(strange) - 1} other shapes of --data.buckets; use more ranks or memory, or "
             "--planner.unfit skip"
         )
     unfit = Counter(shapes.of[b] for b in buckets if shapes.of[b] not in fitting)
     usable = len(buckets) - unfit.total()
     if isinstance(planner.budget, Samples) and planner.budget.count > usable:
         raise GulliverError(
-            f"--data.batch-size is {planner.budget.count}, and the first epoch has {usable} clips "
-            "that fit: give at most as many"
+            f"--data.batch-size {planner.budget.count} exceeds the {usable} clips of the first "
+            "epoch that fit; use at most as many"
         )
     return unfit
 
@@ -292,7 +290,7 @@ def _generator(*key: int) -> torch.Generator:
 def _made_up_losses(
     trainer: PlannedTrainer, model: Any, autoencoder: Autoencoder, bucket: Bucket, count: int
 ) -> Tensor:
-    """Losses [count] of clips of nothing, as a step computes those of real ones."""
+    """Losses [count] of dummy clips, with the computation of real ones."""
     device, precision = trainer.world.device, trainer.config.mixed_precision
     size = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
     with torch.no_grad():
@@ -315,11 +313,11 @@ def _made_up_losses(
         return trainer.flow.loss(model, latents, inputs, noise=noise, timesteps=levels)
 
 
-# `train`: a run folder opened or continued, its data and trainer made, and the run to its end.
+# `train`: opens or resumes a run folder, creates data and trainer, and trains to the end.
 
 
 def train(config: TrainConfig) -> Outcome:
-    """Trains a text-to-video model as `config` says, on every rank of the present world."""
+    """Trains a text-to-video model as `config` says; called on every rank."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)
@@ -329,7 +327,7 @@ def train(config: TrainConfig) -> Outcome:
     with guard():
         refuse_other_autoencoder(config, run)
         checkpoint = run.open(config, step=config.resume_step)
-        barrier()  # nobody writes before everybody has looked
+        barrier()  # all ranks read before any rank writes
         if world.is_main:
             run.write(options=resolved(config))
             if checkpoint is None:

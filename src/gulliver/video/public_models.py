@@ -1,9 +1,9 @@
-"""How each public transformer is sampled: its diffusion, what it is told of a clip, its texts.
+"""Sampling of each public transformer: diffusion, conditioning and text encoders.
 
-A sampler calls every model alike: ``denoiser(x, timestep, **inputs)`` with latents
-[B, C, T, H, W] and levels from 0 to 1000. `Denoiser` hands an STDiT what its forward takes;
-`PackedDenoiser` packs latents to the tokens of an MMDiT, and turns its velocity, which leads to the
-noise, round. `Release` says the rest in a table.
+A sampler calls all models alike: ``denoiser(x, timestep, **inputs)`` with latents [B, C, T, H, W]
+and levels from 0 to 1000. `Denoiser` passes an STDiT the inputs that its forward takes;
+`PackedDenoiser` packs latents to MMDiT tokens, and negates its velocity, which points to the noise.
+`Release` is the table of everything else.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from gulliver.video.text_encoders import (
 )
 
 GUIDED = 3
-"""Channels that guidance leads in the public configurations of 1.0 and 1.1."""
+"""Channels with guidance in the public configurations of 1.0 and 1.1."""
 
 
 Flow = RectifiedFlow | IDDPM
 
 
-# [Note: given frames in three ways] 1.0 takes none. 1.1 and 1.2 see them among the noisy latents,
-# and `x_mask` says which they are. 1.3 and 2.0 are told of them beside the noisy latents, which
-# stay noisy everywhere; the given frames are put into the finished latents.
+# [Note: given frames in three ways] 1.0 does not support them. 1.1 and 1.2 have them among the
+# noisy latents, marked by `x_mask`. 1.3 and 2.0 receive them as additional inputs, with noisy
+# latents everywhere; the given frames are copied into the final latents.
 @dataclass(frozen=True)
 class Release:
-    """Sampling of a public model, as its release published it."""
+    """Published sampling settings of a public model."""
 
     name: str
-    # Function from the model and the autoencoder's compression to its diffusion.
+    # Creates the diffusion, given the model and the autoencoder's compression.
     flow: Callable[[nn.Module, tuple[int, int, int]], Flow]
-    # Number of sampling steps that were published.
+    # Published number of sampling steps.
     steps: int
-    # Weight of the caption that was published.
+    # Published guidance scale.
     guidance: float
     fps: float
-    # How it is told of given frames: nowhere, among the latents, or beside them.
+    # How it receives given frames: not at all, among the latents, or as separate inputs.
     given: str = "among"
-    # Whether its texts are padded to their full length, and the padding is read.
+    # Whether texts are padded to full length and attend to the padding.
     whole: bool = False
 
 
@@ -99,24 +99,24 @@ RELEASES = {
     ),
     "MMDiT": Release("FLUX.1", _packed, 50, 4.0, 24.0, given="nowhere", whole=True),
 }
-"""Releases by class of the model."""
+"""Releases by model class."""
 
 
 def release_of(model: nn.Module) -> Release:
-    """Returns the release that a model is of."""
+    """Returns the release of a model."""
     names = ("x_embedder_cond", "cond_in")
     beside = any(getattr(model, name, None) is not None for name in names)
     return RELEASES[f"{type(model).__name__}{' with image conditioning' if beside else ''}"]
 
 
 def patch_of(model: Any) -> tuple[int, int, int]:
-    """Returns latent frames, rows and columns of a token."""
+    """Returns latent frames, rows and columns per token."""
     size = model.patch_size
     return (1, size, size) if isinstance(size, int) else tuple(size)
 
 
 def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
-    """Returns what models can be told of clips of a shape, [B] each."""
+    """Returns the possible conditioning values for clips of a shape, [B] each."""
     values = {
         "fps": fps,
         "height": bucket.height,
@@ -128,21 +128,21 @@ def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
 
 
 class Denoiser:
-    """Calls an STDiT with what its forward takes of what is known."""
+    """Calls an STDiT with the inputs that its forward takes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # Of the class: plugins and hooks replace the forward of an instance.
+        # Inspect the class: plugins and hooks replace the forward of an instance.
         self._takes = frozenset(inspect.signature(type(model).forward).parameters)
 
     def like(self, device: torch.device) -> Tensor:
-        """Returns a one of the dtype to sample in: float64 for such a model, float32 for others."""
+        """Returns a scalar of the sampling dtype: float64 for such a model, else float32."""
         double = next(self.model.parameters()).dtype == torch.float64
         return torch.ones((), dtype=torch.float64 if double else torch.float32, device=device)
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns the embedding of no caption, [L, D]; None where the empty caption's is taken."""
+        """Returns the embedding without caption, [L, D]; None if the empty caption is used."""
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
@@ -151,12 +151,12 @@ class Denoiser:
         return self.model(x, timestep, **known, **self._beside(x, inputs))
 
     def _beside(self, x: Tensor, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """Returns what 1.3 is told of given frames."""
+        """Returns 1.3's inputs for given frames."""
         held, latents = inputs.get("held"), inputs.get("latents")
         if held is None or latents is None or not bool(held.any()):
             return {}
         mask = held[:, None, :, None, None].to(x.dtype).expand_as(x)
-        # A branch without given frames reads as the others do, and is shown none.
+        # A branch without given frames has the same inputs, without frames.
         frames = held.any(dim=0).nonzero().flatten().tolist()
         return {"cond": latents.to(x) * mask, "cond_mask": mask, "mask_index": frames}
 
@@ -166,13 +166,13 @@ class PackedDenoiser(Denoiser):
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns None: the empty caption is encoded as others are."""
+        """Returns None: the empty caption is encoded like others."""
         return None
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents, as of `Denoiser`."""
-        # ``vector`` is the caption's own [B, width], and ``strength`` that of guidance [B], which a
-        # distilled model is told.
+        """Predicts for latents, as `Denoiser` does."""
+        # ``vector`` is the caption's pooled vector [B, width], and ``strength`` the guidance scale
+        # [B] for a distilled model.
         model: Any = self.model
         size, sizes = model.patch_size, x.shape[2:]
         y, vector = inputs["y"], inputs["vector"]
@@ -206,23 +206,23 @@ def denoiser_of(model: nn.Module) -> Denoiser:
     return PackedDenoiser(model) if isinstance(model, MMDiT) else Denoiser(model)
 
 
-# Checks that parts belong together: a transformer, its autoencoder, its text encoders.
+# Checks that a transformer, its autoencoder and its text encoders are compatible.
 #
-# Nothing here has to be filled: a transformer may be on meta, folders are looked at.
+# Nothing needs to be loaded: a transformer may be on meta, and only headers are read.
 
 
 CLIP_LENGTH = 77
-"""Tokens that the CLIP of the public models reads; what is longer is cut, as in their training."""
+"""Token limit of the public models' CLIP; longer texts are truncated, as in training."""
 
 
 def latent_channels_of(model: Any) -> int:
-    """Returns the channels of the latents that a model is made for."""
+    """Returns the latent channels of a model."""
     return model.in_channels // (model.patch_size**2 if isinstance(model, MMDiT) else 1)
 
 
 def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
-    """Returns the compressions of autoencoders that models of this class and width go with."""
-    # Empty for a width that was never published: any autoencoder may be its own.
+    """Returns the compressions of compatible autoencoders for a model class and width."""
+    # Empty for an unpublished width: any autoencoder may be its own.
     return {
         one.compression
         for one in CONFIGURATIONS.values()
@@ -232,7 +232,7 @@ def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
 
 
 def text_size(outline: Any) -> tuple[int, int]:
-    """Returns width and greatest number of the token vectors that a transformer reads."""
+    """Returns width and maximum number of a transformer's text token vectors."""
     if isinstance(outline, MMDiT):
         return outline.context_in_dim, outline.model_max_length
     length, width = outline.y_embedder.y_embedding.shape
@@ -242,19 +242,17 @@ def text_size(outline: Any) -> tuple[int, int]:
 def text_reader(
     outline: Any, folder: Path | str, clip: Path | str | None, dtype: torch.dtype
 ) -> Callable[[torch.device], TextEncoder]:
-    """Returns a function that loads the text encoder of a transformer on a device."""
+    """Returns a function that loads a transformer's text encoder on a device."""
     width, length = text_size(outline)
     whole, single = release_of(outline).whole, getattr(outline, "vec_in_dim", None)
     look = look_at_encoder(folder)
     if look.channels != width:
         raise GulliverError(
-            f"{folder} holds a {look.kind} whose vectors are {look.channels} wide, this "
-            f"{type(outline).__name__} reads {width}: take the encoder that it was trained with"
+            f"{folder} holds a {look.kind} of width {look.channels}, but this "
+            f"{type(outline).__name__} needs width {width}; use its own text encoder"
         )
     if single is None and clip is not None:
-        raise GulliverError(
-            f"this {type(outline).__name__} reads no vector of a CLIP: leave {clip} out"
-        )
+        raise GulliverError(f"this {type(outline).__name__} does not use a CLIP; omit {clip}")
     if single is not None:
         _check_clip_folder(clip, single)
 
@@ -273,47 +271,47 @@ def text_reader(
 def _check_clip_folder(clip: Path | str | None, width: int) -> None:
     if clip is None:
         raise GulliverError(
-            f"an MMDiT reads a CLIP's single vector, {width} wide, besides the T5: name the folder "
-            "of a CLIP, with clip= or --clip"
+            f"an MMDiT needs a CLIP of width {width} in addition to the T5; give its folder with "
+            "clip= or --clip"
         )
     look = look_at_encoder(clip)
     if look.kind != "CLIP" or look.channels != width:
         raise GulliverError(
-            f"{clip} holds a {look.kind} whose vectors are {look.channels} wide: this MMDiT reads "
-            f"that of a CLIP, {width} wide"
+            f"{clip} holds a {look.kind} of width {look.channels}, but this MMDiT needs a CLIP of "
+            f"width {width}"
         )
 
 
 def check_latents(outline: Any, autoencoder: Autoencoder) -> None:
-    """Refuses an autoencoder that a transformer was not trained with."""
+    """Raises an error for an incompatible autoencoder."""
     wanted, found = latent_channels_of(outline), autoencoder.latent_channels
     name = f"this {type(outline).__name__} of {release_of(outline).name}"
     if wanted != found:
         raise GulliverError(
-            f"the autoencoder's latents have {found} channels, {name} reads {wanted}: take the "
-            "autoencoder that it was trained with"
+            f"the autoencoder's latents have {found} channels, but {name} needs {wanted}; use its "
+            "own autoencoder"
         )
     known = compressions_of(outline)
     if known and tuple(autoencoder.compression) not in known:
         told_as = " or ".join("x".join(map(str, one)) for one in sorted(known))
         blocks = "x".join(map(str, autoencoder.compression))
         raise GulliverError(
-            f"a latent of this autoencoder stands for {blocks} pixels, one of {name} for {told_as} "
-            "(frames x rows x columns): take the autoencoder that it was trained with"
+            f"a latent of this autoencoder covers {blocks} pixels, one of {name} {told_as} "
+            "(frames x rows x columns); use its own autoencoder"
         )
 
 
-# Loads a public video model: a Hugging Face folder, a safetensors file, or several with an index.
+# Loads a public video model from a Hugging Face folder, a safetensors file, or an index.
 #
 #     model = load_model("OpenSora-STDiT-v3")
 #     model = load_model("Open_Sora_v2.safetensors", torch.device("cuda"), torch.bfloat16)
 #
-# Which model it is and how large follows from names and shapes of the tensors; a ``config.json``
-# beside them says the rest. Names are matched strictly, before any memory is filled.
+# Model and sizes are inferred from names and shapes of the tensors, the rest is read from a
+# ``config.json`` next to them. Names are matched strictly, before any memory is allocated.
 
 
 NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
-"""Entries of public configurations that say nothing of the model's sizes."""
+"""Entries of public configurations that do not affect the model's sizes."""
 KINDS = frozenset(one.kind for one in CONFIGURATIONS.values())
 """Classes of public models."""
 
@@ -324,11 +322,11 @@ def load_model(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Builds the model that files hold, and fills it.
+    """Builds and loads the model in some files.
 
     Args:
-        path: Hugging Face folder, safetensors file or index of several.
-        device: device to fill it on; None for the CPU.
+        path: Hugging Face folder, safetensors file or index.
+        device: device to load it on; None for the CPU.
         dtype: dtype to convert it to; None for that of the files.
         overrides: arguments of its class, such as ``input_size`` of an STDiT.
 
@@ -336,9 +334,8 @@ def load_model(
         The model, in evaluation mode.
 
     Raises:
-        GulliverError: the files are missing or broken, are those of another model, which is named,
-            or do not match their configuration; they hold integers where weights belong, or
-            float8 and no dtype is named.
+        GulliverError: the files are missing or damaged, belong to another model, or do not match
+            their configuration; weights are integers, or float8 without a `dtype`.
     """
     model = outline_model(path, dtype, **overrides)
     model = model.to_empty(device=device or torch.device("cpu"))
@@ -351,8 +348,8 @@ def outline_model(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Builds the model that files hold on meta, in their dtype: `load_model` without the memory."""
-    # Only headers are read, so that parts which do not belong together are refused at once.
+    """Builds the model in some files on meta, in their dtype: `load_model` without the memory."""
+    # Only headers are read, so that incompatible parts are rejected immediately.
     made, fields, infos = _read(Path(path), overrides)
     with torch.device("meta"):
         model = make_of_fields(made, fields, path)
@@ -366,21 +363,23 @@ def dtype_of_files(
     infos: Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> torch.dtype:
-    """Returns the dtype to fill a model in: the one that is asked for, or that of its files."""
+    """Returns the dtype to load a model in: the requested one, or that of its files."""
     weights = (name for name, held in model.state_dict().items() if held.is_floating_point())
     for name in weights:
         found = infos[name].dtype if name in infos else torch.float32
         stored = f"{path}: tensor {name!r} is {str(found).removeprefix('torch.')}"
         if not found.is_floating_point:
-            raise GulliverError(f"{stored}: expected floating-point weights, not quantised ones")
+            raise GulliverError(f"{stored}; expected floating-point weights, not quantized ones")
         if found.itemsize == 1 and dtype is None:
-            raise GulliverError(f"{stored}, which nothing computes in: pass dtype=torch.bfloat16")
+            raise GulliverError(
+                f"{stored}, which cannot be computed with; pass dtype=torch.bfloat16"
+            )
     floating = (info.dtype for info in infos.values() if info.dtype.is_floating_point)
     return dtype or next(floating, torch.float32)
 
 
 def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
-    """Returns the class of `gulliver.models` that files hold, and its arguments."""
+    """Returns the class in `gulliver.models` of some files, and its arguments."""
     made, fields, *_ = _read(Path(path), {})
     return made.__name__, fields
 
@@ -402,25 +401,25 @@ def _read(
 
 
 def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
-    """Fields of the ``config.json`` beside the weights."""
+    """Fields of the ``config.json`` next to the weights."""
     file = (path if path.is_dir() else path.parent) / "config.json"
-    # Beside a single file may lie that of something else.
+    # A config.json next to a single file may belong to something else.
     if not file.is_file() or (path.is_file() and path.suffix == ".safetensors"):
         return {}
     content = read_json(file)
     if not isinstance(content, dict):
-        raise GulliverError(f"{file} is no configuration: expected an object")
+        raise GulliverError(f"{file} is not a configuration; expected an object")
     said = str(content.get("model_type", ""))
     if said.lower() in {name.lower() for name in KINDS - {kind.__name__}}:
         raise GulliverError(
-            f"{file} says model_type {said!r}, the tensors beside it are of an {kind.__name__}: "
-            "put the files of one model together"
+            f"{file} has model_type {said!r}, but its tensors are those of an {kind.__name__}; "
+            "use the files of one model"
         )
     known = {field.name for field in dataclasses.fields(CONFIGS[kind.__name__])}
     return {
         name: value
         for name, value in content.items()
-        # What transformers writes for every model is not the model's.
+        # Ignore entries that transformers writes for every model.
         if name in known
         or not (name in NO_FIELDS or name.startswith("_") or _of_transformers(name))
     }
@@ -435,18 +434,18 @@ def _of_transformers(name: str) -> bool:
 
 
 def _check_positions(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses fixed positions of another size of clip, which names alone would not tell."""
+    """Raises an error for fixed positions of another clip size, which names alone do not reveal."""
     for name in ("pos_embed", "pos_embed_temporal"):
         wanted = model.state_dict().get(name)
         if wanted is not None and tuple(wanted.shape) != shapes.get(name):
             counts = [shapes.get(n, (1, 0))[1] for n in ("pos_embed_temporal", "pos_embed")]
             raise GulliverError(
-                f"{path} has positions of {counts[0]} frames of {counts[1]} tokens: pass "
-                "input_size=(frames, rows, columns) of such latents, as 16, 32, 32"
+                f"{path} has positions for {counts[0]} frames of {counts[1]} tokens; pass a "
+                "matching input_size=(frames, rows, columns) in latents, such as 16, 32, 32"
             )
 
 
-# Autoencoders that were trained here, as files.
+# Files of autoencoders trained by Gulliver.
 
 
 KIND = "gulliver video autoencoder"
@@ -466,31 +465,31 @@ def save_autoencoder(
 
 
 def load_trained(path: Path) -> VideoAutoencoder:
-    """Reads what `save_autoencoder` wrote."""
+    """Reads a file written by `save_autoencoder`."""
     metadata = read_metadata(path)
     if metadata.get("kind") != KIND:
-        raise GulliverError(f"{path} holds no video autoencoder of gulliver")
+        raise GulliverError(f"{path} is not a video autoencoder of Gulliver")
     autoencoder = VideoAutoencoder(**json.loads(metadata["config"]))
     autoencoder.load_state_dict(read_tensors(path))
     return autoencoder.eval()
 
 
 def autoencoder_figures(path: Path) -> dict[str, Any]:
-    """Reads what was measured when the autoencoder was trained."""
+    """Reads the metrics measured when the autoencoder was trained."""
     return json.loads(read_metadata(path).get("figures", "{}"))
 
 
-# Loads an autoencoder: one trained here, a public one, or a class of diffusers.
+# Loads an autoencoder: one trained by Gulliver, a public one, or a diffusers class.
 #
 #     autoencoder = load_autoencoder("OpenSora-VAE-v1.2")             # a Hugging Face folder
 #     autoencoder = load_autoencoder("vae.safetensors", scaling_factor=0.13025)
 #
-# Which one it is and how large follows from names and shapes of the tensors; a ``config.json``
-# beside them says the rest. Names are matched strictly, before any memory is filled.
+# Class and sizes are inferred from names and shapes of the tensors, the rest is read from a
+# ``config.json`` next to them. Names are matched strictly, before any memory is allocated.
 
 
 OURS = "AutoencoderKL"
-"""Class of diffusers that is built here, as `FrameAutoencoder`."""
+"""Diffusers class that is built as `FrameAutoencoder`."""
 
 
 def load_autoencoder(
@@ -499,11 +498,11 @@ def load_autoencoder(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> Autoencoder:
-    """Builds the autoencoder that files hold, and fills it.
+    """Builds and loads the autoencoder in some files.
 
     Args:
-        path: Hugging Face folder, safetensors file or index of several.
-        device: device to fill it on; None for the CPU.
+        path: Hugging Face folder, safetensors file or index.
+        device: device to load it on; None for the CPU.
         dtype: dtype to convert it to; None for that of the files.
         overrides: arguments of its class, such as ``compat`` or ``scaling_factor``.
 
@@ -511,8 +510,8 @@ def load_autoencoder(
         The autoencoder, in evaluation mode.
 
     Raises:
-        GulliverError: the files are missing or broken, or are of something else, which is named;
-            they hold integers where weights belong, or float8 and no dtype is named.
+        GulliverError: the files are missing or damaged, or are not an autoencoder; weights are
+            integers, or float8 without a `dtype`.
     """
     path = Path(path)
     single = path.suffix == ".safetensors"
@@ -544,28 +543,27 @@ def load_autoencoder(
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder, or beside an index."""
+    """The ``config.json`` of a folder, or next to an index."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     content = read_json(file) if file.is_file() else {}
     if not isinstance(content, dict):
-        raise GulliverError(f"{file} is no configuration: expected an object")
+        raise GulliverError(f"{file} is not a configuration; expected an object")
     return content
 
 
 def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
-    """Refuses a picture autoencoder whose latents cannot be normalised."""
-    # Those of 4 channels are normalised as Stable Diffusion's unless a configuration says
-    # otherwise.
+    """Raises an error for a picture autoencoder without a known latent scaling."""
+    # Those with 4 channels use Stable Diffusion's unless a configuration overrides it.
     if kind != "FrameAutoencoder" or "scaling_factor" in fields or fields["latent_channels"] == 4:
         return
     raise GulliverError(
-        f"{path} has latents of {fields['latent_channels']} channels and no config.json that says "
-        "how they are normalised: pass scaling_factor and shift_factor, FLUX has 0.3611 and 0.1159"
+        f"{path} has {fields['latent_channels']} latent channels and no config.json with their "
+        "scaling; pass scaling_factor and shift_factor (FLUX has 0.3611 and 0.1159)"
     )
 
 
 def _squeezed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the present shape of a tensor of an early file: linear layers were convolutions."""
+    """Returns the current shape of a tensor in an early file: linear layers were convolutions."""
     return shape[:2] if _is_early(name) and len(shape) == 4 else shape
 
 
@@ -574,7 +572,7 @@ def _is_early(name: str) -> bool:
 
 
 def _fill(model: nn.Module, path: Path, infos: dict[str, Any]) -> None:
-    """Fills a model, under the names and shapes that the files have."""
+    """Loads a model, given the names and shapes in the files."""
     early = {public_name(name): name for name in infos if _is_early(name)}
     if not early:
         load_huggingface(model, path)
@@ -583,6 +581,6 @@ def _fill(model: nn.Module, path: Path, infos: dict[str, Any]) -> None:
     for name, tensor in model.state_dict().items():
         stored = early.get(name, name)
         shape = infos[stored].shape if stored in infos else tuple(tensor.shape)
-        # A view: what is read into it is the model's.
+        # A view of the model's tensor: reading into it fills the model.
         tensors[stored] = tensor.view(shape) if _squeezed(stored, shape) != shape else tensor
     load_huggingface(tensors, path)

@@ -1,17 +1,17 @@
-"""Mask strategies of Open-Sora, as text: which frames of a clip are given, and by which reference.
+"""Open-Sora's mask strategies as text: which frames of a clip are given, from which reference.
 
     loop,reference,reference_start,target_start,length,edit_ratio;...
 
-Each rule puts `length` frames of a reference, from `reference_start`, into the clip of a loop, at
-`target_start`. What is left out at the end of a rule is 0,0,0,0,1,0: the first frame of the first
-reference becomes the first frame. Negative numbers count from the end. Frames are latent frames
-(`gulliver.models.Autoencoder.latent_shape`). An edit ratio of 0 keeps the frames as they are; more
-lets them be generated anew from that noise level on. Later rules replace what earlier ones put.
+Each rule copies `length` frames of a reference, from `reference_start`, into the clip of a loop, at
+`target_start`. Omitted values at the end of a rule default to 0,0,0,0,1,0: the first frame of the
+first reference becomes the first frame. Negative numbers count from the end. Frames are latent
+frames (`gulliver.models.Autoencoder.latent_shape`). An edit ratio of 0 keeps the frames unchanged;
+larger ones regenerate them from that noise level on. Later rules override earlier ones.
 
 Short forms are those of Open-Sora 2.0: `i2v_head`, `i2v_tail` and `i2v_loop` give the first frame,
 the last, or both, `v2v_head` and `v2v_tail` the beginning or the end of the clip.
 
-Read `parse_mask_strategy`, then `place`.
+Start with `parse_mask_strategy`, then `place`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MaskRule:
 
 @dataclass(frozen=True)
 class FramePlacement:
-    """Frames of a reference in a clip, all numbers from the start."""
+    """Frames of a reference in a clip, with non-negative indices."""
 
     reference: int
     reference_start: int
@@ -85,7 +85,7 @@ class FramePlacement:
 
 
 def parse_mask_strategy(text: str) -> tuple[MaskRule, ...]:
-    """Reads a mask strategy, or a short form; an empty text has no rules."""
+    """Parses a mask strategy or a short form; an empty text has no rules."""
     text = text.strip()
     if not text:
         return ()
@@ -100,7 +100,7 @@ def parse_mask_strategy(text: str) -> tuple[MaskRule, ...]:
 def _rule(text: str) -> MaskRule:
     fields = text.split(",")
     try:
-        if "_" in text or not text.isascii():  # Python reads 1_0 as 10.
+        if "_" in text or not text.isascii():  # Python parses 1_0 as 10.
             raise ValueError
         numbers = [int(field) for field in fields[:5]]
         ratios = [float(field) for field in fields[5:]]
@@ -108,29 +108,28 @@ def _rule(text: str) -> MaskRule:
         numbers, ratios = [], []
     if not numbers or len(ratios) > 1:
         raise GulliverError(
-            f"mask strategy {text!r} is not {SHAPE}, such as 0,0,0,0,1,0: whole numbers, and a "
+            f"mask strategy {text!r} is not {SHAPE}; use for example 0,0,0,0,1,0: integers, and a "
             "ratio at the end"
         )
     rule = MaskRule(*numbers, *DEFAULTS[len(numbers) :], edit_ratio=ratios[0] if ratios else 0.0)
     if not 0 <= rule.edit_ratio <= 1:
         raise GulliverError(
-            f"mask strategy {text!r}: an edit ratio is between 0 (keep) and 1 (make anew), not "
-            f"{rule.edit_ratio:g}"
+            f"mask strategy {text!r}: the edit ratio must be between 0 (keep) and 1 (regenerate), "
+            f"not {rule.edit_ratio:g}"
         )
     for name, value, least in (("loop", rule.loop, 0), ("length", rule.length, 1)):
         if value < least:
             raise GulliverError(
-                f"mask strategy {text!r}: {name} is {value}, it must be at least {least}"
+                f"mask strategy {text!r}: {name} is {value}, but must be at least {least}"
             )
     return rule
 
 
 def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
-    """Refuses rules of loops or references that are not there, and references without a rule."""
+    """Raises an error for unknown loops or references, and for references without a rule."""
     if references and not rules:
         raise GulliverError(
-            "references without a mask strategy: say where they go, such as i2v_head or "
-            "0,0,0,0,1 for the first frame"
+            "references need a mask strategy, such as i2v_head or 0,0,0,0,1 for the first frame"
         )
     used = set()
     for rule in rules:
@@ -140,13 +139,13 @@ def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
         ):
             if not least <= number < count:
                 raise GulliverError(
-                    f"mask strategy '{rule}' names {noun} {number}: the first is 0, there are "
-                    f"{count}"
+                    f"mask strategy '{rule}' uses {noun} {number}, but there are {count}, counted "
+                    "from 0"
                 )
         used.add(rule.reference % references)
     if len(used) < references:
         idle = min(set(range(references)) - used)
-        raise GulliverError(f"reference {idle} is in no rule of the mask strategy: leave it out")
+        raise GulliverError(f"reference {idle} is not used by the mask strategy; omit it")
 
 
 def place(
@@ -155,7 +154,7 @@ def place(
     frames: int,
     align: int | None = None,
 ) -> list[FramePlacement]:
-    """Finds which frames the rules of a loop put where."""
+    """Resolves the rules of a loop to frame placements."""
     found = []
     for rule in rules:
         number = rule.reference % len(lengths)
@@ -178,15 +177,15 @@ def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | Non
     if not 0 <= begin < begin + rule.length <= size:
         aligned = f" (aligned: {begin})" if begin not in (start, start + size) else ""
         raise GulliverError(
-            f"mask strategy '{rule}' names {rule.length} latent frames of {what} from "
-            f"{start}{aligned} on: it has {size}"
+            f"mask strategy '{rule}' needs {rule.length} latent frames of {what} from "
+            f"{start}{aligned} on, but it has {size}"
         )
     return begin
 
 
 def _aligned(start: int, align: int, size: int) -> int:
-    """Returns the multiple of `align` nearest to `start` at which a whole block begins."""
-    # Ties, and what is beyond the last whole block, go down, as in the public code.
+    """Returns the nearest multiple of `align` to `start` at which a whole block fits."""
+    # Ties, and starts beyond the last whole block, are rounded down, as in the public code.
     block = start // align
     if start % align > align / 2 and block < size // align - 1:
         block += 1
@@ -194,7 +193,7 @@ def _aligned(start: int, align: int, size: int) -> int:
 
 
 def cut_references(text: str, references: Sequence[Tensor], unit: int) -> list[Tensor]:
-    """Cuts references to the frames that a short form takes of them; otherwise they stay whole."""
+    """Truncates references to the frames that a short form uses; otherwise they are unchanged."""
     form, found = text.strip(), list(references)
     if form not in SHORT_FORMS or not found:
         return found
@@ -207,29 +206,29 @@ def cut_references(text: str, references: Sequence[Tensor], unit: int) -> list[T
     count = (16 if form.endswith("easy") else 8) * unit + 1
     if found[0].shape[1] < count:
         raise GulliverError(
-            f"{form} gives {count} frames, the reference has {found[0].shape[1]}: write a mask "
+            f"{form} uses {count} frames, but the reference has {found[0].shape[1]}; write a mask "
             f"strategy with a shorter length, {SHAPE}"
         )
     found[0] = found[0][:, :count] if "head" in form else found[0][:, -count:]
     return found
 
 
-# What the prompts of Open-Sora say besides a sentence: other sentences for later loops, and JSON.
+# Open-Sora's prompt syntax: sentences for later loops, and JSON.
 #
 #     |0|the digit 3 moving left|2|the digit 3 moving up
 #     the digit 3 moving left {"reference_path": "three.png", "mask_strategy": "0"}
 #
-# A sentence holds from the loop before it on. The JSON names references and their mask strategy
+# A sentence applies from the loop before it on. The JSON holds references and their mask strategy
 # (`requests.py`).
 
 
 FIELDS = ("reference_path", "mask_strategy")
-"""Fields that the JSON of a prompt may have."""
+"""Fields of a prompt's JSON."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt without its JSON, and what that said."""
+    """A prompt without its JSON, and the fields of the JSON."""
 
     text: str
     references: tuple[Path, ...] = ()
@@ -237,17 +236,17 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Reads a text file with a prompt on each line."""
+    """Reads a text file with a prompt per line."""
     if not path.is_file():
-        raise GulliverError(f"{path} does not exist: name a text file with a prompt on each line")
+        raise GulliverError(f"{path} does not exist; give a text file with a prompt per line")
     prompts = [line for line in read_utf8(path).splitlines() if line.strip()]
     if not prompts:
-        raise GulliverError(f"{path} holds no prompt: write one on each line")
+        raise GulliverError(f"{path} has no prompts; write one per line")
     return prompts
 
 
 def read_prompt(text: str) -> Prompt:
-    """Reads a prompt with the JSON at its end, if there is one."""
+    """Parses a prompt with optional JSON at its end."""
     sentence, brace, rest = text.partition("{")
     if not brace:
         return Prompt(text)
@@ -255,7 +254,7 @@ def read_prompt(text: str) -> Prompt:
         fields = json.loads(brace + rest)
     except ValueError as error:
         raise GulliverError(
-            f"the prompt {text[:60]!r} ends in no JSON ({error}): write such as "
+            f"the prompt {text[:60]!r} ends in invalid JSON ({error}); write for example "
             '{"reference_path": "a.png", "mask_strategy": "0"}'
         ) from None
     for name, value in fields.items():
@@ -280,17 +279,18 @@ def loop_prompts(prompt: str, loops: int) -> list[str]:
     starts, sentences = parts[::2], [part.strip() for part in parts[1::2]]
     if len(starts) != len(sentences) or not all(start.strip().isdecimal() for start in starts):
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} is not |0|sentence|2|sentence, with a loop before each"
+            f"the prompt {prompt[:60]!r} is not |0|sentence|2|sentence; put a loop number before "
+            "each sentence"
         )
     numbers = [int(start) for start in starts]
     if numbers[0] != 0 or any(a >= b for a, b in pairwise(numbers)):
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} names loops {numbers}: they begin at 0 and ascend"
+            f"the prompt {prompt[:60]!r} has loops {numbers}; they must begin at 0 and increase"
         )
     if numbers[-1] >= loops:
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} names loop {numbers[-1]}: the first is 0, there are "
-            f"{loops}"
+            f"the prompt {prompt[:60]!r} uses loop {numbers[-1]}, but there are {loops}, counted "
+            "from 0"
         )
     for sentence in sentences:
         _check_sentence(sentence)
@@ -304,40 +304,39 @@ def loop_prompts(prompt: str, loops: int) -> list[str]:
 
 def _check_sentence(sentence: str) -> None:
     if not sentence.strip():
-        raise GulliverError(
-            "the prompt is empty: write something such as 'the digit 3 moving left'"
-        )
+        raise GulliverError("the prompt is empty; write for example 'the digit 3 moving left'")
 
 
-# What is asked for: a clip from a sentence, with given frames, negative prompt and loops.
+# Generation requests: a clip from a sentence, with given frames, negative prompt and loops.
 #
-# A `Request` is one clip. It is made in *loops*: each loop samples a `ClipPiece` of the bucket's
+# A `Request` is one clip, generated in *loops*: each loop samples a `ClipPiece` of the bucket's
 # length, which begins with the last frames of the clip so far; so a clip of L loops has c + L (F -
-# c) frames, F those of the bucket and c those of the condition. Which frames of a piece are given
-# follows from the mask strategy (`requests.py`), from `given` and from the condition.
+# c) frames, with F frames per bucket and c condition frames. The given frames of a piece follow
+# from the mask strategy (`requests.py`), `given` and the condition.
 #
-# Nothing here knows a model: `made_by_loops` is told how pieces are sampled, and `given_latents`
-# needs an autoencoder. Read `Request`, `piece_of`, `made_by_loops`, `given_latents`.
+# Nothing here depends on a model: `made_by_loops` takes a sampling function, and `given_latents` an
+# autoencoder. Start with `Request`, `piece_of`, `made_by_loops`, `given_latents`.
 
 
 @dataclass(frozen=True)
 class Request:
-    """One clip to be made.
+    """One clip to generate.
 
     Pictures and clips are floats [3, T, H, W] in [-1, 1], of any height and width: they are scaled
-    and cut to the clip's, and converted to the autoencoder's dtype.
+    and cropped to the clip's size, and converted to the autoencoder's dtype.
 
     Attributes:
-        prompt: sentence to show, or ``|0|sentence|2|sentence`` with the loops from which they hold.
+        prompt: sentence to show, or ``|0|sentence|2|sentence`` with the loops from which they
+            apply.
         bucket: shape of the clip, or of each loop's piece of it.
         seed: seed of the noise; `loop_seed` derives those of later loops.
         given: picture, or beginning of the clip (4 k + 1 frames).
-        negative_prompt: sentence to lead away from; empty: no caption.
-        references: pictures and clips that the mask strategy places.
+        negative_prompt: negative prompt; empty: no caption.
+        references: pictures and clips used by the mask strategy.
         mask_strategy: rules ``loop,reference,reference_start,target_start,length,edit_ratio;...``
             or a short form such as ``i2v_head``.
-        align: number of latent frames at whose multiples the rules begin; None: anywhere.
-        loops: number of pieces that the clip is made of.
+        align: rules begin at multiples of this many latent frames; None: anywhere.
+        loops: number of pieces of the clip.
         condition_frames: number of last frames (4 k + 1) that the next loop begins with.
         condition_edit: edit ratio of those.
     """
@@ -357,37 +356,37 @@ class Request:
 
 @dataclass(frozen=True)
 class ClipPiece:
-    """Part of a request that one loop samples."""
+    """The part of a request that one loop samples."""
 
     # Sentence to show.
     prompt: str
-    # Sentence to lead away from; empty: no caption.
+    # Negative prompt; empty: no caption.
     negative_prompt: str
     bucket: Bucket
     seed: int
-    # Pictures and clips that the rules place.
+    # Pictures and clips used by the rules.
     references: tuple[Tensor, ...] = ()
     rules: tuple[MaskRule, ...] = ()
-    # Number of latent frames at whose multiples the rules begin; None: anywhere.
+    # Rules begin at multiples of this many latent frames; None: anywhere.
     align: int | None = None
-    # Frames that the piece begins with, or None; no rule names them.
+    # Frames that the piece begins with, or None; not part of any rule.
     head: Tensor | None = None
     # Edit ratio of the head.
     head_edit: float = 0.0
 
     @property
     def conditioned(self) -> bool:
-        """Whether frames are given."""
+        """Whether any frames are given."""
         return bool(self.rules) or self.head is not None
 
 
 def loop_seed(seed: int, loop: int) -> int:
-    """Returns the seed of a loop's noise: that of the request for loop 0."""
+    """Returns the seed of a loop's noise; loop 0 has that of the request."""
     return derive(seed, 5, loop) if loop else seed
 
 
 def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> ClipPiece:
-    """Returns what a loop samples."""
+    """Returns the piece that a loop samples."""
     rules = [rule for rule in parse_mask_strategy(request.mask_strategy) if rule.loop == loop]
     head = request.given if clip is None else clip[:, -(request.condition_frames or 1) :]
     return ClipPiece(
@@ -410,7 +409,7 @@ def made_by_loops(
     unit: int,
     show: bool = False,
 ) -> list[Tensor]:
-    """Makes clips, loop by loop."""
+    """Generates clips, loop by loop."""
     clips: list[Tensor] = []
     with Display("generating", sum(r.loops for r in requests), enabled=show) as display:
         for loop in range(max((r.loops for r in requests), default=0)):
@@ -446,7 +445,7 @@ def _in_batches(
 def given_latents(
     pieces: Sequence[ClipPiece], autoencoder: VideoAutoencoder, device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Encodes what is given and puts it in its place."""
+    """Encodes the given frames and places them."""
     if not pieces[0].conditioned:
         return None, None
     bucket = pieces[0].bucket
@@ -466,7 +465,7 @@ def given_latents(
 
 
 def _placements(piece: ClipPiece, lengths: Sequence[int], frames: int) -> list[FramePlacement]:
-    """Finds what goes where."""
+    """Resolves the placements."""
     references = len(piece.references)
     found = place(piece.rules, lengths[:references], frames, piece.align)
     if piece.head is not None:
@@ -477,10 +476,10 @@ def _placements(piece: ClipPiece, lengths: Sequence[int], frames: int) -> list[F
 def _encoded(
     clips: Sequence[Tensor], bucket: Bucket, autoencoder: VideoAutoencoder, device: torch.device
 ) -> list[Tensor]:
-    """Encodes clips, those of one length together, to latents [C, T, H, W]."""
+    """Encodes clips, grouped by length, to latents [C, T, H, W]."""
     weight = next(autoencoder.parameters()) if isinstance(autoencoder, torch.nn.Module) else None
     dtype = torch.float32 if weight is None else weight.dtype
-    # No less than float32 to scale in: half precision would round the places of pixels.
+    # Scale in float32 or higher: half precision would round pixel positions.
     wide = torch.promote_types(dtype, torch.float32)
     found: dict[int, Tensor] = {}
     for frames in {clip.shape[1] for clip in clips}:
@@ -492,10 +491,10 @@ def _encoded(
 
 
 def check_request(request: Request, sampling: SamplingConfig) -> None:
-    """Refuses a request that no model could fulfil."""
+    """Raises an error for a request that no model can fulfill."""
     guidance = guidance_of(sampling)
     if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
-        raise GulliverError(f"seed is {request.seed!r}: it must be a whole number")
+        raise GulliverError(f"seed={request.seed!r} must be an integer")
     loop_prompts(request.prompt, request.loops if request.loops > 0 else 1)
     rules = parse_mask_strategy(request.mask_strategy)
     check_rules(rules, len(request.references), request.loops)
@@ -504,18 +503,16 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
     if request.given is not None:
         check_pixels("the given picture or clip", request.given)
     if request.align is not None and (request.align < 1 or not rules):
-        raise GulliverError(
-            f"align is {request.align}: it must be at least 1, and needs a mask strategy"
-        )
+        raise GulliverError(f"align={request.align} must be at least 1, and needs a mask strategy")
     if request.negative_prompt and guidance.text == 1:
         raise GulliverError(
-            f"the negative prompt {request.negative_prompt[:60]!r} has no effect with guidance 1: "
-            "give --guidance a weight such as 3"
+            f"the negative prompt {request.negative_prompt[:60]!r} has no effect with guidance 1; "
+            "use a --guidance such as 3"
         )
     conditioned = request.given is not None or bool(rules) or request.loops > 1
     if guidance.image != 1 and not conditioned:
         raise GulliverError(
-            f"image guidance {guidance.image:g} without given frames has no effect: give a "
+            f"image guidance {guidance.image:g} has no effect without given frames; give a "
             "picture or references"
         )
     _check_loops(request)
@@ -524,32 +521,34 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
 def _check_loops(request: Request) -> None:
     loops, condition, edit = request.loops, request.condition_frames, request.condition_edit
     if loops < 1:
-        raise GulliverError(f"loops is {loops}: it must be at least 1")
+        raise GulliverError(f"loops={loops} must be at least 1")
     if loops == 1 and (condition is not None or edit):
         raise GulliverError(
-            "condition frames are the last frames that the next loop begins with: there is 1 loop"
+            "condition frames have no effect with a single loop; omit them, or use more loops"
         )
     if loops > 1 and condition is None:
         raise GulliverError(
-            f"{loops} loops need a number of frames that each loop takes over from the one before: "
-            "give --condition-frames, such as 5"
+            f"{loops} loops need frames that each loop takes over from the previous one; give "
+            "--condition-frames, such as 5"
         )
     if not 0 <= edit <= 1:
-        raise GulliverError(f"the edit ratio of condition frames is between 0 and 1, not {edit:g}")
+        raise GulliverError(
+            f"the edit ratio of condition frames must be between 0 and 1, not {edit:g}"
+        )
     if condition is not None and not 1 <= condition < request.bucket.frames:
         raise GulliverError(
-            f"{condition} condition frames of loops of {request.bucket.frames}: there must be at "
-            f"least 1 and at most {request.bucket.frames - 1}"
+            f"condition_frames={condition} for loops of {request.bucket.frames} frames must be "
+            f"between 1 and {request.bucket.frames - 1}"
         )
 
 
 def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
-    """Refuses given frames that do not fit the clip, before anything is encoded."""
+    """Raises an error for given frames that do not fit the clip, before encoding."""
     bucket = request.bucket
     if request.given is not None and request.given.shape[1] >= bucket.frames:
         raise GulliverError(
-            f"{request.given.shape[1]} frames are given, so a clip of {bucket.frames} leaves "
-            "nothing to make: ask for more --frames"
+            f"{request.given.shape[1]} frames are given, so nothing is left to generate in a clip "
+            f"of {bucket.frames}; use more --frames"
         )
 
     def latent(frames: int, what: str) -> int:
@@ -571,40 +570,40 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
         on_top = {frame: p for p in placements for frame in p.targets}
         if len(on_top) == frames and all(p.edit_ratio == 0 for p in on_top.values()):
             raise GulliverError(
-                f"all {frames} latent frames of loop {loop} are given, which leaves nothing to "
-                "make: ask for more --frames, or give fewer"
+                f"all {frames} latent frames of loop {loop} are given, so nothing is left to "
+                "generate; use more --frames, or give fewer"
             )
         shown.update(p.reference for p in on_top.values() if p.edit_ratio < 1)
     for number in range(len(request.references)):
         if number not in shown:
             raise GulliverError(
-                f"reference {number} shows nothing: later rules replace all of it, or its edit "
-                "ratio is 1 (made anew): leave it out"
+                f"reference {number} has no effect because later rules replace it or its edit "
+                "ratio is 1 (regenerate); omit it"
             )
 
 
 def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: int) -> None:
-    """Refuses rules for the frames that a piece begins with, which would replace them unseen."""
+    """Raises an error for rules that would silently replace the frames a piece begins with."""
     *placed, head = placements
     for rule, p in zip(piece.rules, placed, strict=True):
         if p.target_start < head.length:
-            whose = "taken over from the loop before" if loop else "the given picture or clip"
+            whose = "taken over from the previous loop" if loop else "the given picture or clip"
             raise GulliverError(
-                f"mask strategy '{rule}' names latent frames {p.targets[0]} to {p.targets[-1]}: "
-                f"latent frames 0 to {head.length - 1} of loop {loop} are {whose}, begin at "
+                f"mask strategy '{rule}' covers latent frames {p.targets[0]} to {p.targets[-1]}, "
+                f"but latent frames 0 to {head.length - 1} of loop {loop} are {whose}; begin at "
                 f"{head.length} or later"
             )
 
 
 def described(request: Request) -> tuple[object, ...]:
-    """Returns what ranks that make a clip together compare."""
+    """Returns a description for comparing requests between ranks."""
 
     def plain(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(plain(one) for one in value)
         if isinstance(value, Tensor):
-            # As bytes: numpy has no bfloat16.
-            # Flat first: of one pixel any strides count as contiguous.
+            # As bytes, because numpy has no bfloat16; flattened first, because a single pixel
+            # counts as contiguous with any strides.
             plain_bytes = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             content = plain_bytes.numpy().tobytes()
             return tuple(value.shape), hashlib.sha256(content).hexdigest()

@@ -1,19 +1,19 @@
-"""A run folder of `gulliver train` or `train-autoencoder`, and what lies in it.
+"""The run folder of `gulliver train` and `train-autoencoder`.
 
 run/
   config.json              the resolved configuration
-  plan.yaml                how the model ran
-  autoencoder.safetensors  or autoencoder.json, which names a public one
-  autoencoder/             log of its training, where it was trained first
-  model.json               class and fields of the weights that it began with, where it did
-  texts/                   what captions say, where a text encoder reads them
+  plan.yaml                plan of the run
+  autoencoder.safetensors  or autoencoder.json, which refers to a public one
+  autoencoder/             log of its training, if it was trained first
+  model.json               class and fields of the initial weights, if there were any
+  texts/                   caption embeddings, if a text encoder is used
   log.jsonl                a line per logged step
   validation.jsonl         a line per validation: losses of held-out clips by bucket
   clips.json               frame rate of the clips of a table
-  samples.jsonl            a line for each time that samples were made
-  samples/step-*/          clips of a step, and a contact sheet of them
+  samples.jsonl            a line per sampling
+  samples/step-*/          clips of a step, and a contact sheet
   tensorboard/
-  checkpoints/step-*/      model, optimizer, schedule, average of the weights, position in the data
+  checkpoints/step-*/      model, optimizer, schedule, averaged weights, position in the data
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from gulliver.video.config import MAY_CHANGE, TrainConfig
 
 @dataclass(frozen=True)
 class Run(RunFolder):
-    """A folder with a training run."""
+    """The folder of a training run."""
 
     keep: int = 3
     may_change: frozenset[str] = MAY_CHANGE
 
     @property
     def autoencoder_path(self) -> Path:
-        """The autoencoder that the run trains in."""
+        """The autoencoder of the run."""
         return self.folder / "autoencoder.safetensors"
 
     @property
     def named_autoencoder_path(self) -> Path:
-        """The file that says where a public autoencoder lies, which is not copied."""
+        """The file that refers to a public autoencoder, which is not copied."""
         return self.folder / "autoencoder.json"
 
     @property
     def model_path(self) -> Path:
-        """The file that says what the weights were that the run began with."""
+        """The file that describes the initial weights."""
         return self.folder / "model.json"
 
     @property
@@ -68,11 +68,11 @@ class Run(RunFolder):
 
     @property
     def clips_path(self) -> Path:
-        """The file that says what the clips of a table are like."""
+        """The file that describes the clips of a table."""
         return self.folder / "clips.json"
 
     def options(self) -> dict[str, Any]:
-        """The resolved configuration that the run was begun with, which is all of the file."""
+        """The resolved configuration at the start of the run."""
         return self.values()
 
     def write(self, **values: Any) -> None:
@@ -81,20 +81,20 @@ class Run(RunFolder):
         write_json(self.config_path, values["options"])
 
     def cut(self, step: int) -> None:
-        """Drops log lines after `step`: a resumed run writes them again."""
+        """Drops log lines after `step`, which a resumed run writes again."""
         super().cut(step)
         self.validation.cut(step)
 
     def read_config(self) -> TrainConfig:
-        """The configuration that the run was trained with.
+        """The configuration of the run.
 
         Raises:
             GulliverError: the folder holds no run.
         """
         if not self.config_path.is_file():
             raise GulliverError(
-                f"{self.folder} holds no training run (no config.json): "
-                "train one with `gulliver train` or `make demo`, or name its folder with --run"
+                f"{self.folder} has no training run (no config.json); start one with `gulliver "
+                "train` or `make demo`, or give its folder with --run"
             )
         return from_plain(read_json(self.config_path), TrainConfig)
 
@@ -106,19 +106,21 @@ class Run(RunFolder):
         """
         newest = self.checkpoints.latest()
         if newest is None:
-            raise GulliverError(f"{self.folder} holds no complete checkpoint yet")
+            raise GulliverError(
+                f"{self.folder} has no complete checkpoint yet; wait for the first one"
+            )
         return newest
 
 
-# Averaged weights, which generation uses.
+# Averaged weights, used for generation.
 
 
 class ExponentialAverage:
     """An exponential moving average of a model's parameters and buffers, in their own dtype."""
 
     # The decay warms up as (1 + k) / (10 + k) over steps k, so that the random start is forgotten
-    # soon. Every rank that holds the same parameters after a step keeps the same average; of a
-    # parameter that is cut between ranks each keeps that of its region.
+    # soon. Ranks with the same parameters have the same average; for a sharded parameter each rank
+    # keeps the average of its region.
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -133,7 +135,7 @@ class ExponentialAverage:
     def leaves(
         self, replicas: RankGroup = ALONE, writes: Callable[[str, Tensor], bool] | None = None
     ) -> dict[str, Tensor | Part]:
-        """Returns the average by name, regions as parts of their whole."""
+        """Returns the average by name, with regions as parts of the whole tensor."""
         if writes is not None:
             own = [name for name, value in self.shadow.items() if writes(name, value)]
             mine = own[replicas.rank :: replicas.size]
@@ -144,7 +146,7 @@ class ExponentialAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Moves the average towards the model's present values."""
+        """Updates the average with the model's current values."""
         before_write(self.shadow.values())
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
@@ -160,13 +162,13 @@ class ExponentialAverage:
                 self.shadow[name].copy_(value)
 
 
-# The optimizer of a run: AdamW, whose rate warms up and falls, and which weights decay.
+# The optimizer of a run: AdamW with its learning rate schedule and weight decay groups.
 
 
 def make_optimizer(
     config: TrainConfig, model: nn.Module
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """Makes the optimizer of a model and the schedule of its learning rate."""
+    """Creates a model's optimizer and learning rate schedule."""
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, config.optimizer.weight_decay),
         lr=config.optimizer.learning_rate,

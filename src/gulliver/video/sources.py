@@ -1,7 +1,7 @@
-"""Training from kept latents: what a run takes over from them, and what is refused.
+"""Training from stored latents: inherited settings, and consistency checks.
 
-What the folder settles (shapes, windows, frame interval, scores, autoencoder, text encoder) need
-not be said again; where it is said, it must be what the folder was made with.
+Settings of the folder (shapes, windows, frame interval, scores, autoencoder, text encoder) are
+inherited; explicit options must match them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SETTLED = ("frame_interval", "windows", "scores")
 
 
 def with_encoded(config: TrainConfig) -> TrainConfig:
-    """Fills in what kept latents settle; a run without them stays as it is."""
+    """Fills in the settings of stored latents, if the run uses any."""
     if config.data.encoded is None:
         return config
     kept = KeptLatents(config.data.encoded)
@@ -121,12 +121,15 @@ def _with_data(data: DataConfig, kept: KeptLatents) -> DataConfig:
 
 def _recorded(path: str, option: str) -> Path:
     if not Path(path).exists():
-        raise GulliverError(f"{path} is gone, which made the latents: name it with {option}")
+        raise GulliverError(
+            f"{path}, which encoded the latents, does not exist anymore; give its new path with "
+            f"{option}"
+        )
     return Path(path)
 
 
 def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
-    """Refuses latents of another autoencoder than the run's."""
+    """Raises an error for latents of another autoencoder."""
     if config.data.encoded is None:
         return
     path = config.autoencoder.path
@@ -138,46 +141,46 @@ def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
 def encoded_texts(
     config: TrainConfig, channels: int, max_length: int, captions: list[str]
 ) -> KeptTexts | None:
-    """Returns the texts that were kept with the latents of a run; None where there are none."""
+    """Returns the caption embeddings stored with the latents of a run; None if there are none."""
     folder = config.data.encoded
     text = None if folder is None else KeptLatents(folder).text
     if folder is None or text is None:
         return None
     named = config.model.text_encoder
-    assert named is not None, "else words are read"
+    assert named is not None, "otherwise words are used"
     if folder_digest(named) != text.files:
         raise GulliverError(
-            f"--data.encoded {folder} does not fit: text_encoder is {named} in this run, "
-            f"{text.path} of the latents, which has other files"
+            f"--data.encoded {folder} does not match: text_encoder is {named} in this run, but "
+            f"{text.path} in the latents, with other files"
         )
     if text.channels != channels or text.max_length > max_length:
         raise GulliverError(
-            f"--data.encoded {folder} does not fit: its texts have up to {text.max_length} vectors "
-            f"of width {text.channels}, the model reads {max_length} of {channels}: {AGAIN} with "
-            f"its encoder and --text-length {max_length}"
+            f"--data.encoded {folder} does not match: its captions have up to {text.max_length} "
+            f"vectors of width {text.channels}, the model needs {max_length} of {channels}; "
+            f"{AGAIN} with its encoder and --text-length {max_length}"
         )
     kept = KeptTexts.of_folder(folder / TEXTS, text.fingerprint, channels, max_length)
     missing = kept.missing(captions)
     if missing:
         raise GulliverError(
-            f"--data.encoded {folder} does not keep what {missing[0][:60]!r} says, nor "
-            f"{len(missing) - 1} other captions: {AGAIN}"
+            f"--data.encoded {folder} lacks the caption {missing[0][:60]!r} and "
+            f"{len(missing) - 1} others; {AGAIN}"
         )
     return kept
 
 
-# What a run trains: a named size, a public model, or public weights to go on from; and its texts.
+# The model of a run: a named size, a public model, or initial weights; and its text encoder.
 #
-# Weights are read once, when the run begins; ``model.json`` in the run's folder then says what
-# they were, so a resumed run and whoever generates need them no more.
+# Initial weights are read once at the start; ``model.json`` in the run's folder then describes
+# them, so resuming and generation do not need them.
 
 
 TRAINED = ("STDiT2", "STDiT3")
-"""Classes that the training loop knows."""
+"""Classes that the training loop supports."""
 
 
 def check_start(config: TrainConfig) -> None:
-    """Refuses a start that no run could have, before anything else is loaded."""
+    """Raises an error for an invalid start, before anything else is loaded."""
     model = config.model
     if model.weights is None:
         sizes = [*STDIT3_SIZES, *CONFIGURATIONS]
@@ -187,40 +190,39 @@ def check_start(config: TrainConfig) -> None:
     else:
         if config.autoencoder.path is None or model.text_encoder is None:
             raise GulliverError(
-                f"--model.weights {model.weights} need --autoencoder.path and "
-                "--model.text-encoder: name what they were trained with"
+                f"--model.weights {model.weights} needs the matching --autoencoder.path and "
+                "--model.text-encoder"
             )
         begun = Run(config.out).model_path
         resumed = config.resume and begun.is_file()
         kind = read_json(begun)["kind"] if resumed else fields_of_files(model.weights)[0]
     if kind not in TRAINED:
         raise GulliverError(
-            f"{model.weights or model.size} is of the class {kind}, which this loop does not "
-            f"train: take one of {' or '.join(TRAINED)}"
+            f"{model.weights or model.size} has class {kind}, which cannot be trained here; use "
+            f"one of {' or '.join(TRAINED)}"
         )
     if kind != "STDiT3" and config.ranks_of_a_model > 1:
         raise GulliverError(
-            f"--tp-size, --sp-size and --pp-size share an STDiT3 alone, not an {kind}: leave them "
-            "out, data ranks share its optimizer"
+            f"--tp-size, --sp-size and --pp-size only support an STDiT3, not an {kind}; omit them "
+            "to use data parallelism"
         )
     mode, degree = config.sequence_parallelism_mode, config.planner.degree
     if kind != "STDiT3" and (mode is not None or degree not in (None, 1)):
         option = "--planner.degree" if mode is None else "--sequence-parallelism-mode"
         raise GulliverError(
-            f"{option} is for ranks that share a clip, which those of an {kind} do not: leave it "
-            "out"
+            f"{option} is for ranks that share a clip, which an {kind} does not support; omit it"
         )
     if model.weights is not None and model.text_encoder is not None:
         width, read = look_at_encoder(model.text_encoder).channels, text_size(outline_of(config))[0]
         if width != read:
             raise GulliverError(
-                f"--model.text-encoder {model.text_encoder} gives vectors {width} wide, the model "
-                f"of --model.weights reads {read}: take the encoder that it was trained with"
+                f"--model.text-encoder {model.text_encoder} has width {width}, but the model of "
+                f"--model.weights needs {read}; use its own text encoder"
             )
 
 
 def outline_of(config: TrainConfig) -> Any:
-    """Builds the transformer of a run with weights on meta, of headers or of the resumed run."""
+    """Builds the transformer of a run on meta, from headers or from the resumed run."""
     begun = Run(config.out).model_path
     if not (config.resume and begun.is_file()):
         assert config.model.weights is not None, "of a run with weights"
@@ -231,7 +233,7 @@ def outline_of(config: TrainConfig) -> Any:
 
 
 def describe_start(config: TrainConfig, run: Run) -> None:
-    """Writes down what the weights of a run were; one rank calls it."""
+    """Records the initial weights of a run; called on one rank."""
     if config.model.weights is None:
         return
     kind, fields = fields_of_files(config.model.weights)
@@ -246,7 +248,7 @@ def build_model(
     if config.model.weights is not None:
         assert run is not None, "a run with weights has a folder"
         found = read_json(run.model_path)
-        # The batch says which captions are hidden.
+        # The batch determines the dropped captions.
         fields = {**found["fields"], "class_dropout_prob": 0.0}
         model = getattr(models, found["kind"])(**fields)
         check_latents(model, autoencoder)
@@ -276,7 +278,7 @@ def _width(config: TrainConfig) -> int:
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    """Freezes what training does not reach: given frames are shown among the latents."""
+    """Freezes unused parameters of models with given frames among the latents."""
     for name in ("x_embedder_cond", "x_embedder_cond_mask"):
         embedder = getattr(model, name, None)
         if embedder is not None:
@@ -285,12 +287,12 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 def flow_of(model: nn.Module, otherwise: RectifiedFlow) -> Flow:
-    """Returns the diffusion that a model is trained with: for most of them the run's own."""
+    """Returns the training diffusion of a model, for most of them the run's own."""
     return IDDPM(guided_channels=GUIDED) if isinstance(model, STDiT2) else otherwise
 
 
 def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
-    """Makes the text encoder of a run: the words, or that of a folder, which is filled."""
+    """Creates the text encoder of a run: words, or one loaded from a folder."""
     folder = config.model.text_encoder
     if folder is None:
         return WordEncoder(config.model.text_channels, config.model.text_length)
@@ -300,7 +302,7 @@ def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
 def ready_texts(
     config: TrainConfig, run: Run, model: nn.Module, datasets: Sequence[Any], world: World
 ) -> TextEncoder:
-    """Returns the texts of a run; one rank encodes the captions of tables, and all read them."""
+    """Returns the caption embeddings of a run; one rank encodes those of tables."""
     if config.model.text_encoder is None:
         return make_text(config, model)
     folder, captions = run.folder / "texts", _captions(datasets)
@@ -323,22 +325,23 @@ def _captions(datasets: Sequence[Any]) -> list[str]:
     datasets = [dataset for dataset in datasets if dataset is not None]
     if any(not isinstance(dataset, ClipTable) for dataset in datasets):
         raise GulliverError(
-            "--model.text-encoder reads the captions of a --data.table: name one, for the moving "
-            "digits words will do"
+            "--model.text-encoder needs a --data.table; the moving digits use words"
         )
     return sorted({row.text for dataset in datasets for row in dataset.rows} | {OF_NO_SAMPLE})
 
 
-# Sources of a run: the data set, the order of its samples, and the autoencoder.
+# Data sources of a run: the data set, the order of its samples, and the autoencoder.
 
 
 def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Reads digit:direction pairs such as ``3:0`` (the digit 3 moving left)."""
+    """Parses digit:direction pairs such as ``3:0`` (the digit 3 moving left)."""
     pairs = []
     for text in texts:
         digit, _, direction = text.partition(":")
         if digit not in DIGITS or direction not in map(str, range(len(DIRECTIONS))):
-            raise GulliverError(f"held-out sentence {text!r} is not digit:direction, such as 3:0")
+            raise GulliverError(
+                f"held-out sentence {text!r} is not digit:direction; use for example 3:0"
+            )
         pairs.append((int(digit), int(direction)))
     return tuple(pairs)
 
@@ -350,7 +353,7 @@ def make_dataset(
     seed: int = 0,
     autoencoder: Autoencoder | None = None,
 ) -> MovingDigits | ClipTable:
-    """Makes the data set: the moving digits, or the table that is named."""
+    """Creates the data set: the moving digits, or the given table."""
     shapes = parse_shapes(config.shapes)
     if config.made:
         return MovingDigits(
@@ -362,14 +365,14 @@ def make_dataset(
         table = _open_table(config.table, buckets, config, show, derive(seed, 9))
     if config.encoded is not None:
         table = EncodedTable(KeptLatents(config.encoded), buckets, derive(seed, 9), table)
-    assert table is not None, "the digits are made"
+    assert table is not None, "the digits are generated"
     if show:
         console().print(table.report())
     longest = max(len(words_of(row.text)) for row in table.rows)
     if words is not None and longest > words:
         raise GulliverError(
-            f"the longest caption has {longest} words, the model reads {words}: "
-            f"add --model.text-length {longest}"
+            f"the longest caption has {longest} words, the model reads {words}; add "
+            f"--model.text-length {longest}"
         )
     return table
 
@@ -392,7 +395,7 @@ def _open_table(
 
 
 def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable | None:
-    """Makes the held-out clips of a run: rows of the table, or other handwriting."""
+    """Creates the held-out clips of a run: rows of the table, or other handwriting."""
     validation, shapes = config.validation, dict.fromkeys(parse_shapes(config.data.shapes), 1.0)
     if isinstance(dataset, ClipTable):
         share = validation.share
@@ -401,7 +404,7 @@ def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable
         return None
     return MovingDigits(
         "heldout",
-        # Which shape a clip has is drawn: enough that each has its number.
+        # The shape of a clip is random: draw enough for each shape.
         2 * validation.clips * len(shapes),
         derive(config.seed, 10),
         shapes,
@@ -412,11 +415,11 @@ def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable
 def _buckets(
     config: DataConfig, shapes: tuple[Bucket, ...], autoencoder: Autoencoder | None = None
 ) -> BucketConfig | tuple[Bucket, ...]:
-    """The buckets of a table's clips, which the autoencoder and the patches can divide."""
+    """The buckets of a table's clips, divisible by the autoencoder and the patches."""
     compression = VideoAutoencoder.compression if autoencoder is None else autoencoder.compression
     unit = math.lcm(*compression[1:], 8)
     if config.buckets is not None:
-        # Published sizes fit no unit: they are cut, by less than one.
+        # Published sizes may not be divisible: they are cropped by less than one unit.
         return BucketConfig.load(config.buckets, (compression[0], unit, unit))
     for bucket in shapes:
         if autoencoder is None or isinstance(autoencoder, VideoAutoencoder):
@@ -427,20 +430,20 @@ def _buckets(
 
 
 def _check_shape(bucket: Bucket, unit: int) -> None:
-    """Refuses what the autoencoder and the patches cannot divide, before clips are opened."""
+    """Raises an error for indivisible shapes, before clips are opened."""
     if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
         side % unit for side in (bucket.height, bucket.width)
     ):
-        frames = -(-(bucket.frames - 1) // 4) * 4 + 1  # the next: 4 is not to become a still
+        frames = -(-(bucket.frames - 1) // 4) * 4 + 1  # rounded up: 4 must not become a still
         sides = [max(unit, round(side / unit) * unit) for side in (bucket.height, bucket.width)]
         raise GulliverError(
-            f"--data.shapes {bucket}: frames must be 4 k + 1, height and width multiples of "
-            f"{unit}, such as {frames}x{sides[0]}x{sides[1]}"
+            f"--data.shapes {bucket} does not fit; frames must be 4 k + 1, height and width "
+            f"multiples of {unit}, such as {frames}x{sides[0]}x{sides[1]}"
         )
 
 
 def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
-    """Makes the sampler: the order of the samples, and this rank's share of each batch."""
+    """Creates the sampler: the order of the samples, and this rank's share of each batch."""
     seed = derive(config.seed, 6)
     if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
         sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
@@ -450,19 +453,19 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
 
 
 def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
-    """Makes the rectified flow of a run, the same for training and for sampling."""
+    """Creates the rectified flow of a run, the same for training and sampling."""
     return RectifiedFlow(
         sample_method=config.timesteps,
         shift=config.shift,
         use_timestep_transform=config.shift_by_size,
         transform=config.shift_rule,
-        # A token is 2x2 latents in every size of the model.
+        # A token is 2x2 latents in every model size.
         token_area=4 * math.prod(autoencoder.compression[1:]),
     )
 
 
 def own_autoencoder(run: Run) -> Autoencoder | None:
-    """Loads the autoencoder of a run: the one in its folder, or the public one that it names."""
+    """Loads the autoencoder of a run: the one in its folder, or the public one it refers to."""
     if run.autoencoder_path.is_file():
         return load_autoencoder(run.autoencoder_path)
     if run.named_autoencoder_path.is_file():
@@ -479,11 +482,11 @@ def train_autoencoder(
     folder: Path,
     unreadable_limit: float = 0.1,
 ) -> tuple[VideoAutoencoder, dict[str, Any]]:
-    """Trains from scratch on all ranks together, with the defaults of `train-autoencoder`.
+    """Trains an autoencoder from scratch on all ranks, with the defaults of `train-autoencoder`.
 
-    `folder` keeps its log. Returns the autoencoder with the statistics of its latents, and figures:
-    psnr in dB and ssim on held-out handwriting (on the training clips themselves for tables) and
-    what they were measured on.
+    Its log is written to `folder`. Returns the autoencoder with its latent statistics, and metrics:
+    psnr in dB and ssim on held-out handwriting (on the training clips for tables), and a
+    description of the clips.
     """
     data = AutoencoderDataConfig(batch_size=config.batch_size, unreadable_limit=unreadable_limit)
     options = TrainAutoencoderConfig(
@@ -496,10 +499,10 @@ def train_autoencoder(
         report_every=config.steps,
         data=data,
     )
-    if world.is_main:  # of a run that was stopped before
+    if world.is_main:  # left by an interrupted run
         shutil.rmtree(folder, ignore_errors=True)
     barrier()
-    # All clips of a table are for the diffusion model: none is held out from either of them.
+    # All clips of a table train the diffusion model: none is held out from either of them.
     whole = Sources(dataset, dataset, "the table itself")
     sources = whole if isinstance(dataset, ClipTable) else make_sources(dataset, data, seed)
     model = build_autoencoder(options).to(world.device)
@@ -510,7 +513,7 @@ def train_autoencoder(
 
 
 def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
-    """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
+    """The run's autoencoder: the one in its folder, the given one, or one trained now."""
     kept = own_autoencoder(run) if config.resume else None
     if kept is not None:
         return kept
@@ -528,12 +531,12 @@ def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World)
             config.data.unreadable_limit,
         )
         if world.is_main:
-            console().print(f"autoencoder: {figures['psnr']:.1f} dB on clips of {figures['clips']}")
+            console().print(f"autoencoder: {figures['psnr']:.1f} dB on {figures['clips']}")
     barrier()
     if world.is_main and isinstance(autoencoder, VideoAutoencoder):
         save_autoencoder(run.autoencoder_path, autoencoder, figures)
     elif world.is_main:
-        # A public one stays where it is.
+        # A public one is not copied.
         write_json(run.named_autoencoder_path, {"path": str(config.autoencoder.path)})
     barrier()
     return autoencoder

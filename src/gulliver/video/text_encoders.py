@@ -1,11 +1,11 @@
-"""Text encoders behind one interface: T5, CLIP, both together, and the words of the demonstration.
+"""Text encoders with a common interface: T5, CLIP, both together, and word vectors.
 
     encoder = load_text_encoder("t5-v1_1-xxl", max_length=300)
     embeddings, mask, vector = encoder.encode(["a cat on a roof"])
 
-T5 gives a vector for each token, CLIP a single one for the whole caption; a `TextPair` gives both.
-Encoders are frozen. `KeptTexts` keeps what one has said on disk, by a fingerprint of the encoder
-and of the caption, so each caption is encoded once.
+T5 returns a vector per token, CLIP a single one for the whole caption; a `TextPair` returns both.
+Encoders are frozen. `KeptTexts` caches embeddings on disk, by a fingerprint of the encoder and the
+caption, so each caption is encoded once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gulliver.errors import GulliverError
 
 
 class EncodedText(tuple[Tensor, ...]):
-    """Captions as a model reads them: a pair, or with the single vector a triple.
+    """Encoded captions: embeddings and mask, or also a pooled vector.
 
     Args:
-        embeddings: vector of each token [B, 1, L, channels], zero beyond a caption's end.
-        mask: tokens that are there [B, L].
-        vector: single vector of each caption [B, width]; None of encoders that have none.
+        embeddings: token vectors [B, 1, L, channels], zero beyond a caption's end.
+        mask: True for valid tokens [B, L].
+        vector: pooled vector of each caption [B, width]; None for encoders without one.
     """
 
     def __new__(cls, embeddings: Tensor, mask: Tensor, vector: Tensor | None = None) -> Self:
@@ -37,17 +37,17 @@ class EncodedText(tuple[Tensor, ...]):
 
     @property
     def embeddings(self) -> Tensor:
-        """Vector of each token [B, 1, L, channels]."""
+        """Token vectors [B, 1, L, channels]."""
         return self[0]
 
     @property
     def mask(self) -> Tensor:
-        """Tokens that are there [B, L]."""
+        """True for valid tokens [B, L]."""
         return self[1]
 
     @property
     def vector(self) -> Tensor | None:
-        """Single vector of each caption [B, width]."""
+        """Pooled vector of each caption [B, width]."""
         return self[2] if len(self) == 3 else None
 
 
@@ -61,12 +61,12 @@ class TextEncoder(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Longest caption, in its own tokens."""
+        """Maximum caption length, in its own tokens."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with whatever changes what it says."""
+        """Text that changes whenever the encodings change."""
         ...
 
     def encode(self, captions: list[str]) -> EncodedText:
@@ -83,20 +83,20 @@ class _FromFolder:
 
     Args:
         folder: Hugging Face folder with the model and its tokenizer.
-        max_length: longest caption in tokens.
-        device: device that encodes; None for the CPU.
+        max_length: maximum caption length in tokens.
+        device: device of the encoder; None for the CPU.
         dtype: dtype of the weights; None for float32.
-        cut: whether to cut captions that are too long; else they are refused.
-        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
-            weights of Open-Sora 2.0 and FLUX.1 were trained.
+        cut: whether to truncate long captions instead of raising an error.
+        whole: whether to pad every caption to `max_length` and attend to the padding, as Open-Sora
+            2.0 and FLUX.1 were trained.
 
     Raises:
-        GulliverError: there is no such folder, it reads no captions of that length, or
+        GulliverError: the folder does not exist, the encoder does not support that length, or
             transformers is missing.
     """
 
     name, kind = "", ""
-    """What it is called, and its class in transformers."""
+    """Display name and transformers class."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _FromFolder:
             import transformers
         except ImportError:
             raise GulliverError(
-                "text encoders need transformers: pip install transformers"
+                "text encoders need transformers; install it with pip install transformers"
             ) from None
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -126,7 +126,7 @@ class _FromFolder:
             )
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().split("\n")[0]
-            raise GulliverError(f"{self.folder} cannot be read as {self.name}: {line}") from None
+            raise GulliverError(f"{self.folder} cannot be loaded as {self.name}: {line}") from None
         self.model.to(self.device).eval().requires_grad_(False)
 
     @property
@@ -145,10 +145,10 @@ class _FromFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Kind, configuration, length and the encoder's own numbers."""
+        """Kind, configuration, length and a digest of the encoder's weights."""
         total = hashlib.blake2b(digest_size=16)
         for name, value in sorted(self.model.state_dict().items()):
-            # A few elements of each tensor tell weights apart and are read at once.
+            # A few elements of each tensor are fast to read and distinguish weights.
             part = value.reshape(-1)[:: max(1, value.numel() // 64)].double().cpu()
             total.update(name.encode() + part.numpy().tobytes())
         config = json.dumps(read_json(self.folder / "config.json"), sort_keys=True)
@@ -161,7 +161,7 @@ class _FromFolder:
         return str(next(self.model.parameters()).dtype)
 
     def _tokens(self, captions: list[str]) -> dict[str, Tensor]:
-        """Token ids and mask of captions, padded to the longest; too long ones are refused."""
+        """Token ids and mask of captions, padded to the longest."""
         if not captions:
             raise GulliverError("there is no caption to encode")
         found = self.tokenizer(
@@ -175,7 +175,7 @@ class _FromFolder:
         if int(counts.max()) > self.max_length:
             at = int(counts.argmax())
             raise GulliverError(
-                f"{int(counts[at])} tokens are more than this model reads ({self.max_length}): "
+                f"{int(counts[at])} tokens exceed this model's limit of {self.max_length}; "
                 f"shorten {captions[at][:60]!r}, or pass cut=True"
             )
         mask = torch.ones_like(found["attention_mask"]) if self.whole else found["attention_mask"]
@@ -184,32 +184,32 @@ class _FromFolder:
 
 
 class T5TextEncoder(_FromFolder):
-    """The encoder of a T5: a vector for each token."""
+    """The encoder of a T5: a vector per token."""
 
     name, kind = "T5", "T5EncoderModel"
 
 
 class ClipTextEncoder(_FromFolder):
-    """The text half of a CLIP: a single vector for the whole caption, and one for each token."""
+    """The text half of a CLIP: a pooled vector for the whole caption, and one per token."""
 
     name, kind = "CLIP", "CLIPTextModel"
 
 
 class TextPair:
-    """Token vectors of one encoder and the single vector of another, as the 2.0 model reads them.
+    """Token vectors of one encoder and the pooled vector of another, as used by the 2.0 model.
 
     Args:
         tokens: encoder of the tokens.
-        whole: encoder of the whole caption; it reads as much of one as it can.
+        whole: encoder of the whole caption; it truncates long ones.
 
     Raises:
-        GulliverError: the second has no vector of the whole caption.
+        GulliverError: the second encoder has no pooled vector.
     """
 
     def __init__(self, tokens: TextEncoder, whole: ClipTextEncoder) -> None:
         if isinstance(whole, T5TextEncoder):
             raise GulliverError(
-                "a T5 has no vector of the whole caption: TextPair takes the T5 first, then a CLIP"
+                "a T5 has no pooled vector; TextPair takes the T5 first, then a CLIP"
             )
         self.tokens, self.whole = tokens, whole
         self.channels, self.max_length = tokens.channels, tokens.max_length
@@ -226,18 +226,18 @@ class TextPair:
 
 
 class KeptTexts:
-    """A text encoder that keeps what it has said: a file for each caption, by fingerprint.
+    """A text encoder with a disk cache: one file per caption, by fingerprint.
 
-    The encoder runs for captions that have no file yet. Files are written whole or not at all, so
-    several processes may share a folder.
+    The encoder runs for captions without a file. Files are written atomically, so several processes
+    may share a folder.
 
     Args:
-        encoder: encoder to ask.
+        encoder: encoder for missing captions.
         folder: folder of the files.
     """
 
     encoder: TextEncoder | None
-    """Encoder to ask; None where all captions are kept, and what has said them is gone."""
+    """Encoder for missing captions; None if all are stored and the encoder is gone."""
 
     def __init__(self, encoder: TextEncoder, folder: Path | str) -> None:
         self.encoder, self.folder = encoder, Path(folder)
@@ -248,19 +248,19 @@ class KeptTexts:
     def of_folder(
         cls, folder: Path | str, fingerprint: str, channels: int, max_length: int
     ) -> Self:
-        """Returns what a folder keeps of an encoder, which is not there any more."""
+        """Opens a folder without its encoder."""
         kept = cls.__new__(cls)
         kept.encoder, kept.folder, kept.fingerprint = None, Path(folder), fingerprint
         kept.channels, kept.max_length = channels, max_length
         return kept
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; those that are kept are read."""
+        """Encodes captions, as `TextEncoder.encode`; stored ones are read."""
         files = {caption: self._file(caption) for caption in captions}
         for caption in self.missing(captions):
             if self.encoder is None:
-                raise GulliverError(f"{self.folder} does not keep what {caption[:60]!r} says")
-            # One by one: what a caption says must not depend on what it is padded to.
+                raise GulliverError(f"{self.folder} has no embedding of {caption[:60]!r}")
+            # One at a time: an encoding must not depend on its padding.
             said = said_of(self.encoder.encode([caption]))
             write_tensors(files[caption], {**said, "mask": said["mask"].to(torch.uint8)})
         if not captions:
@@ -268,7 +268,7 @@ class KeptTexts:
         return padded([_read_kept(files[caption]) for caption in captions])
 
     def missing(self, captions: list[str]) -> list[str]:
-        """Lists captions that have no file yet, each once."""
+        """Lists distinct captions without a file."""
         return [one for one in dict.fromkeys(captions) if not self._file(one).is_file()]
 
     def _file(self, caption: str) -> Path:
@@ -280,20 +280,22 @@ def _read_kept(file: Path) -> dict[str, Tensor]:
     try:
         said = read_tensors(file)
     except GulliverError as error:
-        raise GulliverError(f"{error}; delete this kept text, it is made again") from None
+        raise GulliverError(f"{error}; delete this file to encode the caption again") from None
     if not {"embeddings", "mask"} <= said.keys():
-        raise GulliverError(f"{file} keeps no text: delete it, it is made again")
+        raise GulliverError(
+            f"{file} is not an encoded caption; delete it to encode the caption again"
+        )
     return said
 
 
 def said_of(text: EncodedText) -> dict[str, Tensor]:
-    """Returns what an encoder said of one caption, as it is kept."""
+    """Returns the encoding of one caption in stored form."""
     said = {"embeddings": text.embeddings[0, 0], "mask": text.mask[0]}
     return said if text.vector is None else {**said, "vector": text.vector[0]}
 
 
 def padded(texts: list[dict[str, Tensor]]) -> EncodedText:
-    """Returns kept captions as one batch, padded with zeros to the longest."""
+    """Returns stored captions as one batch, padded with zeros to the longest."""
     longest = max(len(text["mask"]) for text in texts)
     first = texts[0]["embeddings"]
     embeddings = first.new_zeros(len(texts), 1, longest, first.shape[1])
@@ -306,42 +308,42 @@ def padded(texts: list[dict[str, Tensor]]) -> EncodedText:
 
 
 def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
-    """Refuses a text encoder that a model was not made for.
+    """Raises an error for a text encoder that does not match a model.
 
     Args:
-        encoder: encoder that is to be used.
-        width: width of the token vectors that the model reads.
-        length: longest caption that it reads, in tokens.
+        encoder: text encoder.
+        width: width of the token vectors that the model needs.
+        length: maximum caption length of the model, in tokens.
 
     Raises:
-        GulliverError: widths differ, or the encoder may give longer captions.
+        GulliverError: the widths differ, or the encoder may return longer captions.
     """
     if encoder.channels != width:
         raise GulliverError(
-            f"the text encoder's vectors are {encoder.channels} wide, the model reads {width}: "
-            "take the encoder that it was trained with"
+            f"the text encoder has width {encoder.channels}, the model needs {width}; use the "
+            "encoder that it was trained with"
         )
     if encoder.max_length > length:
         raise GulliverError(
-            f"the text encoder gives up to {encoder.max_length} tokens, the model reads {length}: "
-            f"pass max_length={length}"
+            f"the text encoder returns up to {encoder.max_length} tokens, the model accepts "
+            f"{length}; pass max_length={length}"
         )
 
 
 class EncoderLook(NamedTuple):
-    """Kind and sizes of a text encoder, as its folder says."""
+    """Kind and sizes of a text encoder, from its folder."""
 
     kind: str
     channels: int
-    # Most tokens of a caption; None for any number.
+    # Maximum tokens of a caption; None for no limit.
     longest: int | None
 
 
 def look_at_encoder(folder: Path | str) -> EncoderLook:
-    """Reads what a folder of a text encoder holds, without its weights."""
+    """Reads the kind and sizes of a text encoder, without its weights."""
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
+        raise GulliverError(f"{folder} is not a text encoder: it has no config.json")
     content = read_json(file)
     kind = content.get("model_type", "") if isinstance(content, dict) else ""
     if kind in ("t5", "mt5", "umt5"):
@@ -350,17 +352,17 @@ def look_at_encoder(folder: Path | str) -> EncoderLook:
         text = content.get("text_config", content)
         longest = int(text.get("max_position_embeddings", 77))
         return EncoderLook("CLIP", int(text.get("hidden_size", 512)), longest)
-    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
+    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model; expected a T5 or a CLIP")
 
 
 def check_length(look: EncoderLook, max_length: int) -> None:
-    """Refuses a length that no caption has, or that an encoder does not read."""
+    """Raises an error for a length that the encoder does not support."""
     longest = look.longest
     if not isinstance(max_length, int) or max_length < 1:
-        raise GulliverError(f"max_length is {max_length}: expected a number of tokens, 1 at least")
+        raise GulliverError(f"max_length={max_length} must be at least 1 token")
     if longest is not None and max_length > longest:
         raise GulliverError(
-            f"max_length is {max_length}: this {look.kind} reads up to {longest} tokens"
+            f"max_length={max_length} exceeds this {look.kind}'s limit of {longest} tokens"
         )
 
 
@@ -372,19 +374,19 @@ def load_text_encoder(
     cut: bool = False,
     whole: bool = False,
 ) -> T5TextEncoder | ClipTextEncoder:
-    """Loads the text encoder of a folder, by what its configuration says it is.
+    """Loads the text encoder of a folder, according to its configuration.
 
     Args:
         folder: Hugging Face folder with the model and its tokenizer.
-        max_length: longest caption in tokens; None for 512 of a T5, and all that a CLIP has.
-        device: device that encodes; None for the CPU.
+        max_length: maximum caption length in tokens; None for 512 of a T5, or the limit of a CLIP.
+        device: device of the encoder; None for the CPU.
         dtype: dtype of the weights; None for float32.
-        cut: whether to cut captions that are too long; else they are refused.
-        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
-            weights of Open-Sora 2.0 and FLUX.1 were trained.
+        cut: whether to truncate long captions instead of raising an error.
+        whole: whether to pad every caption to `max_length` and attend to the padding, as Open-Sora
+            2.0 and FLUX.1 were trained.
 
     Raises:
-        GulliverError: there is no such folder, it holds neither, it reads no captions of that
+        GulliverError: the folder does not exist, is neither a T5 nor a CLIP, does not support that
             length, or transformers is missing.
     """
     look = look_at_encoder(folder)
@@ -393,33 +395,34 @@ def load_text_encoder(
     return kind(folder, length, device, dtype, cut, whole)
 
 
-# Encodes sentences without a download: a frozen random vector for each word.
+# Encodes sentences without a download: a frozen random vector per word.
 
 
 PUNCTUATION = ".,;:!?\"'()"
 
 
 def words_of(prompt: str) -> list[str]:
-    """Lower-case words without punctuation at their ends."""
+    """Lower-case words without leading and trailing punctuation."""
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:
         raise GulliverError(
-            "the prompt is empty: write a sentence such as 'the digit 3 moving left'"
+            "the prompt is empty; write a sentence such as 'the digit 3 moving left'"
         )
     return words
 
 
 class WordEncoder:
-    """Each word is a Gaussian vector drawn from a hash of its letters, plus a code of its position.
+    """Each word is a Gaussian vector seeded by a hash of its letters, plus a code of its position.
 
-    Stands where a large text encoder would: frozen, the same in every process, no weights to load.
+    A stand-in for a large text encoder: frozen, the same in every process, no weights to load.
     """
 
     def __init__(self, channels: int = 64, max_length: int = 8) -> None:
         if channels < 2 or channels % 2 or max_length < 1:
             raise GulliverError(
-                f"word vectors need an even width and a length, not {channels}, {max_length}"
+                f"word vectors need an even width and a positive length, not {channels}, "
+                f"{max_length}"
             )
         self.channels, self.max_length = channels, max_length
         self._vectors: dict[str, Tensor] = {}
@@ -430,7 +433,7 @@ class WordEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes with whatever changes what it says."""
+        """Text that changes whenever the encodings change."""
         told = f"words {self.channels} {self.max_length}"
         for word, vector in sorted(self._taught.items()):
             values = vector.detach().double().cpu().numpy().tobytes()
@@ -438,7 +441,7 @@ class WordEncoder:
         return told
 
     def teach(self, word: str, vector: Tensor) -> None:
-        """Gives a word a vector ``[channels]`` that was learnt, or that learns."""
+        """Sets a learned or trainable vector ``[channels]`` for a word."""
         # Sentences are then encoded in the vector's dtype and on its device.
         self._taught[word] = vector
 
@@ -448,8 +451,8 @@ class WordEncoder:
         for prompt, words in zip(captions, sentences, strict=True):
             if len(words) > self.max_length:
                 raise GulliverError(
-                    f"{len(words)} words are more than this model reads ({self.max_length}): "
-                    f"shorten {prompt[:60]!r}"
+                    f"{len(words)} words exceed this model's limit of {self.max_length}; shorten "
+                    f"{prompt[:60]!r}"
                 )
         longest = max(map(len, sentences))
         like = next(iter(self._taught.values()), self._places)
@@ -462,7 +465,7 @@ class WordEncoder:
         return EncodedText(vectors, mask)
 
     def vector(self, word: str) -> Tensor:
-        """The vector of a word ``[channels]``, without the code of its place."""
+        """The vector of a word ``[channels]``, without its position code."""
         if word in self._taught:
             return self._taught[word]
         if word not in self._vectors:

@@ -44,13 +44,14 @@ CHUNK_MB = 1.0
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Refuses ranks that do not make whole models."""
+    """Raises an error if the ranks do not make whole models."""
     size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
 
 
 def make_plugin(config: TrainConfig) -> Plugin:
-    """Makes the plugin that says how the ranks share the work."""
-    # Steps of many shapes take many times, which tuning would take for its own doing.
+    """Creates the plugin of a run."""
+    # Steps of different shapes take different times, which tuning would attribute to its own
+    # changes.
     if config.data_centric:
         mode = config.sequence_parallelism_mode or "all_to_all"
         inside: dict[str, Any] = {"tp_size": config.tp_size, "pp_size": config.pp_size}
@@ -71,20 +72,20 @@ def make_plugin(config: TrainConfig) -> Plugin:
     return TorchDDPPlugin()
 
 
-# Forward and backward of a share of clips through a model that is cut into stages.
+# Forward and backward of a share of clips through a pipeline.
 
 
 TARGET, COUNTS = "target", "counts"
-"""Inputs that the loss reads and the model does not take."""
+"""Inputs that only the loss uses."""
 
 
 def hide_targets(model: nn.Module) -> None:
-    """Drops what a micro-batch holds for the loss alone before the model's forward."""
+    """Drops the loss inputs of a micro-batch before the model's forward."""
 
     def hide(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {n: v for n, v in kwargs.items() if n not in (TARGET, COUNTS)}
 
-    # Before the hooks of sequence parallelism, which refuse what they do not know.
+    # Before the hooks of sequence parallelism, which reject unknown inputs.
     model.register_forward_pre_hook(hide, with_kwargs=True, prepend=True)
 
 
@@ -97,20 +98,20 @@ def run_stages(
     micro_batches: int,
     scale: float,
 ) -> Tensor:
-    """Runs a share through the pipeline; every rank of the model calls it."""
+    """Runs a share through the pipeline; called on every rank of the model."""
     held = len(batch.latents)
-    # Each micro-batch has a sample: where there are too few, some are shown again and not counted.
+    # Each micro-batch needs a sample: if there are too few, some are repeated with weight zero.
     number = torch.arange(max(held, micro_batches), device=batch.latents.device)
     given = stage_inputs(flow, batch, number % held)
     given[COUNTS] = (number < held).to(batch.latents.dtype) * batch.weight
-    # The pipeline takes the mean over all rows.
+    # The pipeline averages over all rows.
     criterion = partial(stage_loss, flow, len(number) * scale)
     done = booster.execute_pipeline(iter([given]), model, criterion, optimizer)
     return done["loss"].double() / scale
 
 
 def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[str, Any]:
-    """What stages are called with, and what the loss reads: some clips of a batch, by number."""
+    """Inputs of the stages and of the loss: some clips of a batch, by index."""
     shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
     return {
         "x": shown[rows],
@@ -123,20 +124,20 @@ def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[s
 def stage_loss(
     flow: RectifiedFlow, factor: float, output: Tensor, micro: dict[str, Tensor]
 ) -> Tensor:
-    """The mean loss of a micro-batch, times a factor; clips count as they are told to."""
+    """The weighted mean loss of a micro-batch, times a factor."""
     errors = flow.error(output, micro[TARGET], micro["x_mask"])
     return (errors * micro.get(COUNTS, 1.0)).mean() * factor
 
 
 # The training loop of the text-to-video model.
 #
-# Read `TrainingLoop` in `gulliver.jobs` first, then `Trainer.forward_backward`. Who makes a
-# trainer is in `planned_training.py`. What it does not know: how parameters lie in memory, which
-# ranks hold what, how gradients travel (`gulliver.booster`), and how a batch came (`batches.py`).
+# Start with `TrainingLoop` in `gulliver.jobs`, then `Trainer.forward_backward`. Trainers are
+# created in `planned_training.py`, batches in `batches.py`; sharding and communication are in
+# `gulliver.booster`.
 
 
 class Trainer(TrainingLoop):
-    """A model, its optimizer and its data, and the loop over them."""
+    """A model, its optimizer and its data, and the training loop."""
 
     run: Run
 
@@ -204,19 +205,19 @@ class Trainer(TrainingLoop):
         if config.pp_size > 1:
             hide_targets(model)
         self._prepare()
-        # After boost, which may have cut the model between ranks.
+        # After boost, which may have sharded the model.
         self.average = ExponentialAverage(model, config.optimizer.ema)
 
     def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
-        """This rank among those that read different samples; ranks that compute each of them."""
+        """This rank's data-parallel position, and the ranks that compute each sample."""
         return plugin.data_place(), self.config.ranks_of_a_model
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> Any:
-        """Makes the order of the samples, before the model is boosted."""
+        """Creates the order of the samples, before the model is boosted."""
         return make_sampler(self.config, dataset, self.place)
 
     def _prepare(self) -> None:
-        """What is left to do when the model is boosted."""
+        """Remaining preparation after the model is boosted."""
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Yields batches and the positions after them, until too many clips are lost."""
@@ -226,7 +227,7 @@ class Trainer(TrainingLoop):
                 self._refuse_lost_data(self.skipped.problem)
 
     def run_to_end(self, stop: StopRequest) -> Outcome:
-        """Steps until the last, or until a signal; the last state is always saved."""
+        """Trains until the last step or a signal; always saves the last state."""
         if self.is_over and self.samples is None:
             return Outcome(self.step_number, True, self.seconds)
         over = self.train(stop)
@@ -234,13 +235,13 @@ class Trainer(TrainingLoop):
         return Outcome(self.step_number, over, self.seconds)
 
     def _agree(self, kept: list[int]) -> list[int]:
-        """Returns the samples that all ranks with this share could read; every rank calls it."""
+        """Returns the samples that all ranks with this share could read; a collective call."""
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
         return common_samples(self.place, kept)
 
     def _list_unreadable(self) -> None:
-        """Says which clips of a table broke or are misstated in it; every rank calls it."""
+        """Lists clips that are unreadable or differ from the table; a collective call."""
         dataset = self.maker.dataset
         if not isinstance(dataset, ClipTable):
             return
@@ -251,32 +252,32 @@ class Trainer(TrainingLoop):
         if broken and self.world.is_main:
             console().print(listing(broken))
         if misstated and self.world.is_main:
-            console().print(listing(misstated, "otherwise than the table says, and used"))
+            console().print(listing(misstated, "differ from the table, and were used"))
 
     def _refuse_lost_data(self, problem: str) -> None:
-        """Ends a run whose clips are gone; what it has learnt is saved. Every rank calls it."""
+        """Stops a run with too many lost clips, after saving its state. A collective call."""
         self.save()
         kept = self.kept()
         self.booster.close()  # the folder is free for another run in this process
         self._list_unreadable()
         raise GulliverError(
-            f"{problem}: training stopped at step {self.step_number}, {kept}; put the clips back "
-            "and continue with --resume, or allow more with --data.unreadable-limit"
+            f"{problem}; training stopped at step {self.step_number}, {kept}; restore the clips "
+            "and continue with --resume, or raise --data.unreadable-limit"
         )
 
     def forward_backward(self, batch: VideoBatch) -> Mapping[str, Tensor | float] | None:
-        """Runs backward for this rank's share; None where no rank could read a sample."""
-        # Ranks that hold one model together have one share, and draw alike.
+        """Runs backward for this rank's share; None if no rank could read a sample."""
+        # Ranks that hold one model together have the same share and random numbers.
         count = self._count(batch)
         return {"loss": self._backward(batch, count) / count} if count else None
 
     def after_update(self) -> Mapping[str, float]:
-        """Moves the average of the weights."""
+        """Updates the averaged weights."""
         self.average.update(self.plain_model)
         return {}
 
     def _count(self, batch: VideoBatch) -> int:
-        """Counts the samples of the batch in all shares, without those that could not be read."""
+        """Counts the readable samples of the batch in all shares."""
         if not isinstance(self.maker.dataset, ClipTable):
             return batch.total
         read = int(len(batch.latents) * batch.weight)
@@ -303,8 +304,8 @@ class Trainer(TrainingLoop):
             context = nullcontext() if last else self.booster.no_sync(self.model, self.optimizer)
             with context:
                 share = self._losses(batch, part).sum() * batch.weight
-                # Gradients are averaged over shares, losses over samples: the factor makes up for
-                # it.
+                # Gradients are averaged over shares, losses over samples; the factor converts
+                # between them.
                 self.booster.backward(share * (self.place[1] / count), self.optimizer)
             loss_sum += share.detach()
         return loss_sum
@@ -321,7 +322,7 @@ class Trainer(TrainingLoop):
 
     @torch.no_grad()
     def _loss_sum(self, batch: VideoBatch) -> Tensor:
-        """Computes the sum of a share's losses, forward only."""
+        """Computes the sum of a share's losses without backward."""
         if self.config.pp_size > 1:
             assert isinstance(self.flow, RectifiedFlow), "checked"
             how = self.flow, batch, self.config.micro_batches, 1.0
@@ -329,11 +330,11 @@ class Trainer(TrainingLoop):
         return self._losses(batch, slice(None)).sum() * batch.weight
 
     def begin(self) -> bool:
-        """Makes the samples that a killed run has not made of its last checkpoint."""
+        """Makes missing samples of the last checkpoint of an interrupted run."""
         return self.step_number > 0 and not self._show_samples()
 
     def evaluate(self) -> None:
-        """Reports the losses of held-out clips where they are due."""
+        """Reports the losses of held-out clips when due."""
         validation, step = self.validation, self.step_number
         if validation is not None and (self.is_over or step % self.config.validation.every == 0):
             found = validation.losses(self._loss_sum, self.replicas)
@@ -341,11 +342,11 @@ class Trainer(TrainingLoop):
                 validation.report(found, step, self.run, self.display, self.scalars)
 
     def after_saving(self, stopping: bool) -> bool:
-        """Makes samples where they are due."""
+        """Makes samples when due."""
         return not stopping and not self._show_samples()
 
     def _show_samples(self) -> bool:
-        """Makes samples where they are due; False where a signal ended it. Every rank calls it."""
+        """Makes samples when due; False if a signal ended it. A collective call."""
         samples, step = self.samples, self.step_number
         if samples is None or not samples.due(step, self.is_over):
             return True
@@ -354,13 +355,13 @@ class Trainer(TrainingLoop):
         return samples.make(step, lambda: self.stop.wanted, self.display, self.scalars)
 
     def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
-        """What the progress bar shows."""
+        """Status for the progress bar."""
         size = self.sampler.samples / len(self.sampler)
         rate = self.step_number / max(self.seconds, 1e-9) * size
         return {"grad_norm": f"{line['grad_norm']:.3f}", "samples_per_s": f"{rate:.0f}"}
 
     def state(self) -> dict[str, Any]:
-        """The average of the weights, and what a resumed run must share."""
+        """The averaged weights, and the settings that must not change on resume."""
         rows = self.maker.dataset
         run = {
             "ema_updates": self.average.updates,
@@ -371,18 +372,18 @@ class Trainer(TrainingLoop):
 
     @property
     def _shares(self) -> tuple[RankGroup, Callable[[str, Tensor], bool] | None]:
-        """Rank group that holds the same parts of the model, and which of these it saves."""
+        """Rank group with the same parts of the model, and those that this rank saves."""
         boosted = self.optimizer
         if not isinstance(boosted, HybridOptimizer):
             return ALONE, None
         return boosted.mesh.replicas, boosted.checkpoint.writes if self.config.pp_size > 1 else None
 
     def load_state(self, run: dict[str, Any], folder: Path) -> None:
-        """Takes up the average of the weights and the position in the data."""
-        # A stage has some of the names only, and there must be all of those.
+        """Restores the averaged weights and the position in the data."""
+        # A stage has only some of the names, and all of those must exist.
         ema = load(folder, {"ema": self.average.leaves()}, strict=self.config.pp_size == 1)
         if ema.mismatches.get("ema", Mismatch()).missing:
-            raise GulliverError(f"{folder} holds the average of another model: {ema}")
+            raise GulliverError(f"{folder} holds the averaged weights of another model: {ema}")
         rows = self.maker.dataset
         if isinstance(rows, ClipTable):
             rows.check_rows(run["rows"])

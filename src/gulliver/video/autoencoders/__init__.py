@@ -1,10 +1,10 @@
-"""Training of video autoencoders: losses, discriminator, figures, clips, and the loop.
+"""Training of video autoencoders: losses, discriminator, metrics, clips, and the loop.
 
 Example::
 
     loss = AutoencoderLoss(AutoencoderLossConfig(reconstruction="l1", learnt_variance=True))
     terms = loss(video, decoded, Posterior.of(moments, channels))
-    print(psnr(video, decoded), ssim(video, decoded))           # of each frame
+    print(psnr(video, decoded), ssim(video, decoded))           # per frame
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,8 @@
-"""Clips to train an autoencoder on, and clips that are held out from it.
+"""Training clips and held-out clips for an autoencoder.
 
     table -> ClipWindows (frames or clips are held out) -> MixedClips (pictures, repeats)
 
-All that is random is a function of a seed, the epoch and the sample. What it does not know: how
-batches are made, and what is learnt from them.
+All randomness depends only on a seed, the epoch and the sample.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from gulliver.video.autoencoder_config import AutoencoderDataConfig
 from gulliver.video.digits import MovingDigits
 
 DECODED_TOGETHER = 16
-"""Frames that are scaled together where whole clips are kept."""
+"""Frames scaled at a time when whole clips are kept."""
 
 
 class FrameWindow(NamedTuple):
-    """A run of frames of a table's row: its first frame lies in [first, first + starts)."""
+    """Consecutive frames of a table row, starting in [first, first + starts)."""
 
     row: int
     first: int
@@ -36,7 +35,7 @@ class FrameWindow(NamedTuple):
 
 
 class ClipWindows:
-    """Windows of a table's clips; a window that is longer than a sample is shown in part."""
+    """Windows of a table's clips; samples of a longer window cover a part of it."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class ClipWindows:
 
     @property
     def broken(self) -> list[tuple[str, str]]:
-        """Name and reason of each file that could not be read when its turn came."""
+        """Name and reason of each file that could not be read."""
         kept = {} if self._kept is None else self._kept
         lost = [
             (self.table.rows[row].name, clip.reason)
@@ -63,14 +62,14 @@ class ClipWindows:
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of a sample."""
         bucket = self.table.bucket_of(self.windows[index].row)
-        assert bucket is not None, "windows are of rows that have one"
+        assert bucket is not None, "windows belong to rows with a bucket"
         return bucket
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
         return self.read(index, 0)
 
     def read(self, index: int, seed: int) -> Clip | BrokenClip:
-        """Reads a sample whose first frame is `seed` modulo the possible starts."""
+        """Reads a sample that starts at `seed` modulo the number of possible starts."""
         window = self.windows[index]
         start = window.first + seed % window.starts
         if self._kept is None:
@@ -84,7 +83,7 @@ class ClipWindows:
         wanted = self.bucket_of(index).frames
         frames = clip[:, start : start + span_of(wanted, interval) : interval]
         if frames.shape[1] < wanted:
-            return BrokenClip(index, f"has {clip.shape[1]} frames, fewer than were counted")
+            return BrokenClip(index, f"has {clip.shape[1]} frames, fewer than counted before")
         return Clip(frames.float() / 127.5 - 1, row.text, row.probe.fps / interval, index)
 
     def _decoded(self, number: int, bucket: Bucket) -> Tensor | BrokenClip:
@@ -102,7 +101,7 @@ class ClipWindows:
 
 
 class MixedClips:
-    """Samples of another data set, several of each clip, some shown as one of their frames."""
+    """Several samples per clip of another data set, some of them single frames."""
 
     def __init__(self, dataset: Any, image_share: float, repeats: int, seed: int) -> None:
         self.dataset, self.repeats = dataset, repeats
@@ -116,7 +115,7 @@ class MixedClips:
 
     @property
     def broken(self) -> list[tuple[str, str]]:
-        """Name and reason of each file that could not be read when its turn came."""
+        """Name and reason of each file that could not be read."""
         return getattr(self.dataset, "broken", [])
 
     def bucket_of(self, index: int) -> Bucket:
@@ -128,7 +127,7 @@ class MixedClips:
         return self.read(index, 0)
 
     def read(self, index: int, seed: int) -> Clip | BrokenClip:
-        """Reads a sample; the seed says which of the clip's frames."""
+        """Reads a sample; the seed selects the clip's frame."""
         own = index % len(self.dataset)
         windowed = hasattr(self.dataset, "read")
         clip = self.dataset.read(own, seed) if windowed else self.dataset[own]
@@ -142,7 +141,7 @@ class MixedClips:
 
 
 class Sources(NamedTuple):
-    """Clips to train on, clips that are held out, what these are called, and their table."""
+    """Training clips, held-out clips with a description, and their table."""
 
     training: Any
     held_out: Any
@@ -151,7 +150,7 @@ class Sources(NamedTuple):
 
 
 def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sources:
-    """Splits a data set into clips to train on and clips that are held out."""
+    """Splits a data set into training clips and held-out clips."""
     if isinstance(dataset, ClipTable):
         training, held_out = split_table(dataset, config, seed)
         clips = f"{len({window.row for window in held_out.windows})} clips"
@@ -169,8 +168,8 @@ def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sour
 def split_table(
     table: ClipTable, config: AutoencoderDataConfig, seed: int
 ) -> tuple[ClipWindows, ClipWindows]:
-    """Splits a table by clips, and each of the others by frames."""
-    # A video that is too short for a sample before and behind the cut is trained on whole.
+    """Holds out whole clips of a table, and the last frames of the others."""
+    # A video too short for a sample on both sides of the cut is used for training only.
     draw = np.random.Generator(np.random.Philox(key=[seed % 2**63, 1]))
     count = round(config.held_out_clips * len(table))
     left_out = set(draw.permutation(len(table))[:count].tolist())
@@ -187,12 +186,13 @@ def split_table(
             training.append(FrameWindow(number, 0, max(1, cut - span + 1)))
         held_out += [FrameWindow(number, at, 1) for at in range(cut, frames - span + 1, span)]
     if not training or not held_out:
-        what = "held out" if training else "left to train on"
+        what = "held out" if training else "left for training"
         right = "--data.held-out-clips 0.1, which holds whole clips out" if training else "less"
         raise GulliverError(
-            f"nothing is {what}: {len(table)} clips, of which --data.held-out-clips "
-            f"{config.held_out_clips:g} and of the frames of each --data.held-out-frames "
-            f"{config.held_out_frames:g} are held out, where that is a whole sample: give {right}"
+            f"no clips are {what}: of {len(table)} clips, --data.held-out-clips "
+            f"{config.held_out_clips:g} of the clips and --data.held-out-frames "
+            f"{config.held_out_frames:g} of their frames are held out if that makes a whole "
+            f"sample; use {right}"
         )
     kept: dict[int, Tensor | BrokenClip] | None = {} if config.in_memory else None
     return ClipWindows(table, training, kept), ClipWindows(table, held_out, kept)

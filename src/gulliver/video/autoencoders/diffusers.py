@@ -1,11 +1,11 @@
-"""Autoencoders that are diffusers' own classes, made to speak the protocol of those here.
+"""Adapts diffusers' autoencoder classes to the interface of `gulliver.models`.
 
     autoencoder = DiffusersAutoencoder(AutoencoderKLHunyuanVideo.from_pretrained(folder))
 
-The networks run as they are: without tiles that are blended, which diffusers cuts long clips into,
-and without the mask of HunyuanVideo's middle block. CogVideoX and Wan compute a clip in pieces that
-pass their last frames on; `encode_pieces` and `decode_pieces` do the same, stretch after stretch.
-diffusers is an extra, imported where a class of it is asked for.
+The networks run unchanged, but without diffusers' blended tiles for long clips, and without the
+mask of HunyuanVideo's middle block. CogVideoX and Wan process a clip in pieces that pass on their
+last frames, as do `encode_pieces` and `decode_pieces`. diffusers is optional and only imported for
+its classes.
 """
 
 from __future__ import annotations
@@ -37,38 +37,40 @@ KNOWN = (
     "AutoencoderKLCogVideoX",
     "AutoencoderKLWan",
 )
-"""Classes whose results are held against diffusers' own."""
+"""Classes whose results are tested against diffusers' own."""
 
 
 def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
-    """Builds and fills the class that a folder's configuration names."""
+    """Builds and loads the class named in a folder's configuration."""
     name = config["_class_name"]
     if name not in KNOWN:
-        raise GulliverError(f"{path} is of class {name!r}: {nearest(name, KNOWN)}")
+        raise GulliverError(f"{path} has the unsupported class {name!r}: {nearest(name, KNOWN)}")
     try:
         import diffusers  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise GulliverError(f"{path} is an {name} of diffusers: pip install diffusers") from None
+        raise GulliverError(
+            f"{path} is a diffusers {name}; install it with pip install diffusers"
+        ) from None
     module = getattr(diffusers, name).from_config(config)
     load_huggingface(module, path)
     return DiffusersAutoencoder(module)
 
 
 class DiffusersAutoencoder(nn.Module):
-    """Encodes and decodes with a module of diffusers.
+    """Encodes and decodes with a diffusers module.
 
     Args:
         module: one of the classes in `KNOWN`.
 
     Raises:
-        GulliverError: it is of another class.
+        GulliverError: it has another class.
     """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         if type(module).__name__ not in KNOWN:
             name = type(module).__name__
-            raise GulliverError(f"{name} is no class that is known here: {nearest(name, KNOWN)}")
+            raise GulliverError(f"{name} is not a supported class: {nearest(name, KNOWN)}")
         self.module = module
         config = module.config
         self.latent_channels = int(config.get("latent_channels") or config.get("z_dim"))
@@ -93,7 +95,7 @@ class DiffusersAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames of a piece, where the class computes clips in pieces."""
+        """Frames per piece, if the class works in pieces."""
         return None if self._pieces is None else self._pieces.frames
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -102,7 +104,7 @@ class DiffusersAutoencoder(nn.Module):
         return self.latent_channels, count, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` to normalised latents."""
+        """Encodes ``[B, 3, T, H, W]`` to normalized latents."""
         self.latent_shape(*video.shape[2:])
         if self._pieces is None:
             with without_masks(self.module):
@@ -110,7 +112,7 @@ class DiffusersAutoencoder(nn.Module):
         return torch.cat(list(self.encode_pieces([video], video.shape[2])), 2)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalised latents; `num_frames` may say how many frames they are of."""
+        """Decodes normalized latents; `num_frames` is their optional number of frames."""
         check_latents(self, latents)
         check_length(self, latents, num_frames)
         if self._pieces is None:
@@ -120,22 +122,22 @@ class DiffusersAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents], frames)), 2)
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
-        """Encodes stretches of a clip piece by piece, as diffusers does."""
+        """Encodes a stream of frames piece by piece, as diffusers does."""
         for moments in self._pieces.encoded(clips, frames):
             yield self._normalised(moments.chunk(2, 1)[0])
 
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes stretches of a clip's latents piece by piece; see `encode_pieces`."""
+        """Decodes a stream of latents piece by piece; see `encode_pieces`."""
         yield from self._pieces.decoded((self._raw(part) for part in latents), frames)
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes any stretch of a clip as one."""
+        """Encodes a stream of frames as one clip."""
         return self._normalised(self.networks["encoder"](video).chunk(2, 1)[0])
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes any stretch of a clip's latents as one."""
+        """Decodes a stream of latents as one clip."""
         return self.networks["decoder"](self._raw(latents))
 
     def _normalised(self, latents: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ class DiffusersAutoencoder(nn.Module):
         return latents / scale + shift
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what is taken from latents, and what they are multiplied by then."""
+        """Returns the shift and scale of latents."""
         config = self.module.config
         shift = config.get("latents_mean") or config.get("shift_factor") or 0.0
         spread = config.get("latents_std") or 1.0
@@ -167,14 +169,14 @@ def _compression(module: Any) -> tuple[int, int, int]:
 
 
 class _OptionalSequential(nn.Sequential):
-    """Modules one after the other; None is left out."""
+    """A sequence of modules that skips None."""
 
     def __init__(self, *parts: nn.Module | None) -> None:
         super().__init__(*(part for part in parts if part is not None))
 
 
 class _CogPieces:
-    """Pieces of 8 frames, or 2 latent ones; the first takes the rest of the clip as well."""
+    """Pieces of 8 frames, or 2 latent ones; the first one also takes the remainder."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.frames = module, module.num_sample_frames_batch_size
@@ -201,7 +203,7 @@ class _CogPieces:
 
 
 class _WanPieces:
-    """The first frame alone, then pieces of 4 frames, or of one latent frame."""
+    """The first frame alone, then pieces of 4 frames, or one latent frame."""
 
     frames = 4
 
@@ -234,5 +236,5 @@ class _WanPieces:
 
 
 def _patches(module: Any) -> Any:
-    """The module of functions beside a class."""
+    """The module that defines a class and its helper functions."""
     return inspect.getmodule(type(module))

@@ -1,9 +1,9 @@
-"""A run of `gulliver train-autoencoder`: its folder, its log, its reports and its result.
+"""A run of `gulliver train-autoencoder`: its folder, log, reports and result.
 
 run/
   config.json              the resolved configuration
   autoencoder.safetensors  the result, for `gulliver train --autoencoder.path`
-  reconstruction.png       held-out frames, and below them as they were decoded
+  reconstruction.png       held-out frames, and their reconstructions below
   log.jsonl                a line per logged step, and one per report
   tensorboard/
   checkpoints/step-*/      model, optimizers, schedule, averaged weights, position in the data
@@ -38,31 +38,31 @@ from gulliver.video.sources import make_dataset
 
 @dataclass(frozen=True)
 class AutoencoderOutcome:
-    """Outcome of a call of `run_autoencoder`."""
+    """Result of a call of `run_autoencoder`."""
 
     step: int
-    # Whether it was the last of the run.
+    # Whether the run is finished.
     finished: bool
-    # File of the result, where it is there.
+    # Result file, if it exists.
     path: Path
-    # PSNR, SSIM and what they were measured on, where the run is finished.
+    # PSNR, SSIM and a description of the clips, if the run is finished.
     figures: dict[str, Any]
 
 
 def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
-    """Trains a video autoencoder as `config` says, on every rank of the present world.
+    """Trains a video autoencoder as `config` says; called on every rank.
 
     Raises:
-        GulliverError: the configuration cannot run, the folder holds another run, the loss is no
-            longer a number, or another rank is gone.
+        GulliverError: the configuration is invalid, the folder holds another run, the loss is not
+            finite, or another rank has failed.
     """
     check_autoencoder_config(config)
     world = init_world()
     run = Run(config.out, config.keep, MAY_CHANGE_OF_AUTOENCODER)
     with guard():
         checkpoint = run.open(config, step=config.resume_step)
-        barrier()  # nobody writes before everybody has looked
-        # Captions are not read here.
+        barrier()  # all ranks read before any rank writes
+        # Captions are not used here.
         dataset = make_dataset(config.data, MOST, world.is_main)
         sources = make_sources(dataset, config.data, config.seed)
         trainer = AutoencoderTrainer(config, _begun(config).to(world.device), sources, world)
@@ -74,7 +74,7 @@ def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
 
 
 def _finished(trainer: AutoencoderTrainer, path: Path) -> AutoencoderOutcome:
-    """Measures and writes the result."""
+    """Evaluates and writes the result."""
     main, step = trainer.world.is_main, trainer.step_number
     model, figures = trainer.finish()
     quality = Quality(figures["psnr"], figures["ssim"])
@@ -90,17 +90,17 @@ def _finished(trainer: AutoencoderTrainer, path: Path) -> AutoencoderOutcome:
 
 
 def _begun(config: TrainAutoencoderConfig) -> VideoAutoencoder:
-    """Makes the autoencoder, or reads the one to go on from."""
+    """Creates the autoencoder, or loads the one to start from."""
     if config.model.init is None:
         return build_autoencoder(config)
     model = load_trained(config.model.init)
     if not isinstance(model, VideoAutoencoder):
         raise GulliverError(
-            f"--model.init {config.model.init} holds a {type(model).__name__}: only autoencoders "
-            "of gulliver's own kind are trained here"
+            f"--model.init {config.model.init} holds a {type(model).__name__}; only Gulliver's "
+            "own autoencoders can be trained"
         )
     check_latent_terms(config, model.config.get("posterior", False))
-    # Raw latents are trained; their statistics are measured anew at the end.
+    # Training uses raw latents; their statistics are measured again at the end.
     model.mean.zero_()
     model.std.fill_(1)
     return model.train()

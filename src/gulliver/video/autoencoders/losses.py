@@ -1,14 +1,14 @@
-"""The terms that a video autoencoder is trained on, each a mean over elements.
+"""Loss terms of video autoencoders, each a mean over elements.
 
     reconstruction   e = |x - y| or (x - y)^2, plus weight * perceptual
-                     with a learnt log-variance s: e / exp(s) + s (Kingma & Welling 2014)
+                     with a learned log-variance s: e / exp(s) + s (Kingma & Welling 2014)
     posterior        KL(N(m, v) || N(0, 1)) = (m^2 + v - 1 - log v) / 2
-    perceptual       features of a network, of unit length in each position, squared distance
-                     (Zhang et al. 2018, without its learnt weights)
+    perceptual       squared distance of network features, normalized at each position
+                     (Zhang et al. 2018, without its learned weights)
     adversarial      hinge (Lim & Ye 2017), its weight adapted to the reconstruction's gradient at
                      the decoder's last layer (Esser et al. 2021)
 
-Videos are [B, 3, T, H, W] in [-1, 1]. It does not know of optimizers, ranks or files.
+Videos are [B, 3, T, H, W] in [-1, 1].
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ from gulliver.models.autoencoder import VideoAutoencoder
 from gulliver.video.autoencoder_config import WINDOW, AutoencoderLossConfig
 
 Features = Callable[[Tensor], Tensor | Sequence[Tensor]]
-"""A perceptual network: it takes clips, and gives features [N, C, ...] of one or several layers."""
+"""A perceptual network: maps clips to features [N, C, ...] of one or several layers."""
 LARGEST_ADAPTIVE = 1e4
 SMALLEST_NORM = 1e-4
-"""Added to the norm that the adaptive weight divides by."""
+"""Epsilon of the norm that the adaptive weight is divided by."""
 LOG_VARIANCES = (-30.0, 20.0)
 """Range of a posterior's log-variance, as in public autoencoders."""
 
 
 class Posterior(NamedTuple):
-    """A Gaussian of latents [B, C, T, H, W]; without a log-variance it is a point."""
+    """A Gaussian of latents [B, C, T, H, W]; without a log-variance a point."""
 
     mean: Tensor
     log_variance: Tensor | None
 
     @staticmethod
     def of(moments: Tensor, channels: int) -> Posterior:
-        """Takes an encoder's output apart."""
+        """Splits an encoder's output."""
         if moments.shape[1] == channels:
             return Posterior(moments, None)
         mean, log_variance = moments.chunk(2, dim=1)
         return Posterior(mean, log_variance.clamp(*LOG_VARIANCES))
 
     def sample(self, noise: Tensor, spread: float) -> Tensor:
-        """Draws latents from standard normal noise; `spread` is the deviation of a point."""
+        """Samples latents from standard normal noise; `spread` is the deviation of a point."""
         if self.log_variance is None:
             return self.mean + spread * noise
         return self.mean + torch.exp(0.5 * self.log_variance) * noise
 
 
 class Terms(NamedTuple):
-    """Terms of a loss, scalars."""
+    """Loss terms, scalars."""
 
-    # Error of pixels and of features, or its negative log-likelihood.
+    # Pixel and feature error, or its negative log-likelihood.
     reconstruction: Tensor
-    # Weighted term of the latents.
+    # Weighted latent term.
     regularisation: Tensor
-    # Unweighted terms by name, for a log.
+    # Unweighted terms by name, for logging.
     figures: dict[str, Tensor]
 
 
@@ -83,7 +83,7 @@ class AutoencoderLoss(nn.Module):
     def __init__(self, config: AutoencoderLossConfig, perceptual: Features | None = None) -> None:
         super().__init__()
         self.config = config
-        # In a tuple: its weights are no part of what is trained and saved.
+        # In a tuple: its weights are neither trained nor saved.
         self._perceptual = (perceptual,)
         if config.learnt_variance:
             self.log_variance = nn.Parameter(torch.zeros(1))
@@ -115,7 +115,7 @@ class AutoencoderLoss(nn.Module):
 
 
 def _share_of_gradient(value: Tensor, replicas: int) -> Tensor:
-    """Returns the value, with a gradient that is right once all replicas' are added up."""
+    """Returns the value, with a gradient that is correct once summed over all replicas."""
     return value if replicas == 1 else value / replicas + (value - value / replicas).detach()
 
 
@@ -132,7 +132,7 @@ def kl_divergence(posterior: Posterior) -> Tensor:
 
 
 def perceptual_distance(network: Features, video: Tensor, decoded: Tensor) -> Tensor:
-    """Computes the mean distance of a network's features; gradients flow to `decoded` alone.
+    """Computes the mean distance of network features; gradients flow only to `decoded`.
 
     Each position's feature vector (dim 1) is scaled to unit length; squared distances are averaged
     over positions, and over layers.
@@ -152,17 +152,17 @@ def _layers(features: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def discriminator_loss(real: Tensor, made: Tensor) -> Tensor:
-    """Computes the hinge loss of a discriminator from its logits of real and of made clips."""
+    """Computes the discriminator's hinge loss from its logits of real and generated clips."""
     return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + made).mean())
 
 
 def generator_loss(made: Tensor) -> Tensor:
-    """Computes the hinge loss of an autoencoder from the discriminator's logits of its clips."""
+    """Computes the autoencoder's hinge loss from the discriminator's logits of its clips."""
     return -made.mean()
 
 
 def adaptive_weight(reconstruction: Tensor, adversarial: Tensor) -> Tensor:
-    """Computes the weight at which two gradients of the last layer have the same norm.
+    """Computes the weight at which both gradients of the last layer have the same norm.
 
     Args:
         reconstruction: gradient of the reconstruction term.
@@ -173,7 +173,7 @@ def adaptive_weight(reconstruction: Tensor, adversarial: Tensor) -> Tensor:
 
 
 def load_perceptual(place: str, device: torch.device) -> Features:
-    """Imports a perceptual network: a function of clips, a module, or a class that makes one."""
+    """Imports a perceptual network: a function of clips, a module, or a class to instantiate."""
     module, _, name = place.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -197,19 +197,19 @@ def check_perceptual(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Refuses a network that takes no clips of these shapes, or gives no features to learn from."""
+    """Raises an error for a network that does not accept these clip shapes or has no gradient."""
     for bucket in sorted(set(buckets)):
         sizes = (bucket.frames, bucket.height, bucket.width)
         clip = torch.zeros(1, 3, *sizes, device=device, dtype=dtype).requires_grad_()
         try:
             found = _layers(network(clip))
             usable = bool(found) and all(one.dim() > 1 and one.requires_grad for one in found)
-            problem = "it must give tensors [N, C, ...] that have a gradient, one or several"
+            problem = "it must return one or several tensors [N, C, ...] with a gradient"
         except Exception as error:
             usable, problem = False, _first_line(error)
         if not usable:
             raise GulliverError(
-                f"--loss.perceptual: the network does not take a clip of {bucket}: {problem}"
+                f"--loss.perceptual: the network does not accept a clip of {bucket}: {problem}"
             )
 
 
@@ -217,24 +217,24 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-# How near decoded clips are to their originals: PSNR and SSIM, on held-out clips.
+# Reconstruction quality on held-out clips: PSNR and SSIM.
 #
-# Pixels are in [-1, 1] and clamped, as they are shown; figures are of pixels in [0, 1].
+# Pixels are clamped to [-1, 1], as for display; metrics use pixels in [0, 1].
 
 
 DEVIATION = 1.5
 """Standard deviation of SSIM's Gaussian window, in pixels."""
 K1, K2 = 0.01, 0.03
 MOST_CLIPS = 256
-"""Most clips that a report is measured on."""
+"""Maximum number of clips per report."""
 
 
 class Quality(NamedTuple):
-    """Figures of held-out clips."""
+    """Metrics of held-out clips."""
 
-    # Peak signal-to-noise ratio in dB, of the mean squared error of the clips.
+    # Peak signal-to-noise ratio in dB, from the mean squared error of all clips.
     psnr: float
-    # Mean structural similarity of all frames; NaN where frames are smaller than its window.
+    # Mean structural similarity of all frames; NaN if frames are smaller than its window.
     ssim: float
 
 
@@ -244,15 +244,15 @@ def psnr(video: Tensor, decoded: Tensor) -> Tensor:
 
 
 def squared_error(video: Tensor, decoded: Tensor) -> Tensor:
-    """Computes the squared error of pixels in [0, 1], of each element."""
+    """Computes the squared error of pixels in [0, 1], per element."""
     return ((decoded.clamp(-1, 1) - video) / 2).square()
 
 
 def ssim(video: Tensor, decoded: Tensor) -> Tensor:
     """Computes the structural similarity of each frame, [B, T] (Wang et al. 2004).
 
-    Local means, variances and covariance are those of a Gaussian window of 11 x 11 pixels, where it
-    lies within the frame; the channels' similarities are averaged.
+    Local means, variances and covariance use a Gaussian window of 11 x 11 pixels, only where it is
+    inside the frame; similarities are averaged over channels.
 
     Args:
         video: clips [B, 3, T, H, W] in [-1, 1].
@@ -276,7 +276,7 @@ def _frames(video: Tensor) -> Tensor:
 
 
 def _blurred(frames: Tensor) -> Tensor:
-    """Averages under the window, rows and columns apart: it is a product of two."""
+    """Averages under the window, rows and columns separately: the window is a product of two."""
     distances = torch.arange(WINDOW, dtype=frames.dtype, device=frames.device) - WINDOW // 2
     weights = torch.exp(-distances.square() / (2 * DEVIATION**2))
     kernel = (weights / weights.sum()).expand(frames.shape[1], 1, 1, -1)
@@ -291,11 +291,11 @@ def measure(
     device: torch.device,
     share: tuple[int, int] = (0, 1),
 ) -> Quality:
-    """Measures how near an autoencoder's clips are to the originals; every rank calls it."""
+    """Measures reconstruction quality; called on every rank."""
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     dtype = next(model.parameters()).dtype
     for index in range(share[0], min(MOST_CLIPS, len(dataset)), share[1]):
-        # Where samples are dealt to buckets anew in each epoch, some are left out of the first.
+        # If samples are assigned to buckets anew each epoch, the first epoch lacks some.
         known = dataset.bucket_of(index) is not None
         videos = collate(dataset, [index]).videos if known else None
         if videos is None:
@@ -309,18 +309,18 @@ def measure(
     if share[1] > 1:
         all_reduce(sums)
     error, clips, similar, frames = sums.tolist()
-    # All of these few may have gone since.
+    # All of these few clips may be gone by now.
     mean = error / clips if clips else math.nan
     return Quality(
         -10 * math.log10(mean) if mean else math.inf, similar / frames if frames else math.nan
     )
 
 
-# A patch discriminator of videos: for each patch of space and time, a logit of being real.
+# A patch discriminator for videos: a logit for each patch of space and time.
 #
-# Convolutions of 3 x 4 x 4 with stride 2 halve rows and columns, and frames in all layers but the
-# first (pix2pix's discriminator with a dim more; Isola et al. 2017). Norms are of single samples,
-# so that logits do not depend on what else is in a batch, nor on the number of ranks.
+# Convolutions of 3 x 4 x 4 with stride 2 halve rows and columns, and also frames except in the
+# first layer (pix2pix's discriminator with an additional dim; Isola et al. 2017). Norms are per
+# sample, so that logits do not depend on the batch or the number of ranks.
 
 
 LAYERS = 3
@@ -328,10 +328,10 @@ GROUPS = 8
 
 
 class PatchDiscriminator(nn.Module):
-    """Maps clips [B, 3, T, H, W] to logits [B, 1, t, H / 8, W / 8]; T may be 1, H and W from 8 on.
+    """Maps clips [B, 3, T, H, W] to logits [B, 1, t, H / 8, W / 8]; T >= 1, H and W >= 8.
 
     Args:
-        width: channels of the first layer, a multiple of 8; they double with each.
+        width: channels of the first layer, a multiple of 8; each layer doubles them.
     """
 
     def __init__(self, width: int = 32) -> None:
@@ -350,10 +350,10 @@ class PatchDiscriminator(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, video: Tensor) -> Tensor:
-        """Returns a logit for each patch."""
+        """Returns a logit per patch."""
         return self.layers(video)
 
     def frozen(self, video: Tensor) -> Tensor:
-        """Returns the same logits, with gradients to the clip alone."""
+        """Returns the same logits, with gradients for the clip only."""
         constants = {name: value.detach() for name, value in self.named_parameters()}
         return functional_call(self, constants, (video,))

@@ -1,7 +1,7 @@
-"""The discriminator of a run: its optimizer, its step, and the term that it adds to the loss.
+"""The discriminator of a run: its optimizer, its step, and its loss term.
 
-It is small: every rank has all of it and its optimizer, and gradients are added up over the ranks.
-The autoencoder's step comes first, then the discriminator's, on the same decoded clips.
+It is small: every rank has a full copy with optimizer, and gradients are summed over ranks. The
+autoencoder's step comes first, then the discriminator's, on the same decoded clips.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from gulliver.video.run import ExponentialAverage, Run
 
 
 class Adversary:
-    """A discriminator that is trained beside an autoencoder."""
+    """A discriminator that is trained along with an autoencoder."""
 
     def __init__(self, config: TrainAutoencoderConfig, last_layer: Tensor, world: World) -> None:
         self.config, self.last_layer, self.world = config.loss, last_layer, world
@@ -69,11 +69,11 @@ class Adversary:
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of it, by entry."""
+        """Returns its checkpoint entries."""
         return {"discriminator": self.network, "discriminator_optimizer": self.optimizer}
 
     def term(self, terms: Terms | None, decoded: Tensor | None, share: float) -> Tensor:
-        """Computes the weighted adversarial term of this rank's clips; every rank calls it."""
+        """Computes the weighted adversarial term of this rank's clips; a collective call."""
         if terms is None or decoded is None:
             if self.config.adaptive:
                 self._gradients(None, None, 0.0)
@@ -89,7 +89,7 @@ class Adversary:
     def _gradients(
         self, reconstruction: Tensor | None, made: Tensor | None, share: float
     ) -> Tensor:
-        """Returns gradients of two terms at the last layer, of all ranks' clips, [2, ...]."""
+        """Returns the gradients of two terms at the last layer, over all ranks' clips, [2, ...]."""
         found = self.last_layer.new_zeros(2, *self.last_layer.shape)
         for row, term in enumerate((reconstruction, made)):
             if term is not None:
@@ -99,7 +99,7 @@ class Adversary:
         return found
 
     def step(self, videos: Tensor | None, decoded: Tensor | None, share: float) -> Tensor:
-        """Trains the discriminator on this rank's clips; every rank calls it."""
+        """Trains the discriminator on this rank's clips; a collective call."""
         self.optimizer.zero_grad()
         loss = self.last_layer.new_zeros(())
         if videos is not None and decoded is not None:
@@ -114,18 +114,19 @@ class Adversary:
         return loss.detach()
 
 
-# Forward of a training step: whole, streamed in segments, or shared between ranks.
+# Training forward: whole, in segments, or shared between ranks.
 #
-# All three give the same values and, after backward, the same gradients: where ranks share the
-# networks each has its part of them, which the optimizer adds up with those of other clips.
+# All three give the same values and, after backward, the same gradients: if ranks share the
+# networks each has its part of the gradients, which the optimizer sums along with those of other
+# clips.
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward of an autoencoder's networks on this rank."""
+    """Forward passes of an autoencoder on this rank."""
 
     model: VideoAutoencoder
-    # Latent frames of a segment that is streamed; 0 runs clips whole.
+    # Latent frames per segment; 0 runs whole clips.
     segment: int = 0
     shared: SharedNetworks | None = None
 
@@ -135,7 +136,7 @@ class Passes:
         return Posterior.of(moments, self.model.latent_channels)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes latents that were not normalised."""
+        """Decodes latents that were not normalized."""
         return self._run(self.model.decode_raw, latents, 1)
 
     def _run(self, network: Callable[[Tensor], Tensor], x: Tensor, unit: int) -> Tensor:
@@ -143,13 +144,13 @@ class Passes:
         size = self.segment * unit
         if not size or frames <= size:
             return network(x)
-        # The first latent frame is of a single frame.
+        # The first latent frame corresponds to a single frame.
         first = size - (unit - 1)
         sizes = [first] + [min(size, frames - at) for at in range(first, frames, size)]
         return stream_trained(network, x.split(sizes, dim=2))
 
     def off(self) -> None:
-        """Makes the autoencoder plain again."""
+        """Removes the sharing from the autoencoder."""
         if self.shared is not None:
             self.shared.off()
 
@@ -157,7 +158,7 @@ class Passes:
 def make_passes(
     model: VideoAutoencoder, segment_frames: int, share_ranks: int, dim: str, ranks: int
 ) -> Passes:
-    """Makes the passes of a run; every rank calls it."""
+    """Creates the passes of a run; a collective call."""
     if share_ranks == 1:
         return Passes(model, segment_frames // model.compression[0])
     axes = make_axes({"data": ranks // share_ranks, "share": share_ranks})
@@ -165,12 +166,12 @@ def make_passes(
     return Passes(model, 0, share_autoencoder(model, group, dim))
 
 
-# A picture of held-out clips: frames as they are, and below them as they were decoded.
+# A picture of held-out clips: original frames, with their reconstructions below.
 
 
 CLIPS = 3
 LEAST_SIDE = 96
-"""Smaller frames are shown larger, pixel by pixel."""
+"""Smaller frames are enlarged by pixel repetition."""
 
 
 @torch.no_grad()
@@ -179,8 +180,8 @@ def reconstruction_picture(
 ) -> None:
     """Draws the first and last frame of a few clips above their reconstructions, as a PNG.
 
-    Every rank that shares the autoencoder's networks calls it; `path` is None on those that only
-    take part. Clips of the largest bucket are shown.
+    Called on all ranks that share the autoencoder; `path` is None on those that do not write. Uses
+    clips of the largest bucket.
     """
     bucket = max(
         {dataset.bucket_of(index) for index in range(len(dataset))},
@@ -199,25 +200,24 @@ def reconstruction_picture(
     shown = dict.fromkeys((0, bucket.frames - 1))
     rows = [
         SheetRow(title, [clip[:, n : n + 1] for clip in clips for n in shown], [])
-        for title, clips in (("held-out frames", videos), ("as they were decoded", decoded))
+        for title, clips in (("held-out frames", videos), ("reconstructions", decoded))
     ]
     still_sheet(path, rows, -(-LEAST_SIDE // bucket.height))
 
 
-# The training loop of video autoencoders: one for `gulliver train` and `train-autoencoder`.
+# The training loop of video autoencoders, used by `gulliver train` and `train-autoencoder`.
 #
-# Read `TrainingLoop` in `gulliver.jobs`, then `AutoencoderTrainer.forward_backward`. What it does
-# not know: how parameters lie in memory (`gulliver.booster`).
+# Start with `TrainingLoop` in `gulliver.jobs`, then `AutoencoderTrainer.forward_backward`.
 #
-# Everything random is a function of (seed, epoch, batch), never of the rank, so a resumed run
-# needs no saved generator.
+# All randomness depends only on (seed, epoch, batch), not on the rank, so a resumed run needs no
+# saved generator.
 
 
 STATISTICS_BATCHES = 24
 
 
 def build_autoencoder(config: TrainAutoencoderConfig) -> VideoAutoencoder:
-    """Makes the autoencoder of a run, its weights drawn from the run's seed."""
+    """Creates the autoencoder of a run, initialized from the run's seed."""
     torch.manual_seed(config.seed)
     model = config.model
     return VideoAutoencoder(
@@ -226,12 +226,12 @@ def build_autoencoder(config: TrainAutoencoderConfig) -> VideoAutoencoder:
 
 
 class AutoencoderTrainer(TrainingLoop):
-    """An autoencoder, its optimizers and its clips, and the loop over them.
+    """An autoencoder, its optimizers and its clips, and the training loop.
 
     Args:
-        config: options of the run, whose folder is ``config.out``.
-        model: autoencoder to train, on the device of this rank.
-        sources: clips to train on, and held-out clips.
+        config: options of the run; its folder is ``config.out``.
+        model: autoencoder to train, on this rank's device.
+        sources: training and held-out clips.
         world: ranks that train together.
     """
 
@@ -246,8 +246,8 @@ class AutoencoderTrainer(TrainingLoop):
         replicas = config.share_ranks
         if world.size % replicas:
             raise GulliverError(
-                f"--share-ranks is {replicas}, but there are {world.size} ranks: their number "
-                f"must be a multiple of it"
+                f"--share-ranks {replicas} does not divide the {world.size} ranks; use a divisor "
+                "of their number"
             )
         place = world.rank // replicas, world.size // replicas
         self.dtype = next(model.parameters()).dtype
@@ -330,11 +330,11 @@ class AutoencoderTrainer(TrainingLoop):
             console().print(listing(broken))
         self.booster.wait()  # a checkpoint may be in flight
         raise GulliverError(
-            f"{problem}: the autoencoder's training stopped at step {self.step_number}"
+            f"{problem}; the autoencoder's training stopped at step {self.step_number}"
         )
 
     def forward_backward(self, batch: tuple[Step, ClipBatch]) -> Mapping[str, float] | None:
-        """Runs backward for this rank's clips; None where no rank could read one."""
+        """Runs backward for this rank's clips; None if no rank could read any."""
         step = batch[0]
         videos, rows, count = self._agreed(*batch)
         if self.skipped.problem is not None:
@@ -353,7 +353,7 @@ class AutoencoderTrainer(TrainingLoop):
             loss = terms.reconstruction + terms.regularisation
         if self._judging is not None:
             loss = loss + self._judging.term(terms, decoded, share)
-        # Gradients are averaged over ranks, the loss over clips: the factor makes up for it.
+        # Gradients are averaged over ranks, the loss over clips; the factor converts between them.
         self.booster.backward(loss * (len(rows) * self.world.size / count), self.optimizer)
         self._decoded = videos, decoded, share
         own = {} if terms is None else {"loss": loss.detach(), **terms.figures}
@@ -361,17 +361,17 @@ class AutoencoderTrainer(TrainingLoop):
 
     @property
     def _judging(self) -> Adversary | None:
-        """The discriminator, once it has begun."""
+        """The discriminator, once it has started."""
         begun = self.step_number >= self.config.loss.adversarial_start
         return self.adversary if begun else None
 
     def after_update(self) -> Mapping[str, float]:
-        """Moves the average of the weights, and trains the discriminator on the same clips."""
+        """Updates the averaged weights, and trains the discriminator on the same clips."""
         if self.average is not None:
             self.average.update(self.autoencoder)
         videos, decoded, share = self._decoded
         self._decoded = None, None, 0.0
-        # The loop has counted the step already.
+        # The loop has already counted the step.
         begun = self.step_number > self.config.loss.adversarial_start
         if self.adversary is None or not begun:
             return {}
@@ -388,7 +388,7 @@ class AutoencoderTrainer(TrainingLoop):
         return self.loss(videos, decoded, posterior, self.replicas), decoded
 
     def _names(self) -> list[str]:
-        """Names of a step's figures, the same on all ranks."""
+        """Names of a step's metrics, equal on all ranks."""
         loss, adversarial = self.config.loss, self._judging is not None
         posterior = self.autoencoder.config.get("posterior", False)
         named = {
@@ -403,18 +403,18 @@ class AutoencoderTrainer(TrainingLoop):
         return [name for name, there in named.items() if there]
 
     def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
-        """What the progress bar shows."""
+        """Status for the progress bar."""
         rate = self.step_number / max(self.seconds, 1e-9) * self.config.data.batch_size
         return {"grad_norm": f"{line['grad_norm']:.3f}", "samples_per_s": f"{rate:.1f}"}
 
     def evaluate(self) -> None:
-        """Reports on held-out clips while training goes on."""
+        """Reports on held-out clips during training."""
         if self.step_number % self.config.report_every == 0 and not self.is_over:
             model = self.result()
             self.report(model, self.quality(model))
 
     def report(self, model: VideoAutoencoder, quality: Quality) -> None:
-        """Logs figures of held-out clips, and draws some of them; every rank calls it."""
+        """Logs metrics of held-out clips, and draws some of them; a collective call."""
         path = self.run.folder / "reconstruction.png" if self.world.is_main else None
         reconstruction_picture(path, model, self.sources.held_out, self.world.device)
         if not self.world.is_main:
@@ -426,9 +426,9 @@ class AutoencoderTrainer(TrainingLoop):
             self.scalars(f"held_out/{name}", value, self.step_number)
 
     def result(self) -> VideoAutoencoder:
-        """Returns the autoencoder with averaged weights, or the trained one where there are none.
+        """Returns the autoencoder with averaged weights, or the trained one without averaging.
 
-        Every rank calls it.
+        A collective call.
         """
         if self.average is None:
             return self.autoencoder
@@ -437,15 +437,15 @@ class AutoencoderTrainer(TrainingLoop):
         return found
 
     def quality(self, model: VideoAutoencoder) -> Quality:
-        """Measures PSNR and SSIM on the held-out clips; every rank calls it."""
+        """Measures PSNR and SSIM on the held-out clips; a collective call."""
         return measure(model, self.sources.held_out, self.world.device, self.place)
 
     def finish(self) -> tuple[VideoAutoencoder, dict[str, Any]]:
-        """Measures the latents, and what the result is worth; every rank calls it.
+        """Measures latent statistics and the quality of the result; a collective call.
 
         Returns:
-            The autoencoder, plain again, and figures: psnr in dB and ssim of the held-out clips,
-            what these are, and the steps.
+            The unshared autoencoder, and metrics: psnr in dB and ssim of the held-out clips, their
+                description, and the steps.
         """
         self.passes.off()
         model = self.result()
@@ -456,7 +456,7 @@ class AutoencoderTrainer(TrainingLoop):
 
     @torch.no_grad()
     def _measure_latents(self, model: VideoAutoencoder) -> None:
-        """Stores mean and standard deviation of the latents of some training clips."""
+        """Sets mean and standard deviation of the latents from some training clips."""
         columns = []
         for step in islice(self._sampler(0, 1), STATISTICS_BATCHES):
             videos = collate(self.sources.training, step.indices).videos
@@ -464,13 +464,13 @@ class AutoencoderTrainer(TrainingLoop):
                 latents = model.encode_raw(videos.to(self.world.device, self.dtype))
                 columns.append(latents.transpose(0, 1).flatten(1).double())
         if not columns:
-            raise GulliverError("no clip could be read any more: the latents could not be measured")
+            raise GulliverError("no clip could be read to measure the latents")
         values = torch.cat(columns, dim=1)
         model.mean.copy_(values.mean(dim=1))
         model.std.copy_(values.std(dim=1).clamp(min=1e-6))
 
     def state(self) -> dict[str, Any]:
-        """The discriminator, the average of the weights, and what a resumed run must share."""
+        """The discriminator, the averaged weights, and settings that must not change on resume."""
         average, table = self.average, self.sources.table
         run = {
             "rows": None if table is None else table.fingerprint,
@@ -485,7 +485,7 @@ class AutoencoderTrainer(TrainingLoop):
         return {} if self.adversary is None else self.adversary.state()
 
     def load_state(self, run: dict[str, Any], folder: Path) -> None:
-        """Takes up the average of the weights and the position in the data."""
+        """Restores the averaged weights and the position in the data."""
         if self.sources.table is not None:
             self.sources.table.check_rows(run["rows"])
         if self.average is not None:

@@ -1,6 +1,6 @@
-"""Data preparation: from a folder of clips to a table, and to the latents that one trains on.
+"""Data preparation: from a folder of clips to a table and to latents for training.
 
-Start with `table.py` and `work.py`; every other module is one step of preparation.
+Start with `table.py` and `work.py`; every other module is one preparation step.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Captions: by a command that is given a path and prints a sentence, or by a model of a folder."""
+"""Captions clips with a command that prints a sentence, or with a local model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gulliver.video.preparation.table import Table, check_suffix, write_broken
 from gulliver.video.preparation.work import fill_columns
 
 PLACE = "{path}"
-"""Where a command has the path of the clip; without it the path comes last."""
+"""Placeholder for the clip's path in a command; by default the path is appended."""
 Captioner = Callable[[Path], dict[str, Any]]
 
 
@@ -28,7 +28,7 @@ class Captioned:
     """A table with captions."""
 
     table: Table
-    # Name and reason of each clip that got none.
+    # Name and reason of each clip without a caption.
     broken: list[tuple[str, str]]
     fresh: int
 
@@ -44,9 +44,9 @@ def caption(
     again: bool = False,
     workers: int = 0,
 ) -> Captioned:
-    """Writes a table whose clips have captions."""
+    """Writes a table with captions."""
     if (command is None) == (model is None):
-        raise GulliverError("name either --command, a program, or --model, a folder")
+        raise GulliverError("give either --command, a program, or --model, a folder")
     out = Path(out or table.path)
     check_suffix(out)
     if model is not None:
@@ -64,13 +64,13 @@ def caption(
 
 
 def command_captioner(command: str, seconds: float) -> Captioner:
-    """Makes a captioner of a command."""
+    """Creates a captioner from a command."""
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise GulliverError(f"--command {command!r} cannot be read: {error}") from None
+        raise GulliverError(f"--command {command!r} is invalid: {error}") from None
     if not words:
-        raise GulliverError("--command is empty: name a program that prints a sentence")
+        raise GulliverError("--command is empty; give a program that prints a sentence")
     if not any(PLACE in word for word in words):
         words.append(PLACE)
 
@@ -81,16 +81,16 @@ def command_captioner(command: str, seconds: float) -> Captioner:
                 called, capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL, check=False
             )
         except subprocess.TimeoutExpired:
-            raise GulliverError(f"{words[0]} has taken more than {seconds:g} s") from None
+            raise GulliverError(f"{words[0]} took more than {seconds:g} s") from None
         except OSError as error:
             raise GulliverError(f"{words[0]} cannot be run: {error.strerror}") from None
         if ended.returncode:
             said = ended.stderr.decode(errors="replace").strip().splitlines() or [""]
-            raise GulliverError(f"{words[0]} ended with code {ended.returncode}: {said[-1][:200]}")
+            raise GulliverError(f"{words[0]} exited with code {ended.returncode}: {said[-1][:200]}")
         try:
             return _sentence(words[0], ended.stdout.decode())
         except UnicodeDecodeError:
-            raise GulliverError(f"{words[0]} has printed what is not UTF-8") from None
+            raise GulliverError(f"{words[0]} printed invalid UTF-8") from None
 
     return captioned
 
@@ -98,12 +98,12 @@ def command_captioner(command: str, seconds: float) -> Captioner:
 def _sentence(who: str, text: str) -> dict[str, Any]:
     line = " ".join(text.split())
     if not any(letter.isalnum() for letter in line):
-        raise GulliverError(f"{who} has said nothing")
+        raise GulliverError(f"{who} printed nothing")
     return {"text": line}
 
 
 def model_captioner(folder: Path, prompt: str, tokens: int) -> Captioner:
-    """Makes a captioner of a transformers model that reads pictures and writes text."""
+    """Creates a captioner from a transformers model for image captioning."""
     model, processor = _loaded(folder)
 
     @torch.inference_mode()
@@ -115,7 +115,7 @@ def model_captioner(folder: Path, prompt: str, tokens: int) -> Captioner:
         inputs = processor(picture, prompt).to(model.device)
         made = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0]
         asked = inputs.get("input_ids")
-        # Models of one stream give back what they were asked; others begin anew.
+        # Decoder-only models repeat the prompt; encoder-decoder models do not.
         if asked is not None and torch.equal(made[: asked.shape[1]], asked[0]):
             made = made[asked.shape[1] :] if processor.is_chat else made
         return _sentence(folder.name, processor.tokenizer.decode(made, skip_special_tokens=True))
@@ -124,7 +124,7 @@ def model_captioner(folder: Path, prompt: str, tokens: int) -> Captioner:
 
 
 class _Processor:
-    """What turns a picture and a prompt into a model's inputs."""
+    """Converts a picture and a prompt to a model's inputs."""
 
     def __init__(self, folder: Path) -> None:
         import transformers
@@ -133,7 +133,7 @@ class _Processor:
             whole: Any = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError):
             whole = None
-        # Models of an encoder and a decoder come as two.
+        # Encoder-decoder models have two parts.
         self.whole = whole if hasattr(whole, "image_processor") else None
         if self.whole is None:
             self.pictures: Any = transformers.AutoImageProcessor.from_pretrained(
@@ -163,13 +163,14 @@ def _loaded(folder: Path) -> tuple[Any, _Processor]:
     except ImportError:
         raise missing_extra("--model needs transformers", "transformers") from None
     if not (folder / "config.json").is_file():
-        raise GulliverError(f"--model {folder} is no folder with a config.json")
+        raise GulliverError(f"--model {folder} is not a folder with a config.json")
     names = read_json(folder / "config.json").get("architectures") or ["none"]
     kind = getattr(transformers, names[0], None)
     if kind is None or not hasattr(kind, "generate"):
         known = ("BlipForConditionalGeneration", "VisionEncoderDecoderModel", "GitForCausalLM")
         raise GulliverError(
-            f"--model {folder} holds a {names[0]}, which writes no text: {nearest(names[0], known)}"
+            f"--model {folder} holds a {names[0]}, which does not generate text: "
+            f"{nearest(names[0], known)}"
         )
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"

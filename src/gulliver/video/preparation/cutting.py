@@ -1,7 +1,7 @@
-"""Clips of the scenes of videos, in a new table that says where each comes from.
+"""Cuts videos into clips of scenes, and writes a new table with their origins.
 
-Read `cut` first. A source is decoded twice: once to find its scenes (`scenes.py`), once to write
-their clips (`scenes.py`), from its first frame on, as seeking is exact in some files only.
+Start with `cut`. A source is decoded twice, from its first frame because seeking is not exact in
+all files: to detect its scenes, and to write their clips (both `scenes.py`).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from gulliver.video.preparation.work import FileOutcome, in_processes, usable_co
 SOURCE = ("source", "source_first", "source_end")
 """Columns of a clip: path of its source, its first frame there, and the frame after its last."""
 VERSION = 3
-"""Number that changes when the same settings give other clips."""
+"""Version; changes when the same settings give other clips."""
 
 
-# [Note: nothing is lost silently] Each frame of each source is in a clip, or in the list of what is
-# left out, with the reason; a source that cannot be read, or that is there twice, is in the list as
-# a whole. So each row of the table ends in one or the other.
+# [Note: nothing is lost silently] Each frame of each source is in a clip, or in the list of skipped
+# frames with the reason; an unreadable or duplicate source is listed as a whole. So each row of the
+# table is accounted for.
 #
-# [Note: a job that is killed] What is to be cut of a source is kept in a plan beside the clips as
-# soon as it is known, with the settings, size and time of change of the source. A clip has its name
-# only when it is complete, so what a plan names and what is there is done, and the next run writes
-# the rest.
+# [Note: a job that is killed] The planned clips of a source are saved next to the clips as soon as
+# they are known, with the settings and the size and modification time of the source. A clip gets
+# its final name when it is complete, so the next run only writes clips in the plan that do not
+# exist.
 @dataclass(frozen=True)
 class Left:
     """Frames of a source that are in no clip; None: the whole source."""
@@ -66,18 +66,18 @@ class Left:
 
     @property
     def span(self) -> str:
-        """The name, with the frames where it is not the whole."""
+        """The name, with the frames if it is not the whole."""
         return self.path if self.first is None else f"{self.path}, frames {self.first}:{self.end}"
 
 
 @dataclass(frozen=True)
 class CutReport:
-    """Clips that were cut, and all that was left out."""
+    """Clips, and all that was skipped."""
 
     table: Table
     sources: int
     left_out: list[Left]
-    # File that lists it; None where there is nothing.
+    # List of skipped frames; None if nothing was skipped.
     listed: Path | None
 
 
@@ -90,13 +90,13 @@ class PlannedClip:
     # Frame after the last.
     end: int
     size: tuple[int, int]
-    # Frames of the source that it shows, one for each of its own.
+    # Frames of the source that it shows, one per frame.
     frames: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Clips of a source, and what of it is left out: (first frame, end, reason)."""
+    """Clips of a source, and its skipped parts: (first frame, end, reason)."""
 
     frames: int
     rate: Fraction
@@ -107,27 +107,28 @@ class Plan:
 def cut(
     table: Table, out: Path, settings: CutSettings | None = None, workers: int = 0
 ) -> CutReport:
-    """Cuts the videos of a table into clips of a scene each.
+    """Cuts the videos of a table into clips of one scene each.
 
-    Clips lie in the folder NAME.clips beside the new table; their sound is left out. A clip has the
-    caption and the other columns of its source, but for facts and scores, which are not its own.
-    What an earlier run with these settings has written is taken as it is.
+    Clips are written to the folder NAME.clips next to the new table, without sound. A clip inherits
+    the caption and the other columns of its source, except for measurements and scores. Results of
+    an earlier run with these settings are reused.
 
     Args:
         table: table of videos.
-        out: table to write; what is left out is listed beside it, in NAME.left_out.csv.
-        settings: how scenes are found, and how clips are written.
-        workers: number of processes; 0 takes one for each core.
+        out: table to write; skipped frames are listed next to it, in NAME.left_out.csv.
+        settings: how scenes are detected, and how clips are written.
+        workers: number of processes; 0 uses one per core.
 
     Raises:
-        GulliverError: PySceneDetect is not installed, the disk is full, or `out` is the table.
+        GulliverError: PySceneDetect is not installed, the disk is full, or `out` is the input
+            table.
     """
     settings, out = settings or CutSettings(), Path(out)
     _check(table, out, settings)
     folder = clips_folder(out)
     remove_leftovers(folder)
     clips = table.clips()
-    # Of a file and the links to it the one with a caption of its own counts, then the file itself.
+    # Of a file and links to it, the one with its own caption is used, then the file itself.
     ranked = sorted(range(len(clips)), key=lambda row: (*_rank(clips[row][1]), row))
     first = {_identity(clips[row][1]): row for row in reversed(ranked)}
     mine = [row for row, (_, path) in enumerate(clips) if first[_identity(path)] == row]
@@ -164,7 +165,7 @@ def cut(
 
 
 def clips_folder(out: Path) -> Path:
-    """Names the folder of the clips of a table."""
+    """Returns the folder for the clips of a table."""
     return out.with_name(f"{out.stem}.clips")
 
 
@@ -173,10 +174,10 @@ def _check(table: Table, out: Path, settings: CutSettings) -> None:
     if settings.max_seconds < settings.min_seconds:
         raise GulliverError(
             f"--max-seconds {settings.max_seconds:g} is less than --min-seconds "
-            f"{settings.min_seconds:g}: no clip could be written"
+            f"{settings.min_seconds:g}; no clip would be possible"
         )
     if settings.threshold is not None and settings.detector == "none":
-        raise GulliverError("--threshold has no effect with --detector none: leave it out")
+        raise GulliverError("--threshold has no effect with --detector none; omit it")
 
 
 def _identity(path: Path) -> str:
@@ -184,7 +185,7 @@ def _identity(path: Path) -> str:
 
 
 def _rank(path: Path) -> tuple[bool, bool]:
-    """Says of a path whether it lacks a caption file of its own, and whether it is a link."""
+    """Sort key of a path: whether it lacks its own caption file, and whether it is a link."""
     return not path.with_suffix(".txt").is_file(), _identity(path) != os.path.abspath(path)
 
 
@@ -192,7 +193,7 @@ def _rank(path: Path) -> tuple[bool, bool]:
 
 
 def cut_source(path: Path, folder: Path, settings: CutSettings) -> FileOutcome:
-    """Cuts a video, but for what is there already."""
+    """Cuts a video, except for existing clips."""
     try:
         plan = _planned(path, folder, settings)
         failed = write_clips(path, plan, folder, settings)
@@ -210,7 +211,7 @@ def cut_source(path: Path, folder: Path, settings: CutSettings) -> FileOutcome:
 
 
 def _planned(path: Path, folder: Path, settings: CutSettings) -> Plan:
-    """Reads the plan of a source, or makes it; then clips of another plan go."""
+    """Reads or creates the plan of a source; clips of another plan are deleted."""
     stem = (
         f"{path.stem[:80]}-{hashlib.blake2b(_identity(path).encode(), digest_size=4).hexdigest()}"
     )
@@ -228,12 +229,12 @@ def _planned(path: Path, folder: Path, settings: CutSettings) -> Plan:
 
 
 def _literal(stem: str) -> str:
-    """Escapes what means something in a pattern of names."""
+    """Escapes glob characters."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in stem)
 
 
 def _key(path: Path, settings: CutSettings) -> str:
-    """Says what a plan depends on."""
+    """Key of everything that a plan depends on."""
     try:
         found = path.stat()
     except OSError:
@@ -261,29 +262,31 @@ def _read_plan(file: Path, key: str) -> Plan | None:
 
 
 def make_plan(footage: Footage, stem: str, settings: CutSettings) -> Plan:
-    """Divides the scenes of a source into clips that are neither too short nor too long."""
+    """Divides the scenes of a source into clips within the length limits."""
     rate = rate_of(footage, settings)
     most = int(round(settings.max_seconds * float(rate), 6))
     slow, most = most < 1, max(1, most)
-    # Where no whole number of frames lies between, clips are the longest that are not too long.
+    # If no number of frames is within the limits, clips have the maximum length.
     least = min(most, max(1, int(np.ceil(round(settings.min_seconds * float(rate), 6)))))
     clips: list[PlannedClip] = []
     left: list[tuple[int, int, str]] = []
     for first, end, size in footage.scenes:
         shown = slots(footage, first, end, rate)
         bounds = pieces(len(shown), least, most)
-        # What a lower rate leaves out between two clips belongs to the earlier one.
+        # Frames dropped between two clips at a lower rate belong to the earlier one.
         places = [int(shown[at]) if at < len(shown) else end for at in bounds]
         places[0] = first
         for number, (at, until) in enumerate(pairwise(bounds)):
             begin, stop = places[number], max(places[number + 1], int(shown[until - 1]) + 1)
             if slow:
-                reason = f"each frame stays for {1 / float(rate):g} s, longer than --max-seconds"
+                reason = f"each frame lasts {1 / float(rate):g} s, longer than --max-seconds"
                 left.append((begin, stop, f"{reason} {settings.max_seconds:g}"))
                 continue
             if until - at < least:
-                reason = f"lasts {until - at} frames at {float(rate):g} per second, of {least}"
-                left.append((begin, stop, f"{reason} that a clip has at least"))
+                reason = (
+                    f"has {until - at} frames at {float(rate):g} per second, fewer than {least}"
+                )
+                left.append((begin, stop, f"{reason} required for a clip"))
                 continue
             name = f"{stem}-{len(clips):04}{SUFFIXES[settings.codec]}"
             frames = tuple(map(int, shown[at:until]))
@@ -298,14 +301,14 @@ def make_plan(footage: Footage, stem: str, settings: CutSettings) -> Plan:
 def _unseen(
     begin: int, stop: int, frames: tuple[int, ...], rate: Fraction
 ) -> list[tuple[int, int, str]]:
-    """Lists the frames between those of a clip that it shows at no moment."""
+    """Lists the frames within a clip's range that it never shows."""
     ends = [begin - 1, *frames, stop]
-    reason = f"stays for less than 1/{float(rate):g} s, the time of a frame of its clip"
+    reason = f"lasts less than 1/{float(rate):g} s, the duration of a frame of its clip"
     return [(at + 1, after, reason) for at, after in pairwise(ends) if after > at + 1]
 
 
 def _covers(plan: Plan) -> bool:
-    """Whether each frame is in a clip or left out with a reason."""
+    """Whether each frame is in a clip or skipped with a reason."""
     spans = [(clip.first, clip.end) for clip in plan.clips]
     spans += [(first, end) for first, end, _ in plan.left]
     reached = 0
@@ -317,9 +320,10 @@ def _covers(plan: Plan) -> bool:
 
 
 def pieces(length: int, least: int, most: int) -> list[int]:
-    """Divides a length evenly into pieces of at most `most`; returns where they begin, and its end.
+    """Divides a length evenly into pieces of at most `most`; returns their starts, and the end.
 
-    Where even pieces would be shorter than `least`, they are as long as may be, and one is left.
+    If even pieces would be shorter than `least`, pieces have the maximum length and a remainder is
+    left.
     """
     count = -(-length // most)
     if length // count >= least or count == 1:
@@ -328,7 +332,7 @@ def pieces(length: int, least: int, most: int) -> list[int]:
 
 
 def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> dict[str, str]:
-    """Writes the clips of a source that are not there."""
+    """Writes the missing clips of a source."""
     import av
 
     failed: dict[str, str] = {}
@@ -352,20 +356,20 @@ def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> 
 
 @contextmanager
 def _told_what_stays(folder: Path) -> Iterator[None]:
-    """Adds to an error of writing what becomes of the clips that are written."""
+    """Adds to a write error that finished clips are kept."""
     try:
         yield
     except SourceError:
         raise
     except GulliverError as error:
         raise GulliverError(
-            f"{error}; clips that are complete stay in {folder}, there is no table of them yet: "
-            "the same command goes on"
+            f"{error}; finished clips stay in {folder} without a table, and the same command "
+            "continues"
         ) from error
 
 
 class _Frames:
-    """Frames of a file by number, each not before the one that was asked for last."""
+    """Frames of a file by increasing index."""
 
     def __init__(self, path: Path) -> None:
         self._coming: Iterator[tuple[int, Frame]] = enumerate(source_frames(path))
@@ -376,7 +380,7 @@ class _Frames:
         while self._now is None or self._now[0] < number:
             self._now = next(self._coming, None)
             if self._now is None:
-                raise SourceError("has fewer frames than when it was looked at: did it change?")
+                raise SourceError("has fewer frames than before; it may have been changed")
         return self._now[1]
 
 
@@ -384,14 +388,14 @@ class _Frames:
 
 
 def _is_inherited(name: str) -> bool:
-    """Whether a clip has the cell of its source: it has not where that tells of the whole file."""
+    """Whether a clip inherits a cell of its source; not if it describes the whole file."""
     told = (*COLUMNS, *FACTS, *SOURCE, *IN_THE_BOX)
     plugged = {point.name for point in entry_points(group=GROUP)}
     return name == "text" or (name not in told and name not in plugged)
 
 
 def _rows(outcome: FileOutcome, folder: Path) -> list[dict[str, Any]]:
-    """Makes the cells of the clips of a source that it has not got from it."""
+    """Cells of a source's clips that are not inherited."""
     rows: list[dict[str, Any]] = [
         {
             "path": f"{folder.name}/{name}",
@@ -408,27 +412,27 @@ def _rows(outcome: FileOutcome, folder: Path) -> list[dict[str, Any]]:
     ]
     for row in rows:
         if not FPS[0] <= row["fps"] <= FPS[1]:
-            # As in a scan: training takes no such rate.
+            # As in a scan: training does not accept this rate.
             row |= {"note": f"has {row['fps']:g} frames per second", "fps": None}
     return rows
 
 
 def _left(name: str, outcome: FileOutcome, record: dict[str, Any]) -> list[Left]:
-    """Says what of a source is in no clip."""
-    # A file that was cut short may decode without an error: frames that the table counts and that
-    # are not there are in the list, too.
+    """Lists the frames of a source that are in no clip."""
+    # A truncated file may decode without an error: frames counted in the table that do not exist
+    # are listed, too.
     if outcome.problem is not None:
         return [Left(name, None, None, outcome.problem)]
     left = [Left(name, *one) for one in outcome.values["left"]]
     frames, stated = outcome.values["frames"], record.get("num_frames")
     if stated is not None and stated > frames + 1:
-        reason = f"not there: the table states {stated:g} frames, the file has {frames}"
+        reason = f"missing: the table states {stated:g} frames, the file has {frames}"
         left.append(Left(name, frames, int(stated), reason))
     return left
 
 
 def write_left_out(table: Path, left: Sequence[Left]) -> Path | None:
-    """Lists what is in no clip beside a table, or removes the list where there is nothing."""
+    """Lists skipped frames next to a table, or removes the list if there are none."""
     path = table.with_name(f"{table.stem}.left_out.csv")
     if not left:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Copies among clips, however they were coded and scaled: found by hash, decided by picture."""
+"""Finds duplicate clips by perceptual hash, and verifies them by pixels."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from gulliver.video.preparation.table import Table, check_other, write_broken, w
 from gulliver.video.preparation.work import fill_columns, work_on
 
 FEW_BITS = 0.25
-"""Most share of bits in which hashes of copies differ: other pictures differ in half of them."""
+"""Maximum fraction of differing hash bits between duplicates: unrelated pictures differ in half of
+them.
+"""
 ALIKE = 0.95
-"""Least correlation of copies over all moments."""
+"""Minimum correlation of duplicates over all moments."""
 WORST = 0.8
-"""Least correlation of copies at the moment where they are least alike."""
+"""Minimum correlation of duplicates at the least similar moment."""
 THUMB = 32
-"""Side of the pictures that are compared."""
+"""Side length of compared pictures."""
 TILE = 4096
-"""Clips on each side of a product of hashes."""
+"""Clips per side of a hash product."""
 
 
-# [Note: two stages] Perceptual hashes of eight moments are compared, each clip's with every
-# other's, as products of matrices of +1 and -1: `512 - 2 x (bits that differ)`. It leaves few
-# pairs, some of them wrong: clips of one scene, or plain ones. Of these the pictures are compared,
-# reduced to 32 x 32 and freed of brightness and contrast, which copies may have changed: the
-# correlation over all moments, and over the worst of them, decides. Clips that are copies of copies
-# make one group, of which the best stays: most pixels, then most frames, then most bytes, then the
-# first.
+# [Note: two stages] Perceptual hashes of eight moments are compared for all pairs of clips, as
+# products of +1/-1 matrices: `512 - 2 x (bits that differ)`. This leaves few candidates, some of
+# them wrong: clips of one scene, or blank ones. Their pictures are compared, reduced to 32 x 32 and
+# normalized for brightness and contrast, which may differ between duplicates: the correlation over
+# all moments, and at the worst moment, decides. Duplicates of duplicates form one group, of which
+# the best stays: most pixels, then most frames, then most bytes, then the first.
 @dataclass(frozen=True)
 class Pair:
-    """Two clips that are copies: the one that stays and the one that goes."""
+    """A pair of duplicates: the one that stays and the one that is removed."""
 
-    # `bits` of the 512 of their hashes differ; `correlation` is that of their pictures.
+    # `bits` of the 512 hash bits differ; `correlation` is that of their pictures.
 
     kept: str
     dropped: str
@@ -49,28 +50,28 @@ class Pair:
 
 @dataclass(frozen=True)
 class Deduplicated:
-    """A table without copies."""
+    """A table without duplicates."""
 
-    # The table; clips that could not be read are in it still.
+    # The table, including unreadable clips.
     table: Table
-    # Each copy that is left out, with the clip that stays for it.
+    # Each removed duplicate, with the clip that stays.
     pairs: list[Pair]
     listed: Path
-    # Name and reason of each clip that could not be read.
+    # Name and reason of each unreadable clip.
     broken: list[tuple[str, str]]
 
 
 def deduplicate(table: Table, out: Path, alike: float = ALIKE, workers: int = 0) -> Deduplicated:
-    """Writes a table without the clips that are copies of others, and a list of the pairs.
+    """Writes a table without duplicate clips, and a list of the pairs.
 
     Args:
         table: table of clips; with a column `phash` they are not hashed again.
-        out: table to write; the pairs are in NAME.duplicates.csv beside it.
-        alike: least correlation of copies.
-        workers: threads; 0 takes one for each core.
+        out: table to write; the pairs are written next to it, in NAME.duplicates.csv.
+        alike: minimum correlation of duplicates.
+        workers: threads; 0 uses one per core.
 
     Raises:
-        GulliverError: `out` is the table itself, or its hashes are no hashes.
+        GulliverError: `out` is the input table, or its hashes are invalid.
     """
     out = Path(out)
     check_other(out, table.path)
@@ -85,14 +86,14 @@ def deduplicate(table: Table, out: Path, alike: float = ALIKE, workers: int = 0)
 
 
 def _known_hashes(table: Table) -> list[str | None]:
-    """Returns the hash of each row, None where there is none yet."""
+    """Returns the hash of each row, None if it has none yet."""
     if "phash" not in table.names:
         return [None] * len(table)
     column = table.column("phash")
     if not all(value is None or _is_hash(value) for value in column):
         raise GulliverError(
-            f"column phash of {table.path.name} holds no hashes of {MOMENTS} moments: score it "
-            "anew (gulliver data score --scorers phash --again)"
+            f"column phash of {table.path.name} does not hold hashes of {MOMENTS} moments; "
+            "compute it again (gulliver data score --scorers phash --again)"
         )
     return column
 
@@ -105,7 +106,7 @@ def _is_hash(value: Any) -> bool:
 def _without_copies(
     table: Table, out: Path, alike: float, workers: int
 ) -> tuple[Table, list[Pair]]:
-    """Compares pictures where hashes are near, and writes the rows that stay."""
+    """Compares pictures with similar hashes, and writes the rows that stay."""
     names, clips, column = table.column("path"), table.clips(), table.column("phash")
     rows = [row for row, value in enumerate(column) if value]
     bits = dict(zip(rows, hash_bits([column[row] for row in rows]), strict=True))
@@ -163,9 +164,9 @@ def _unpacked(thumbs: str) -> np.ndarray:
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Correlation of two clips' pictures [N, pixels], over all moments; 0 where a moment differs.
+    """Correlation of two clips' pictures [N, pixels], over all moments; 0 if a moment differs.
 
-    A clip that shows nothing is alike to one of the same colour.
+    A blank clip matches other blank clips of the same color.
     """
     spread = min(one.std(), other.std())
     if spread < 2:
@@ -177,12 +178,12 @@ def correlation(one: np.ndarray, other: np.ndarray) -> float:
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:
     one, other = one - one.mean(), other - other.mean()
     size = float(np.linalg.norm(one) * np.linalg.norm(other))
-    # Two plain pictures are alike.
+    # Two blank pictures match.
     return float((one * other).sum() / size) if size > one.size else 1.0
 
 
 def _best_of_groups(table: Table, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Finds, for each row that has a copy, the best of its group."""
+    """Finds the best of the group of each row with a duplicate."""
     group: dict[int, int] = {}
 
     def root(row: int) -> int:
@@ -204,7 +205,7 @@ def _best_of_groups(table: Table, pairs: Sequence[tuple[int, int]]) -> dict[int,
 
 
 def _worth(table: Table) -> list[tuple[float, ...]]:
-    """How good each clip is: pixels, frames, bytes."""
+    """Quality of each clip: pixels, frames, bytes."""
     sizes = [
         table.column(name) if name in table.names else [0] * len(table)
         for name in ("height", "width", "num_frames")

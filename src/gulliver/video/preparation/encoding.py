@@ -1,15 +1,15 @@
-"""Encodes the clips of a table once, and keeps their latents and texts for training.
+"""Encodes the clips of a table once, and stores latents and caption embeddings for training.
 
     parts = {"table": Path("clips.csv"), "autoencoder": Path("vae"), "out": Path("kept")}
     outcome = encode(EncodeConfig(**parts, shapes=("17x64x64",)))
 
-The work is planned before it begins: windows that no earlier call has kept, in the order of bucket
-and table, cut into shards. A shard's name is a digest of the settings and of what is in it, so a
-file that has its name is whole and right, whoever wrote it: a killed call is taken up by any number
-of ranks, and leaves the bytes of one that was not killed. Each clip is encoded by itself, which
-makes its latents independent of its neighbours.
+The work is planned first: windows that are not stored yet, ordered by bucket and table, and split
+into shards. A shard's name is a digest of the settings and its content, so an existing file is
+always complete and correct: any number of ranks can continue an interrupted call, with bitwise
+equal results. Clips are encoded one at a time, so that latents do not depend on other clips.
 
-Read `encode`, then `_Job`. The folder and the way back are in `gulliver.video.kept_latents`.
+Start with `encode`, then `_Job`. The folder format and reading are in
+`gulliver.video.kept_latents`.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from gulliver.video.sources import make_dataset
 from gulliver.video.text_encoders import KeptTexts, load_text_encoder
 
 AHEAD = 3
-"""Clips that are decoded ahead of the one that is encoded."""
+"""Number of clips decoded ahead."""
 KEY = "gulliver"
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
 class PlannedWindow(NamedTuple):
-    """A window that is to be encoded: row of the table, bucket, and seed of the window."""
+    """A window to encode: row of the table, bucket, and seed of the window."""
 
     row: int
     bucket: Bucket
@@ -79,7 +79,7 @@ class PlannedWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard that is to be made: its file, and its windows, all of one bucket."""
+    """A shard to write: its file, and its windows, all of one bucket."""
 
     file: str
     windows: list[tuple[ClipWindow, PlannedWindow]]
@@ -87,24 +87,24 @@ class PlannedShard:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Outcome of a call of `encode`."""
+    """Result of a call of `encode`."""
 
-    # Number of windows of the table that are kept.
+    # Number of stored windows of the table.
     windows: int
-    # Number of those that this call has tried to encode, on all ranks.
+    # Number of windows that this call has tried to encode, on all ranks.
     made: int
-    # Name and reason of each clip that could not be read.
+    # Name and reason of each unreadable clip.
     broken: list[tuple[str, str]] = field(default_factory=list)
-    # Whether all is done; a signal ends a call before.
+    # Whether everything is done; False after a signal.
     finished: bool = True
 
 
 def encode(config: EncodeConfig) -> Encoded:
-    """Keeps latents and texts of a table, on every rank of the present world.
+    """Stores latents and caption embeddings of a table; called on every rank.
 
     Raises:
-        GulliverError: nothing can be encoded, the folder holds latents with other settings or is
-            being written by another call, or the disk is full: what was done stays valid.
+        GulliverError: nothing can be encoded, the folder has other settings or is being written by
+            another call, or the disk is full. Finished shards remain valid.
     """
     check_encode(config)
     world = init_world()
@@ -120,23 +120,21 @@ def encode(config: EncodeConfig) -> Encoded:
 
 
 def check_encode(config: EncodeConfig) -> EncodeConfig:
-    """Refuses options that no call could use."""
+    """Validates the options."""
     if bool(config.shapes) == (config.buckets is not None):
-        raise GulliverError(
-            "name either --shapes, such as 17x64x64, or --buckets FILE: the shapes of the clips"
-        )
+        raise GulliverError("give either --shapes, such as 17x64x64, or --buckets FILE")
     return config
 
 
 def _open_folder(config: EncodeConfig, settings: Settings, held: ExitStack) -> None:
-    """Makes the folder, or takes up the one that an earlier call has begun; locks it."""
+    """Creates the folder, or opens that of an earlier call, and locks it."""
     out = config.out
     with named_errors(out):
         (out / SHARDS).mkdir(parents=True, exist_ok=True)
     try:
         held.enter_context(hold(out))
     except BlockingIOError:
-        raise GulliverError(f"{out} is being written by another call: wait for its end") from None
+        raise GulliverError(f"{out} is being written by another call; wait until it ends") from None
     begun = read_json(out / SETTINGS) if (out / SETTINGS).is_file() else asdict(settings)
     differing = [
         f"{name} was {begun.get(name)}, is {value}"
@@ -145,8 +143,7 @@ def _open_folder(config: EncodeConfig, settings: Settings, held: ExitStack) -> N
     ]
     if differing:
         raise GulliverError(
-            f"{out} holds latents with other settings ({'; '.join(differing)}): choose another "
-            "--out"
+            f"{out} has latents with other settings ({'; '.join(differing)}); choose another --out"
         )
     for folder in (out, out / SHARDS, out / TEXTS):
         remove_leftovers(folder)
@@ -172,7 +169,7 @@ class _Job:
         self.wanted = self._wanted()
 
     def _read_table(self) -> Any:
-        """Opens the table on one rank: two looks at a changing folder would differ."""
+        """Opens the table on one rank, because a changing folder could look different on others."""
         config = self.config
         data = DataConfig(
             table=config.table,
@@ -196,7 +193,7 @@ class _Job:
         return found
 
     def _wanted(self) -> dict[ClipWindow, PlannedWindow]:
-        """Every window of the table, by bucket and row; clips that are there twice count once."""
+        """All windows of the table, by bucket and row, without duplicates."""
         windows = [
             PlannedWindow(row, bucket, seed)
             for row in range(len(self.table))
@@ -210,7 +207,7 @@ class _Job:
         return found
 
     def run(self, stop: StopRequest) -> Encoded:
-        """Encodes what is not kept yet, and writes the index."""
+        """Encodes missing windows, and writes the index."""
         with together():
             todo = broadcast_object(self._plan() if self.world.is_main else None)
         planned, old, missing = todo
@@ -230,7 +227,7 @@ class _Job:
         return outcome
 
     def _plan(self) -> tuple[list[PlannedShard], list[Shard], list[PlannedShard]]:
-        """Plans new shards: all of them, those that are kept already, and what is not there."""
+        """Plans new shards; returns all shards, existing ones, and missing ones."""
         old: list[Shard] = []
         if (self.config.out / INDEX).is_file():
             kept = KeptLatents(self.config.out)
@@ -259,7 +256,7 @@ class _Job:
         """Encodes this rank's share of the shards; returns the number of windows."""
         total, made = sum(len(shard.windows) for shard in shards), 0
         ranks = self.world.size
-        title = "encoding clips" if ranks == 1 else f"encoding clips, share of 1 rank of {ranks}"
+        title = "encoding clips" if ranks == 1 else f"encoding clips, share of 1 of {ranks} ranks"
         with Display(title, total, enabled=self.world.is_main) as display:
             for shard in shards:
                 if stop.wanted:
@@ -269,14 +266,14 @@ class _Job:
                 except GulliverError as error:
                     raise GulliverError(
                         f"{error}; {made} of {total} windows of rank {self.world.rank} are done "
-                        "and stay: with space, the same command goes on"
+                        "and stay; free some space and run the same command to continue"
                     ) from None
                 made += len(shard.windows)
         return made
 
     @torch.no_grad()
     def _make(self, shard: PlannedShard, display: Display) -> None:
-        """Encodes the clips of a shard, each by itself, and writes it."""
+        """Encodes the clips of a shard, one at a time, and writes it."""
         rows: list[Tensor] = []
         members, broken = [], []
         dtype = DTYPES[self.settings.dtype]
@@ -302,7 +299,7 @@ class _Job:
         return self.table.read(window.row, window.seed, window.bucket)
 
     def _encode_texts(self, stop: StopRequest) -> KeptText | None:
-        """Encodes this rank's share of the captions, those that have no file yet."""
+        """Encodes this rank's share of the captions without a file."""
         folder = self.config.text_encoder
         if folder is None:
             return None
@@ -322,7 +319,7 @@ class _Job:
     def _write_index(
         self, planned: list[PlannedShard], old: list[Shard], text: KeptText | None, made: int
     ) -> Encoded:
-        """Writes the index, and removes what it does not name."""
+        """Writes the index, and removes files that are not in it."""
         shards, broken = list(old), []
         for plan in planned:
             told = _read_shard(self._file(plan.file))
@@ -357,7 +354,7 @@ class _Job:
         named = {shard.file for shard in shards}
         for path in (out / SHARDS).iterdir():
             if path.name not in named:
-                # Of another table, by a call that did not end; or of broken clips only.
+                # From another table and an interrupted call; or of unreadable clips only.
                 path.unlink()
         names = {
             rows[self.wanted[ClipWindow(clip, bucket, start)].row].name: why
@@ -369,29 +366,29 @@ class _Job:
         return self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
 
     def _tell_size(self, missing: list[PlannedShard]) -> None:
-        """Says beforehand what will be written, where the disk has no room for it."""
+        """Warns in advance if the disk is too small."""
         count = [(len(plan.windows), plan.windows[0][1].bucket) for plan in missing]
         itemsize = DTYPES[self.settings.dtype].itemsize
         needed = sum(n * prod(self._latent_shape(bucket)) * itemsize for n, bucket in count)
         free = shutil.disk_usage(self.config.out).free
         if self.world.is_main and needed > free:
             console().print(
-                f"the latents will take {size_text(needed)}, {size_text(free)} are free: encoding "
-                "will stop where the disk is full, and go on when called again"
+                f"the latents need {size_text(needed)}, but only {size_text(free)} are free; "
+                "encoding will stop when the disk is full, and can be continued"
             )
 
     def _tell_end(self, outcome: Encoded) -> None:
         out, made = self.config.out, outcome.made
         if not outcome.finished:
-            console().print(f"stopped after {made} windows; the same command goes on in {out}")
+            console().print(f"stopped after {made} windows; the same command continues in {out}")
             return
-        console().print(f"{outcome.windows} windows are kept in {out}, {made} tried now")
+        console().print(f"{outcome.windows} windows are stored in {out}, {made} were encoded now")
         if outcome.broken:
             console().print(listing(set(outcome.broken)))
 
 
 def _read_shard(path: Path) -> dict[str, Any] | None:
-    """Reads what a shard says of itself; None where there is none, or a broken one."""
+    """Reads a shard's metadata; None if it is missing or damaged."""
     if not path.is_file():
         return None
     try:
@@ -401,7 +398,7 @@ def _read_shard(path: Path) -> dict[str, Any] | None:
 
 
 def _ahead(function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[tuple[Item, Made]]:
-    """Calls a function in threads, a few items ahead of the one that is wanted."""
+    """Calls a function in threads, a few items ahead."""
     waiting: deque[tuple[Item, Any]] = deque()
     with ThreadPoolExecutor(AHEAD) as pool:
         for item in items:

@@ -1,4 +1,4 @@
-"""Rows of a table for which a condition holds, such as ``fps >= 12 and motion > 2``: by DuckDB."""
+"""Filters table rows by a condition such as ``fps >= 12 and motion > 2``, using DuckDB."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ SHAPE = "a condition over columns, such as 'fps >= 12 and motion > 2'"
 
 @dataclass(frozen=True)
 class Filtered:
-    """Rows that are kept, and how many were not."""
+    """Remaining rows, and counts of the others."""
 
-    # Rows for which the condition holds.
+    # Rows that satisfy the condition.
     table: Table
-    # Number of rows for which it does not.
+    # Number of rows that do not.
     dropped: int
-    # Number of rows for which nobody knows, as a cell is empty; they are not kept.
+    # Number of rows with an unknown result because of an empty cell; they are removed.
     unknown: int
 
 
 def filter_table(table: Table, condition: str) -> Filtered:
-    """Takes the rows for which a condition over columns holds.
+    """Returns the rows that satisfy a condition over columns.
 
     Args:
         table: table of clips.
-        condition: expression of SQL; text stands in single quotes.
+        condition: SQL expression; text is in single quotes.
 
     Raises:
-        GulliverError: it is no condition, holds a statement, or names a column that there is not.
+        GulliverError: it is not a condition, contains a statement, or names an unknown column.
     """
     import numpy as np
 
@@ -45,18 +45,17 @@ def filter_table(table: Table, condition: str) -> Filtered:
     except ImportError:
         raise missing_extra("filtering needs DuckDB", "data") from None
     try:
-        # An expression and nothing else: DuckDB's parser refuses whatever is more than one.
+        # A single expression: DuckDB's parser rejects anything else.
         holds = duckdb.SQLExpression(condition).alias("kept")
     except duckdb.Error as error:
         raise GulliverError(
-            f"{condition!r} is no condition: {_line(error)}; give {SHAPE}"
+            f"{condition!r} is not a condition: {_line(error)}; give {SHAPE}"
         ) from None
-    # The condition may be copied from somewhere: it runs in a database in memory that may not
-    # touch the outside.
+    # The condition may be untrusted: it runs in an in-memory database without external access.
     with duckdb.connect(config={"enable_external_access": "false"}) as database:
-        # To DuckDB NaN is larger than all numbers: a division by zero is to be unknown instead.
+        # DuckDB orders NaN above all numbers; a division by zero must be unknown instead.
         database.execute("SET ieee_floating_point_ops = false")
-        with suppress(duckdb.CatalogException):  # a setting that newer versions have
+        with suppress(duckdb.CatalogException):  # only newer versions have this setting
             database.execute("SET error_on_division_by_zero = false")
         data = _compared(table)
         try:
@@ -65,23 +64,23 @@ def filter_table(table: Table, condition: str) -> Filtered:
         except duckdb.Error as error:
             hint = _texts_of(data, condition)
             if '"' in condition:
-                hint = " (text stands in single quotes)"
+                hint = " (put text in single quotes)"
             raise GulliverError(
-                f"{condition!r} cannot be worked out: {_line(error)}{hint}"
+                f"{condition!r} cannot be evaluated: {_line(error)}{hint}"
             ) from None
     if len(found) != len(table):
-        raise GulliverError(f"{condition!r} is not of each row by itself: give {SHAPE}")
+        raise GulliverError(f"{condition!r} does not give a value per row; give {SHAPE}")
     if found.dtype != bool:
-        raise GulliverError(f"{condition!r} gives {found.dtype}, not true or false: give {SHAPE}")
+        raise GulliverError(f"{condition!r} gives {found.dtype}, not true or false; give {SHAPE}")
     unknown = np.ma.getmaskarray(found)
     kept = np.ma.filled(found, False)
     return Filtered(table.rows(kept), int((~kept & ~unknown).sum()), int(unknown.sum()))
 
 
 def _compared(table: Table) -> Any:
-    """Takes columns as they are compared."""
-    # Text of a CSV file is compared as numbers where each cell is spelt as Python spells its
-    # number: then no two of them are one, and no text means a number that it does not say.
+    """Converts columns for comparison."""
+    # CSV text is compared as numbers only if each cell is written as Python prints its number: then
+    # different texts are different numbers.
     import pyarrow as pa
 
     data = without_nan(table.data)
@@ -94,7 +93,7 @@ def _compared(table: Table) -> Any:
 
 
 def _numbers(cells: list[str | None]) -> list[float | None] | None:
-    """Returns the numbers that cells are; None where one is spelt in another way."""
+    """Returns the numbers of text cells; None if one is written differently."""
     found: list[float | None] = []
     for cell in cells:
         try:
@@ -108,21 +107,21 @@ def _numbers(cells: list[str | None]) -> list[float | None] | None:
 
 
 def _texts_of(data: Any, condition: str) -> str:
-    """Says which columns of a condition are text, where that may be why it fails."""
+    """Names text columns in a condition, as a possible reason for its failure."""
     texts = [field.name for field in data.schema if str(field.type) in ("string", "large_string")]
     named = [name for name in texts if re.search(rf"\b{re.escape(name)}\b", condition)]
     if not named:
         return ""
-    return f" ({', '.join(named)} is text, as numbers it is cast({named[0]} as double))"
+    return f" ({', '.join(named)} is text; use cast({named[0]} as double) for numbers)"
 
 
 def _line(error: BaseException) -> str:
-    """Says an error in one line."""
+    """Formats an error in one line."""
     return " ".join(str(error).split())
 
 
 def filter_file(path: Path, condition: str, out: Path) -> Filtered:
-    """Filters the table of a file into another."""
+    """Filters a table file into another."""
     check_other(out, path)
     with held_table(out, "filter"):
         found = filter_table(Table.read(path), condition)

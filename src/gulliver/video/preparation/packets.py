@@ -1,4 +1,4 @@
-"""What a file's header and its packets say: the one clock of scans, cuts and scores."""
+"""Frame times from a file's header and packets, used by scans, cuts and scores."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from gulliver.data.clips import Frame, open_video, upright_frames
 from gulliver.errors import GulliverError
 
 JOINED = ("mpegts", "mpeg")
-"""Formats that are joined by appending files, so that anything may change midway."""
+"""Formats that can be concatenated as files, so that anything may change midway."""
 FEW = 3
-"""Frames that may be missing at the end of a file without a word."""
+"""Number of frames that may be missing at the end without a warning."""
 HIDING = frozenset(("vp8", "mpeg4", "msmpeg4v3", "cavs"))
-"""Codecs that have packets without a frame of their own."""
+"""Codecs with packets that contain no frame."""
 STEADY = 0.25
-"""Share of a frame's time that frames of a constant rate may be early or late."""
+"""Tolerance for a constant frame rate, as a fraction of a frame's duration."""
 USUAL_FPS = 25.0
-"""Frames per second of a file that says nothing about its times."""
+"""Assumed frames per second of a file without times."""
 
 
-# [Note: when frames are shown] Packets are stored in the order of decoding. Their presentation
-# times, in order, are the times of frames 0, 1, 2, ...; times of decoding only say where files were
-# joined, and Matroska leaves some of them out. AVI has no presentation times, and those that FFmpeg
-# makes up for it are wrong where frames are reordered. There a frame is shown when a packet is
-# decoded as many places later as the decoder holds frames back, which its first frame tells.
+# [Note: when frames are shown] Packets are stored in decoding order. Their presentation times,
+# sorted, are the times of frames 0, 1, 2, ...; decoding times only show where files were joined,
+# and Matroska omits some of them. AVI has no presentation times, and FFmpeg's guesses are wrong if
+# frames are reordered. There a frame is shown when the packet that is as many places later as the
+# decoder delays frames is decoded; the first frame reveals the delay.
 @dataclass(frozen=True)
 class Packets:
-    """Packets of a file's video and what its header says."""
+    """Packets of a file's video, and its header."""
 
-    # `times` are those at which frames are shown, in seconds, in order; `stated` is the header's
-    # number of frames, 0 where it has none, and `seconds` its duration. `restarts` is how often
-    # times begin anew: `times` go on there. `missing` are the seconds between the last packet and
-    # the end that a header of Matroska states. `presented` is whether packets have presentation
-    # times.
+    # `times` are the presentation times of frames in seconds, sorted; `stated` is the header's
+    # number of frames, 0 if unknown, and `seconds` its duration. `restarts` counts how often times
+    # restart (they continue in `times`). `missing` are the seconds between the last packet and the
+    # end stated by a Matroska header. `presented` is whether packets have presentation times.
 
     codec: str
     audio: bool
@@ -59,13 +58,13 @@ class Packets:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the file as a whole."""
+        """Problems of the file as a whole."""
         found = []
         if self.restarts:
-            found.append(f"its times begin anew {self.restarts}x, as of files that were joined")
+            found.append(f"its times restart {self.restarts}x, as in joined files")
         if self.breaks_off:
             there = float(self.times[-1]) if len(self.times) else 0.0
-            found.append(f"breaks off: ends {self.missing:.2f} s early, after {there:.2f} s")
+            found.append(f"is truncated: ends {self.missing:.2f} s early, after {there:.2f} s")
         return found
 
     @property
@@ -76,7 +75,7 @@ class Packets:
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
     def ends_early(self, frames: int, last: float | None) -> str:
-        """Says that frames end before packets do: some decoders skip damage without an error."""
+        """Reports fewer decoded frames than packets: some decoders skip damage silently."""
         lost = 0.0 if self.codec in HIDING else float(self.packets - frames)
         if self.has_times and last is not None and (usual := _usual(self.times)):
             lost = float(self.times[-1] - last) * usual
@@ -86,7 +85,7 @@ class Packets:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the packets may not be the frames."""
+        """Whether the number of packets may differ from that of frames."""
         if self.damaged or not self.packets or self.codec in HIDING or self.format in JOINED:
             return True
         expected = self.seconds * self.rate
@@ -95,11 +94,11 @@ class Packets:
 
     @property
     def has_times(self) -> bool:
-        """Whether it is known of each packet when its frame is shown."""
+        """Whether the presentation time of each frame is known."""
         return len(self.times) == self.packets > 0 and not self.restarts
 
     def time_of(self, number: int, frame: Any) -> float:
-        """Seconds at which frame `number`, as it was decoded, is shown."""
+        """Presentation time in seconds of decoded frame `number`."""
         if self.presented and not self.restarts and frame.time is not None:
             return float(frame.time)
         if number < len(self.times):
@@ -109,7 +108,7 @@ class Packets:
         return last + (number + 1 - len(self.times)) * step
 
     def moments(self, count: int) -> np.ndarray:
-        """Middles of as many equal parts of the clip: in seconds, or in frames without times."""
+        """Midpoints of equal parts of the clip: in seconds, or in frames without times."""
         begin, length = 0.0, float(max(1, self.packets or self.stated))
         if self.has_times:
             steps = np.diff(self.times)
@@ -119,7 +118,7 @@ class Packets:
 
     @property
     def is_variable(self) -> bool:
-        """Whether no constant rate shows the frames when they are due."""
+        """Whether the frame rate is variable."""
         return len(self.times) > 2 and steady_rate(self.times, self.rate) is None
 
     def duration(self, frames: int, fps: float) -> float:
@@ -130,7 +129,7 @@ class Packets:
 
 
 def read_packets(path: Path) -> Packets:
-    """Reads the packets of a file's video, without decoding them."""
+    """Reads the packets of a file's video, without decoding."""
     shown, coded, packets, damaged, end = [], [], 0, False, 0.0
     with open_video(path) as (container, stream):
         clock = float(stream.time_base or 0)
@@ -147,13 +146,13 @@ def read_packets(path: Path) -> Packets:
                     coded.append(np.nan if packet.dts is None else packet.dts * clock)
                     end = max(end, shown[-1] + (packet.duration or 0) * clock)
         except (_ffmpeg_error(), OSError, ValueError):
-            # What was read before counts.
+            # Packets before the error count.
             damaged = True
         seconds = stream.duration * clock if stream.duration else (container.duration or 0) / 1e6
         times, restarts = _unrolled(np.array(shown), np.array(coded))
         stated = stream.frames
         if not presented and len(times) > 1:
-            # The header of an AVI file also counts the times that a frame is held.
+            # The header of an AVI file also counts repeated frames.
             held = (times[-1] - times[0]) / clock > len(times) - 0.5
             times, stated = _delayed(path, times, clock), 0 if held else stated
         missing = 0.0 if damaged else _stated_end(container, stream) - end
@@ -165,7 +164,7 @@ def read_packets(path: Path) -> Packets:
             damaged=damaged,
             stated=stated,
             seconds=float(seconds),
-            # Of times that begin anew FFmpeg makes a rate that no part has.
+            # If times restart, FFmpeg computes a rate that no part has.
             rate=_usual(times) if restarts else _said_rate(stream),
             format=container.format.name,
             restarts=restarts,
@@ -175,7 +174,7 @@ def read_packets(path: Path) -> Packets:
 
 
 def _delayed(path: Path, times: np.ndarray, clock: float) -> np.ndarray:
-    """Returns when frames are shown of packets that are decoded at `times`."""
+    """Returns presentation times, given decoding times."""
     try:
         first = next(upright_frames(path), None)
     except GulliverError:
@@ -188,7 +187,7 @@ def _delayed(path: Path, times: np.ndarray, clock: float) -> np.ndarray:
 
 
 def steady_rate(times: np.ndarray, said: float) -> Fraction | None:
-    """Returns the constant rate at which frames are shown; None where there is none."""
+    """Returns the constant frame rate; None if it is variable."""
     span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
     mean = (len(times) - 1) / span if span > 0 else 0.0
     for rate in (said, mean, 0.0 if len(times) > 1 else USUAL_FPS):
@@ -199,7 +198,7 @@ def steady_rate(times: np.ndarray, said: float) -> Fraction | None:
 
 
 def as_fraction(rate: float) -> Fraction:
-    """Returns the nearest fraction with a denominator that frame rates have."""
+    """Returns the nearest fraction with a denominator that is common for frame rates."""
     return Fraction(rate).limit_denominator(1001)
 
 
@@ -208,13 +207,13 @@ def _said_rate(stream: Any) -> float:
 
 
 def _usual(times: np.ndarray) -> float:
-    """Frames per second of the usual distance of frames."""
+    """Frames per second from the most common distance of frames."""
     steps = np.diff(times)
     return float(1 / np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
 
 
 def _unrolled(times: np.ndarray, coded: np.ndarray) -> tuple[np.ndarray, int]:
-    """Puts the times of packets in order; parts that begin anew follow each other."""
+    """Sorts packet times; parts with restarted times follow each other."""
     known = np.flatnonzero(~np.isnan(coded))
     places = known[1:][np.diff(coded[known]) < 0]
     if not len(places):
@@ -227,7 +226,7 @@ def _unrolled(times: np.ndarray, coded: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _stated_end(container: Any, stream: Any) -> float:
-    """Returns when the video of a Matroska file ends by its header; 0 where that is not said."""
+    """Returns the end of a Matroska file's video from its header; 0 if unknown."""
     if "matroska" not in container.format.name:
         return 0.0
     said = stream.metadata.get("DURATION")
@@ -245,16 +244,16 @@ def _ffmpeg_error() -> type[Exception]:
     return av.FFmpegError
 
 
-# Pictures of a clip at a few moments, with the frame after each: what scorers look at.
+# Frames at a few moments of a clip, each with its successor: the input of scorers.
 #
-# Moments are spread evenly over the time that a clip is shown, whatever the distances of its
-# frames; so a copy at another frame rate is looked at where the original is.
+# Moments are evenly spaced in time, so that a copy with another frame rate is sampled at the same
+# moments.
 
 
 MOMENTS = 8
-"""Moments of a clip that are looked at."""
+"""Number of moments of a clip."""
 SIDE = 512
-"""Most pixels of a picture's longer side; larger ones are scaled down."""
+"""Maximum pixels of a picture's longer side; larger ones are scaled down."""
 LUMA = np.array((0.299, 0.587, 0.114), np.float32)
 """Weights of red, green and blue (BT.601)."""
 
@@ -265,9 +264,10 @@ class Samples:
 
     Attributes:
         path: file of the clip.
-        pictures: frames shown at the moments, uint8 [N, H, W, 3].
-        neighbours: frame after each of them, or before the last; a still is its own neighbour.
-        problem: reason why only a part of the clip was seen, if so.
+        pictures: frames at the moments, uint8 [N, H, W, 3].
+        neighbours: the next frame of each, or the previous one at the end; a still is its own
+            neighbour.
+        problem: reason why only a part of the clip was read, if so.
     """
 
     path: Path
@@ -288,7 +288,7 @@ class Samples:
 
 def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Samples:
     """Decodes a clip up to its last moment."""
-    # Where it breaks off the last frame stands for what is missing, and `problem` says so.
+    # If the file is truncated, the last frame is repeated, and `problem` says so.
     packets = read_packets(path)
     wanted = packets.moments(moments)
     taken: list[tuple[np.ndarray, np.ndarray]] = []
@@ -299,7 +299,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
     try:
         for number, frame in enumerate(upright_frames(path)):
             time = packets.time_of(number, frame.decoded) if packets.has_times else float(number)
-            # At a moment the last frame is shown whose time is not after it.
+            # The frame at a moment is the last one with a time not after it.
             while shown is not None and len(taken) < moments and time > wanted[len(taken)]:
                 taken.append((_small(shown, side), _small(frame, side)))
             if len(taken) == moments:
@@ -308,7 +308,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
     except GulliverError as error:
         if shown is None:
             raise
-        problem = f"breaks off: {error}"
+        problem = f"is truncated: {error}"
     if shown is None:
         raise GulliverError("has no frames")
     if len(taken) < moments:
@@ -324,7 +324,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
 
 
 def _small(frame: Frame, side: int) -> np.ndarray:
-    """Converts a frame to RGB, uint8 [H, W, 3], upright and no longer than `side`."""
+    """Converts a frame to RGB, uint8 [H, W, 3], upright and at most `side` pixels long."""
     decoded = frame.decoded
     ratio = min(1.0, side / max(decoded.width, decoded.height))
     width, height = (max(1, round(size * ratio)) for size in (decoded.width, decoded.height))
@@ -333,7 +333,7 @@ def _small(frame: Frame, side: int) -> np.ndarray:
 
 
 def averaged(pictures: np.ndarray, side: int) -> np.ndarray:
-    """Averages pictures [..., H, W] over a grid of squares: float32 [..., side, side]."""
+    """Averages pictures [..., H, W] over a square grid: float32 [..., side, side]."""
     whole = torch.from_numpy(np.ascontiguousarray(pictures, np.float32))
     flat = whole.reshape(-1, 1, *whole.shape[-2:])
     return F.adaptive_avg_pool2d(flat, side).reshape(*whole.shape[:-2], side, side).numpy()

@@ -1,7 +1,7 @@
-"""A sheet of a table to look at: one HTML file with its pictures in it, for any browser.
+"""Renders a table as a self-contained HTML page.
 
-At its top a histogram of each column of numbers, below it the clips: three frames of each, and what
-the table says of it. Nothing is fetched and no script runs.
+It has a histogram of each numeric column, then the clips: three frames each, with their columns. It
+loads nothing and runs no script.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gulliver.video.preparation.table import Table, read_broken
 from gulliver.video.preparation.work import FileOutcome, work_on
 
 FRAMES = 3
-"""Frames of a clip that are shown: of its beginning, middle and end."""
+"""Relative positions of a clip's frames: beginning, middle and end."""
 SIDE = 160
-"""Most pixels of a frame's longer side."""
+"""Maximum pixels of a frame's longer side."""
 BARS = 32
 """Bars of a histogram."""
 HIDDEN = ("path", "text", "phash")
-"""Columns that are not told as facts below a clip."""
+"""Columns that are not listed below a clip."""
 STYLE = """
 body{background:#101218;color:#eceef2;font:14px system-ui,sans-serif;margin:24px}
 h1{font-size:20px}h2{font-size:16px;color:#8c929e;margin-top:32px}
@@ -44,12 +44,12 @@ li{overflow-wrap:anywhere}
 
 
 def show(table: Table, out: Path, most: int = 200, workers: int = 0) -> int:
-    """Writes the sheet of a table."""
+    """Writes the page of a table."""
     if out.suffix not in (".html", ".htm"):
-        raise GulliverError(f"--out {out.name} is a web page: it must end in .html")
+        raise GulliverError(f"--out {out.name} is a web page and must end in .html")
     taken = np.unique(np.linspace(0, len(table) - 1, min(most, len(table))).round().astype(int))
     chosen = table.rows(taken.tolist()) if len(table) else table
-    # Pictures are as quickly made as read again: but a sheet of thousands may be killed as well.
+    # Pictures are fast to create, but a page of thousands of clips may be interrupted.
     with work_on(chosen.clips(), _strip, out, "show", "", workers) as outcomes:
         rows = chosen.data.to_pylist()
         cards = [_card(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
@@ -68,7 +68,7 @@ def _page(table: Table, cards: Sequence[str]) -> Iterator[str]:
     yield from cards
     yield "</div>"
     if broken:
-        yield f"<h2>{len(broken):,} files that could not be used</h2><ul>"
+        yield f"<h2>{len(broken):,} unusable files</h2><ul>"
         for path, step, reason in broken:
             yield f"<li>{html.escape(path)} <small>{html.escape(f'{step}: {reason}')}</small></li>"
         yield "</ul>"
@@ -76,7 +76,7 @@ def _page(table: Table, cards: Sequence[str]) -> Iterator[str]:
 
 
 def _numbers(table: Table) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the columns of numbers that are not all empty."""
+    """Yields the numeric columns that are not empty."""
     for name in table.names:
         kind = str(table.data.schema.field(name).type)
         if kind.startswith(("int", "uint", "float", "double", "halffloat")):
@@ -88,7 +88,7 @@ def _numbers(table: Table) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _histogram(name: str, values: np.ndarray, width: int = 260, height: int = 90) -> str:
-    """Draws how often values occur, as SVG with least, median and most below."""
+    """Draws a histogram as SVG, with minimum, median and maximum below."""
     counts, _ = np.histogram(values, BARS)
     step, most = width / BARS, max(1, counts.max())
     bars = "".join(
@@ -113,7 +113,7 @@ def _histogram(name: str, values: np.ndarray, width: int = 260, height: int = 90
 
 
 def _strip(path: Path) -> dict[str, Any]:
-    """Makes a JPEG of frames side by side."""
+    """Creates a JPEG of frames side by side."""
     from PIL import Image
 
     samples = take_samples(path, FRAMES, SIDE)

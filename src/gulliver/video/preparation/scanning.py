@@ -1,4 +1,4 @@
-"""A folder of clips becomes a table: what each file holds, by PyAV, and which cannot be used."""
+"""Scans a folder of clips into a table, using PyAV, and lists unusable files."""
 
 from __future__ import annotations
 
@@ -31,54 +31,55 @@ _VIDEOS = (
 _PICTURES = ".bmp .jpeg .jpg .png .tif .tiff .webp"
 VIDEOS, PICTURES = frozenset(_VIDEOS.split()), frozenset(_PICTURES.split())
 FACTS = ("duration", "codec", "rotation", "variable_fps", "audio", "bytes", "note")
-"""Columns of a scan besides Open-Sora's; seconds, degrees clockwise, and what was noticed."""
+"""Columns of a scan in addition to Open-Sora's: seconds, degrees clockwise, and remarks."""
 FPS = 0.1, 1000.0
-"""Frame rates that training takes."""
+"""Frame rates that training accepts."""
 
 
-# [Note: files that lie about their length] A header says how many frames there are, and may be
-# wrong: a download that broke off, a recorder that died, a tool that cut without decoding. So the
-# packets are counted, which reads the file but decodes nothing: thousands of clips a minute. Where
-# packets say otherwise than the header, or are no frames in the file's codec, or are damaged, the
-# frames are decoded and counted. The first frame is decoded always: it tells whether anything can
-# be, and how the picture is turned.
+# [Note: files that lie about their length] A header's number of frames may be wrong: interrupted
+# downloads, crashed recorders, tools that cut without decoding. So the packets are counted, which
+# reads the file but decodes nothing: thousands of clips per minute. If packets disagree with the
+# header, are not frames in the file's codec, or are damaged, the frames are decoded and counted.
+# The first frame is always decoded, to check the decoder and to find the rotation.
 @dataclass(frozen=True)
 class Scanned:
-    """What became of the files of a folder."""
+    """Result of a scan."""
 
     table: Table
     broken: list[tuple[str, str]]
-    # How many files are no clips by their suffix, by suffix.
+    # Number of other files, by suffix.
     ignored: Counter[str]
 
 
 def scan(
     folder: Path, out: Path, decode: bool = False, again: bool = False, workers: int = 0
 ) -> Scanned:
-    """Writes a table of the clips and pictures of a folder and its folders.
+    """Writes a table of the clips and pictures in a folder, recursively.
 
-    Captions are those of a text file beside the clip (clip.txt), else the words of its name. Rows
-    of a table that is there already stay as they are, with all their columns, where the file is as
-    large as it was.
+    Captions are read from a text file next to the clip (clip.txt), else taken from the words of its
+    name. Existing rows of the table stay unchanged, with all columns, if the file has the same
+    size.
 
     Args:
         folder: folder of clips.
-        out: table to write; files that cannot be used are listed beside it, in NAME.broken.csv.
-        decode: whether to decode all frames of all files, and not only where in doubt.
-        again: whether to look at all files anew.
-        workers: threads; 0 takes one for each core.
+        out: table to write; unusable files are listed next to it, in NAME.broken.csv.
+        decode: whether to decode all frames of all files, not only if in doubt.
+        again: whether to scan all files again.
+        workers: threads; 0 uses one per core.
 
     Raises:
-        GulliverError: there is no such folder, or no clip in it.
+        GulliverError: the folder does not exist, or has no clips.
     """
     if not folder.is_dir():
-        raise GulliverError(f"{folder} is no folder: name the folder of the clips")
+        raise GulliverError(f"{folder} is not a folder; give the folder of the clips")
     check_suffix(out)
     root, stamp = out.absolute().parent, stamp_of(out)
     before = {} if again or not out.is_file() else _rows_of(Table.read(out))
     clips, ignored, broken = _files(folder, out)
     if not clips and not broken:
-        raise GulliverError(f"{folder} holds no clip or picture ({' '.join(sorted(VIDEOS))} ...)")
+        raise GulliverError(
+            f"{folder} has no clips or pictures ({' '.join(sorted(VIDEOS))} ...); add some"
+        )
     names = {path: _relative(path, root) for path in clips}
     known = {
         path
@@ -104,7 +105,7 @@ def _rows_of(table: Table) -> dict[str, dict[str, Any]]:
 def _row(
     name: str, before: dict[str, dict[str, Any]], fresh: dict[str, FileOutcome]
 ) -> dict[str, Any]:
-    """Returns the row of a file; none where it cannot be used."""
+    """Returns the row of a file; None if it is unusable."""
     if name not in fresh:
         return before[name]
     found = fresh[name]
@@ -112,7 +113,7 @@ def _row(
 
 
 def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tuple[str, str]]]:
-    """Finds clips and pictures, counts others by suffix, lists names that no table holds."""
+    """Finds clips and pictures, counts other suffixes, and lists names unfit for tables."""
     folder, root = folder.absolute(), out.absolute().parent
     clips, others, broken = [], [], []
     paths, again = _walk(folder)
@@ -126,21 +127,21 @@ def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tupl
         elif path.is_dir():
             broken.append((name, "is a folder"))
         elif path.exists() and not path.is_file():
-            broken.append((name, "is no regular file"))
+            broken.append((name, "is not a regular file"))
         elif not name.isprintable():
-            broken.append((repr(name), "has a name that tables cannot hold: rename it"))
+            broken.append((repr(name), "has a name that tables cannot hold; rename it"))
         else:
             clips.append(path)
     captions = {path.with_suffix(".txt") for path in clips}
     ignored = Counter(path.suffix.lower() or "no suffix" for path in {*others} - captions)
-    ignored += Counter({"link to a folder that is scanned already": again} if again else {})
+    ignored += Counter({"link to a folder that was already scanned": again} if again else {})
     return clips, ignored, broken
 
 
 def _walk(folder: Path) -> tuple[list[Path], int]:
-    """Lists what is below a folder, in order, also behind links to folders."""
-    # Each folder is looked into once, under its own name rather than that of a link: so links that
-    # lead back end, and no clip is there twice.
+    """Lists the content of a folder recursively and in order, following links to folders."""
+    # Each folder is visited once, under its own name instead of a link's, so that cyclic links
+    # terminate and no clip occurs twice.
     found, again = [], 0
     seen: set[str] = set()
     left = deque([folder])
@@ -165,7 +166,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def caption_of(path: Path) -> str:
-    """Reads the text beside a clip, or says the words of its name."""
+    """Reads the text next to a clip, or returns the words of its name."""
     beside = path.with_suffix(".txt")
     if beside.is_file():
         with named_errors(beside, "read"):
@@ -174,7 +175,7 @@ def caption_of(path: Path) -> str:
             text = " ".join(content.decode("utf-8-sig").split())
         except UnicodeDecodeError as error:
             raise GulliverError(
-                f"caption {beside.name} is not in UTF-8 (byte {error.start + 1}): save it as UTF-8"
+                f"caption {beside.name} is not UTF-8 (byte {error.start + 1}); save it as UTF-8"
             ) from None
         if text:
             return text
@@ -182,7 +183,7 @@ def caption_of(path: Path) -> str:
 
 
 def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
-    """Finds out what a file holds: cells of a row, by column."""
+    """Reads the properties of a file: cells of a row, by column."""
     first = next(upright_frames(path), None)
     if first is None:
         raise GulliverError("has no frames")
@@ -195,7 +196,7 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
         notes += [problem] if problem else []
         stated = counted.stated or counted.packets
         if abs(stated - frames) > 1:
-            notes.append(f"is said to have {stated} frames, {frames} are there")
+            notes.append(f"should have {stated} frames, but has {frames}")
     if len(sizes) > 1:
         _, (height, width) = [*sizes.values()][:2]
         at = [*sizes][1]
@@ -207,9 +208,9 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
         and not counted.problems
         and abs(counted.seconds - seconds) > max(1.0, 0.2 * seconds)
     ):
-        notes.append(f"is said to last {counted.seconds:.1f} s, {seconds:.1f} are there")
+        notes.append(f"should last {counted.seconds:.1f} s, but lasts {seconds:.1f} s")
     if not FPS[0] <= fps <= FPS[1]:
-        notes.append(f"says {fps:g} frames per second")
+        notes.append(f"states {fps:g} frames per second")
     return {
         "text": caption_of(path),
         "num_frames": frames,
@@ -229,7 +230,7 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
 
 
 def _count_frames(path: Path) -> tuple[int, str | None, dict[int, tuple[int, int]]]:
-    """Decodes a file; returns its frames, why it breaks off, and each new size by first frame."""
+    """Decodes a file; returns its frames, an error, and each new size by first frame."""
     frames, size = 0, None
     sizes: dict[int, tuple[int, int]] = {}
     try:
@@ -238,12 +239,12 @@ def _count_frames(path: Path) -> tuple[int, str | None, dict[int, tuple[int, int
                 size = sizes[frames] = frame.height, frame.width
             frames += 1
     except GulliverError as error:
-        return frames, f"breaks off after {frames} frames: {error}", sizes
+        return frames, f"is truncated after {frames} frames: {error}", sizes
     return frames, None, sizes
 
 
 def _rate(counted: Packets, frames: int, first: Frame) -> float:
-    """Frames per second, by the times at which frames are shown where the header says another."""
+    """Frames per second, from presentation times if the header is wrong."""
     if frames == 1:
         return STILL_FPS
     times = counted.times
@@ -252,7 +253,7 @@ def _rate(counted: Packets, frames: int, first: Frame) -> float:
 
 
 def _degrees(frame: Frame) -> int:
-    """Degrees clockwise by which the stored picture is turned to be shown."""
+    """Clockwise rotation in degrees for display."""
     a, b, _, d = frame.turn
     if frame.turn.swaps:
         return 90 if b > 0 else 270

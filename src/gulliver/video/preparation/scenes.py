@@ -1,7 +1,7 @@
-"""Where the scenes of a file begin, and when its frames are shown: one pass over its frames.
+"""Detects the scenes of a file and its frame times in one pass.
 
-Read `survey` first. Cuts are found by PySceneDetect's detectors, which are shown small pictures; it
-is given frame after frame here, and numbers of frames come back: it never opens the file.
+Start with `survey`. PySceneDetect's detectors find the cuts: they receive small pictures frame by
+frame and return frame numbers, without opening the file.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from gulliver.video.preparation.packets import (
 )
 
 SMALL = 96
-"""Pixels of the shorter side of the pictures that detectors see."""
+"""Pixels of the shorter side of the detector's pictures."""
 HELD = 0.25
-"""Mean change of a pixel, in levels, below which a picture is the one before, held."""
+"""Mean pixel change, in levels, below which a picture counts as repeated."""
 EARLY = 0.49
-"""Share of a frame's time that a frame may be shown too early: to the nearest, but never a tie."""
+"""Maximum fraction of a frame's duration that a frame may be shown early: nearest frame, without
+ties.
+"""
 MOST_FPS = 120.0
-"""Most frames per second of the clips of a file of variable rate."""
+"""Maximum frames per second of clips from a file with a variable rate."""
 
 
 class SourceError(GulliverError):
-    """A source cannot be read; errors of writing are others."""
+    """A source cannot be read, as opposed to write errors."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class Footage:
     starts: tuple[int, ...]
     # Height and width of each scene, upright.
     sizes: tuple[tuple[int, int], ...]
-    # Seconds at which each frame is shown from the first on, and the end [frames + 1].
+    # Times of all frames in seconds, from the first, and the end [frames + 1].
     times: np.ndarray
-    # Frames per second; of a variable rate the one of the shortest distance.
+    # Frames per second; for a variable rate from the shortest distance.
     rate: Fraction
     # Whether frame n is shown at n / rate.
     constant: bool
@@ -68,7 +70,7 @@ class Footage:
 
 
 def survey(path: Path, settings: CutSettings) -> Footage:
-    """Decodes a file once, finds its scenes, and measures when its frames are shown."""
+    """Decodes a file once; detects its scenes and measures its frame times."""
     try:
         packets = read_packets(path)
     except GulliverError as error:
@@ -83,7 +85,7 @@ def survey(path: Path, settings: CutSettings) -> Footage:
         times.append(packets.time_of(number, frame.decoded))
         stays = float((frame.decoded.duration or 0) * (frame.decoded.time_base or 0))
         if (frame.height, frame.width) != size:
-            # A clip has one size: joined recordings are taken apart.
+            # A clip has one size: joined recordings are split.
             size = sizes[number] = frame.height, frame.width
             starts.add(number)
         if detector is not None:
@@ -113,14 +115,14 @@ def source_frames(path: Path) -> Iterator[Frame]:
 
 
 class Detector:
-    """Finds cuts among pictures that are shown to it one after another."""
+    """Detects cuts in a sequence of pictures."""
 
     # [Note: what detectors do not see] The adaptive detector compares a frame with `window` frames
-    # on both sides of it, so nothing that is nearer to an end of the file would be a cut, and its
-    # clip would end in frames of another scene. It is shown the first and the last picture `window`
-    # times more. And where a file holds each picture for several frames, as 12 drawings per second
-    # in a film of 24, the changes around a frame are none at all, and every movement would stand
-    # out: pictures that are held are not shown.
+    # on both sides, so it would find no cuts near the ends of a file, and clips there would include
+    # frames of another scene. Therefore the first and the last picture are repeated `window` times.
+    # And if a file shows each picture for several frames, such as 12 drawings per second in a film
+    # of 24, the changes around a frame are zero, and every movement would look like a cut: repeated
+    # pictures are skipped.
 
     def __init__(self, settings: CutSettings) -> None:
         self._inner = _made(settings)
@@ -131,7 +133,7 @@ class Detector:
         self._last: np.ndarray | None = None
 
     def add(self, frame: Frame) -> None:
-        """Shows the next frame."""
+        """Adds the next frame."""
         picture = _small(frame)
         if self._last is None:
             for _ in range(self._more):
@@ -142,7 +144,7 @@ class Detector:
         self._frames += 1
 
     def cuts(self) -> list[int]:
-        """Ends, and returns the first frame of each scene but the first."""
+        """Finishes, and returns the first frame of each scene except the first."""
         if self._last is not None:
             for _ in range(self._more):
                 self._show(self._last, self._frames)
@@ -158,7 +160,7 @@ class Detector:
 
 
 def _made(settings: CutSettings) -> Any:
-    """Makes the detector of PySceneDetect; scenes of any length count."""
+    """Creates PySceneDetect's detector; scenes may have any length."""
     try:
         from scenedetect import AdaptiveDetector, ContentDetector
     except ImportError:
@@ -175,7 +177,7 @@ def _made(settings: CutSettings) -> Any:
 
 
 def _small(frame: Frame) -> np.ndarray:
-    """Scales a frame down, as it is stored: uint8 [h, w, 3], blue first; all frames alike."""
+    """Scales a frame down as stored: uint8 [h, w, 3], BGR; all frames to the same size."""
     stored = frame.decoded
     ratio = min(1.0, SMALL / min(stored.width, stored.height))
     size = max(2, round(stored.width * ratio)), max(2, round(stored.height * ratio))
@@ -191,8 +193,8 @@ def _change(one: np.ndarray, other: np.ndarray) -> float:
 def _measured(
     times: list[float], stated: float, packets: Packets
 ) -> tuple[np.ndarray, Fraction, bool]:
-    """Returns times from the first frame on with the end, the rate, and whether it is constant."""
-    # Broken files may go back: such a frame is shown for no time.
+    """Returns times from the first frame to the end, the rate, and whether it is constant."""
+    # Times of damaged files may decrease: such a frame has zero duration.
     shown = np.maximum.accumulate(np.array(times) - times[0])
     if rate := steady_rate(shown, packets.rate):
         return np.arange(len(shown) + 1) / float(rate), rate, True
@@ -203,8 +205,8 @@ def _measured(
 
 
 def _fastest_rate(times: np.ndarray, shortest: float) -> Fraction:
-    """Returns the rate of the shortest distance of frames, a whole one if it is nearly that."""
-    # Distances that are rounded count as their mean, if each frame is shown at that rate still.
+    """Returns the rate of the shortest frame distance, rounded to an integer if it is close."""
+    # Rounded distances count as their mean, if each frame is still shown at that rate.
     steps = np.diff(times)
     near = 1 / float(steps[(steps > 0) & (steps < (1 + STEADY) * shortest)].mean())
     for rate in (round(near), near):
@@ -216,19 +218,18 @@ def _fastest_rate(times: np.ndarray, shortest: float) -> Fraction:
 
 
 def shown_at(times: np.ndarray, rate: Fraction, fastest: Fraction) -> np.ndarray:
-    """Returns the frame that is shown at each moment of a constant rate."""
-    # It is the newest that has begun, where one that begins within half a frame's time counts, as
-    # times are rounded in files.
+    """Returns the frame shown at each moment of a constant rate."""
+    # The newest frame that has begun; one that begins within half a frame's duration counts,
+    # because times in files are rounded.
     count = max(1, round(float(times[-1] * rate)))
     moments = np.arange(count) / float(rate)
     early = EARLY / float(max(rate, fastest))
     return np.searchsorted(times[:-1], moments + early, "right") - 1
 
 
-# Clips are written from the frames of a file: at a constant rate, upright, in one size.
+# Writes clips from the frames of a file: at a constant rate, upright, in one size.
 #
-# Read `slots` first, which chooses the frame of each moment, then `ClipWriter`. What this does not
-# know: where scenes are, and which clips are there already.
+# Start with `slots`, which selects the frame of each moment, then `ClipWriter`.
 
 
 SUFFIXES = {"h264": ".mp4", "ffv1": ".mkv"}
@@ -236,14 +237,14 @@ FORMATS = {".mp4": "mp4", ".mkv": "matroska"}
 
 
 def rate_of(footage: Footage, settings: CutSettings) -> Fraction:
-    """Returns the frames per second that clips of a file have."""
+    """Returns the frame rate for the clips of a file."""
     if settings.fps is None:
         return footage.rate
     return Fraction(settings.fps).limit_denominator(1001)
 
 
 def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
-    """Chooses the frames that a scene shows at a constant rate."""
+    """Selects the frames of a scene at a constant rate."""
     if footage.constant and footage.rate == rate:
         return np.arange(first, end)
     times = footage.times[first : end + 1] - footage.times[first]
@@ -251,8 +252,8 @@ def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
 
 
 def clip_size(height: int, width: int, settings: CutSettings) -> tuple[int, int]:
-    """Returns height and width of a clip; H.264 takes even numbers only."""
-    # Without a change of scale an odd row or column is cut off, and not scaled away.
+    """Returns height and width of a clip; H.264 requires even numbers."""
+    # Without scaling, an odd row or column is cropped.
     shorter = settings.shorter_side
     if shorter is not None and min(height, width) > shorter:
         ratio = shorter / min(height, width)
@@ -263,7 +264,7 @@ def clip_size(height: int, width: int, settings: CutSettings) -> tuple[int, int]
 
 
 class ClipWriter:
-    """Writes frames to a file, in the order in which they come; a context manager."""
+    """Context manager that writes frames to a file in order."""
 
     def __init__(
         self, path: Path, suffix: str, size: tuple[int, int], rate: Fraction, settings: CutSettings
@@ -274,7 +275,7 @@ class ClipWriter:
     def __enter__(self) -> Self:
         import av
 
-        # Without exact flags Matroska files have random names in them: no two would be the same.
+        # Without exact flags Matroska files contain random ids and would never be equal.
         options = {"fflags": "+bitexact"}
         self._container: Any = av.open(
             str(self.path), "w", format=FORMATS[self.suffix], options=options
@@ -286,7 +287,7 @@ class ClipWriter:
         stream = self._stream or self._open(frame)
         picture = fitted(frame, self.size, stream.pix_fmt)
         picture.pts, picture.time_base = self._written, 1 / self.rate
-        # What kind of frame it was in its file would be forced upon the encoder.
+        # The encoder would otherwise be forced to use the frame type of the source.
         picture.pict_type = 0
         self._container.mux(stream.encode(picture))
         self._written += 1
@@ -304,11 +305,11 @@ class ClipWriter:
             self._container.close()
 
     def _open(self, frame: Frame) -> Any:
-        # One thread: the work is shared among files, and the bytes do not depend on the machine.
+        # One thread: files run in parallel, and the bytes do not depend on the machine.
         options = {"threads": "1"}
         if self.settings.codec == "h264":
-            # The macroblock tree of x264 reads memory that nobody wrote where sides are no
-            # multiples of 16: each run would make other bytes.
+            # x264's macroblock tree reads uninitialized memory if sides are not multiples of 16,
+            # which would make each run different.
             options |= {"crf": str(self.settings.crf), "preset": self.settings.preset}
             options |= {"mbtree": "0"}
         codec = {"h264": "libx264", "ffv1": "ffv1"}[self.settings.codec]
@@ -323,8 +324,8 @@ class ClipWriter:
 
 
 def fitted(frame: Frame, size: tuple[int, int], pixels: str) -> Any:
-    """Returns a frame, upright, in a size and pixel format, as PyAV has it."""
-    # It stays as it was decoded where that is right already: nothing is lost on the way.
+    """Returns a frame, upright, in a given size and pixel format, as a PyAV frame."""
+    # An already matching frame is returned unchanged, without loss.
     import av
 
     height, width = size
@@ -340,7 +341,7 @@ def fitted(frame: Frame, size: tuple[int, int], pixels: str) -> Any:
 
 
 def _is_cropped(frame: Frame, size: tuple[int, int]) -> bool:
-    """Whether only the last row or column is too many."""
+    """Whether only the last row or column must be cropped."""
     spare = frame.height - size[0], frame.width - size[1]
     return max(spare) == 1 and min(spare) >= 0
 
@@ -350,7 +351,7 @@ def _goes_through(frame: Frame, size: tuple[int, int]) -> bool:
 
 
 def _pixels(frame: Frame, size: tuple[int, int], codec: str) -> str:
-    """Chooses the pixel format of a clip."""
+    """Selects the pixel format of a clip."""
     import av
 
     if codec == "h264":

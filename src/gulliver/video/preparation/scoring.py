@@ -1,7 +1,7 @@
-"""The scorers in the box: numbers of a clip's `Samples`, none of which needs a download.
+"""Built-in scorers: functions of a clip's `Samples` that need no download.
 
-Each is a function of the samples, and its name is its column. Pictures are those of `take_samples`:
-eight moments, at most 512 pixels wide.
+The name of a function is its column. Pictures are those of `take_samples`: eight moments, at most
+512 pixels wide.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from gulliver.video.preparation.table import Table, check_suffix, write_broken
 from gulliver.video.preparation.work import FileOutcome, fill_columns
 
 HASH_SIDE = 32
-"""Side of the picture that is hashed."""
+"""Side length of the hashed picture."""
 BITS = 8
-"""Rows and columns of its frequencies that are in the hash."""
+"""Rows and columns of its frequencies in the hash."""
 PLAIN = 2.0
-"""Standard deviation, in grey levels, of a picture that shows nothing: its hash is 0."""
+"""Standard deviation, in grey levels, of a blank picture: its hash is 0."""
 STRONG = 48
-"""Least gradient of the edge of a letter, in grey levels."""
+"""Minimum gradient at the edge of a letter, in grey levels."""
 LINE = (6, 0.2)
-"""Height of a line of text: least, in pixels, and most, as a share of the picture."""
+"""Height of a line of text: minimum in pixels, and maximum as a fraction of the picture."""
 
 
 def sharpness(samples: Samples) -> float:
-    """Variance of the Laplacian of the brightness; below 50 or so a clip is blurred or plain."""
+    """Variance of the Laplacian of the brightness; below about 50 a clip is blurred or blank."""
     grey = samples.grey
     if min(grey.shape[1:]) < 3:
         return 0.0
@@ -49,12 +49,12 @@ def brightness(samples: Samples) -> float:
 
 
 def motion(samples: Samples) -> float:
-    """Mean difference of a frame and the next, in grey levels; 0 stands still, 10 is a lot."""
+    """Mean difference between consecutive frames, in grey levels; 0 is still, 10 is a lot."""
     return float(np.abs(samples.grey_neighbours - samples.grey).mean())
 
 
 def text_share(samples: Samples) -> float:
-    """Share of the picture that boxes around lines of text take, 0 to 1, mean of three moments."""
+    """Fraction of the picture inside text boxes, 0 to 1, mean of three moments."""
     # A line of text is a row of strong edges that are close together (morphological gradient,
     # closed along the row), flat, mostly filled, and crossed by as many strokes as it has letters.
     cv2 = _cv2()
@@ -85,7 +85,7 @@ def text_boxes(grey: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 
 def _is_line(grey: np.ndarray, edges: np.ndarray, area: int) -> bool:
-    """Whether strong edges that are close together look like a line of text."""
+    """Whether a group of strong edges looks like a line of text."""
     height, width = edges.shape
     if not LINE[0] <= height <= LINE[1] * grey.shape[0] or width < 2 * height:
         return False
@@ -95,9 +95,9 @@ def _is_line(grey: np.ndarray, edges: np.ndarray, area: int) -> bool:
 
 
 def phash(samples: Samples) -> str:
-    """Perceptual hash of each moment: 64 bits as 16 hexadecimal digits, one after another."""
-    # A bit says whether one of the 8 x 8 lowest frequencies (cosine transform of 32 x 32 averages)
-    # is above their median: coding and scaling change few of them.
+    """Perceptual hash of each moment: 64 bits as 16 hexadecimal digits, concatenated."""
+    # A bit is whether one of the 8 x 8 lowest frequencies (cosine transform of 32 x 32 averages) is
+    # above their median: coding and scaling change few of them.
     small = averaged(samples.grey, HASH_SIDE)
     basis = _cosines(HASH_SIDE)[:BITS]
     low = (basis @ small @ basis.T).reshape(len(small), -1)
@@ -116,7 +116,7 @@ def _cosines(side: int) -> np.ndarray:
 
 
 def hash_bits(hashes: list[str]) -> np.ndarray:
-    """Turns hashes of clips into bits, bool [clips, MOMENTS * 64]."""
+    """Converts hashes of clips to bits, bool [clips, MOMENTS * 64]."""
     if not hashes:
         return np.zeros((0, MOMENTS * BITS * BITS), bool)
     content = np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8)
@@ -138,31 +138,30 @@ IN_THE_BOX: dict[str, Callable[[Samples], Any]] = {
     "text_share": text_share,
     "phash": phash,
 }
-"""Scorers by the name of their column."""
+"""Built-in scorers by column name."""
 
 
-# Scores of clips: a column for each scorer, those in the box and those of plug-ins.
+# Scores clips with built-in scorers and plug-ins, each of which fills a column.
 #
-# A plug-in is an entry point of the group `GROUP`: its name is the column, and it leads to a
-# function of `Samples` that returns a number, text, or None. All scorers that are asked for see
-# one decoding.
+# A plug-in is an entry point of the group `GROUP`, named like its column, that refers to a function
+# of `Samples` returning a number, text, or None. All scorers share one decoding.
 
 
 GROUP = "gulliver.scorers"
-"""Group of the entry points of plug-ins."""
+"""Entry point group of plug-ins."""
 Scorer = Callable[[Samples], Any]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A table with scores."""
+    """A scored table."""
 
-    # The table; scores that could not be had are null.
+    # The table; missing scores are null.
     table: Table
-    # Name and reason of each file without some score, or of which a part was scored.
+    # Name and reason of each file with missing or partial scores.
     broken: list[tuple[str, str]]
     fresh: int
-    # Number of those that have every score that was asked for.
+    # Number of rows with all requested scores.
     whole: int
 
 
@@ -180,20 +179,20 @@ def find_scorers(names: Sequence[str]) -> dict[str, Scorer]:
                 f"unknown scorer {name!r}: {nearest(name, [*IN_THE_BOX, *plugged])}"
             )
     if not found:
-        raise GulliverError(f"no scorer is named: {nearest('', [*IN_THE_BOX, *plugged])}")
+        raise GulliverError(f"no scorer is given: {nearest('', [*IN_THE_BOX, *plugged])}")
     return found
 
 
 def _loaded(point: EntryPoint) -> Scorer:
     where = f"scorer {point.name!r} of {point.dist.name if point.dist else point.value}"
     if point.name in IN_THE_BOX or point.name in ("path", "num_frames", "height", "width", "fps"):
-        raise GulliverError(f"{where} has a name that is taken: rename its entry point")
+        raise GulliverError(f"{where} has the name of another scorer; rename its entry point")
     try:
         function = point.load()
     except Exception as error:
         raise GulliverError(f"{where} cannot be imported: {_told(error)}") from error
     if not callable(function):
-        raise GulliverError(f"{where} is no function: its entry point leads to {function!r}")
+        raise GulliverError(f"{where} is not a function: its entry point refers to {function!r}")
     return function
 
 
@@ -204,14 +203,14 @@ def score(
     again: bool = False,
     workers: int = 0,
 ) -> Scored:
-    """Writes a table with a column for each scorer; rows that have their scores are left alone.
+    """Writes a table with a column per scorer; rows with existing scores are skipped.
 
     Args:
         table: table of clips.
         names: scorers.
-        out: table to write; None: the one that was read.
-        again: whether to score anew what has scores.
-        workers: threads; 0 takes one for each core.
+        out: table to write; None: the input table.
+        again: whether to recompute existing scores.
+        workers: threads; 0 uses one per core.
 
     Raises:
         GulliverError: an unknown scorer.
@@ -235,7 +234,7 @@ def _column(table: Table, name: str, again: bool) -> list[Any]:
 
 
 def score_file(path: Path, scorers: dict[str, Scorer]) -> FileOutcome:
-    """Scores a clip; what a scorer raises is the clip's problem, and the others are kept."""
+    """Scores a clip; an error of one scorer is recorded, and the others are kept."""
     samples = take_samples(path)
     values: dict[str, Any] = {}
     problems = [] if samples.problem is None else [f"only a part was scored: {samples.problem}"]
@@ -248,16 +247,16 @@ def score_file(path: Path, scorers: dict[str, Scorer]) -> FileOutcome:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Turns a score into a number or text of Python; NaN is None."""
+    """Converts a score to a plain number or text; NaN becomes None."""
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, float | int | str | None):
-        raise GulliverError(f"gives {type(value).__name__}: give a number, text or None")
+        raise GulliverError(f"returns {type(value).__name__}; return a number, text or None")
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value
 
 
 def _told(error: BaseException) -> str:
-    """Says an error in one line."""
+    """Formats an error in one line."""
     kind = "" if isinstance(error, GulliverError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())

@@ -1,10 +1,9 @@
-"""Tables of clips: Parquet or CSV, with the columns of Open-Sora's tools, in PyArrow's memory.
+"""Tables of clips: Parquet or CSV, with the columns of Open-Sora's tools, held by PyArrow.
 
-A `Table` is read and written whole. Columns that nobody here knows are kept as they are: of a CSV
-file they have a type only where their text comes back letter by letter. Empty cells are null, and
-so is NaN in columns of numbers. Paths of clips are relative to the table's folder, as in training,
-and are written anew where a table is written elsewhere.
-What this does not know: what is in the files. It imports no torch.
+A `Table` is read and written as a whole. Unknown columns are preserved: CSV columns are typed only
+if their text round-trips exactly. Empty cells are null, and so is NaN in numeric columns. Paths of
+clips are relative to the table's folder, as in training, and are adjusted if a table is written to
+another folder. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ WHOLE = ("num_frames", "height", "width", "resolution")
 REAL = ("aspect_ratio", "fps", "aes", "flow", "match")
 TEXTS = ("path", "text", "cmotion")
 OURS = ("duration", "rotation", "bytes", "sharpness", "brightness", "motion", "text_share")
-"""Numbers that other steps write: typed however they are spelt, where all of them are numbers."""
+"""Numeric columns written by other steps: typed for any spelling, if all cells are numbers."""
 COLUMNS = ("path", "text", *WHOLE[:3], "aspect_ratio", "resolution", "fps", *REAL[2:], "cmotion")
 """Columns of Open-Sora's tables; aspect_ratio is height / width, resolution is height x width."""
 
@@ -46,12 +45,12 @@ def arrow() -> Any:
 
 @dataclass(frozen=True)
 class Table:
-    """Clips, a row each.
+    """Clips, one per row.
 
     Attributes:
         data: the columns, a `pyarrow.Table`.
-        path: file that they were read from or written to; clips lie relative to its folder.
-        stamp: the file's state when it was read or written; None where there was none.
+        path: file that they were read from or written to; clips are relative to its folder.
+        stamp: the file's state when it was read or written; None if it did not exist.
     """
 
     data: Any
@@ -63,13 +62,13 @@ class Table:
         """Reads a .parquet or .csv file.
 
         Raises:
-            GulliverError: it is missing or unreadable, has no column `path`, or one twice; or a
-                column of numbers holds what is none.
+            GulliverError: it is missing or unreadable, has no column `path`, a duplicate column, or
+                a numeric column with other values.
         """
         path = Path(path)
         if path.is_dir():
             raise GulliverError(
-                f"{path} is a folder: `gulliver data scan {path}` makes a table of its clips"
+                f"{path} is a folder; create a table of its clips with `gulliver data scan {path}`"
             )
         if not path.is_file():
             raise GulliverError(f"table {path} does not exist")
@@ -88,7 +87,7 @@ class Table:
         names: Sequence[str],
         stamp: Stamp | None = None,
     ) -> Table:
-        """Makes a table of rows, which may lack cells; `names` are the columns, in their order."""
+        """Creates a table of rows, which may lack cells; `names` are the columns, in order."""
         pa, rows = arrow(), list(rows)
         cells = {name: [row.get(name) for row in rows] for name in names}
         data = {name: pa.array(values, _kind_of(name, values)) for name, values in cells.items()}
@@ -103,10 +102,10 @@ class Table:
         return self.data.num_rows
 
     def require(self, *names: str) -> None:
-        """Refuses a table that lacks columns.
+        """Raises an error if columns are missing.
 
         Raises:
-            GulliverError: naming the first that is missing and the one most like it.
+            GulliverError: a column is missing; names the most similar one.
         """
         for name in names:
             if name not in self.names:
@@ -115,24 +114,24 @@ class Table:
                 )
 
     def column(self, name: str) -> list[Any]:
-        """Returns a column as Python values; None where a cell is empty."""
+        """Returns a column as Python values; None for empty cells."""
         self.require(name)
         return self.data.column(name).to_pylist()
 
     def clips(self) -> list[tuple[str, Path]]:
-        """Returns of each row the name that the table has, and the path that it leads to."""
+        """Returns the name and the resolved path of each row's clip."""
         return [(name or "", self.path.parent / (name or "")) for name in self.column("path")]
 
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Table:
-        """Adds columns, or replaces those of the same names."""
+        """Adds or replaces columns."""
         data, pa = self.data, arrow()
         for name, values in columns.items():
             try:
                 array = pa.array(values, _kind_of(name, values))
             except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
                 raise GulliverError(
-                    f"column {name!r} of {self.path.name} would hold values of several types: "
-                    f"{_line(error)}; with --again all are made anew"
+                    f"column {name!r} of {self.path.name} would have values of several types: "
+                    f"{_line(error)}; use --again to recompute all"
                 ) from error
             place = self.names.index(name) if name in self.names else None
             data = (
@@ -143,27 +142,27 @@ class Table:
         return replace(self, data=data)
 
     def rows(self, which: Any) -> Table:
-        """Takes rows, by a mask of booleans or by indices, in their order."""
+        """Selects rows by a boolean mask or by indices, in their order."""
         pa = arrow()
         if not len(which):
-            # An empty list has no type by which one could take.
+            # An empty list has no type to index with.
             return replace(self, data=self.data.slice(0, 0))
         array = pa.array(which)
         data = self.data.filter(array) if pa.types.is_boolean(array.type) else self.data.take(array)
         return replace(self, data=data)
 
     def write(self, path: Path | None = None) -> Table:
-        """Writes the table, whole or not at all, in the format of the suffix.
+        """Writes the table atomically, in the format of the suffix.
 
         Args:
-            path: file to make or replace; None replaces the one that was read.
+            path: file to create or replace; None replaces the one that was read.
 
         Returns:
-            The table as it lies there: in another folder the relative paths are others.
+            The written table; in another folder its relative paths differ.
 
         Raises:
-            GulliverError: another suffix, a full disk, cells that the format cannot hold, or the
-                file is to be replaced and is no longer the one that was read.
+            GulliverError: the suffix is unknown, the disk is full, the format cannot hold a cell,
+                or the file was changed since it was read.
         """
         path = Path(path or self.path)
         check_suffix(path)
@@ -181,8 +180,8 @@ class Table:
         same = path.absolute() == self.path.absolute()
         if same and self.stamp is not None and stamp_of(path) not in (None, self.stamp):
             raise GulliverError(
-                f"{path} has changed since it was read, by hand or by another step: it stays as it "
-                "is; what was found out of its clips is kept, the same command takes it up"
+                f"{path} was changed by hand or by another step since it was read, and is not "
+                "replaced; results are kept, and the same command continues"
             )
 
     def _moved(self, path: Path) -> Table:
@@ -197,7 +196,7 @@ class Table:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """Returns what changes with a file: its number, size and time of change; None without one."""
+    """Returns a file's id, size and modification time; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -206,26 +205,28 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuses a name that is neither of Parquet nor of CSV, or any where PyArrow is missing."""
+    """Raises an error for a name without a Parquet or CSV suffix, or if PyArrow is missing."""
     arrow()
     if path.suffix not in (".parquet", ".csv"):
         raise GulliverError(f"table {path.name} must end in .parquet or .csv")
 
 
 def check_other(out: Path, table: Path) -> None:
-    """Refuses to write a step's new table in the place of the one that it reads."""
+    """Raises an error if a step's output would replace its input."""
     check_suffix(out)
     if out.absolute() == table.absolute():
-        raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
+        raise GulliverError(
+            f"--out {out} is the input table, which would lose rows; give another file"
+        )
 
 
 def broken_path(table: Path) -> Path:
-    """Names the list of files that a step on a table could not use."""
+    """Returns the path of the list of unusable files."""
     return table.with_name(f"{table.stem}.broken.csv")
 
 
 def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> Path | None:
-    """Lists files that a step cannot use, beside a table; what other steps have listed stays."""
+    """Lists a step's unusable files next to a table; entries of other steps stay."""
     path = broken_path(table)
     rows = [row for row in read_broken(table) if row[1] != step]
     rows += [(name, step, reason) for name, reason in broken]
@@ -236,7 +237,7 @@ def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> P
 
 
 def write_list(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Writes a CSV file for people, whole or not at all."""
+    """Writes a CSV file for people atomically."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_text(path, text.getvalue())
@@ -244,7 +245,7 @@ def write_list(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]])
 
 
 def read_broken(table: Path) -> list[tuple[str, str, str]]:
-    """Reads path, step and reason of each file that is listed beside a table."""
+    """Reads path, step and reason of each file listed next to a table."""
     path = broken_path(table)
     if not path.is_file():
         return []
@@ -254,7 +255,7 @@ def read_broken(table: Path) -> list[tuple[str, str, str]]:
 
 
 def _kind_of(name: str, values: Sequence[Any]) -> Any:
-    """Chooses the type of a column; None lets PyArrow find it."""
+    """Selects the type of a column; None lets PyArrow infer it."""
     pa = arrow()
     if name in WHOLE:
         return pa.int64()
@@ -275,7 +276,7 @@ def _write(data: Any, path: Path, suffix: str) -> None:
 
     pa = arrow()
     if "text" in data.column_names:
-        # A caption is one line in CSV: a row that goes on may as well be a quote left open.
+        # A caption is one line in CSV: a multi-line row is probably an unclosed quote.
         place = data.column_names.index("text")
         text = data.column("text").cast(pa.string())
         flat = pa.compute.replace_substring_regex(text, r"\s*[\r\n]+\s*", " ")
@@ -284,7 +285,7 @@ def _write(data: Any, path: Path, suffix: str) -> None:
 
 
 def without_nan(data: Any) -> Any:
-    """Makes NaN null, which pandas does not tell apart: NaN is above all numbers to DuckDB."""
+    """Converts NaN to null, as pandas does: DuckDB orders NaN above all numbers."""
     pa = arrow()
     for place, (name, column) in enumerate(zip(data.column_names, data.columns, strict=True)):
         if pa.types.is_floating(column.type):
@@ -303,7 +304,7 @@ def _read_parquet(path: Path) -> Any:
         with named_errors(path, "read"):
             data = parquet.ParquetFile(path).read()
     except (pa.ArrowInvalid, pa.ArrowException) as error:
-        raise GulliverError(f"{path} is no readable Parquet file: {_line(error)}") from error
+        raise GulliverError(f"{path} is not a readable Parquet file: {_line(error)}") from error
     _check_names(path, data.column_names)
     return data
 
@@ -322,7 +323,7 @@ def _read_csv(path: Path) -> Any:
             data = arrow_csv.read_csv(path, parse_options=parse, convert_options=strings)
     except (pa.ArrowInvalid, pa.ArrowException) as error:
         raise GulliverError(
-            f"{path}: {_line(error)}: a caption with a comma or a quote in it needs quotes around"
+            f"{path}: {_line(error)}; a caption with a comma or a quote must be quoted"
         ) from error
     columns = {name: _typed(path, name, data.column(name)) for name in names}
     return pa.table(columns)
@@ -333,7 +334,7 @@ def _header(path: Path) -> list[str]:
         with named_errors(path, "read"), path.open(encoding="utf-8-sig", newline="") as file:
             names = next(csv.reader(file), [])
     except (UnicodeDecodeError, csv.Error) as error:
-        raise GulliverError(f"{path} is no CSV table in UTF-8: {error}") from None
+        raise GulliverError(f"{path} is not a CSV table in UTF-8: {error}") from None
     if not names:
         raise GulliverError(f"table {path.name} is empty")
     _check_names(path, names)
@@ -343,17 +344,17 @@ def _header(path: Path) -> list[str]:
 def _check_names(path: Path, names: Sequence[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise GulliverError(f"{path} has the column {twice[0]!r} twice: leave one of them out")
+        raise GulliverError(f"{path} has the column {twice[0]!r} twice; remove one of them")
 
 
 def _typed(path: Path, name: str, column: Any) -> Any:
-    """Gives a column of text the type that all its cells have."""
+    """Types a text column if all cells agree."""
     pa = arrow()
     goes_on = pa.compute.index(pa.compute.match_substring_regex(column, r"[\r\n]"), True).as_py()
     if goes_on >= 0:
         raise GulliverError(
-            f"{path}, row {goes_on + 1}: {name} goes on over several lines: is a quote left open? "
-            "Captions are written on one line"
+            f"{path}, row {goes_on + 1}: {name} has several lines; close its quote, or write the "
+            "caption on one line"
         )
     known = name in WHOLE or name in REAL
     if name in TEXTS or (column.null_count == len(column) and not known):
@@ -364,22 +365,21 @@ def _typed(path: Path, name: str, column: Any) -> Any:
             cast = trimmed.cast(kind)
         except pa.ArrowInvalid:
             continue
-        # 007, 1e5, 1.10 and TRUE are names as far as anyone here knows: they would come back as
-        # something else.
+        # 007, 1e5, 1.10 and TRUE may be names: they would not round-trip.
         if known or name in OURS or _comes_back(cast, column):
             return cast
     return _fractions(path, name, column) if known else column
 
 
 def _comes_back(cast: Any, text: Any) -> bool:
-    """Whether a typed column is written as the text that it was read from: nan is a word, too."""
+    """Whether a typed column is written as the original text; nan may be a word, too."""
     pa = arrow()
     finite = pa.types.is_boolean(cast.type) or pa.compute.all(pa.compute.is_finite(cast)).as_py()
     return finite is not False and cast.cast(pa.string()).equals(text)
 
 
 def _fractions(path: Path, name: str, column: Any) -> Any:
-    """Reads numbers among which there are fractions, such as 30000/1001."""
+    """Parses numbers with fractions among them, such as 30000/1001."""
     values: list[float | None] = []
     for row, cell in enumerate(column.to_pylist(), 1):
         try:
@@ -387,13 +387,13 @@ def _fractions(path: Path, name: str, column: Any) -> Any:
             number = float(Fraction(cell) if fraction else cell) if cell else None
         except (ValueError, ZeroDivisionError, OverflowError):
             raise GulliverError(
-                f"{path}, row {row}: {name} is {cell!r}, which is no number: leave the cell empty "
-                "where it is not known"
+                f"{path}, row {row}: {name} is {cell!r}, which is not a number; leave the cell "
+                "empty if it is unknown"
             ) from None
         values.append(number)
     return arrow().chunked_array([arrow().array(values, arrow().float64())])
 
 
 def _line(error: BaseException) -> str:
-    """Says an error in one line."""
+    """Formats an error in one line."""
     return " ".join(str(error).split())

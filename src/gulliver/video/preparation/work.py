@@ -1,4 +1,4 @@
-"""One piece of work per file of many: by threads, with progress, resumable."""
+"""Runs a function per file in parallel, with progress, resumable."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from gulliver.jobs.display import Display
 from gulliver.video.preparation.table import Table
 
 
-# [Note: one step at a time] Steps read a table at their beginning and replace it at their end, so
-# of two at once one would lose what the other has done. Whoever writes a table holds the file
-# `.NAME.lock` beside it, in which he says what he does. A table that was read before the lock was
-# had is noticed by `Table.write`.
+# [Note: one step at a time] Steps read a table at the start and replace it at the end, so of two
+# concurrent steps one would lose the results of the other. A writer therefore locks the file
+# `.NAME.lock` next to the table, and writes its step into it. `Table.write` detects a table that
+# was read before the lock was acquired.
 #
-# [Note: work that can be killed] A step over a table may take hours, and its table is written
-# whole, at its end. Until then each result is a line of JSON in a journal beside the table,
-# appended as soon as it is known: a process that is killed loses the files that it was at. The next
-# one reads the journal, leaves out a torn last line, and does the rest. A result counts for a file
-# of the same size and time of change only. The journal goes when the table is there; one that is
-# left behind by a kill between the two says nothing that the table does not.
+# [Note: work that can be killed] A step over a table may take hours, and its table is written at
+# the end. Until then each result is appended immediately as a line of JSON to a journal next to the
+# table: an interruption loses only the files in progress. The next run reads the journal, ignores a
+# partial last line, and does the rest. A result is valid only for the same file size and
+# modification time. The journal is deleted once the table is written; one left by an interruption
+# in between contains nothing that the table does not.
 @dataclass(frozen=True)
 class FileOutcome:
-    """Values of a file by column, and why others could not be had.
+    """Values of a file by column, and errors.
 
-    A file that cannot be read has a problem and no values.
+    An unreadable file has a problem and no values.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def work_on(
     each: Each | None = None,
     within: bool = False,
 ) -> Iterator[list[FileOutcome]]:
-    """Yields the outcome of each file; the block writes the table, after which the journal goes."""
+    """Yields the result of each file; the block writes the table, then the journal is deleted."""
     path = table.with_name(f".{table.name}.{step}.jsonl")
     with nullcontext() if within else held_table(table, step):
         remove_leftovers(path.parent)
@@ -82,7 +82,7 @@ def fill_columns(
     settings: str = "",
     workers: int = 0,
 ) -> Iterator[list[tuple[str, str]]]:
-    """Fills cells of some rows with what is found of their files, as `work_on`.
+    """Fills cells of some rows with results for their files, like `work_on`.
 
     Yields name and reason of each file with a problem; cells without a new value stay.
     """
@@ -97,7 +97,7 @@ def fill_columns(
 
 @contextmanager
 def held_table(table: Path, step: str) -> Iterator[None]:
-    """Keeps a table for one step, from before it is worked on until it is written."""
+    """Locks a table for one step, from before it is read until it is written."""
     path = table.with_name(f".{table.name}.lock")
     with ExitStack() as stack:
         while True:
@@ -112,9 +112,9 @@ def held_table(table: Path, step: str) -> Iterator[None]:
             except BlockingIOError:
                 with suppress(OSError):
                     step = path.read_text(encoding="utf-8") or step
-                told = f"another process is at {step} of {table}"
-                raise GulliverError(f"{told}: wait for it") from None
-            # Who had it before may have removed the file that is locked now.
+                told = f"another process is running {step} on {table}"
+                raise GulliverError(f"{told}; wait until it ends") from None
+            # The previous owner may have deleted the locked file.
             if path.exists() and path.stat().st_ino == before:
                 break
             stack.close()
@@ -134,7 +134,7 @@ def _worked(
     keys = [_key(name, path) for name, path in clips]
     left = [place for place, key in enumerate(keys) if key not in journal.found]
     done = len(keys) - len(left)
-    # A file that several rows name is looked at once.
+    # A file in several rows is processed once.
     first = {keys[place]: place for place in reversed(left)}
     with Display(step, len(keys), done, enabled=bool(keys)) as display, journal:
         jobs = ((key, clips[place][1]) for key, place in sorted(first.items(), key=lambda i: i[1]))
@@ -153,7 +153,7 @@ def usable_cores() -> int:
 def _in_threads(
     work: Work, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, FileOutcome]]:
-    """Works on files in threads, which decoders leave each other, and yields what is ready."""
+    """Processes files in threads (decoders release the GIL), in order of completion."""
     return _threaded(partial(_tried, work), jobs, workers)
 
 
@@ -190,7 +190,7 @@ def _key(name: str, path: Path) -> str:
 
 
 class _Journal:
-    """Outcomes by key, in a file that is only ever appended to."""
+    """Results by key, in an append-only file."""
 
     def __init__(self, path: Path, settings: str) -> None:
         self.path, self.settings = path, settings
@@ -205,12 +205,12 @@ class _Journal:
     def __enter__(self) -> _Journal:
         with named_errors(self.path):
             self._file = self.path.open("w" if self._begins else "a", encoding="utf-8")
-            # After a torn line the next one begins on its own.
+            # Start on a new line after a partial one.
             self._file.write(json.dumps(self.settings) + "\n" if self._begins else "\n")
         return self
 
     def add(self, key: str, outcome: FileOutcome) -> None:
-        """Keeps the outcome of a file."""
+        """Stores the result of a file."""
         self.found[key] = outcome
         with named_errors(self.path):
             self._file.write(json.dumps([key, outcome.values, outcome.problem]) + "\n")
@@ -227,10 +227,10 @@ FileWork = Callable[[Path], FileOutcome]
 def in_processes(
     work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, FileOutcome]]:
-    """Works on files in processes, and yields what is ready: a crash costs its file only."""
-    # A pool of one process for each thread: so it is known what a process that died was at.
+    """Processes files in processes, and yields results as they complete: a crash costs one file."""
+    # One single-process pool per thread, so that a dead process can be attributed to its file.
     local, pools = threading.local(), list[ProcessPoolExecutor]()
-    # Not fork: this process may have threads, of torch and of the display.
+    # Not fork: this process may have threads, of torch and of the progress display.
     context = get_context("forkserver")
     context.set_forkserver_preload([getattr(work, "func", work).__module__])
 
@@ -254,7 +254,7 @@ def in_processes(
 
 
 def _end_with_parent() -> None:
-    """Has a worker leave Ctrl+C to its parent, and end when that is killed."""
+    """Makes a worker leave Ctrl+C to its parent, and exit when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None, "it is a worker"
@@ -263,5 +263,5 @@ def _end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    # The pool's queue is open at both ends in a worker: it would wait for ever.
+    # The pool's queue is open at both ends in a worker, so it would wait forever.
     threading.Thread(target=watch, daemon=True).start()
