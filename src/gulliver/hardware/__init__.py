@@ -1,4 +1,4 @@
-"""What things cost: devices, links and disks, measured or described, and the formulas on them."""
+"""Cost models: devices, links and disks, measured or described, and formulas based on them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,33 +1,35 @@
-"""Attention over a sequence that lies on several ranks: its FLOPs, bytes and seconds, by formula.
+"""FLOPs, bytes and seconds of attention over a sequence that is split over several ranks.
 
 With B batch, H heads, G KV heads, L and K the tokens of queries and keys, D and E the dims of
-queries and values, s the bytes of an element and w those of what partial results are kept in (4,
-and 8 for float64), u ulysses, o outer, i inner and n = o i places: a place's keys and values, and
-their gradients are
+queries and values, s the bytes per element and w those of partial results (4, and 8 for float64), u
+Ulysses, o outer, i inner and n = o i positions, the keys and values of a position and their
+gradients have
 
     kv = B (G / u) (K / n) (D + E) s        grads = kv w / s
 
+bytes. A rank sends
+
 | | inner ring | outer ring |
-|---|---|---|
+| --- | --- | --- |
 | forward | o (i - 1) kv | (o - 1) kv |
 | backward | o (i - 1) (kv + grads) | (o - 1) (kv + grads) |
 
 In units of B H (L / N) D elements a flat ring of N therefore sends 2 (N - 1) forward and 4 (N - 1)
-backward in float32, where the two rings of RSA send 2 (N - 1) and 6 (N - 1). Ulysses sends
-(u - 1) / u of a rank's q, k, v and output, forward and backward alike; KV heads that several ranks
-need are sent to each.
+backward in float32, while the two rings of RSA send 2 (N - 1) and 6 (N - 1). Ulysses sends (u - 1)
+/ u of a rank's q, k, v and output, in forward and in backward; KV heads that several ranks need are
+sent to each.
 
-Along the outer ring each rank of a node sends what a flat ring's one rank at the node's end would
-send i times, and a bit: (o - 1) blocks instead of (n - 1).
+Along the outer ring each rank of a node sends about 1 / i of what the rank at the node's end sends
+in a flat ring: (o - 1) blocks instead of (n - 1).
 
-A step of the ring sends while it computes: with c the seconds of a block and f, s those of a hop
-along the inner and the outer ring, a forward takes
+A ring step sends while it computes: with c the seconds of a block and f, s those of a hop along the
+inner and the outer ring, a forward takes
 
     turn = (i - 1) max(c, f) + c        forward = (o - 1) max(turn, s) + turn
 
-and a backward the same with the backward's messages and 5/2 of the operations. An exchange of
-heads is not hidden. Under a causal mask a balanced layout (zigzag) gives every rank half of the
-pairs; the plain layout's last rank has all of them.
+and a backward the same with the backward's messages and 5/2 of the operations. A head exchange is
+not hidden. Under a causal mask a balanced layout (zigzag) gives every rank half of the pairs; the
+last rank of the plain layout has all of them.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ from gulliver.hardware.costs import (
 )
 
 EXCHANGE_LAUNCHES, EXCHANGE_RANK_LAUNCHES = 7, 8
-"""Operations that pack and unpack an exchange of heads, and more of them for each of its ranks."""
+"""Packing operations of a head exchange, constant and per rank of it."""
 RING_LAUNCHES, RING_RANK_LAUNCHES = 58, 26
-"""Operations of a ring's attention, forward and backward, beside those of a whole one, and more of
-them for each of its ranks: blocks, how they are merged, and what is kept of them. All four are
-counted from steps of 2 and of 4 ranks (tests/data_centric/test_step_prices.py counts them
-again)."""
+"""Additional operations of ring attention compared with a single attention, forward and backward,
+constant and per rank: blocks, merging, and saved state. All four were counted in steps of 2 and 4
+ranks (tests/data_centric/test_step_prices.py counts them again).
+"""
 GATHER_LAUNCHES = 5
-"""Operations that pack and unpack a sequence which tensor ranks gather, or add up and share."""
+"""Packing operations of a sequence that tensor ranks gather, or reduce and scatter."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class AttentionShape:
     length: int
     # Dims of a query and of a key.
     head_dim: int
-    # Tokens of the keys; None is `length`.
+    # Tokens of the keys; None for `length`.
     key_length: int | None = None
-    # Dims of a value; None is `head_dim`.
+    # Dims of a value; None for `head_dim`.
     value_dim: int | None = None
     # Float64, float32, bfloat16 or float16.
     dtype: str = "float32"
-    # Half of the pairs are computed.
+    # Whether only half of the pairs are computed.
     causal: bool = False
 
     @property
@@ -89,57 +91,56 @@ class AttentionShape:
 
     @property
     def item(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of partial results."""
+        """Bytes per element of partial results."""
         return max(4, self.item)
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How a sequence is split over ranks, in numbers."""
+    """Numbers of ranks along each dim of a split sequence."""
 
-    # Ranks that exchange sequence for heads.
+    # Ranks that exchange sequence for heads (Ulysses).
     ulysses: int
-    # Places of the outer ring.
+    # Size of the outer ring.
     outer: int
-    # Places of the inner ring.
+    # Size of the inner ring.
     inner: int
-    # KV heads of the ranks of one place together; one that several ranks need counts for each of
-    # them.
+    # KV heads over the ranks of one position; one that several ranks need counts for each of them.
     kv_heads: int
-    # Every rank computes as many pairs of a causal mask.
+    # Whether every rank computes as many pairs of a causal mask.
     balanced: bool = True
 
     @property
     def ring(self) -> int:
-        """Places of both rings."""
+        """Size of both rings together."""
         return self.outer * self.inner
 
     @property
     def degree(self) -> int:
-        """Ranks that share the sequence."""
+        """Number of ranks that share the sequence."""
         return self.ring * self.ulysses
 
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Bytes that each rank sends, the mean of all ranks."""
+    """Bytes sent by each rank, averaged over all ranks."""
 
-    # Bytes of the exchanges of heads in the forward.
+    # Bytes of head exchanges in the forward.
     ulysses_forward: float = 0.0
-    # Bytes of those in the backward.
+    # Bytes of head exchanges in the backward.
     ulysses_backward: float = 0.0
     # Bytes along the inner ring in the forward.
     inner_forward: float = 0.0
-    # Bytes along it in the backward.
+    # Bytes along the inner ring in the backward.
     inner_backward: float = 0.0
     # Bytes along the outer ring in the forward.
     outer_forward: float = 0.0
-    # Bytes along it in the backward.
+    # Bytes along the outer ring in the backward.
     outer_backward: float = 0.0
 
     @property
@@ -162,16 +163,16 @@ class AttentionBytes:
 class AttentionSeconds:
     """Seconds of a forward and a backward."""
 
-    # Seconds of both, with what they wait for.
+    # Seconds of both, including communication.
     total: float
-    # Seconds if nothing had to be sent.
+    # Seconds without communication.
     compute: float
-    # Seconds of the exchanges of heads.
+    # Seconds of head exchanges.
     exchanges: float
 
 
 def split_attention_bytes(split: SequenceSplit, shape: AttentionShape) -> AttentionBytes:
-    """Bytes that each rank sends in one attention; see the top of the file."""
+    """Bytes sent by each rank in one attention; see the top of the file."""
     forward, backward = _hop_bytes(split, shape)
     inner, outer = split.outer * (split.inner - 1), split.outer - 1
     exchanged = head_exchange_bytes(split, shape)
@@ -183,7 +184,7 @@ def split_attention_bytes(split: SequenceSplit, shape: AttentionShape) -> Attent
 
 
 def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
-    """Bytes that each rank sends in the exchanges of one forward, or of one backward."""
+    """Bytes sent by each rank in the exchanges of one forward, or of one backward."""
     of_q = shape.batch * shape.length / split.degree * shape.heads
     of_kv = shape.batch * shape.keys / split.degree * split.kv_heads
     sent = of_q * shape.head_dim + of_kv * (shape.head_dim + shape.values) + of_q * shape.values
@@ -191,12 +192,12 @@ def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
 
 
 def exchange_launches(ranks: int) -> float:
-    """Operations that pack and unpack one exchange of heads."""
+    """Packing operations of one head exchange."""
     return EXCHANGE_LAUNCHES + EXCHANGE_RANK_LAUNCHES * ranks
 
 
 def hop_launches(ranks: int) -> float:
-    """Operations of one hop of a ring and its attention, beside those of a whole attention."""
+    """Additional operations of one ring hop and its attention."""
     return (RING_LAUNCHES + RING_RANK_LAUNCHES * ranks) / (2 * (ranks - 1))
 
 
@@ -212,13 +213,14 @@ def attention_seconds(
     """Seconds of softmax(Q K^T) V on one rank: 2 rows queries keys (D + E) FLOPs forward.
 
     Args:
-        device: device to compute on.
+        device: device.
         rows: batch times heads.
-        queries: tokens that attend.
-        keys: tokens that are attended to.
+        queries: number of query tokens.
+        keys: number of key tokens.
         dims: dims of queries and keys, and of values.
         dtype: dtype of the tensors.
-        backward: count the backward too: five products of matrices beside the forward's two.
+        backward: whether to include the backward: five matrix products in addition to the forward's
+            two.
     """
     forward = sum(matmul_seconds(device, queries, rows * dim, keys, dtype) for dim in dims)
     return forward * (1 + BACKWARD_OF_ATTENTION) if backward else forward
@@ -239,14 +241,14 @@ def split_attention_seconds(
 
 
 def _hop_bytes(split: SequenceSplit, shape: AttentionShape) -> tuple[float, float]:
-    """Bytes of one hop of one place's block, forward and backward, with what comes home."""
+    """Bytes of one hop of a position's block, forward and backward with returned gradients."""
     dims, places = shape.head_dim + shape.values, split.ulysses * split.ring
     block = shape.batch * split.kv_heads * shape.keys / places * dims
     return block * shape.item, block * (shape.item + shape.wide)
 
 
 def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) -> float:
-    """Seconds of a place's queries and another's keys, forward, on the rank with most to do."""
+    """Forward seconds of one position's queries and another's keys, on the busiest rank."""
     half = shape.causal and (split.balanced or split.ring == 1)
     rows = shape.batch * -(-shape.heads // split.ulysses)
     queries = max(1, shape.length // split.ring // (2 if half else 1))
@@ -257,13 +259,13 @@ def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) 
 
 
 class _Lines:
-    """What the lines of a split travel on."""
+    """Links used by each dim of a split."""
 
     def __init__(self, cluster: Cluster, split: SequenceSplit, stride: int) -> None:
         self._cluster, self._split, self._stride = cluster, split, stride
 
     def ring_seconds(self, block: float, hop_bytes: float) -> float:
-        """A turn of both rings, `block` seconds of work for each block."""
+        """A pass over both rings with `block` seconds of compute per block."""
         split = self._split
         fast = self._hop(split.ulysses, split.inner, hop_bytes)
         slow = self._hop(split.ulysses * split.inner, split.outer, hop_bytes)
@@ -271,7 +273,7 @@ class _Lines:
         return (split.outer - 1) * max(turn, slow) + turn
 
     def exchange_seconds(self, sent: float) -> float:
-        """An all-to-all in which each rank sends so much."""
+        """An all-to-all in which each rank sends a number of bytes."""
         u = self._split.ulysses
         if u == 1:
             return 0.0

@@ -1,10 +1,10 @@
-"""Seconds and bytes of micro-batches of 1, 2, ... samples of one shape, with blocks kept or not.
+"""Seconds and bytes of micro-batches of 1, 2, ... equal samples, with recomputation.
 
-A backward computes every block again, or what a block's forward saved is kept. `BatchCosts` begins
-with all blocks computed again; `keep_blocks` then spends the memory that is left on keeping those
-that save most. Blocks of one kind are alike, so the choice is a bounded knapsack over counts, and
-it is solved exactly, in bytes: what a sample keeps grows in proportion to the samples, so one front
-of (bytes, seconds) answers for every size of batch.
+A backward recomputes a block, or the block's activations are kept. `BatchCosts` starts with all
+blocks recomputed; `keep_blocks` then uses the remaining memory to keep those that save the most
+time. Blocks of one kind are equal, so the choice is a bounded knapsack over counts, solved exactly
+in bytes: kept bytes are proportional to the number of samples, so one Pareto front of (bytes,
+seconds) serves all batch sizes.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks of a model that are alike."""
+    """Equal blocks of a model."""
 
-    # Name of them, such as ``spatial``.
+    # Name, such as ``spatial``.
     name: str
     # Number of them.
     count: int
-    # Bytes of a token that a kept block holds more than a recomputed one.
+    # Additional bytes per token of a kept block compared with a recomputed one.
     kept_bytes: float
-    # Share of the repeated forwards' seconds that all of them take together.
+    # Their fraction of the recomputation time of all blocks.
     share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.count < 1 or not self.kept_bytes > 0 or not 0 <= self.share <= 1:
             raise GulliverError(
-                f"blocks {self.name!r}: give a count and bytes above 0, and a share of 0 to 1"
+                f"blocks {self.name!r} are invalid; use a count and bytes above 0, and a share "
+                "from 0 to 1"
             )
 
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """What micro-batches of one shape cost on a group of ranks: entry b - 1 is for b samples."""
+    """Costs of micro-batches of one shape on a group of ranks: entry b - 1 is for b samples."""
 
-    # Seconds of forward and backward with what is sent: [B]; B is the largest batch that fits, 0
-    # where not even one sample does.
+    # Seconds of forward and backward including communication: [B]; B is the largest batch that
+    # fits, 0 if not even one sample does.
     seconds: np.ndarray
-    # Bytes of a rank: [B].
+    # Bytes per rank: [B].
     bytes: np.ndarray
-    # Seconds of those in which ranks of the group wait for messages: [B].
+    # Exposed communication seconds among them: [B].
     communication: np.ndarray
-    # Seconds of those in which forwards are repeated: [B].
+    # Recomputation seconds among them: [B].
     recomputing: np.ndarray
     # Recomputed blocks of each kind: [B, kinds].
     recomputed: np.ndarray
@@ -57,20 +58,20 @@ class BatchCosts:
         return len(self.seconds)
 
     def first(self, batches: int) -> BatchCosts:
-        """Costs of batches of at most so many samples."""
+        """Costs of batches up to a number of samples."""
         return BatchCosts(*(getattr(self, f.name)[:batches] for f in fields(self)))
 
 
 def keep_blocks(
     costs: BatchCosts, tokens: float, memory: float, kinds: Sequence[BlockKind]
 ) -> BatchCosts:
-    """Keeps the activations that save most seconds in what is left of the memory."""
+    """Keeps the activations that save the most time in the remaining memory."""
     if not len(costs) or not kinds:
         return costs
     weights, shares, kept = kept_front(kinds)
     batches = np.arange(1, len(costs) + 1)
     spare = np.maximum(0.0, memory - costs.bytes) / (tokens * batches)
-    # A hair of slack: sums of the same bytes in another order may differ in the last digit.
+    # Small tolerance: sums of the same bytes in another order may differ in the last digit.
     chosen = np.searchsorted(weights, spare * (1 + 1e-12), side="right") - 1
     saved = costs.recomputing * shares[chosen]
     return replace(
@@ -83,7 +84,7 @@ def keep_blocks(
 
 
 def kept_front(kinds: Sequence[BlockKind]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All choices of kept blocks that no other beats in both bytes and seconds."""
+    """Pareto front of kept blocks in bytes and seconds."""
     weights, shares = np.zeros(1), np.zeros(1)
     kept = np.zeros((1, 0), dtype=np.int64)
     for kind in kinds:

@@ -1,8 +1,8 @@
-"""A measured curve: seconds by size, where one rate does not say enough.
+"""Measured curves: seconds by size, for costs that a single rate does not describe.
 
-Caches, small matrices and protocols that change with the message bend the line that alpha and a
-bandwidth draw. A curve is a few measured points with straight lines between, which is exact where
-Hockney's model is, and says nothing of sizes far outside the points.
+Caches, small matrices and size-dependent protocols deviate from the line of a latency and a
+bandwidth. A curve interpolates linearly between a few measured points, which is exact for Hockney's
+model; it is unreliable far outside the points.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gulliver.options import byte_size
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds that something took, by size."""
+    """Seconds by size."""
 
-    # Ascending, in bytes (of matrix products, operations).
+    # Ascending, in bytes (for matrix products in operations).
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
-    # The distance between the quartiles, relative to the median, of the middle point.
+    # Interquartile range relative to the median, at the middle point.
     spread: float | None = None
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Curve:
             raise GulliverError("the sizes of a curve must ascend")
 
     def at(self, size: float) -> float:
-        """Seconds at a size: between points on a line, beyond the last at its rate."""
+        """Seconds at a size, interpolated, or extrapolated beyond the last point at its rate."""
         right = bisect.bisect_left(self.sizes, size)
         if right == 0:
             return self.seconds[0]
@@ -53,20 +53,19 @@ class Curve:
         return y[0] + (size - x[0]) / (x[1] - x[0]) * (y[1] - y[0])
 
 
-# Builds frozen dataclasses from the plain values of a file, as their annotations say.
+# Builds frozen dataclasses from plain values of a file, according to their annotations.
 #
-# Unknown and missing entries and values of the wrong kind are refused in one line that says where.
-# Numbers are finite and, but for those in `ZERO_ALLOWED`, above zero: rates, sizes and counts are.
-# It knows nothing of what the dataclasses mean.
+# Unknown and missing entries and values of the wrong type raise a one-line error with their
+# location. Numbers must be finite and, except for those in `ZERO_ALLOWED`, positive.
 
 
 ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_order", "overlap"}
 
 
 def read(kind: Any, values: Any, where: str) -> Any:
-    """A dataclass of some kind."""
+    """Builds a dataclass of a given type."""
     if not isinstance(values, dict):
-        raise GulliverError(f"{where} holds no {kind.__name__.lower()}")
+        raise GulliverError(f"{where} has no {kind.__name__.lower()}")
     known = {f.name: f for f in fields(kind)}
     for key in values:
         if key not in known:
@@ -83,7 +82,7 @@ def read(kind: Any, values: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str, name: str) -> Any:
-    """One value of an annotated type; `name` is that of the field it belongs to."""
+    """Reads a value of an annotated type; `name` is that of its field."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
@@ -93,43 +92,43 @@ def _value(hint: Any, value: Any, where: str, name: str) -> Any:
         return read(hint, value, where)
     if origin is tuple:
         if not isinstance(value, list | types.NoneType):
-            raise GulliverError(f"{where} is {value!r}: it must be a list")
+            raise GulliverError(f"{where} is {value!r}, but must be a list")
         return tuple(_value(inner[0], v, f"{where} {n}", name) for n, v in enumerate(value or ()))
     if origin is dict:
         if not isinstance(value, dict):
-            raise GulliverError(f"{where} is {value!r}: it must give a value to each name")
+            raise GulliverError(f"{where} is {value!r}, but must map names to values")
         return {str(k): _value(inner[1], v, f"{where} {k}", name) for k, v in value.items()}
     if hint in (int, float):
         return _number(hint, value, where, name in ZERO_ALLOWED)
     if hint is str and isinstance(value, int | float | datetime.date):
-        # A date or a version without quotes.
+        # An unquoted date or version.
         return str(value)
     if not isinstance(value, hint):
         kind = "true or false" if hint is bool else "text"
-        raise GulliverError(f"{where} is {value!r}: it must be {kind}")
+        raise GulliverError(f"{where} is {value!r}, but must be {kind}")
     return value
 
 
 def _number(hint: type, value: Any, where: str, zero: bool) -> Any:
     if isinstance(value, str):
-        # YAML reads 1e9 as a word: it asks for a point.
+        # YAML reads 1e9 as text, because it requires a decimal point.
         try:
             value = float(value)
         except ValueError:
-            raise GulliverError(f"{where} is {value!r}: it must be a number") from None
+            raise GulliverError(f"{where} is {value!r}, but must be a number") from None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        kind = "a number that is not negative" if zero else "a positive number"
-        raise GulliverError(f"{where} is {value!r}: it must be {kind}")
+        kind = "a non-negative number" if zero else "a positive number"
+        raise GulliverError(f"{where} is {value!r}, but must be {kind}")
     if hint is int and value != int(value):
-        raise GulliverError(f"{where} is {value!r}: it must be a whole number")
+        raise GulliverError(f"{where} is {value!r}, but must be an integer")
     return hint(value)
 
 
-# Bounds of what a machine can be, by which a file with a slip of units is told from a machine.
+# Plausible ranges of a machine's properties, to detect wrong units in files.
 #
-# Files give bytes and seconds. Who writes 400 for a link of 400 Gbit/s, or 80 for 80 GiB, would
-# get a plan of a machine that does not exist, and no error.
+# Files use bytes and seconds. Writing 400 for a link of 400 Gbit/s, or 80 for 80 GiB, would
+# otherwise silently plan for a machine that does not exist.
 
 
 LINK = (1e3, 1e14), "bytes/s", "400 Gbit/s are 5.0e+10"
@@ -143,97 +142,95 @@ RANKS = (1, 1e6), "ranks", "64 nodes are 64"
 def check_plausible(
     values: Iterable[tuple[str, float | None, tuple[tuple[float, float], str, str]]], where: str
 ) -> None:
-    """Refuses values that no machine has."""
+    """Raises an error for implausible values."""
     for name, value, ((least, most), unit, example) in values:
         if value is not None and not least <= value <= most:
             raise GulliverError(
-                f"{where}: {name} is {value:g} {unit}, which no machine has ({least:g} to "
-                f"{most:g}): {example}"
+                f"{where}: {name}={value:g} {unit} is implausible ({least:g} to {most:g}); "
+                f"{example}"
             )
 
 
-# Devices, links, disks and the cluster they make. Units are seconds and bytes, always.
+# Devices, links, disks and clusters. Units are always seconds and bytes.
 #
 # A cluster is a file that people can read and edit: measured by ``gulliver probe``, shipped with
-# the library for common machines (from published figures, and marked so), or written by hand for
-# one that is not there yet. How a file is checked stands in `cluster.py`.
+# the library for common machines (from published figures, and marked as such), or written by hand.
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on."""
+    """Compute device of a rank."""
 
-    # Name of the model.
+    # Model name.
     name: str
     # FLOP/s of large matrix products by dtype.
     matmul: dict[str, float]
     # Bytes/s read and written by a large element-wise operation.
     memory_rate: float
-    # Size of its memory.
+    # Memory size.
     memory_bytes: int
-    # Before an operation begins.
+    # Launch latency of an operation.
     launch_s: float = 0.0
     # Bytes/s of copies from pinned host memory.
     to_device_rate: float | None = None
-    # And to it.
+    # Bytes/s of copies to pinned host memory.
     to_host_rate: float | None = None
-    # Seconds of square products by their operations, by dtype, where measured.
+    # Seconds of square matrix products by operations, by dtype, if measured.
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
-    # Seconds of an element-wise operation by its bytes, where measured: what fits a cache is
-    # faster.
+    # Seconds of an element-wise operation by bytes, if measured: data in caches is faster.
     memory_curve: Curve | None = None
-    # Share of messages that travel while it computes as if it did not, where known; None for all on
-    # a GPU, and on a CPU for none as soon as ranks leave no core free.
+    # Fraction of communication that overlaps with compute without slowing it down, if known; None
+    # means all on a GPU, and on a CPU none if ranks use all cores.
     overlap: float | None = None
 
 
 @dataclass(frozen=True)
 class Along:
-    """Collectives as they were measured along a number of ranks."""
+    """Collectives measured along a number of ranks."""
 
-    # Number of ranks that took part.
+    # Number of participating ranks.
     ranks: int
     # Seconds by bytes of the whole tensor, by name.
     collectives: dict[str, Curve]
-    # The same of ranks that come from computing, each at its own moment: what a step waits.
+    # The same for ranks that arrive from computing at different times: the waiting time in a step.
     busy: dict[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What messages between two ranks of an axis travel on, in each direction at once."""
+    """Link between two ranks of an axis, full duplex."""
 
-    # Seconds until the first byte is there.
+    # Latency in seconds.
     alpha_s: float
     bandwidth: float
-    # Largest relative error of the fit, where it was measured.
+    # Largest relative error of the fit, if measured.
     error: float | None = None
-    # Collectives pass from neighbour to neighbour, with a latency for each (NCCL), rather than from
-    # each rank to all others at once (what Gulliver does over gloo).
+    # Whether collectives pass from neighbour to neighbour, with a latency for each hop (NCCL),
+    # instead of from each rank to all others at once (Gulliver over gloo).
     ring: bool = False
-    # Seconds by bytes, where measured: what is short may travel otherwise.
+    # Seconds by bytes, if measured: short messages may use another protocol.
     messages: Curve | None = None
-    # Collectives that were measured; on the outermost link those of all ranks at once too.
+    # Measured collectives; on the outermost link also those of all ranks at once.
     along: tuple[Along, ...] = ()
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder's disk, past the page cache where the system has a way."""
+    """A folder's disk, measured with direct I/O if possible."""
 
-    # Bytes/s written, until they are on the disk.
+    # Bytes/s written, including sync.
     write_rate: float
     read_rate: float
     # Seconds for an empty file.
     latency_s: float = 0.0
-    # Bytes/s of reading and writing as much at once, both counted; None where that is not known:
-    # they share the disk then.
+    # Total bytes/s when reading and writing equal amounts at once; None if unknown: they then share
+    # the disk.
     both_rate: float | None = None
-    # Folder that was measured; empty where it is not known.
+    # Measured folder; empty if unknown.
     folder: str = ""
 
     def has(self, folder: Path | str) -> bool:
-        """Whether a folder lies in the file system that was measured, as far as one can see."""
+        """Whether a folder is in the measured file system, as far as can be determined."""
         try:
             return os.stat(self.folder).st_dev == os.stat(folder).st_dev
         except OSError:
@@ -254,15 +251,15 @@ class Cluster:
     """Equal devices on named axes, slowest links first.
 
     Attributes:
-        name: name of the whole.
-        device: what every rank computes on.
-        axes: outer to inner; their sizes' product is the number of ranks.
-        disk: where checkpoints go, and what a memory limit leaves no room for.
+        name: name of the cluster.
+        device: compute device of every rank.
+        axes: outer to inner; the product of their sizes is the number of ranks.
+        disk: disk for checkpoints and for state beyond a memory limit.
         measured: False for descriptions from published figures.
-        source: where the figures come from.
-        date: day of the measurement.
-        versions: versions of what it was measured with.
-        rank_order: ranks as they fill the axes, innermost first; None for 0, 1, 2 ...
+        source: origin of the figures.
+        date: date of the measurement.
+        versions: software versions of the measurement.
+        rank_order: order in which ranks fill the axes, innermost first; None for 0, 1, 2 ...
     """
 
     name: str
@@ -278,25 +275,25 @@ class Cluster:
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
         if len(set(names)) < len(names):
-            raise GulliverError(f"axes {', '.join(names)} must have different names")
+            raise GulliverError(f"axes {', '.join(names)} must have distinct names")
         if self.rank_order is not None and sorted(self.rank_order) != list(range(self.size)):
-            raise GulliverError(f"rank_order must name each of the {self.size} ranks once")
+            raise GulliverError(f"rank_order must contain each of the {self.size} ranks once")
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return math.prod(axis.size for axis in self.axes)
 
     def links(self) -> list[tuple[int, Link]]:
-        """Size and link of each axis, outer to inner, as the cost formulas take them."""
+        """Size and link of each axis, outer to inner, for the cost formulas."""
         return [(axis.size, axis.link) for axis in self.axes]
 
     def crossed(self, stride: int, size: int) -> list[tuple[int, Link]]:
-        """Size and link of each axis that a line of places crosses, outer to inner.
+        """Size and link of each axis that a line of positions crosses, outer to inner.
 
         Args:
-            stride: places from one of the line to the next.
-            size: places of the line.
+            stride: distance between positions of the line.
+            size: number of positions in the line.
         """
         crossed, unit, span = [], 1, stride * size
         for axis in reversed(self.axes):
@@ -308,28 +305,28 @@ class Cluster:
         return crossed[::-1]
 
     def level(self, low: int, high: int) -> int:
-        """Number of the outermost axis on which two places differ."""
+        """Index of the outermost axis on which two positions differ."""
         unit = self.size
         for number, axis in enumerate(self.axes):
             unit //= axis.size
             if low // unit != high // unit:
                 return number
-        raise AssertionError("places that differ lie apart on an axis")
+        raise AssertionError("different positions differ on some axis")
 
     def resized(self, size: int) -> Cluster:
-        """The same machines for `size` ranks: inner axes stay full, or fewer of them are needed.
+        """The same machines for `size` ranks: inner axes stay full, or fewer of them are used.
 
-        Ranks that fill no whole number of nodes are all charged to the outermost link.
+        A number of ranks that does not fill whole nodes is charged to the outermost link entirely.
         """
         axes = tuple(axis for axis in _fitted(self.axes, size) if axis.size > 1)
         return replace(self, axes=axes, rank_order=None)
 
     def to_yaml(self) -> str:
-        """The text of a file; what is not known is left out."""
+        """The text of a file; unknown values are omitted."""
         return to_yaml(_known(asdict(self)))
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all."""
+        """Writes the file atomically."""
         write_text(Path(path), self.to_yaml())
 
     @classmethod
@@ -337,31 +334,34 @@ class Cluster:
         """Reads a file.
 
         Raises:
-            GulliverError: missing, no YAML, an unknown or missing entry, or a value of no sense.
+            GulliverError: the file is missing or not YAML, or has an unknown, missing or invalid
+                entry.
         """
         path = Path(path)
         if not path.is_file():
-            raise GulliverError(f"cluster {path} does not exist: measure one with gulliver probe")
+            raise GulliverError(f"cluster {path} does not exist; measure one with gulliver probe")
         with named_errors(path):
             text = path.read_text(encoding="utf-8")
         return cls.from_yaml(text, str(path))
 
     @classmethod
     def from_yaml(cls, text: str, where: str) -> Self:
-        """Reads the text of a file; `where` it is from stands in errors."""
+        """Parses the text of a file; errors name `where` it is from."""
         import yaml
 
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise GulliverError(f"{where} is no YAML: {' '.join(str(error).split())}") from error
+            raise GulliverError(
+                f"{where} is not valid YAML: {' '.join(str(error).split())}"
+            ) from error
         cluster = read(cls, values, where)
         check_plausible(_bounded(cluster), where)
         return cluster
 
 
 def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
-    """Entries of a file that a slip of units would make a machine of, with their bounds."""
+    """Entries of a file that are checked for wrong units, with their ranges."""
     device = cluster.device
     found: list[tuple[str, float | None, Any]] = [
         ("device.memory_rate", device.memory_rate, RATE),
@@ -381,19 +381,19 @@ def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
 
 
 def described_names() -> list[str]:
-    """Clusters that are described with the library."""
+    """Names of the cluster descriptions included in the library."""
     folder = resources.files("gulliver.hardware") / "described"
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith("yaml"))
 
 
 def described(name: str) -> Cluster:
-    """A cluster that is described with the library, from published figures.
+    """Returns a cluster description included in the library, from published figures.
 
     Raises:
-        GulliverError: an unknown name; the nearest is named.
+        GulliverError: the name is unknown.
     """
     if name not in described_names():
-        raise GulliverError(f"there is no description {name!r}: {nearest(name, described_names())}")
+        raise GulliverError(f"unknown description {name!r}: {nearest(name, described_names())}")
     file = resources.files("gulliver.hardware") / "described" / f"{name}.yaml"
     return Cluster.from_yaml(file.read_text(encoding="utf-8"), name)
 
@@ -417,7 +417,7 @@ def _known(values: Any) -> Any:
     return values
 
 
-# Clusters with a figure changed: what a faster link or more memory would do.
+# What-if changes of clusters, such as a faster link or more memory.
 
 
 CHANGES = ("link", "inner", "memory", "flops")
@@ -426,12 +426,13 @@ _RATE = re.compile(r"([0-9.]+)\s*([KMGTP]?)(b|B|F|)(?:/s|ps|it/s)?")
 
 
 def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
-    """Changes figures of a cluster; curves that were measured give way to the changed rate."""
+    """Changes properties of a cluster; measured curves are replaced by the changed rate."""
     for text in changes:
         name, _, value = text.partition("=")
         if name not in CHANGES or not value:
             raise GulliverError(
-                f"--what-if {text!r} changes nothing: {nearest(name, CHANGES)}, as in link=400Gb"
+                f"--what-if {text!r} has an unknown name: {nearest(name, CHANGES)}, as in "
+                "link=400Gb"
             )
         cluster = _changed(cluster, name, value)
     told = ", ".join(changes)
@@ -449,7 +450,9 @@ def _changed(cluster: Cluster, name: str, value: str) -> Cluster:
         rates = {dtype: rate or old * (times or 1.0) for dtype, old in device.matmul.items()}
         return replace(cluster, device=replace(device, matmul=rates, matmul_curves={}))
     if not cluster.axes:
-        raise GulliverError(f"--what-if {name}={value}: a cluster of one rank has no links")
+        raise GulliverError(
+            f"--what-if {name}={value} has no effect, because a cluster of one rank has no links"
+        )
     place = 0 if name == "link" else len(cluster.axes) - 1
     axes = list(cluster.axes)
     old = axes[place].link
@@ -463,12 +466,12 @@ def _factor(value: str) -> float | None:
     found = re.fullmatch(r"x(\d+(?:\.\d+)?)", value)
     factor = float(found[1]) if found else None
     if factor == 0:
-        raise GulliverError(f"--what-if {value!r}: a factor is above 0")
+        raise GulliverError(f"--what-if {value!r} must be a factor above 0")
     return factor
 
 
 def _rate(value: str, unit: str) -> float:
-    """FLOP/s, or bytes/s of what may be given in bits."""
+    """Parses FLOP/s, or bytes/s that may be given in bits."""
     found = _RATE.fullmatch(value)
     try:
         number = float(found[1]) if found else 0.0
@@ -477,5 +480,5 @@ def _rate(value: str, unit: str) -> float:
     known = ("b", "B") if unit == "b" else ("F", "")
     if found is None or not number > 0 or found[3] not in known:
         right = "400Gb (bits), 50GB (bytes)" if unit == "b" else "990T"
-        raise GulliverError(f"--what-if {value!r} is no rate: give {right} or a factor, x1.5")
+        raise GulliverError(f"--what-if {value!r} is not a rate; use {right} or a factor, x1.5")
     return number * PREFIXES[found[2]] / (8 if found[3] == "b" else 1)

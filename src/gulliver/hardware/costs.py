@@ -1,22 +1,22 @@
-"""The cost formulas: seconds, bytes and FLOPs from sizes.
+"""Cost formulas: seconds, bytes and FLOPs from sizes.
 
-`axes` are pairs of size and link, outer to inner, as `Cluster.links` gives them; n is the size of
+`axes` are pairs of size and link, outer to inner, as returned by `Cluster.links`; n is the size of
 an axis, alpha and B its link's latency and bandwidth. Messages follow Hockney's model (Parallel
-Computing 20, 1994). Collectives go axis by axis.
+Computing 20, 1994). Collectives run axis by axis.
 
 | cost | along one axis | over several |
-|---|---|---|
+| --- | --- | --- |
 | point to point | alpha + bytes / B | |
 | reduce-scatter | h alpha + (n-1)/n bytes / B | inner to outer, 1/n of it goes on |
 | all-gather | the same | outer to inner, its mirror image |
 | all-reduce | a reduce-scatter and an all-gather | in, along the outer axes, out |
 | all-to-all | h alpha + (n-1)/n bytes / B | all bytes along every axis |
 
-h is the number of latencies: 1 where every rank sends to all others at once (Gulliver over gloo),
-n-1 where parts go round a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). What was measured goes
-before a formula: curves of a device, of messages, and of a collective along n ranks, at n ranks.
+h is the number of latencies: 1 if every rank sends to all others at once (Gulliver over gloo), n-1
+in a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). Measurements take precedence over formulas:
+curves of a device, of messages, and of a collective along n ranks, at n ranks.
 
-Attention over several ranks has a file of its own, `attention.py`.
+Attention over several ranks is in `attention.py`.
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ Axes = Sequence[tuple[int, Link]]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
-"""FLOPs of a backward in those of its forward: two products of matrices for one, five for two."""
+"""FLOPs of a backward relative to its forward: two matrix products instead of one, five instead of
+two.
+"""
 RING_BYTES = 128 << 10
-"""Bytes from which on gloo's ring is taken to be faster among more than two ranks, where it was not
-measured: below, its 2 (n - 1) messages after one another cost more than the processor's time that
-it saves (ranks of one thread over loopback, see docs/collectives.md)."""
+"""Bytes from which gloo's ring is assumed to be faster for more than two ranks, if not measured:
+below, its 2 (n - 1) sequential messages cost more than the CPU time it saves (single-threaded ranks
+over loopback, see docs/collectives.md).
+"""
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
-    """A product of ``[m, k]`` and ``[k, n]``: 2 m k n operations, or its bytes if slower."""
+    """Matrix product of ``[m, k]`` and ``[k, n]``: 2 m k n operations, or its bytes if slower."""
     size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
     return roofline_seconds(device, 2 * m * k * n, size * (m * k + k * n + m * n), dtype)
 
 
 def roofline_seconds(device: Device, operations: float, count: int, dtype: str) -> float:
-    """Products of matrices of so many FLOPs and bytes: what takes longer (Williams et al. 2009)."""
+    """Roofline for matrix products: the slower of FLOPs and bytes (Williams et al. 2009)."""
     if dtype not in device.matmul:
         raise GulliverError(
-            f"{device.name} has no rate for {dtype}, only for {', '.join(device.matmul)}: convert "
-            "the model, or give a cluster file with that rate"
+            f"{device.name} has no rate for {dtype}, only for {', '.join(device.matmul)}; convert "
+            "the model, or add that rate to the cluster file"
         )
     moved = memory_seconds(device, count)
     if dtype in device.matmul_curves:
@@ -60,7 +63,7 @@ def roofline_seconds(device: Device, operations: float, count: int, dtype: str) 
 
 
 def linear_flops(weights: int, tokens: int = 1) -> float:
-    """FLOPs forward of matrices of `weights` elements: a product and a sum for each and a token."""
+    """Forward FLOPs of matrices with `weights` elements: one multiply-add each, per token."""
     return 2.0 * weights * tokens
 
 
@@ -72,30 +75,30 @@ def linear_seconds(
     dtype: str = "float32",
     backward: bool = False,
 ) -> float:
-    """Seconds of a linear map of so many tokens, `backward` with the gradients of both factors."""
+    """Seconds of a linear layer; `backward` adds the gradients of both factors."""
     forward = matmul_seconds(device, tokens, inputs, outputs, dtype)
     return forward * (1 + BACKWARD_OF_LINEAR) if backward else forward
 
 
 def memory_seconds(device: Device, count: int) -> float:
-    """An operation that moves `count` bytes between processor and memory and computes little."""
-    # On a CPU a tensor that is written without having been read counts twice: its cache lines are
-    # fetched before they are written.
+    """Seconds of a memory-bound operation that moves `count` bytes."""
+    # On a CPU, a tensor that is written without being read counts twice: its cache lines are
+    # fetched before the write.
     if device.memory_curve is not None:
         return device.memory_curve.at(count)
     return device.launch_s + count / device.memory_rate
 
 
 def copy_seconds(device: Device, count: int, to_device: bool) -> float:
-    """A copy between pinned host memory and the device."""
+    """Seconds of a copy between pinned host memory and the device."""
     rate = device.to_device_rate if to_device else device.to_host_rate
     if rate is None:
-        raise GulliverError(f"{device.name} has no copy rate: it computes in host memory")
+        raise GulliverError(f"{device.name} has no copy rate because it computes in host memory")
     return device.launch_s + count / rate
 
 
 def point_to_point_seconds(link: Link, count: int) -> float:
-    """A message of `count` bytes, with another coming back at the same time."""
+    """Seconds of a message of `count` bytes, with another in the opposite direction."""
     if link.messages is not None:
         return link.messages.at(count)
     return link.alpha_s + count / link.bandwidth
@@ -123,10 +126,10 @@ def all_reduce_seconds(axes: Axes, count: int) -> float:
 
 
 def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
-    """Seconds of an all-reduce over gloo by each way there is, where both were measured.
+    """Seconds of an all-reduce over gloo by algorithm, if both were measured.
 
-    "direct" is an exchange from each rank to all others, "ring" gloo's own. Formulas do not tell
-    the two apart: as many bytes travel, and what differs is the processor's time for a message.
+    "direct" is an exchange from each rank to all others, "ring" is gloo's own. Formulas do not
+    distinguish them: they send the same bytes, but differ in CPU time per message.
 
     Args:
         link: slowest link between the ranks.
@@ -142,7 +145,7 @@ def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
 
 
 def all_to_all_seconds(axes: Axes, count: int) -> float:
-    """Seconds for `count` bytes on each rank, a part for each: all cross every axis."""
+    """Seconds for `count` bytes on each rank, a part for each: all of them cross every axis."""
     return sum(_one_axis("all_to_all", size, link, count) for size, link in axes if size > 1)
 
 
@@ -154,7 +157,7 @@ def packing_seconds(
     unpack_s: float,
     call_s: float = 0.0,
 ) -> float:
-    """Seconds that a rank packs and unpacks for a collective in a wire format."""
+    """Seconds that a rank spends packing and unpacking for a collective in a wire format."""
     ranks = max(1, math.prod(size for size, _ in axes))
     others = 1 - 1 / ranks
     packed, unpacked, parts = {
@@ -166,7 +169,7 @@ def packing_seconds(
 
 
 def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
-    """Bytes that each rank sends along each axis, in the order of `axes`."""
+    """Bytes sent by each rank along each axis, in the order of `axes`."""
     _check_collective(collective)
     sent, left = [], float(count)
     for size, _ in reversed(axes):
@@ -178,22 +181,22 @@ def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
 
 
 def resharding_bytes(before: Sequence[int], after: Sequence[int], item: float) -> float:
-    """Bytes that each rank sends, the mean, when a matrix cut by rows becomes one cut by columns.
+    """Mean bytes sent by each rank when a matrix is resharded from rows to columns.
 
     Args:
-        before: rows of each rank while the rows are cut.
-        after: columns of each rank while the columns are.
-        item: bytes of an element of the matrix.
+        before: rows per rank before.
+        after: columns per rank after.
+        item: bytes per element of the matrix.
     """
     stay = sum(rows * columns for rows, columns in zip(before, after, strict=True))
     return (sum(before) * sum(after) - stay) * item / len(before)
 
 
 def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective, int]]:
-    """Collectives of a step of ZeRO, with the bytes of the whole tensor of each."""
-    # Gradients of a chunk are reduced and scattered and its parameters gathered, at stage 3 once
-    # for the forward and once for the backward, but for the last chunk, which backward uses first
-    # and finds there; stage 0 reduces gradients on all ranks instead (Rajbhandari et al., ZeRO,
+    """Collectives of a ZeRO step, with the bytes of the whole tensor of each."""
+    # Gradients of a chunk are reduce-scattered and its parameters gathered, at stage 3 once for the
+    # forward and once for the backward, except for the last chunk, which backward uses first and
+    # which is still gathered; stage 0 all-reduces gradients instead (Rajbhandari et al., ZeRO,
     # 2020, section 7).
     names: dict[int, tuple[Collective, ...]] = {
         0: ("all_reduce",),
@@ -208,7 +211,7 @@ def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective
 
 
 def conversion_seconds(device: Device, kind: str, axes: Axes, before: int, after: int) -> float:
-    """A step from one layout of a tensor to another: its message, and reading and writing."""
+    """A step of a layout conversion: its message, and reading and writing."""
     local = memory_seconds(device, before + after)
     if kind == "swap":
         return local + max(point_to_point_seconds(link, before) for _, link in axes)
@@ -239,7 +242,7 @@ def _shrinking(collective: Collective, axes: Axes, count: int) -> float:
 
 
 def _one_axis(collective: Collective, size: int, link: Link, count: float) -> float:
-    """A collective of `count` bytes along one axis."""
+    """Seconds of a collective of `count` bytes along one axis."""
     for measured in link.along:
         if measured.ranks == size and collective in measured.collectives:
             return measured.collectives[collective].at(count)
@@ -263,31 +266,34 @@ _SECONDS = {
 }
 
 
-# What the collectives of a step cost on a torus of any shape, laid over a cluster's places.
+# Costs of a step's collectives on a torus of any shape, mapped to a cluster.
 
 
 Collectives = Sequence[tuple[str, int]]
-"""Names of collectives, and bytes of the whole tensor of each."""
+"""Names of collectives, and bytes of their whole tensors."""
 
 
-# [Note: like with like] A cluster that was measured knows its own collectives on its own axes and
-# on all ranks at once, and of other shapes only what alpha and bandwidth say, which leave out what
-# processors do. So a shape that was not measured is not compared with one that was: its seconds are
-# those of all ranks at once, as measured, in the proportion in which the formulas see the two.
+# [Note: like with like] A measured cluster has timings of collectives on its own axes and on all
+# ranks at once; for other shapes only latency and bandwidth are known, which ignore CPU time. To
+# keep unmeasured shapes comparable with measured ones, their seconds are the measured ones of all
+# ranks at once, scaled by the ratio of the formulas.
 def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectives) -> float:
-    """Seconds of collectives, one after the other, over all places of a cluster.
+    """Seconds of sequential collectives over all ranks of a cluster.
 
     Args:
-        cluster: measured or described.
-        sizes: ranks along each axis of the torus, outer to inner; one size is all ranks at once.
-        collectives: names and bytes of what is run.
+        cluster: measured or described cluster.
+        sizes: ranks along each axis of the torus, outer to inner; one size means all ranks at once.
+        collectives: names and bytes of the collectives.
 
     Raises:
-        GulliverError: the sizes do not make the cluster.
+        GulliverError: the product of the sizes is not the number of ranks.
     """
     if math.prod(sizes) != cluster.size:
         shown = " x ".join(map(str, sizes))
-        raise GulliverError(f"{shown} is no torus of {cluster.size} ranks")
+        raise GulliverError(
+            f"{shown} is not a torus of {cluster.size} ranks; the product of its sizes must be "
+            "that number"
+        )
     axes, flat = torus_links(cluster, sizes), torus_links(cluster, [cluster.size])
     if _measured(axes, collectives) == _measured(flat, collectives):
         return _sum(axes, collectives)
@@ -296,7 +302,7 @@ def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectiv
 
 
 def torus_links(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, Link]]:
-    """Size and link of each axis of a torus: the slowest link that one of its lines crosses."""
+    """Size and link of each axis of a torus: the slowest link that any of its lines crosses."""
     found, stride = [], cluster.size
     for size in sizes:
         stride //= size
@@ -306,13 +312,13 @@ def torus_links(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, Link]
 
 
 def _slowest(cluster: Cluster, stride: int, size: int) -> Link:
-    """The link of the outermost axis that lines of every `stride`-th place cross."""
+    """The link of the outermost axis that lines of every `stride`-th position cross."""
     lines = [
         (block + place, block + place + stride * (size - 1))
         for block in range(0, cluster.size, stride * size)
         for place in range(stride)
     ]
-    # The ends of a line are the farthest apart of its places.
+    # The ends of a line are the most distant positions in it.
     return cluster.axes[min(cluster.level(low, high) for low, high in lines)].link
 
 

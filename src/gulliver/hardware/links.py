@@ -1,9 +1,10 @@
-"""Measures the links between ranks, and groups the ranks into nodes by what it found.
+"""Measures the links between ranks, and groups the ranks into nodes by speed.
 
-Every pair of ranks exchanges messages of several sizes, both ways at once, in rounds of pairs that
-share no rank: n ranks take n - 1 rounds. All rounds are gone through several times, so that a busy
-moment meets each pair once; alpha and bandwidth are fitted to the medians. Then the collectives
-themselves are timed along each axis: many talk at once there, and a processor may be the link.
+Every pair of ranks exchanges messages of several sizes in both directions at once, in rounds of
+disjoint pairs: n ranks take n - 1 rounds. All rounds are repeated several times, so that a busy
+moment affects each pair at most once; latency and bandwidth are fitted to the medians. Then the
+collectives are timed along each axis, because many ranks communicate at once there, and the CPU may
+be the bottleneck.
 """
 
 from __future__ import annotations
@@ -27,31 +28,32 @@ MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 21)
 COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 SWEEPS = 3
 LONG_S, BUDGET_S = 0.3, 1.0
-"""A collective that takes so long is the largest; and what one of them may take in all."""
+"""Seconds above which a collective is the largest to measure; and the total limit per collective.
+"""
 EXCHANGES, EXCHANGES_S = 7, 0.05
-"""Most exchanges of a size in a sweep, and seconds that they may take; there is one at least."""
+"""Maximum exchanges of a size in a sweep, and their maximum seconds; there is at least one."""
 FASTEST = LINK[0][1]
 NEAR = 2.0
-"""Least seconds of the fastest link between nodes, for one of the slowest needed inside them."""
+"""Minimum ratio between the fastest link between nodes and the slowest link needed inside them."""
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4
 """Side and number of the matrices that a rank multiplies before a collective between computing."""
 SEEN_BY = 1 << 20
-"""Bytes of the message that links are compared by."""
+"""Message size in bytes for comparing links."""
 
 
-# [Note: from a meeting] All ranks meet before each message that is timed, as before each
-# collective. Without it a message of 1 KiB among four ranks on two cores took 4 ms instead of 0.4:
-# where the thread that posts is put aside in the middle of a call, it keeps the lock of its
-# connection, and gloo's own thread, woken by the peer's next message, asks for it over and over, on
-# the core that the other one needs, until its time slice ends.
+# [Note: from a meeting] All ranks synchronize before each timed message, as before each collective.
+# Without it a 1 KiB message among four ranks on two cores took 4 ms instead of 0.4: if the posting
+# thread is preempted in the middle of a call, it holds the lock of its connection, and gloo's own
+# thread, woken by the peer's next message, spins on it on the core that the other one needs, until
+# its time slice ends.
 #
-# Read `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. There are
-# nodes and ranks in them; that nodes lie in racks is not found out.
+# Start with `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. Only
+# nodes and their ranks are detected, not racks.
 def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
-    """Measures the link of every pair of ranks; every rank calls it and gets all of them."""
+    """Measures the link of every pair of ranks; a collective call with one result for all."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise GulliverError(
-            "links need several ranks: torchrun --nproc-per-node 2 -m gulliver.cli probe"
+            "links need several ranks; run torchrun --nproc-per-node 2 -m gulliver.cli probe"
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     mine: dict[Pair, dict[int, list[float]]] = {}
@@ -82,7 +84,7 @@ def probe_collectives(
     busy: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, Curve]:
-    """Times collectives along an axis; every rank of the world calls it, and gets the same."""
+    """Times collectives along an axis; a collective call, with the same result on all ranks."""
     compute = _computing(link_device()) if busy else None
     device, item = link_device(), 4 * ranks
     wanted = sizes or COLLECTIVE_BYTES
@@ -91,14 +93,14 @@ def probe_collectives(
     turns_of = _warmed_up(runs, turns, progress)
     times: dict[tuple[str, int], list[float]] = {key: [] for key in turns_of}
     for turn in range(turns):
-        progress(f"collectives along {ranks} ranks, turn {turn + 1} of {turns}")
+        progress(f"collectives along {ranks} ranks, round {turn + 1} of {turns}")
         for key in turns_of:
             if turn < turns_of[key]:
                 dist.barrier()
                 if compute is not None:
                     compute()
                 times[key].append(once(runs[key], device))
-    # The middle rank of every turn: who leaves a barrier first waits for who leaves it last.
+    # The median rank of every round: the first rank to leave a barrier waits for the last one.
     all_times: list[dict[tuple[str, int], list[float]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_times, times)
     middle = {
@@ -112,7 +114,7 @@ def probe_collectives(
 
 
 def pair_rounds(size: int) -> list[list[Pair]]:
-    """Every pair of ranks once, in rounds of pairs that share no rank: a round-robin tournament."""
+    """Every pair of ranks once, in rounds of disjoint pairs: a round-robin tournament."""
     ranks: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     rounds = []
     for _ in range(len(ranks) - 1):
@@ -124,10 +126,10 @@ def pair_rounds(size: int) -> list[list[Pair]]:
 
 
 def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
-    """Alpha and bandwidth by least squares of relative errors, and the largest that is left."""
+    """Latency and bandwidth by least squares of relative errors, and the largest error."""
     # On a busy machine large messages may take no longer than small ones: the bandwidth is then the
-    # largest that a file may hold, and the error says what such a line is worth.
-    # Weights 1 / seconds: a small message's microseconds count as much as a large one's.
+    # largest allowed in a file, and the error shows the quality of the fit. Weights 1 / seconds:
+    # microseconds of a small message count as much as those of a large one.
     weights = [1 / s for s in seconds]
     a = sum(w * w for w in weights)
     b = sum(w * w * c for w, c in zip(weights, counts, strict=True))
@@ -144,12 +146,13 @@ def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
-    """Ranks that are near each other, as nodes of one size; all in one where none differ."""
-    # Pairs are joined from the fastest on (single linkage). Groups of one size are nodes if the
+    """Groups ranks into nodes of equal size by link speed; a single node if links do not differ."""
+    # Pairs are joined from the fastest on (single linkage). Groups of equal size are nodes if the
     # next join, which is the fastest link between them, takes at least `NEAR` times as long as the
-    # one before, the slowest that was needed inside; of several such moments the last counts, which
-    # has the fewest groups. So noise makes no nodes, and pairs that are joined faster inside a node
-    # do not hide it. A near pair that was measured as slow does no harm: others join the two.
+    # previous one, the slowest that was needed inside; of several such moments the last one, with
+    # the fewest groups, is used. So noise creates no nodes, and pairs that are joined faster inside
+    # a node do not hide it. A near pair that was measured as slow does no harm: others connect the
+    # two.
     seconds = {pair: _seen_seconds(link) for pair, link in links.items()}
     group_of = [[rank] for rank in range(size)]
     best, before = [list(range(size))], float("inf")
@@ -183,13 +186,13 @@ def proposed_axes(
 
 
 def link_device() -> torch.device:
-    """Device of tensors that travel between ranks."""
+    """Device of tensors sent between ranks."""
     nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def _computing(device: torch.device) -> Callable[[], object]:
-    """Makes what computes for some milliseconds: as many products on each rank, not as long."""
+    """Creates a load of a few milliseconds: equal work on each rank, in different times."""
     a, b, out = (torch.ones(BUSY_SIDE, BUSY_SIDE, device=device) for _ in range(3))
 
     def run() -> None:
@@ -200,7 +203,7 @@ def _computing(device: torch.device) -> Callable[[], object]:
 
 
 def _exchanges(peer: int | None, count: int) -> list[float]:
-    """Seconds of messages both ways at once in all pairs of a round; every rank calls it."""
+    """Seconds of two-way messages in all pairs of a round; a collective call."""
     device = link_device()
     out = torch.ones(count, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)
@@ -208,7 +211,7 @@ def _exchanges(peer: int | None, count: int) -> list[float]:
     def exchange() -> None:
         if peer is None:
             return
-        # The receive is posted first, or the two would take turns.
+        # The receive is posted first, or the two directions would alternate.
         operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -225,7 +228,7 @@ def _exchanges(peer: int | None, count: int) -> list[float]:
 def _warmed_up(
     runs: Mapping[tuple[str, int], Callable[[], object]], turns: int, progress: Progress
 ) -> dict[tuple[str, int], int]:
-    """How many turns each operation gets, after it has run once; all ranks agree."""
+    """Number of repetitions of each operation, measured after a warm-up; equal on all ranks."""
     found: dict[tuple[str, int], int] = {}
     too_long: set[str] = set()
     for name, count in sorted(runs, key=lambda key: key[1]):

@@ -1,10 +1,8 @@
-"""Seconds of a step whose state does not fit the memory where compute happens.
+"""Seconds of a step with state offloaded to a disk or to host memory.
 
-State lies behind the first memory, on a disk or in the host's, and is brought for each visit: for a
-chunk's forward, its backward, its update. One unit computes, visit after visit; one link carries
-what visits need, and takes away what must make room. Nothing else is assumed; which bytes move,
-and when they are sent on their way, is decided by whoever plans (`gulliver.solve` knows the rules
-of replacement), not here.
+State is in a slower tier and is loaded for each visit: for a chunk's forward, backward and update.
+One processor computes visit after visit; one link loads the state for visits and writes evicted
+state. The caller decides which bytes move and when (`gulliver.solve` has the replacement policies).
 """
 
 from __future__ import annotations
@@ -16,96 +14,97 @@ from dataclasses import dataclass, replace
 from gulliver.hardware.cluster import Cluster, Device
 
 VISIT_LAUNCHES, TRANSFER_LAUNCHES = 120, 80
-"""Processor time of a use of state, and of a transfer between tiers, in that of starting an
-operation: hooks, decisions and views of our own code, which take longer where any such code does.
-From processor seconds of a model of tiny layers, with a limit and without (docs/lab-notes.md)."""
+"""CPU time of a use of state, and of a transfer between tiers, in units of an operation's launch
+time: hooks, decisions and views in Python. From CPU seconds of a model of tiny layers, with and
+without a limit (docs/lab-notes.md).
+"""
 REPEATS = 4
-"""Steps that are gone through: the first ones have nothing under way as they begin."""
+"""Simulated steps: the first ones start without transfers in flight."""
 DISK, HOST = "disk", "host"
 
 
-# [Note: reads and writes at once] Each direction is a queue of its own. While both have something
-# to do, both go on, slower by what was measured of moving as much of both at once: a disk that both
-# share does each at half its rate, a bus with two directions each at its own. Memory that is
-# written is not free until its write has ended, so what comes may have to wait for what leaves.
+# [Note: reads and writes at once] Each direction has its own queue. While both are busy, both
+# proceed, slowed down by the measured ratio for simultaneous transfers: a disk shared by both runs
+# each at half its rate, a full-duplex bus each at its own. Memory is free only after its write has
+# ended, so loads may have to wait for evictions.
 @dataclass(frozen=True)
 class TierRates:
-    """The link to the memory behind the first one."""
+    """The link to the slower tier."""
 
     # ``disk`` or ``host``.
     name: str
-    # Bytes/s from there.
+    # Bytes/s of reads.
     read_rate: float
-    # Bytes/s to there.
+    # Bytes/s of writes.
     write_rate: float
-    # Seconds of a transfer beside its bytes.
+    # Constant seconds per transfer.
     latency_s: float = 0.0
-    # Bytes/s of reading and writing as much at once, both counted; None where they share the link.
+    # Total bytes/s when reading and writing equal amounts at once; None if they share the link.
     both_rate: float | None = None
-    # Seconds of the processor that computes for a use of state, beside its compute.
+    # CPU seconds per use of state, in addition to its compute.
     visit_s: float = 0.0
-    # Seconds of it for a transfer.
+    # CPU seconds per transfer.
     transfer_s: float = 0.0
-    # Bytes/s that it goes through in memory; None where that is not counted.
+    # Bytes/s of memory passes; None if not counted.
     memory_rate: float | None = None
-    # Link from there to a third memory; None where there is none.
+    # Link to a third tier; None if there is none.
     behind: TierRates | None = None
 
     def seconds(self, transfer: Transfer) -> float:
-        """Seconds of a transfer that has the link to itself."""
+        """Seconds of a transfer without contention."""
         rate = self.write_rate if transfer.write else self.read_rate
         return self.latency_s + transfer.bytes / rate if transfer.bytes else 0.0
 
     def handling(self, visit: Visit) -> float:
-        """Seconds of the processor for a visit and its transfers, beside what is computed."""
+        """CPU seconds for a visit and its transfers, in addition to compute."""
         moved = sum(transfer.bytes > 0 for transfer in visit.transfers)
         passed = visit.passed / self.memory_rate if self.memory_rate else 0.0
         return visit.uses * self.visit_s + moved * self.transfer_s + passed
 
     @property
     def at_once(self) -> float:
-        """Share of its rate that each direction has while the other is busy, too."""
+        """Fraction of its rate that each direction has while the other is busy."""
         if self.both_rate is None:
             return 0.5
         return min(max(self.both_rate / (2 * min(self.read_rate, self.write_rate)), 0.5), 1.0)
 
     def busy(self, reads: float, writes: float) -> float:
-        """Seconds of so many seconds of reads and of writes, where neither ever waits."""
+        """Busy seconds for given seconds of reads and writes, without idle time."""
         both = min(reads, writes)
         return both / self.at_once + max(reads, writes) - both
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that a visit sends on their way."""
+    """Bytes of a transfer that starts with a visit."""
 
     # Number of bytes.
     bytes: int
-    # Whether they leave the first memory, rather than come.
+    # Whether they are written to the slower tier, rather than read.
     write: bool = False
     # Number of visits until they are needed; 0 for the visit itself.
     until: int = 0
-    # Bytes of writes under way beside which there is memory for what comes; None for any.
+    # Maximum bytes of writes in flight for which there is memory for this transfer; None for any.
     room: int | None = None
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A use of state by a step."""
+    """A use of state in a step."""
 
-    # Seconds of compute from its begin to its end.
+    # Seconds of compute.
     seconds: float
-    # What is sent on its way as it begins, in order.
+    # Transfers that start with it, in order.
     transfers: tuple[Transfer, ...] = ()
-    # Number of uses of state that it is, each with hooks and decisions of its own.
+    # Number of uses of state, each with its own hooks and decisions.
     uses: int = 1
-    # Bytes of state that are gone through to copy or compare them.
+    # Bytes of state that are copied or compared.
     passed: int = 0
 
 
 @dataclass(frozen=True)
 class TieredSeconds:
-    """Seconds of a step."""
+    """Predicted seconds of a step."""
 
     # Seconds from one step to the next.
     step: float
@@ -115,28 +114,28 @@ class TieredSeconds:
     reads: float
     # Seconds of writes.
     writes: float
-    # Name of the link that is busier than others.
+    # Name of the busiest link.
     link: str
-    # Seconds for which it is busy.
+    # Its busy seconds.
     busy: float
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing is computed, those of the processor for visits included."""
+        """Seconds without compute, including CPU time for visits."""
         return max(0.0, self.step - self.compute)
 
     @property
     def bottleneck(self) -> str:
-        """What the step waits for, in words: ``disk: 18.2 s of 20.1 s``."""
+        """The bottleneck of the step, such as ``disk: 18.2 s of 20.1 s``."""
         name, seconds = (self.link, self.busy) if self.busy > self.compute else ("", self.compute)
         return f"{name or 'compute'}: {seconds_text(seconds)} of {seconds_text(self.step)}"
 
 
 def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
-    """Seconds of a step that repeats."""
-    # A visit begins when the one before it has ended; then its transfers are queued, and it
-    # computes as soon as all that it needs is there. The link takes the transfers of each direction
-    # in their order.
+    """Seconds of a repeating step."""
+    # A visit begins when the previous one has ended; then its transfers are queued, and it computes
+    # as soon as all its inputs have arrived. The link handles the transfers of each direction in
+    # order.
     compute = sum(v.seconds for v in visits)
     visits = [replace(visit, seconds=visit.seconds + rates.handling(visit)) for visit in visits]
     seconds = [[(t, rates.seconds(t)) for t in visit.transfers] for visit in visits]
@@ -171,7 +170,7 @@ class _Moving:
 
 
 class _Link:
-    """Transfers under way, each direction in its order."""
+    """Transfers in flight, each direction in order."""
 
     def __init__(self, at_once: float) -> None:
         self._at_once = at_once
@@ -186,7 +185,7 @@ class _Link:
         self.sent += not transfer.write
 
     def run(self, until: float, reads: int = 0) -> None:
-        """Goes on until a time, and then until so many reads have ended."""
+        """Advances to a time, and then until a number of reads have ended."""
         while self.clock < until or self._read < reads:
             moving = [queue for queue in (self._reads, self._writes) if self._moves(queue)]
             speed = self._at_once if len(moving) > 1 else 1.0
@@ -200,7 +199,7 @@ class _Link:
                     self._end(queue.popleft().transfer)
 
     def _moves(self, queue: deque[_Moving]) -> bool:
-        """Whether the first of a queue is under way: there is memory for it."""
+        """Whether the head of a queue is in flight: there is memory for it."""
         if not queue:
             return False
         first = queue[0].transfer
@@ -213,12 +212,12 @@ class _Link:
 
 
 def disk_rates(cluster: Cluster) -> TierRates | None:
-    """The disk as the tier behind a machine's memory; None where none is known."""
+    """The disk as the tier behind a machine's memory; None if none is known."""
     disk = cluster.disk
     if disk is None:
         return None
-    # Its latency is that of a new file: what moves here lies in one that is open. What computes is
-    # the processor itself, so it cannot look after transfers meanwhile.
+    # The measured latency is for a new file, but transfers use an open one. The CPU computes, so it
+    # cannot handle transfers meanwhile.
     device = cluster.device
     return TierRates(
         DISK,
@@ -232,7 +231,7 @@ def disk_rates(cluster: Cluster) -> TierRates | None:
 
 
 def host_rates(device: Device) -> TierRates | None:
-    """Page-locked host memory as the tier behind a device; None where the device is the host."""
+    """Pinned host memory as the tier behind a device; None if the device is the host."""
     if device.to_device_rate is None or device.to_host_rate is None:
         return None
     rates = device.to_device_rate, device.to_host_rate
@@ -240,7 +239,7 @@ def host_rates(device: Device) -> TierRates | None:
 
 
 def seconds_text(seconds: float) -> str:
-    """Writes seconds for people."""
+    """Formats seconds for people."""
     if seconds >= 0.9995:
         return f"{seconds:,.1f} s"
     if 0 < seconds < 0.9995e-4:
@@ -249,13 +248,13 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(count: float) -> str:
-    """Writes a number per second for people, four digits of a small one."""
+    """Formats a number per second for people, with four digits if it is small."""
     return f"{count:,.0f}" if count >= 1000 else f"{count:.4g}"
 
 
 def flops_text(count: float) -> str:
-    """Writes a number of floating-point operations for people."""
+    """Formats a number of floating-point operations for people."""
     for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
         if count >= size or size == 1e3:
             return f"{count / size:,.2f} {unit}"
-    raise AssertionError("the smallest unit is for all")
+    raise AssertionError("the smallest unit fits all values")

@@ -1,9 +1,8 @@
-"""What one operator of torch costs: FLOPs as torch counts them, bytes, and seconds on a device.
+"""Costs of torch operators: FLOPs as counted by torch, bytes, and seconds on a device.
 
-FLOPs are those of `torch.utils.flop_counter`: products of matrices, convolutions and attention; all
-else is charged by the bytes that it moves. Torch has no formula for the attention kernel of CPUs,
-which computes what the kernels of GPUs do and takes theirs, nor for grouped products of experts and
-for LSTMs on CPUs.
+FLOPs are those of `torch.utils.flop_counter`: matrix products, convolutions and attention;
+everything else is charged by its bytes. Torch has no formula for the CPU attention kernel, which
+uses that of the GPU kernels here, nor for grouped products of experts and for LSTMs on CPUs.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ ON_CPU = {
         aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Attention kernels of CPUs, and those of GPUs that compute the same."""
+"""CPU attention kernels, and the equivalent GPU kernels."""
 ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
-"""Operators that read as much of their first tensor as they give."""
+"""Operators that read as many bytes of their first tensor as they return."""
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Operators that make memory and do not touch it."""
+"""Operators that allocate memory without touching it."""
 
 
 @cache
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Formulas for the FLOPs of operators, called with arguments and ``out_val``, their output."""
+    """FLOP formulas of operators, called with the arguments and ``out_val``, their output."""
     from torch.utils.flop_counter import FlopCounterMode
 
     formulas = dict(FlopCounterMode(display=False).flop_registry)
@@ -54,7 +53,7 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of products of which each row, column or term belongs to one group, as one expert's."""
+    """FLOPs of grouped matrix products, in which each row, column or term belongs to one group."""
     groups = one.shape[0] if one.ndim == 3 and other.ndim == 2 else 1
     return 2 * one.numel() * other.shape[-1] // groups
 
@@ -62,15 +61,15 @@ def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
 def _recurrent_flops(
     products: int, rows: Tensor, inner: Tensor, outer: Tensor, *_: Any, **__: Any
 ) -> int:
-    """FLOPs of a layer of an LSTM: each row of the input, and of the state, by a matrix of gates.
+    """FLOPs of an LSTM layer: each row of the input, and of the state, times a matrix of gates.
 
-    A backward has two products for each of the forward, of the rows' gradient and the matrix'.
+    A backward has two products for each of the forward: for the gradients of rows and matrix.
     """
     return products * 2 * (rows.numel() // rows.shape[-1]) * (inner.numel() + outer.numel())
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of a call of an operator; 0 where it multiplies no matrices."""
+    """FLOPs of an operator call; 0 without matrix products."""
     formula = flop_formulas().get(operator.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
@@ -78,7 +77,7 @@ def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def operator_bytes(
     operator: Any, taken: Sequence[Tensor], given: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Bytes that a call of an operator reads and writes, if each is touched once."""
+    """Bytes read and written by an operator call, if each is touched once."""
     packet = operator.overloadpacket
     if packet in EMPTY:
         return 0, 0
@@ -89,7 +88,7 @@ def operator_bytes(
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor; those that a stretched dim repeats count once."""
+    """Bytes of the distinct elements of a tensor; those repeated by an expanded dim count once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -99,8 +98,8 @@ def touched_bytes(tensor: Tensor) -> int:
 def operator_seconds(
     device: Device, flops: int, read: int, written: int, fresh: bool, dtype: str
 ) -> float:
-    """Seconds of a call of an operator that is no view."""
-    # A CPU fetches the lines of its cache before they are written; GPUs do not.
+    """Seconds of an operator call that is not a view."""
+    # A CPU fetches cache lines before writing them; GPUs do not.
     twice = fresh and device.to_device_rate is None and not flops
     moved = read + (2 if twice else 1) * written
     if flops:
@@ -108,23 +107,27 @@ def operator_seconds(
     return memory_seconds(device, moved)
 
 
-# Costs of a linear layer in FP8, and the size from which that pays.
+# Costs of a linear layer in FP8, and the size from which FP8 is faster.
 #
-# | pass over an operand | bytes an element, compiled | |---|---| | largest magnitude | one read |
-# | cast, for both products that it is in | one read, two writes of a byte: units read along the
-# sum | | the same, row-wise | each twice: the scales of the two products differ |
+# | pass over an operand | bytes per element, compiled |
+# | --- | --- |
+# | largest magnitude | one read |
+# | cast, for both products that it is in | one read, two writes of a byte: units read along the sum
+# |
+# | the same, row-wise | each twice: the scales of the two products differ |
 #
-# Operands are the input and the gradient of the output; weights too, in each micro-batch where the
-# layer is compiled, as its casts stand in the graph. Products are half as long where the rate of
-# FP8 is twice that of 16 bits. So a layer pays when its products are long beside its operands: a
-# product grows with the third power of a side, operands with the second. Outputs are of 16 bits.
+# Operands are the input and the gradient of the output; also weights, in each micro-batch if the
+# layer is compiled, because the casts are part of the graph. Products take half the time if the FP8
+# rate is twice the 16-bit rate. So FP8 is faster if products are long compared with passes over
+# operands: products grow with the third power of a side, operands with the second. Outputs have 16
+# bits.
 
 
 FP8 = "float8_e4m3fn"
 ITEM = 2
-"""Bytes of an element in high precision."""
+"""Bytes per element in high precision."""
 STEP, LARGEST = 16, 1 << 16
-"""Sides of square layers that are looked at for the least one that pays."""
+"""Sides of square layers to try for the break-even size."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,12 @@ class Fp8Seconds:
     plain: float
     # Seconds of the products in FP8.
     products: float
-    # Seconds of magnitudes and casts.
+    # Seconds of computing magnitudes and casting.
     casts: float
 
     @property
     def gain(self) -> float:
-        """Times that FP8 is faster."""
+        """Speedup of FP8."""
         return self.plain / (self.products + self.casts)
 
 
@@ -161,8 +164,8 @@ def fp8_seconds(
     """
     if FP8 not in device.matmul:
         raise GulliverError(
-            f"{device.name} has no FP8 rate: FP8 needs units for it, as an H100 or a 4090 has; "
-            "where there are some, gulliver probe measures them"
+            f"{device.name} has no FP8 rate; FP8 needs hardware support, as in an H100 or a 4090, "
+            "and gulliver probe measures its rate"
         )
     products = 1 + BACKWARD_OF_LINEAR
     plain = products * matmul_seconds(device, tokens, inputs, outputs, "bfloat16")
@@ -172,7 +175,7 @@ def fp8_seconds(
 
 
 def fp8_break_even(device: Device, tokens: int, scaling: str = "tensorwise") -> int | None:
-    """Least side of a square layer that is faster in FP8; None where none is."""
+    """Smallest side of a square layer that is faster in FP8; None if none is."""
 
     def pays(side: int) -> bool:
         return fp8_seconds(device, tokens, side, side, scaling).gain > 1
@@ -187,7 +190,7 @@ def fp8_break_even(device: Device, tokens: int, scaling: str = "tensorwise") -> 
 
 
 def _product(device: Device, tokens: int, inputs: int, outputs: int) -> float:
-    # The result is not of FP8: what it weighs more than that is moved as well.
+    # The result is not in FP8, so its additional bytes are moved as well.
     more = (ITEM - 1) * tokens * outputs / device.memory_rate
     return max(
         matmul_seconds(device, tokens, inputs, outputs, FP8),
@@ -202,32 +205,33 @@ def _casts(device: Device, size: int, scaling: str) -> float:
     return magnitude + memory_seconds(device, (ITEM + 2) * size)
 
 
-# Seconds and bytes of looking rows of tables up: in memory, over the host link, between ranks.
+# Seconds and bytes of embedding lookups: memory, host link, and communication.
 
 
 PASSES = 4
-"""Times that the elements of a row that is used go through memory in a step: read in the forward,
-written as a gradient, read and written by the update."""
+"""Memory passes over the elements of a used row per step: read in the forward, written as a
+gradient, read and written by the update.
+"""
 
 
 @dataclass(frozen=True)
 class LookupLoad:
     """Work of one rank in a step."""
 
-    # Rows used, with repetitions.
+    # Number of row uses, including repetitions.
     rows: float
-    # Elements of a row.
+    # Elements per row.
     width: float
-    # Elements of optimizer state of a row.
+    # Elements of optimizer state per row.
     state: float
-    # Rows that are brought from the host, and as many sent back.
+    # Rows loaded from the host, and as many written back.
     missed: float
-    # Bytes to other ranks, forward; as many come back as gradients.
+    # Bytes to other ranks in forward; as many return as gradients.
     sent: float
 
 
 def lookup_seconds(cluster: Cluster, load: LookupLoad) -> dict[str, float]:
-    """Returns the seconds of a step's lookups by what takes them."""
+    """Returns the seconds of a step's lookups by component."""
     device = cluster.device
     touched = int(4 * load.rows * (PASSES * load.width + 2 * load.state))
     record = int(4 * load.missed * (load.width + load.state))

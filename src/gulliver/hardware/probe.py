@@ -1,7 +1,7 @@
-"""Times operations in turns: a busy moment of the machine then meets all of them a little.
+"""Times operations round-robin, so that a busy moment of the machine affects all of them a little.
 
-A run is a batch of calls long enough for the clock, ended by the device's synchronisation; a batch
-is charged to its calls evenly, so that launches overlap on a GPU as they do in a real step.
+A run is a batch of calls long enough for the clock, ended by a device synchronization; its time is
+divided evenly among the calls, so that launches overlap on a GPU as in a real step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST_CALLS = 100
 def in_turns(
     operations: Mapping[Key, Callable[[], object]], device: torch.device, turns: int = 9
 ) -> dict[Key, list[float]]:
-    """Seconds of a call of each operation, once for each turn, after a warm-up."""
+    """Seconds per call of each operation, once per round, after a warm-up."""
     calls = {}
     for key, operation in operations.items():
         once(operation, device)
@@ -58,7 +58,7 @@ def in_turns(
 
 
 def once(operation: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Seconds of a call, as the mean of several in a row."""
+    """Seconds of a call, averaged over several in a row."""
     begun = time.perf_counter()
     for _ in range(calls):
         operation()
@@ -68,7 +68,7 @@ def once(operation: Callable[[], object], device: torch.device, calls: int = 1) 
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
-    """Medians by size, and the usual spread between quartiles."""
+    """Medians by size, and the typical interquartile range."""
     # A size that took longer than a larger one was disturbed: it gets the larger one's seconds.
     sizes = tuple(sorted(times))
     medians = [statistics.median(times[size]) for size in sizes]
@@ -77,29 +77,29 @@ def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """The distance between the quartiles, relative to the median."""
+    """Interquartile range relative to the median."""
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / middle
 
 
-# How much memory there is for a process: the device's, or what its control group lets it have.
+# Memory available to a process: the device's, or the limit of its control group.
 
 
 _ROOT = Path("/sys/fs/cgroup")
 _LIMITS = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-"""Files that hold the limit, by the hierarchy: of version 2, and of version 1."""
-PLANNED = {"cuda": (0.9, "its GPU's"), "cpu": (0.1, "the machine's, for each rank")}
-"""Share of a memory that is planned with."""
+"""Files with the limit, for version 2 and version 1 of the hierarchy."""
+PLANNED = {"cuda": (0.9, "from its GPU"), "cpu": (0.1, "from the machine, divided among its ranks")}
+"""Fraction of a memory to plan with."""
 
 
 def memory_bytes(device: str) -> int:
-    """Bytes that a process may have at most of the memory of a kind of device.
+    """Maximum bytes that a process may use on a kind of device.
 
     Args:
-        device: ``cuda``, for the present one, or ``cpu``: the machine's memory, or the limit of
-            this process's control group (version 1 or 2) where that is less.
+        device: ``cuda`` for the current GPU, or ``cpu``: the smaller of the machine's memory and
+            the limit of this process's control group (version 1 or 2).
     """
     if device == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -107,13 +107,13 @@ def memory_bytes(device: str) -> int:
 
 
 def planned_memory(kind: str, size: int | None = None) -> tuple[float, str]:
-    """Bytes of a rank that data-centric steps are planned with unless told otherwise, and why."""
+    """Default bytes per rank for planning data-centric steps, and their origin."""
     share, whose = PLANNED[kind]
     return float(math.floor(share * (size or memory_bytes(kind)))), f"{share:.0%} of {whose}"
 
 
 def group_limits(root: Path = _ROOT, member: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Limits in bytes of the control groups that this process is in, from its own outwards."""
+    """Memory limits in bytes of this process's control groups, innermost first."""
     limits = list[int]()
     for line in _lines(member):
         _, kinds, path = line.split(":", 2)
@@ -136,11 +136,11 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-# Where measurements are kept, and which cluster counts as the present one.
+# Stores measurements, and determines the current cluster.
 #
-# A measurement is good for the machines it was made on: its file is named by a fingerprint of
-# hosts, processor, cores, threads, GPUs, torch and the number of ranks, so that it is not found
-# when any of them changes.
+# A measurement is valid for the machines it was made on: its file is named by a fingerprint of
+# hosts, CPU, cores, threads, GPUs, torch and the number of ranks, so that it is not found if any of
+# them changes.
 
 
 LIKE = {
@@ -150,23 +150,23 @@ LIKE = {
     "A100": "8xa100-infiniband",
     "": "4x4090-pcie",
 }
-"""The description for a GPU whose name has a word in it; the first that fits."""
+"""Descriptions for GPUs by a word in their name; the first match is used."""
 CPU = "cpu-loopback"
 Seconds = TypeVar("Seconds", bound=tuple[float, ...])
 
 
 def current_cluster(world_size: int) -> Cluster:
-    """What these machines can do, as far as it is known.
+    """Returns the cluster of the current machines, as far as it is known.
 
-    The measurement that ``gulliver probe`` kept for this fingerprint, or else a description of
-    machines with the same kind of device, with `measured` False. Where a process group of
-    `world_size` ranks is up, every rank calls it and gets what rank 0 found.
+    This is the measurement of ``gulliver probe`` for the current fingerprint, or else a description
+    of machines with the same kind of device, with `measured` False. If a process group of
+    `world_size` ranks is initialized, this is a collective call that returns rank 0's result.
 
     Args:
-        world_size: ranks.
+        world_size: number of ranks.
 
     Raises:
-        GulliverError: the kept file was edited into something that cannot be read.
+        GulliverError: the stored file is invalid.
     """
     path = kept_path(world_size)
     together = _together(world_size)
@@ -175,7 +175,7 @@ def current_cluster(world_size: int) -> Cluster:
         try:
             found[0] = Cluster.load(path) if path.exists() else likely_cluster(world_size)
         except Exception as error:
-            # The others are waiting for it.
+            # The other ranks are waiting for it.
             found[0] = error
     if together:
         dist.broadcast_object_list(found, src=0)
@@ -185,7 +185,7 @@ def current_cluster(world_size: int) -> Cluster:
 
 
 def likely_cluster(world_size: int) -> Cluster:
-    """A description of machines with this kind of device, resized to so many ranks."""
+    """A description of machines with this kind of device, resized to a number of ranks."""
     if not torch.cuda.is_available():
         return described(CPU).resized(world_size)
     gpu = torch.cuda.get_device_properties(0)
@@ -195,24 +195,24 @@ def likely_cluster(world_size: int) -> Cluster:
 
 
 def kept_path(world_size: int) -> Path:
-    """The file of the measurement; where the process group is up, every rank calls it."""
+    """The file of the measurement; a collective call if the process group is initialized."""
     return cache_folder() / "clusters" / f"{fingerprint(world_size)}.yaml"
 
 
 def fingerprint(world_size: int) -> str:
-    """Sixteen digits that change when a measurement should be made anew."""
+    """Sixteen digits that change when a measurement becomes invalid."""
     return digest({"hosts": _hosts(world_size), **machine_facts(), "ranks": world_size})
 
 
 def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
-    """Seconds that were measured here before, of something with the same facts; or measures them.
+    """Returns stored seconds for the same facts; otherwise measures and stores them.
 
-    They are kept, so that a run that goes on plans what it has planned before.
+    So a resumed run makes the same plan as before.
 
     Args:
-        facts: what they depend on, besides the machine.
+        facts: everything they depend on, in addition to the machine.
         measure: measures them.
-        count: number of them.
+        count: number of values.
     """
     path = _seconds_folder() / f"{digest({**machine_facts(), **facts})}.json"
     try:
@@ -222,14 +222,14 @@ def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: i
     except (OSError, ValueError, TypeError):
         pass
     found = measure()
-    with suppress(OSError, GulliverError):  # a folder that cannot be written keeps nothing
+    with suppress(OSError, GulliverError):  # nothing is stored if the folder is not writable
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(found))
     return found
 
 
 def forget_seconds() -> None:
-    """Lets `kept_seconds` measure anew."""
+    """Deletes the seconds stored by `kept_seconds`."""
     shutil.rmtree(_seconds_folder(), ignore_errors=True)
 
 
@@ -238,7 +238,7 @@ def _seconds_folder() -> Path:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Facts that tell machines apart: processor, cores, threads, GPUs and torch."""
+    """Facts that identify a kind of machine: CPU, cores, threads, GPUs and torch."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -249,7 +249,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def digest(facts: dict[str, Any]) -> str:
-    """Sixteen digits of what a measurement depends on."""
+    """Sixteen digits of everything that a measurement depends on."""
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]
 
 
@@ -272,7 +272,7 @@ def _gpus() -> list[str]:
     return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
 
 
-# Clusters by the names that people give them: ``h100x64``, a file, or the machines here.
+# Clusters by name: ``h100x64``, a file, or the current machines.
 
 
 SHORT = {
@@ -284,13 +284,13 @@ SHORT = {
     "cpu": "cpu-loopback",
     "laptop": "laptop-cpu",
 }
-"""Descriptions by the short names of their devices."""
+"""Descriptions by short device names."""
 MOST = 1 << 14
-"""Ranks that a name may ask for."""
+"""Maximum ranks of a named cluster."""
 
 
 def named_cluster(text: str, ranks: int | None = None) -> Cluster:
-    """A cluster by its name."""
+    """Returns a cluster by name."""
     if text == "here":
         return current_cluster(ranks or 1)
     if text.endswith((".yaml", ".yml")) or "/" in text:
@@ -304,44 +304,44 @@ def named_cluster(text: str, ranks: int | None = None) -> Cluster:
     if name not in SHORT:
         known = ["here", *SHORT, *described_names()]
         raise GulliverError(
-            f"there is no cluster {text!r}: {nearest(name, known)}; a count follows an x, as in "
-            "h100x64, and a file ends in .yaml"
+            f"unknown cluster {text!r}: {nearest(name, known)}; append x and a count, as in "
+            "h100x64, or give a .yaml file"
         )
     size = int(count) if count else ranks or 1
     if not 1 <= size <= MOST:
-        raise GulliverError(f"the cluster {text!r} has {size} ranks: take 1 to {MOST}")
+        raise GulliverError(f"the cluster {text!r} has {size} ranks; use 1 to {MOST}")
     if ranks is not None and ranks != size:
-        raise GulliverError(f"the cluster {text!r} has {size} ranks, and {ranks} were asked for")
+        raise GulliverError(f"the cluster {text!r} has {size} ranks, but {ranks} were requested")
     return described(SHORT[name]).resized(size)
 
 
-# Measures what this machine can do: its processor or GPU, and a disk.
+# Measures this machine: CPU or GPU, and a disk.
 #
-# Everything is a median of several turns after a warm-up; curves also keep how far the quartiles
-# lie apart. Links between ranks are measured in `links.py`. float32 products are measured as
-# torch is set: with or without TF32.
+# All values are medians of several rounds after a warm-up; curves also store their spread. Links
+# between ranks are measured in `links.py`. float32 products use torch's current settings, with or
+# without TF32.
 
 
 Progress = Callable[[str], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP8_CAPABILITY = (8, 9)
-"""Least compute capability of a GPU with units for FP8: Ada, Hopper and later."""
+"""Minimum compute capability for FP8: Ada, Hopper and later."""
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Sides of square matrices; the row ends when a product takes longer than `LONGEST_S`."""
+"""Sides of square matrices; ends when a product takes longer than `LONGEST_S`."""
 LONGEST_S = 0.02
 TENSOR_BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
-"""Sizes of tensors of an element-wise operation; it reads two and writes one."""
+"""Sizes of tensors of an element-wise operation, which reads two and writes one."""
 BLOCK_BYTES = 1 << 24
-"""Bytes of a request to a disk."""
+"""Bytes of a disk request."""
 DISK_BYTES = 1 << 28
-"""Bytes of the file that a disk is measured with."""
+"""Bytes of the file for measuring a disk."""
 TURN_S = 0.5
-"""Seconds of a turn on a disk that is not slower than a block in this time."""
+"""Seconds of a round on a disk, unless a block takes longer."""
 WAYS = {"reading": (True, False), "writing": (False, True), "both at once": (True, True)}
 
 
 def probe_device(device: torch.device, progress: Progress = lambda _: None) -> Device:
-    """Measures rates of a device; takes some seconds."""
+    """Measures the rates of a device; takes a few seconds."""
     curves = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -374,16 +374,16 @@ def probe_disk(
     turns: int = 3,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Disk:
-    """Measures a folder's disk by a file without a name, past the page cache where there is a way.
+    """Measures a folder's disk with an unlinked file, using direct I/O if possible.
 
     Args:
         folder: folder on the disk.
-        count: most bytes of the file; less where writing them takes long.
-        turns: number of turns that rates are the medians of.
-        progress: told what is measured, and which share of all is done.
+        count: maximum bytes of the file; less on a slow disk.
+        turns: number of rounds for medians.
+        progress: called with the current measurement and the finished fraction.
 
     Raises:
-        GulliverError: nothing can be written there, or there is no room.
+        GulliverError: the folder is not writable, or the disk is full.
     """
     try:
         require_space(folder, count)
@@ -393,14 +393,14 @@ def probe_disk(
     except (OSError, IoError) as error:
         why = os.strerror(error.errno or 0)
         raise GulliverError(
-            f"cannot measure the disk in {folder}: {why}; name a folder that can be written"
+            f"cannot measure the disk in {folder}: {why}; give a writable folder"
         ) from error
     read, write, both = (rates[way] for way in WAYS)
     return Disk(write, read, empty, both, str(folder.absolute()))
 
 
 def processor() -> str:
-    """The model of this machine's processor."""
+    """The model of this machine's CPU."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -420,7 +420,7 @@ def _matmul_curve(device: torch.device, dtype: torch.dtype) -> Curve:
 
 
 def _fp8_curve(device: torch.device) -> Curve:
-    """Seconds by operations of scaled products with results of 16 bits."""
+    """Seconds by operations of scaled products with 16-bit results."""
     one = torch.ones((), device=device)
 
     def product(a: Tensor, b: Tensor) -> Callable[[], object]:
@@ -453,7 +453,7 @@ def _memory_curve(device: torch.device) -> Curve:
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes/s to the device and to the host, between pinned memory and the device."""
+    """Bytes/s of copies from pinned memory to the device, and back."""
     host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
     there = host.to(device)
     times = in_turns(
@@ -468,7 +468,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _empty_file_seconds(folder: Path) -> float:
-    """Seconds until a file of a byte is on the disk."""
+    """Seconds until a one-byte file is synced."""
     begun = time.perf_counter()
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(b"0")
@@ -478,13 +478,13 @@ def _empty_file_seconds(folder: Path) -> float:
 
 
 class _DiskFile:
-    """A file without a name that is read and written as those of a memory manager are."""
+    """An unlinked file with the access pattern of the memory manager's files."""
 
-    # Each direction has an engine of its own. Blocks are written once before anything is timed: the
-    # file system gives them their places then.
+    # Each direction has its own engine. Blocks are written once before timing, so that the file
+    # system has allocated them.
 
     def __init__(self, folder: Path, count: int) -> None:
-        # What is read is of no interest: all blocks come to the same place, beside what is written.
+        # The data is not used: all blocks are read into the same memory, next to the written data.
         self._block = min(BLOCK_BYTES, max(count // BLOCK, 1) * BLOCK)
         self._memory = torch.empty(2 * self._block + BLOCK, dtype=torch.uint8).random_()
         self._address = -(-self._memory.data_ptr() // BLOCK) * BLOCK
@@ -510,7 +510,7 @@ class _DiskFile:
         self._close_engines()
 
     def rates(self, turns: int, progress: Callable[[str, float], None]) -> dict[str, float]:
-        """Bytes/s by way, of a file that a turn takes about `TURN_S` for."""
+        """Bytes/s by direction, of a file that takes about `TURN_S` per round."""
         progress("first writes", 0.0)
         took = self._moved((False, True))
         self.count = self._whole(int(self.count * min(TURN_S / took, 1.0)))

@@ -1,8 +1,8 @@
-"""Costs of samples that were measured, or computed, elsewhere: a table of seconds.
+"""Sample costs from a table of seconds that was measured or computed elsewhere.
 
-A table has seconds by shape, sequence degree and size of batch, with all blocks recomputed. Between
-its sizes lies a straight line; beyond the last, as far as memory goes, the last line goes on. It
-has nothing for degrees and shapes that are not in it.
+A table has seconds by shape, sequence degree and batch size, with all blocks recomputed. Values
+between batch sizes are interpolated linearly, and extrapolated beyond the last up to the memory
+limit. Other degrees and shapes are not available.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
-"""Pixels of a token's side; frames that become so many latent frames (Open-Sora 1.2)."""
+"""Pixels per token side; numbers of frames and of the corresponding latent frames (Open-Sora 1.2).
+"""
 Parts = Callable[[Any, int, int], tuple[float, float]]
-"""Seconds of communication and of repeated forwards of (shape, degree, batch)."""
+"""Seconds of communication and of recomputation for (shape, degree, batch)."""
 
 
 def no_parts(shape: str, degree: int, batch: int) -> tuple[float, float]:
-    """Says nothing of what the seconds of a table consist of."""
+    """Reports no components of a table's seconds."""
     return 0.0, 0.0
 
 
@@ -39,11 +40,11 @@ class TableCosts:
 
     Attributes:
         seconds: seconds of a micro-batch by shape, degree and batch, all blocks recomputed.
-        lengths: tokens of a sample of each shape.
-        token_bytes: bytes of a token on its rank, all blocks recomputed.
-        memory: bytes of a rank for activations.
+        lengths: tokens per sample of each shape.
+        token_bytes: bytes per token on its rank, all blocks recomputed.
+        memory: bytes per rank for activations.
         kinds: kinds of blocks whose activations can be kept; none: all are always recomputed.
-        parts: what the seconds consist of; `kinds` need it.
+        parts: components of the seconds; required for `kinds`.
         model: name of the model, for files and states.
     """
 
@@ -58,7 +59,7 @@ class TableCosts:
     def __post_init__(self) -> None:
         _check(self.seconds, self.lengths)
         if math.isinf(self.memory):
-            raise GulliverError("a table without a memory has no largest batch: give memory=")
+            raise GulliverError("a table without memory has no largest batch; pass memory=")
 
     @classmethod
     def load(cls, path: Path | str, **changes: Any) -> TableCosts:
@@ -66,10 +67,10 @@ class TableCosts:
 
         Args:
             path: path to the file.
-            changes: fields that the file says nothing of.
+            changes: fields that are not in the file.
 
         Raises:
-            GulliverError: the file is no such table, or its lengths contradict its seconds.
+            GulliverError: the file is not such a table, or its lengths contradict its seconds.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -88,8 +89,8 @@ class TableCosts:
             raise GulliverError(f"cost table {path}: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GulliverError(
-                f"{path} is no cost table: it needs cost_table, by shape, degree and batch, and "
-                f"cost_model with resolutions and cap_tokens_per_gpu ({error!r})"
+                f"{path} is not a cost table; it needs cost_table, by shape, degree and batch, "
+                f"and cost_model with resolutions and cap_tokens_per_gpu ({error!r})"
             ) from None
         token = float(changes.pop("token_bytes", 1.0))
         return cls(seconds, lengths, token, changes.pop("memory", cap * token), **changes)
@@ -105,20 +106,20 @@ class TableCosts:
         lost: float = 0.05,
         allowed: Sequence[int] = (1,),
     ) -> TableCosts:
-        """Makes a table from functions of shapes, for loops whose costs nobody has measured.
+        """Creates a table from functions of shapes, for loops without measured costs.
 
         Args:
             shapes: shapes that occur.
             cost: seconds of forward and backward of one sample of a shape on one rank, or any
-                number in proportion to them.
-            length: tokens of a sample of a shape, or whatever its memory is in proportion to.
-            memory: tokens that fit on a rank at once; they stand for bytes.
-            fixed: cost of a micro-batch whatever is in it.
-            lost: share of a sample's cost that each rank of a group spends on messages.
+                number proportional to them.
+            length: tokens per sample of a shape, or any number proportional to its memory.
+            memory: tokens that fit on a rank at once, used in place of bytes.
+            fixed: constant cost of a micro-batch.
+            lost: fraction of a sample's cost that each rank of a group spends on communication.
             allowed: numbers of ranks that may share a sample.
 
         Raises:
-            GulliverError: costs or lengths are not above 0, or contradict each other.
+            GulliverError: costs or lengths are not positive, or contradict each other.
         """
         costs = {shape: float(cost(shape)) for shape in shapes}
         degrees = [whole_number("a degree in allowed", degree) for degree in allowed]
@@ -127,7 +128,7 @@ class TableCosts:
             return batch * costs[shape] * lost * (degree > 1), 0.0
 
         seconds = {
-            # Two sizes of batch: `batches` goes on along the line through them.
+            # Two batch sizes: `batches` extrapolates the line through them.
             shape: {
                 d: {b: fixed + b * each / d + sent(shape, d, b)[0] for b in (1, 2)} for d in degrees
             }
@@ -138,32 +139,32 @@ class TableCosts:
 
     @property
     def room(self) -> str:
-        """The memory of a rank in words: tokens, where nothing says what bytes they have."""
+        """Description of a rank's memory, in tokens if their bytes are unknown."""
         return f"the {self.memory:,.0f} tokens" if self.token_bytes == 1 else size_text(self.memory)
 
     @property
     def identity(self) -> str:
-        """Name that a saved state is held against: the model."""
+        """Identity of the costs in a saved state: the model."""
         return self.model
 
     def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Degrees that the table has, up to a number of ranks."""
+        """Degrees in the table, up to a number of ranks."""
         found = {degree for row in self.seconds.values() for degree in row}
         return tuple(sorted(degree for degree in found if degree <= ranks))
 
     def tokens(self, shape: Any) -> int:
-        """Tokens of a sample of a shape."""
+        """Tokens per sample of a shape."""
         self._known(shape)
         return self.lengths[shape]
 
     def batches(self, shape: Any, degree: int, pac: bool = True, most: int = 4096) -> BatchCosts:
-        """Costs of micro-batches of a shape on a group of so many ranks.
+        """Costs of micro-batches of a shape on a group of ranks.
 
         Args:
             shape: name of the shape.
             degree: ranks of the group.
-            pac: keep activations where memory is left; else all blocks are recomputed.
-            most: largest batch that is looked at.
+            pac: whether to keep activations in spare memory; otherwise all blocks are recomputed.
+            most: largest batch to consider.
 
         Raises:
             GulliverError: the table does not have the shape.
@@ -199,7 +200,7 @@ class TableCosts:
 
 
 def _along(sizes: np.ndarray, values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Values on straight lines between points, the last line going on: of one point, its rate."""
+    """Linear interpolation, extrapolated with the last line; a single point with its rate."""
     if len(sizes) == 1:
         return values[0] * at / sizes[0]
     found = np.interp(at, sizes, values)
@@ -213,7 +214,7 @@ def _nothing(kinds: int) -> BatchCosts:
 
 
 def _tokens(shape: str, resolutions: Mapping[str, Sequence[int]]) -> int:
-    """Tokens of a sample named resolution/frames."""
+    """Tokens per sample of a shape named resolution/frames."""
     name, _, frames = shape.partition("/")
     height, width = resolutions[name]
     count = int(frames)
@@ -224,24 +225,25 @@ def _tokens(shape: str, resolutions: Mapping[str, Sequence[int]]) -> int:
 def _check(
     seconds: Mapping[str, Mapping[int, Mapping[int, float]]], lengths: Mapping[str, int]
 ) -> None:
-    """Refuses tables that contradict themselves: more samples, or longer ones, in less time."""
+    """Raises an error for tables in which more or longer samples take less time."""
     if not seconds:
-        raise GulliverError("the cost table is empty: give seconds by shape, degree and batch")
+        raise GulliverError("the cost table is empty; give seconds by shape, degree and batch")
     for shape, degrees in seconds.items():
         if lengths.get(shape, 0) < 1:
-            raise GulliverError(f"shape {shape!r} has no tokens: give its length")
+            raise GulliverError(f"shape {shape!r} has no tokens; give its length")
         for degree, row in degrees.items():
             for number in (degree, *row):
                 whole_number(f"a degree or batch of shape {shape!r}", number)
             values = [row[batch] for batch in sorted(row)]
             if degree < 1 or min(row, default=1) < 1 or not all(map(_is_time, values)):
                 raise GulliverError(
-                    f"shape {shape!r} on {degree} ranks: batches and seconds must be above 0"
+                    f"shape {shape!r} on {degree} ranks has invalid values; batches and seconds "
+                    "must be above 0"
                 )
             if values != sorted(values):
                 raise GulliverError(
                     f"shape {shape!r} on {degree} ranks: more samples take less time in this "
-                    "table: measure it again"
+                    "table; measure it again"
                 )
     by_length: dict[int, list[tuple[int, float, str]]] = {}
     for shape, degrees in seconds.items():
@@ -251,11 +253,12 @@ def _check(
     for degree, found in by_length.items():
         found.sort()
         for (_, before, short), (_, after, long) in itertools.pairwise(found):
-            # Aspect ratios and frames shift a few per cent between shapes of like length.
+            # Aspect ratios and frames cause differences of a few percent between shapes of similar
+            # length.
             if after < before / 2:
                 raise GulliverError(
-                    f"the table's lengths lie: {long!r} has more tokens than {short!r} and takes "
-                    f"{after:.3g} s against {before:.3g} s on {degree} ranks"
+                    f"the table contradicts itself: {long!r} has more tokens than {short!r} but "
+                    f"takes {after:.3g} s, not {before:.3g} s, on {degree} ranks; measure it again"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a sample: analytic terms of tokens and attention, with few measured rates.
+"""Seconds and bytes per sample: analytic terms for tokens and attention, with a few measured rates.
 
 A micro-batch of b samples in a model of L blocks, on a group of d ranks, all blocks recomputed:
 
@@ -6,14 +6,13 @@ A micro-batch of b samples in a model of L blocks, on a group of d ranks, all bl
     F       = 2 weights N + 4 hidden pairs + 4 hidden N text           (one forward of one block)
     bytes   = states + b N (token + L block) / d
 
-N are tokens, P pixels that an autoencoder encodes, and 4 F a forward, its repetition and a backward
-of two. Two depths tell the blocks from the rest, two sizes of batch what is fixed from what grows:
-four points fix the lot, more points give an error. Messages are Ulysses's: four exchanges of heads
-in each of three passes. Where each rank is several, which share each layer's tensors, blocks take
-as much less, and their outputs are summed in each pass; what lies around them is on each whole.
+N are tokens, P pixels encoded by an autoencoder, and 4 F a forward, its recomputation and a
+backward of two. Two depths separate the blocks from the rest, two batch sizes the constant from the
+proportional part: four points determine all rates, more points give an error. Messages are those of
+Ulysses: four head exchanges in each of three passes. With tensor parallelism, blocks take
+proportionally less time and their outputs are summed in each pass; everything else is replicated.
 
-Read `fit_samples` first, then `SampleCosts.batches`. It does not know how anything is measured:
-`measure_samples` calls back.
+Start with `fit_samples`, then `SampleCosts.batches`. `measure_samples` calls back for measurements.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from gulliver.hardware.probe import machine_facts
 from gulliver.io.files import write_text
 
 PASSES, EXCHANGES = 4, 4
-"""Forwards' worth of compute with recompute; exchanges of heads in a pass (q, k, v, output)."""
+"""Forwards' worth of compute with recomputation; head exchanges per pass (q, k, v, output)."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class SampleShape:
 
     Attributes:
         tokens: tokens of the sample.
-        pairs: pairs of a query and a key in one block, the mean over blocks.
-        text: tokens of a text that every token attends to.
-        pixels: pixels that the autoencoder encodes while training; 0 for kept latents.
+        pairs: query-key pairs per block, averaged over blocks.
+        text: text tokens that every token attends to.
+        pixels: pixels that the autoencoder encodes during training; 0 for stored latents.
         name: name in messages.
     """
 
@@ -61,15 +60,15 @@ class SampleShape:
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.pairs < 0 or self.text < 0 or self.pixels < 0:
             raise GulliverError(
-                f"sample shape {self.name or self.tokens}: its lengths lie: tokens must be at "
-                "least 1, and the other sizes at least 0"
+                f"sample shape {self.name or self.tokens} is invalid; tokens must be at least 1, "
+                "and the other sizes at least 0"
             )
 
     @classmethod
     def clip(
         cls, frames: int, rows: int, columns: int, text: int = 0, pixels: int = 0
     ) -> SampleShape:
-        """Latent frames of rows x columns tokens whose blocks attend in space and time in turn."""
+        """Shape of a clip's tokens, for alternating spatial and temporal blocks."""
         place = rows * columns
         tokens = frames * place
         name = f"{frames}x{rows}x{columns}"
@@ -77,7 +76,7 @@ class SampleShape:
 
     @classmethod
     def document(cls, length: int, causal: bool = True) -> SampleShape:
-        """One text of so many tokens."""
+        """Shape of a text with a number of tokens."""
         return cls(length, length * length / (2 if causal else 1), name=f"{length} tokens")
 
     def __str__(self) -> str:
@@ -86,22 +85,22 @@ class SampleShape:
 
 @dataclass(frozen=True)
 class SampleModel:
-    """Sizes of a model that the costs of its samples depend on."""
+    """Sizes of a model that its sample costs depend on."""
 
-    # Name of the model; a file of another one is refused.
+    # Name of the model; files of other models are rejected.
     name: str
-    # Elements of the matrices of one block, the mean.
+    # Mean number of matrix elements per block.
     weights: int
-    # Dims of a token.
+    # Hidden size.
     hidden: int
-    # Kinds of blocks; their counts are the depth.
+    # Kinds of blocks; their counts add up to the depth.
     kinds: tuple[BlockKind, ...]
     # Dtype of activations.
     dtype: str = "float32"
 
     @property
     def depth(self) -> int:
-        """Blocks of the model."""
+        """Number of blocks."""
         return sum(kind.count for kind in self.kinds)
 
     def forward_flops(self, shape: SampleShape) -> float:
@@ -118,38 +117,38 @@ class SamplePoint:
     shape: SampleShape
     # Number of samples.
     batch: int
-    # Blocks that ran.
+    # Number of blocks that ran.
     depth: int
     # Median seconds of forward and backward.
     seconds: float
-    # Bytes at the peak, the model's states with them.
+    # Peak bytes, including the model's states.
     bytes: int
 
 
 @dataclass(frozen=True)
 class SampleFit:
-    """Rates that were fitted to points."""
+    """Rates fitted to points."""
 
-    # Seconds of a micro-batch whatever is in it.
+    # Constant seconds of a micro-batch.
     fixed_s: float
-    # Seconds of a block whatever is in it.
+    # Constant seconds of a block.
     call_s: float
-    # Seconds of a FLOP of a block.
+    # Seconds per FLOP of a block.
     flop_s: float
-    # Seconds of a token outside of the blocks.
+    # Seconds per token outside of the blocks.
     token_s: float
-    # Seconds of a pixel in the autoencoder.
+    # Seconds per pixel in the autoencoder.
     pixel_s: float
-    # Bytes of parameters, gradients and states.
+    # Bytes of parameters, gradients and optimizer states.
     states: float
-    # Bytes of a token outside of the blocks.
+    # Bytes per token outside of the blocks.
     token_bytes: float
-    # Bytes of a token in one recomputed block.
+    # Bytes per token in one recomputed block.
     block_bytes: float
-    # Median relative error of the seconds of points that were left out of the fit one by one; of
-    # the fitted points where there are no more than rates.
+    # Median relative leave-one-out error of the seconds; that of the fitted points if there are as
+    # many rates as points.
     error: float = 0.0
-    # Largest of those.
+    # Maximum of those errors.
     worst: float = 0.0
 
 
@@ -160,12 +159,13 @@ class SampleCosts:
     Attributes:
         model: sizes of the model.
         fit: rates of this machine.
-        memory: bytes of a rank.
+        memory: bytes per rank.
         cluster: ranks and links; None: groups of one rank only.
-        allowed: degrees that the model takes, such as divisors of its heads; None: all.
-        encoded_alike: every rank of a group encodes all pixels of its samples; else its share.
-        tensor: ranks that each of these ranks is, which share each layer's tensors. Bytes are given
-            as without them: never too few.
+        allowed: degrees that the model supports, such as divisors of its heads; None: all.
+        encoded_alike: whether every rank of a group encodes all pixels of its samples, instead of
+            its share.
+        tensor: tensor parallel size; each rank here stands for that many. Bytes are given without
+            tensor parallelism, as an upper bound.
     """
 
     model: SampleModel
@@ -178,12 +178,12 @@ class SampleCosts:
 
     @property
     def alone(self) -> SampleCosts:
-        """Costs without tensor ranks: which samples make a step depends on these."""
+        """Costs without tensor parallelism, which determine the samples of a step."""
         return replace(self, tensor=1)
 
     @property
     def identity(self) -> str:
-        """Name that a saved state is held against: model and dtype."""
+        """Identity of the costs in a saved state: model and dtype."""
         return f"{self.model.name}, {self.model.dtype}"
 
     @property
@@ -192,7 +192,7 @@ class SampleCosts:
         return self.model.kinds
 
     def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Degrees up to a number of ranks, as far as there are links and heads."""
+        """Degrees up to a number of ranks, limited by links and heads."""
         most = min(ranks, self.cluster.size if self.cluster else 1)
         return tuple(d for d in range(1, most + 1) if self.allowed is None or d in self.allowed)
 
@@ -208,8 +208,8 @@ class SampleCosts:
         Args:
             shape: shape of the samples.
             degree: ranks of the group.
-            pac: keep activations where memory is left; else all blocks are recomputed.
-            most: largest batch that is looked at.
+            pac: whether to keep activations in spare memory; otherwise all blocks are recomputed.
+            most: largest batch to consider.
         """
         fit, model = self.fit, self.model
         tokens = shape.tokens / degree
@@ -233,7 +233,7 @@ class SampleCosts:
         return keep_blocks(costs, tokens, self.memory, model.kinds)
 
     def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
-        """Seconds of exchanges of heads: [B]; a line through two sizes, which they are."""
+        """Seconds of head exchanges: [B]; linear, from two sizes."""
         if degree == 1 or not len(size):
             return np.zeros(len(size))
         assert self.cluster is not None, "degrees() gives one rank without a cluster"
@@ -244,14 +244,14 @@ class SampleCosts:
         return count * np.interp(size, [1, max(2, len(size))], ends)
 
     def _sums(self, shape: SampleShape, tokens: float, size: np.ndarray) -> np.ndarray:
-        """Seconds in which tensor ranks sum what blocks give: [B], as of `_messages`."""
+        """Seconds in which tensor ranks sum the blocks' outputs: [B], like `_messages`."""
         if self.tensor == 1 or not len(size):
             return np.zeros(len(size))
         if self.cluster is None:
-            raise GulliverError(f"tensor={self.tensor}: give the cluster of these ranks, too")
+            raise GulliverError(f"tensor={self.tensor} needs the cluster of these ranks")
         axes = self.cluster.crossed(1, self.tensor)
         unit = tokens * self.model.hidden * ITEM_BYTES[self.model.dtype]
-        # After attention and MLP, and after the attention to a text where there is one.
+        # After attention and MLP, and after cross-attention if there is any.
         count = (2 + (shape.text > 0)) * (PASSES - 1) * self.model.depth
         ends = [all_reduce_seconds(axes, int(n * unit)) for n in (1, max(2, len(size)))]
         return count * np.interp(size, [1, max(2, len(size))], ends)
@@ -266,22 +266,26 @@ def fit_samples(
 
     Args:
         model: sizes of the model.
-        points: points of at least two depths times two sizes of batch.
-        states: bytes of the states at full depth, where points do not tell.
+        points: points of at least two depths times two batch sizes.
+        states: bytes of the states at full depth, if the points do not include them.
 
     Raises:
-        GulliverError: too few points, or points that are no measurements.
+        GulliverError: there are too few points, or points are not positive.
     """
     if len({p.depth for p in points}) < 2 or len({(p.shape, p.batch) for p in points}) < 2:
-        raise GulliverError("costs of samples need points of two depths and two sizes of batch")
+        raise GulliverError(
+            "sample costs need points with two depths and two batch sizes; measure more"
+        )
     if any(not (math.isfinite(p.seconds) and p.seconds > 0 and p.bytes > 0) for p in points):
-        raise GulliverError("costs of samples need points with seconds and bytes above 0")
+        raise GulliverError(
+            "sample costs need points with seconds and bytes above 0; measure them again"
+        )
     rows = np.array([_terms(model, point) for point in points])
     seconds = np.array([point.seconds for point in points])
-    # Relative errors: otherwise the longest samples alone would decide.
+    # Relative errors; otherwise only the longest samples would count.
     rates = _not_negative(rows / seconds[:, None], np.ones(len(points)))
     errors = np.abs(rows @ rates / seconds - 1)
-    # With as many rates as points a fit has no error; left-out points show what it is worth.
+    # With as many rates as points a fit has no error; left-out points show its quality.
     if len(points) > rows.shape[1]:
         errors = np.array([_left_out(rows, seconds, n) for n in range(len(points))])
     size = np.array([point.bytes for point in points], dtype=float)
@@ -302,14 +306,14 @@ def measure_samples(
     depths: Sequence[int] = (1, 2),
     repeats: int = 3,
 ) -> list[SamplePoint]:
-    """Measures points: the median of several runs after one that is not counted.
+    """Measures points: the median of several runs after a warm-up run.
 
     Args:
         run: runs forward and backward of (shape, batch, depth); returns seconds and peak bytes.
         shapes: shapes to measure.
-        batches: sizes of batch.
+        batches: batch sizes.
         depths: numbers of blocks.
-        repeats: runs of each point.
+        repeats: runs per point.
     """
     points = []
     for shape, batch, depth in itertools.product(shapes, batches, depths):
@@ -332,7 +336,7 @@ def _byte_terms(point: SamplePoint) -> list[float]:
 
 
 def _left_out(rows: np.ndarray, seconds: np.ndarray, place: int) -> float:
-    """Relative error of a point that the fit does not see."""
+    """Relative error of a point that is left out of the fit."""
     others = np.arange(len(seconds)) != place
     scaled = rows[others] / seconds[others, None]
     rates = _not_negative(scaled, np.ones(int(others.sum())))
@@ -340,9 +344,9 @@ def _left_out(rows: np.ndarray, seconds: np.ndarray, place: int) -> float:
 
 
 def _not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Least squares without negative rates: terms that come out negative are left out one by one.
+    """Least squares without negative rates: terms with negative results are removed one at a time.
 
-    Columns are scaled to one another: FLOPs and counts of calls lie ten orders apart.
+    Columns are rescaled, because FLOPs and numbers of calls differ by ten orders of magnitude.
     """
     scale = np.abs(rows).max(axis=0)
     used = [column for column in range(rows.shape[1]) if scale[column] > 0]
@@ -357,10 +361,9 @@ def _not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     return found
 
 
-# Files of costs of samples, which are good for one machine, one model, one dtype and one torch.
+# Files of sample costs, valid for one machine, model, dtype and torch version.
 #
-# The file says what it was measured on. `load_samples` refuses another machine, model, dtype or
-# version by name.
+# The file records them, and `load_samples` raises an error that names any difference.
 
 
 FORMAT = 2
@@ -369,19 +372,19 @@ WORDS = {"machine": "another machine", "model": "another model", "dtype": "anoth
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """Costs of samples as a file has them, wherever they were measured."""
+    """Sample costs in a file, for any machine."""
 
     # Sizes of the model.
     model: SampleModel
     fit: SampleFit
-    # The machine in words.
+    # Description of the machine.
     machine: str
-    # Shapes of the samples that it was measured for; none where the file does not say.
+    # Shapes of the samples that it was measured for; empty if unknown.
     shapes: tuple[SampleShape, ...]
 
 
 def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
-    """What costs of samples depend on: machine and torch, the model's sizes, and its dtype."""
+    """Everything that sample costs depend on: machine, torch, the model's sizes and dtype."""
     machine = {name: str(value) for name, value in machine_facts().items()}
     version = machine.pop("torch")
     kinds = [[kind.name, kind.count] for kind in model.kinds]
@@ -392,13 +395,13 @@ def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
 def save_samples(
     path: Path | str, model: SampleModel, fit: SampleFit, shapes: Iterable[SampleShape] = ()
 ) -> None:
-    """Writes costs of samples with what they were measured on.
+    """Writes sample costs and the conditions of their measurement.
 
     Args:
         path: path to the file.
         model: sizes of the model.
         fit: rates.
-        shapes: shapes of the samples, for who plans with the file alone.
+        shapes: shapes of the samples, for planning with the file alone.
     """
     values = {
         "format": FORMAT,
@@ -411,10 +414,10 @@ def save_samples(
 
 
 def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
-    """Reads costs of samples that were measured here, of this model.
+    """Reads sample costs measured on this machine for this model.
 
     Raises:
-        GulliverError: the file is of another machine, model, dtype or version, or is none.
+        GulliverError: the file is for another machine, model, dtype or version, or is invalid.
     """
     values = _read(path)
     expected = json.loads(json.dumps(sample_fingerprint(model)))
@@ -422,14 +425,14 @@ def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
     for name, value in expected.items():
         if found.get(name) != value:
             raise GulliverError(
-                f"{path} is of {WORDS.get(name, 'another version of torch')} "
-                f"({_told(found.get(name))}, here {_told(value)}): measure it again"
+                f"{path} is for {WORDS.get(name, 'another version of torch')} "
+                f"({_told(found.get(name))}, here {_told(value)}); measure it again"
             )
     return _fit(path, values["fit"])
 
 
 def read_samples(path: Path | str) -> SavedSamples:
-    """Reads costs of samples of any machine and model, to plan with."""
+    """Reads sample costs of any machine and model, for planning."""
     values = _read(path)
     found = values["fingerprint"]
     try:
@@ -439,12 +442,12 @@ def read_samples(path: Path | str) -> SavedSamples:
         shapes = tuple(SampleShape(**shape) for shape in values.get("shapes", ()))
         machine = _told(found["machine"])
     except (KeyError, TypeError, ValueError) as error:
-        raise GulliverError(f"{path} holds no costs of samples ({error!r})") from None
+        raise GulliverError(f"{path} has no sample costs ({error!r})") from None
     return SavedSamples(model, _fit(path, values["fit"]), machine, shapes)
 
 
 def holds_samples(path: Path | str) -> bool:
-    """Whether a file looks like costs of samples, rather than a table or anything else."""
+    """Whether a file looks like sample costs, rather than a table or anything else."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -458,14 +461,14 @@ def _read(path: Path | str) -> dict[str, Any]:
         format_, found = values["format"], values["fingerprint"]
         whole = isinstance(found, Mapping) and isinstance(values["fit"], Mapping)
     except OSError as error:
-        raise GulliverError(f"costs of samples {path}: {error.strerror}") from None
+        raise GulliverError(f"sample costs {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise GulliverError(f"{path} holds no costs of samples ({error!r})") from None
+        raise GulliverError(f"{path} has no sample costs ({error!r})") from None
     if not whole:
-        raise GulliverError(f"{path} holds no costs of samples (no tables of fingerprint and fit)")
+        raise GulliverError(f"{path} has no sample costs (no tables of fingerprint and fit)")
     if format_ != FORMAT:
         raise GulliverError(
-            f"{path} has format {format_}, this version reads {FORMAT}: measure it again"
+            f"{path} has format {format_}, but this version reads {FORMAT}; measure it again"
         )
     return values
 
@@ -475,9 +478,11 @@ def _fit(path: Path | str, rates: Mapping[str, Any]) -> SampleFit:
     try:
         fit = SampleFit(**{name: float(rate) for name, rate in rates.items()})
     except (TypeError, ValueError) as error:
-        raise GulliverError(f"{path} holds no costs of samples ({error})") from None
+        raise GulliverError(f"{path} has no sample costs ({error})") from None
     if any(not (math.isfinite(rate) and rate >= 0) for rate in vars(fit).values()):
-        raise GulliverError(f"{path} has rates that are no finite numbers of at least 0")
+        raise GulliverError(
+            f"{path} has rates that are not finite numbers of at least 0; measure it again"
+        )
     return fit
 
 

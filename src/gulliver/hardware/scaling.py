@@ -1,12 +1,12 @@
-"""Seconds of a training step over slots and batch, described or fitted, and what larger batches do.
+"""Seconds of a training step by slots and batch size, described or fitted; batch efficiency.
 
     step(n, B) = sample_seconds ceil(B / n) + step_seconds + exchange_seconds 2 (n - 1) / n
 
 The slowest of n slots has ceil(B / n) samples, and a ring all-reduce sends 2 (n - 1) / n times the
-gradients (Patarasuk and Yuan 2009). A sample of a batch of B teaches (noise + base) / (noise + B)
-of what one of a batch of `base` does, `noise` being the gradient noise scale in samples (McCandlish
-et al. 2018, "An empirical model of large-batch training"): goodput is throughput times that
-(Qiao et al. 2021, "Pollux").
+gradients (Patarasuk and Yuan 2009). A sample in a batch of B is worth (noise + base) / (noise + B)
+of one in a batch of `base`, with `noise` the gradient noise scale in samples (McCandlish et al.
+2018, "An empirical model of large-batch training"): goodput is throughput times that (Qiao et al.
+2021, "Pollux").
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class Scaling:
-    """Costs of a job's step, by what they grow with.
+    """Components of a job's step time.
 
     Attributes:
-        sample_seconds: seconds of one sample on one slot.
-        step_seconds: seconds of a step that neither slots nor samples change.
-        exchange_seconds: seconds that one slot takes to send all gradients once.
-        error: largest relative error at the points that it was fitted to; 0 of a described one.
+        sample_seconds: seconds per sample on one slot.
+        step_seconds: constant seconds per step.
+        exchange_seconds: seconds for one slot to send all gradients once.
+        error: largest relative error of the fit; 0 for described costs.
     """
 
     sample_seconds: float
@@ -43,20 +43,20 @@ class Scaling:
         return self.sample_seconds * math.ceil(batch / slots) + self.step_seconds + shared
 
     def throughput(self, slots: int, batch: int) -> float:
-        """Samples a second."""
+        """Samples per second."""
         return batch / self.seconds(slots, batch)
 
     def across(self, parts: Sequence[int], slower: float) -> Scaling:
-        """Costs where the slots lie on several nodes.
+        """Costs on several nodes.
 
-        Gradients are reduced within each node, a share of them along the nodes, and back
+        Gradients are reduced within each node, a share of them between the nodes, and back
         (`gulliver.hardware.all_reduce_seconds` over two axes): with k slots on each of m nodes they
-        take exchange_seconds x (2 (k - 1) / k + slower x 2 (m - 1) / (m k)). Where k differs, its
-        largest counts within the nodes, and its smallest between them.
+        take exchange_seconds x (2 (k - 1) / k + slower x 2 (m - 1) / (m k)). If k differs, its
+        maximum is used within the nodes, and its minimum between them.
 
         Args:
-            parts: slots on each node; zeros do not count.
-            slower: times that a byte takes between nodes what it takes within.
+            parts: slots on each node; zeros are ignored.
+            slower: cost of a byte between nodes, relative to within one.
         """
         held = [part for part in parts if part]
         slots, nodes = sum(held), len(held)
@@ -70,14 +70,14 @@ class Scaling:
 
 
 def batch_efficiency(noise: float, base: int, batch: int) -> float:
-    """Share of a sample at batch size `base` that a sample at `batch` is worth."""
+    """Value of a sample at batch size `batch`, relative to one at `base`."""
     return (noise + base) / (noise + batch)
 
 
 def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int, most: int) -> int:
-    """Finds the batch size of the highest goodput, exactly."""
+    """Finds the batch size with the highest goodput, exactly."""
     # Among batches of equal step time the largest is best, so it is k samples on every slot, or
-    # `most`. Over k the goodput rises and then falls; with real numbers its top is where k^2 =
+    # `most`. Goodput rises and then falls with k; for real numbers its maximum is where k^2 =
     # overhead x noise / (sample_seconds x slots).
     overhead = scaling.seconds(slots, 0)
     first, last = math.ceil(least / slots), most // slots
@@ -97,23 +97,23 @@ def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int
 def fit_scaling(points: Sequence[tuple[int, int, float]]) -> Scaling:
     """Fits the costs of a step to measured throughput, by least squares of relative errors.
 
-    No cost is below 0: all sets of costs that are above it are tried, which is exact for three.
+    Costs are non-negative: all sets of positive costs are tried, which is exact for three.
 
     Args:
-        points: slots, batch and samples a second of each measurement.
+        points: slots, batch and samples per second of each measurement.
 
     Raises:
-        GulliverError: no point, or one that is no measurement.
+        GulliverError: there is no point, or an invalid one.
     """
     for slots, batch, speed in points:
         if not (slots >= 1 and batch >= 1 and 0 < speed < math.inf):
             raise GulliverError(
-                f"measured point {(slots, batch, speed)}: give slots and batch from 1 on and "
-                "samples a second above 0"
+                f"measured point {(slots, batch, speed)} is invalid; use slots and batch of at "
+                "least 1 and samples per second above 0"
             )
     if not points:
         raise GulliverError(
-            "no measured points: give at least one [slots, batch, samples a second]"
+            "no measured points; give at least one [slots, batch, samples per second]"
         )
     rows = np.array(
         [[math.ceil(batch / slots), 1.0, 2 * (slots - 1) / slots] for slots, batch, _ in points]
@@ -123,7 +123,7 @@ def fit_scaling(points: Sequence[tuple[int, int, float]]) -> Scaling:
     for count in (1, 2, 3):
         for chosen in combinations(range(3), count):
             found = np.linalg.lstsq(rows[:, chosen], np.ones(len(points)), rcond=None)[0]
-            # A step that only sends would take no time on one slot.
+            # A step with only communication would take no time on one slot.
             if (found < 0).any() or not found[[place < 2 for place in chosen]].any():
                 continue
             costs = np.zeros(3)

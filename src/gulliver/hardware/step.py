@@ -1,8 +1,8 @@
-"""A step of training: its seconds by kind and its bytes, from plain numbers.
+"""Predicts a training step: seconds by kind, and bytes.
 
-A step is compute, messages and the optimizer's update. Messages that may travel while a rank
-computes are hidden as far as it computes that long; the others, and what is left of the first, are
-exposed. A rank of a pipeline waits for the others besides.
+A step consists of compute, communication and the optimizer update. Messages that may overlap with
+compute are hidden as far as compute takes that long; the others, and the remainder, are exposed.
+Pipeline ranks also wait for each other.
 """
 
 from __future__ import annotations
@@ -29,71 +29,71 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send
 Pass = Literal["forward", "backward"]
 
 
-# [Note: what cannot hide] Gradients of a chunk are there when backward has computed them, and those
-# of the last chunk when it ends; the first chunk's parameters are needed as forward begins. So of N
-# equal messages one never hides, and the others have (N - 1) / N of the pass. A hop of a ring hides
-# behind the part of its attention that is computed meanwhile, not behind other layers. And the
-# processor posts every message, which takes as long as launching an operation.
+# [Note: what cannot hide] Gradients of a chunk are available when backward has computed them, those
+# of the last chunk only at its end; the first chunk's parameters are needed at the start of
+# forward. So of N equal messages one is never hidden, and the others overlap with (N - 1) / N of
+# the pass. A ring hop is hidden by the part of its attention computed meanwhile, not by other
+# layers. And the CPU posts every message, which takes as long as launching an operation.
 #
-# [Note: one queue] Over sockets all messages of a rank leave by one queue. So a rank that stops for
-# a message, while others are under way beside its computing, stops until those have left, too: of
-# each of those it can compute beside no more than lies between two stops. (On shaped links a
-# forward with exchanges of heads takes as long as the gathers beside it and its computing one after
-# the other, docs/lab-notes.md.) Links that are rings, as of NCCL, have queues of their own.
+# [Note: one queue] Over sockets all messages of a rank share one queue. So a rank that blocks on a
+# message while others are in flight also waits for those: each of them overlaps only with the
+# compute between two blocking messages. (On shaped links a forward with head exchanges takes as
+# long as the gathers plus its compute, docs/lab-notes.md.) Links with rings, as in NCCL, have
+# separate queues.
 #
-# The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, whole chunks of those that are
-# needed at once, and buffers under way.
+# The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, gathered chunks that are needed at
+# once, and buffers in flight.
 @dataclass(frozen=True)
 class Message:
     """Equal messages of a step."""
 
-    # Collective, or sends from rank to rank.
+    # Collective, or point-to-point sends.
     kind: Kind
     # Size of the whole tensor.
     bytes: int
-    # Size and link of each axis that they go along, outer to inner.
+    # Size and link of each axis used, outer to inner.
     axes: Axes
     # Number of them.
     count: float = 1
     # Whether the rank may compute meanwhile.
     hidden: bool = False
-    # Pass that all of them travel beside.
+    # Pass with which all of them may overlap.
     beside: Pass = "backward"
-    # Share of that pass in which they may: of several micro-batches the last alone.
+    # Fraction of that pass available for overlap: with several micro-batches only the last one.
     part: float = 1.0
-    # Seconds of computing that hide one of them, whatever pass that is in; None for those of the
-    # pass, which all share.
+    # Compute seconds that hide one of them, in any pass; None for those of the pass, which all
+    # share.
     behind_s: float | None = None
-    # Number of operations that pack and unpack one of them.
+    # Packing operations per message.
     launches: float = 0.0
-    # Seconds in which the rank packs and unpacks one of them, and does not compute.
+    # Packing seconds per message, without compute.
     packing_s: float = 0.0
 
     @property
     def stops(self) -> float:
-        """Number of times that a rank stops for them."""
+        """Number of times that a rank blocks on them."""
         return self.count if self.axes and (not self.hidden or self.behind_s is not None) else 0.0
 
     @property
     def queued(self) -> bool:
-        """Whether they leave by one queue with all others of a rank."""
+        """Whether they share one queue with all other messages of a rank."""
         return any(not link.ring for size, link in self.axes if size > 1)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all of them, one after the other."""
+        """Total seconds, without overlap."""
         return self.count * self._one if self.axes else 0.0
 
     @cached_property
     def _one(self) -> float:
-        # A rank that stops for a message waits for the others, who are not as far at that moment,
-        # and wakes threads that have slept: between computing, where that was measured. Collectives
-        # under way beside computing are asked for late, and cost what they cost alone. Sends in a
-        # ring go hop by hop: however hidden, each waits for a neighbour.
+        # A rank that blocks on a message waits for others that arrive later, and wakes sleeping
+        # threads: use the measurement between computing if there is one. Collectives that overlap
+        # with compute are waited for late, and cost the same as alone. Ring sends go hop by hop:
+        # even if hidden, each waits for a neighbour.
         waits = not self.hidden or self.kind == "sends"
         axes = [(n, _among_computing(link) if waits else link) for n, link in self.axes]
         if self.kind == "all_reduce" and waits and len(axes) == 1:
-            # Large sums go round gloo's ring, where that was measured.
+            # Large sums use gloo's ring, if that was measured.
             size, link = axes[0]
             ways = all_reduce_ways(link, size, self.bytes)
             if ways:
@@ -107,7 +107,7 @@ class Message:
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in all of them."""
+        """Bytes sent by a rank in all of them."""
         if self.kind == "sends":
             return self.count * self.bytes
         return self.count * sum(wire_bytes(self.axes, self.bytes, self.kind))
@@ -115,19 +115,19 @@ class Message:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step of one rank."""
+    """Seconds of a step on one rank."""
 
     # Seconds of forward and backward.
     compute: float
-    # Seconds of forwards that backward repeats.
+    # Seconds of recomputation in backward.
     recompute: float
     # Seconds of all messages by kind, hidden or not.
     messages: dict[str, float]
     # Bytes of all messages.
     sent: float
-    # Seconds of messages, packing included, in which the rank does not compute.
+    # Seconds of messages, including packing, in which the rank does not compute.
     exposed: float
-    # Seconds that it waits for other stages.
+    # Seconds of waiting for other stages.
     bubble: float
     # Seconds of the optimizer.
     update: float
@@ -170,7 +170,7 @@ def predict_step(
 def exposed_seconds(
     messages: Sequence[Message], window_s: float, between_s: float = math.inf
 ) -> float:
-    """Seconds of messages beside a pass in which the rank does not compute."""
+    """Exposed seconds of messages that overlap with a pass."""
     own = [m for m in messages if m.behind_s is not None and m.count]
     hops = sum(max(0.0, m.seconds - m.count * (m.behind_s or 0.0)) for m in own)
     shared = [m for m in messages if m.behind_s is None and m.seconds]
@@ -193,19 +193,18 @@ def pipeline_seconds(
     link_s: float = 0.0,
 ) -> float:
     """Seconds of a pipeline's step, in closed form."""
-    # Every micro-batch passes the slowest rank, and the first and the last the others besides: as a
-    # whole (GPipe, 1F1B), a chunk of them (interleaved: Narayanan et al. 2021), or but for
-    # gradients of weights, which are computed while ranks would wait (Qi et al. 2024: ZB-H1, and
-    # for schedules that are folded ZB-V). A simulation of the schedule is exact, and costs seconds
-    # for large ones.
+    # Every micro-batch passes the slowest rank, and the first and the last also pass the others:
+    # entirely (GPipe, 1F1B), one chunk of them (interleaved: Narayanan et al. 2021), or without
+    # gradients of weights, which fill the bubbles (Qi et al. 2024: ZB-H1, and ZB-V for folded
+    # schedules). A simulation of the schedule is exact, and takes seconds for large ones.
     slowest = max(stages)
     others = sum(stages) - slowest
-    # Folded schedules wait for nothing once each rank has micro-batches for both its stages.
+    # Folded schedules have no bubbles once each rank has micro-batches for both its stages.
     folded = max(1 - backward, 1 - micro_batches / (3 * len(stages)))
     part = {"zero_bubble": 1 - backward, "zbv": folded, "dualpipev": folded}.get(schedule, 1.0)
     hops = _hops(schedule, len(stages), chunks, micro_batches) * link_s
-    # One micro-batch passes all ranks, and few follow it one by one; gradients of weights come
-    # after, where they are apart.
+    # One micro-batch passes all ranks, and the others follow; separate gradients of weights come
+    # last.
     split = backward / 2 * (part < 1)
     after = slowest * (1 - split) / (chunks if part == 1 else 1)
     alone = sum(stages) * (1 - split) + slowest * split
@@ -215,12 +214,12 @@ def pipeline_seconds(
 
 
 def _hops(schedule: str, ranks: int, chunks: int, micro_batches: int) -> float:
-    """Messages between ranks that a step waits for one after the other."""
-    # [Note: what a schedule waits for] GPipe waits while the pipeline fills and empties. Under 1F1B
-    # a rank has p - i micro-batches under way, and each comes back two messages late: (p - 1) / p
-    # of them show for every micro-batch. More micro-batches under way, of chunks or of a split
-    # backward, hide those. The numbers are the slopes of a simulation of the schedules, exact but
-    # for DualPipeV, whose slope rises with the link's seconds.
+    """Sequential messages between ranks that a step waits for."""
+    # [Note: what a schedule waits for] GPipe waits while the pipeline fills and drains. Under 1F1B
+    # a rank has p - i micro-batches in flight, and each returns two messages late: (p - 1) / p of
+    # them are exposed per micro-batch. More micro-batches in flight, of chunks or of a split
+    # backward, hide those. The numbers are the slopes of a simulation of the schedules, exact
+    # except for DualPipeV, whose slope increases with the link's seconds.
     ends = 2 * (ranks - 1)
     one = max(ends, ends * micro_batches / ranks + 2 * (ranks - 2))
     turned = 2 * ends if micro_batches < 2 * ranks else 5 * ranks - 7
@@ -240,19 +239,20 @@ def _among_computing(link: Link) -> Link:
 
 
 def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float32") -> float:
-    """Seconds of a forward of matrices with so many elements for so many rows."""
+    """Forward seconds of matrices with a number of elements for a number of rows."""
     rate = device.matmul.get(dtype, max(device.matmul.values()))
     return linear_flops(weights, tokens) / rate
 
 
 UNFUSED = {0: 3, 1: 8, 2: 21}
-"""Tensors that torch's optimizers read and write where each of their operations is a pass over
-memory, by the states of an element: SGD, with momentum, and AdamW."""
+"""Tensors that torch's optimizers read and write if each of their operations is a memory pass, by
+number of states: SGD, SGD with momentum, and AdamW.
+"""
 
 
 def update_seconds(device: Device, parameter_bytes: int, states: float) -> float:
-    """Seconds of an element-wise optimizer: reads all, writes all but the gradients."""
-    # On a CPU each operation of it is a pass of its own: of AdamW a decay, averages, a root and
+    """Seconds of an element-wise optimizer: reads all, writes all except gradients."""
+    # On a CPU each of its operations is a separate pass: for AdamW a decay, averages, a root and
     # their quotient, three times as much.
     passes = 3 + 2 * states
     if device.to_device_rate is None:

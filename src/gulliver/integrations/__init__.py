@@ -1,4 +1,4 @@
-"""Gulliver inside the frameworks that people use.
+"""Integrations with Accelerate, Lightning and the transformers Trainer.
 
 Each module is imported on use, none by this package.
 """

@@ -1,10 +1,10 @@
-"""accelerate's `Accelerator`, with Gulliver in place of torch's DDP.
+"""Accelerate's `Accelerator`, with Gulliver instead of torch's DDP.
 
     from gulliver.integrations.accelerate import Accelerator    # was: from accelerate
 
-Loaders, `gather_for_metrics`, trackers and `accumulate` are accelerate's own. Read
-`prepare_optimizer`, which boosts the model that an optimizer trains; the backward pass, clipping
-and files of what is sharded follow from that.
+Loaders, `gather_for_metrics`, trackers and `accumulate` are Accelerate's own. Start with
+`prepare_optimizer`, which boosts the model of an optimizer; backward, clipping and checkpoints of
+sharded state follow from that.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from gulliver.integrations.prepared import (
 )
 from gulliver.parallel.optimizer import BoostedOptimizer
 
-# Folder in a checkpoint that holds what is sharded over the ranks.
+# Checkpoint folder with the sharded state.
 FOLDER = "gulliver"
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's `Accelerator`, whose models are boosted.
+    """Accelerate's `Accelerator` with boosted models.
 
     Args:
-        args: those of `accelerate.Accelerator`.
-        gulliver: how models run: `LowLevelZeroPlugin`, `GeminiPlugin`, or a dict of their
-            arguments, such as ``{"stage": 3}`` or ``{"memory_limit": "6GiB"}``.
-        kwargs: those of `accelerate.Accelerator`.
+        args: arguments of `accelerate.Accelerator`.
+        gulliver: `LowLevelZeroPlugin`, `GeminiPlugin`, or a dict of their arguments, such as
+            ``{"stage": 3}`` or ``{"memory_limit": "6GiB"}``.
+        kwargs: arguments of `accelerate.Accelerator`.
 
     Raises:
-        GulliverError: an argument that Gulliver does not go with; it is named.
+        GulliverError: an argument is not supported with Gulliver.
     """
 
     booster: Booster
@@ -68,14 +68,14 @@ class Accelerator(accelerate.Accelerator):
         check_arguments(bound.arguments)
         join_world(bound.arguments)
         if current_world().device.type == "cpu":
-            # Else it does not see that there are other ranks.
+            # Otherwise it does not detect the other ranks.
             bound.arguments["cpu"] = True
         super().__init__(*bound.args[1:], **bound.kwargs)
         self._begin(plugin)
 
     @classmethod
     def taking_over(cls, made: accelerate.Accelerator, gulliver: Options) -> Self:
-        """Converts an accelerator that a framework has made into one that boosts."""
+        """Converts an existing accelerator of a framework to one that boosts."""
         plugin = plugin_of(gulliver)
         check_precision(made.mixed_precision)
         join_group(made.device)
@@ -88,17 +88,16 @@ class Accelerator(accelerate.Accelerator):
         world = current_world()
         if world.size != self.num_processes:
             raise GulliverError(
-                f"there are {world.size} ranks, and accelerate knows of {self.num_processes}: on "
-                "CPUs pass cpu=True (TrainingArguments: use_cpu=True), and let nothing of "
-                "accelerate start before"
+                f"there are {world.size} ranks, but accelerate knows of {self.num_processes}; on "
+                "CPUs pass cpu=True (TrainingArguments: use_cpu=True), and create no other "
+                "accelerate object before"
             )
         self._choices = plugin.choices(world.size)
         self._check_ddp(plugin)
         if self._compiles and (self._choices.stage == 3 or self._dynamo.use_regional_compilation):
             raise GulliverError(
-                "torch_compile compiles the whole model, which then needs all parameters at once: "
-                "with stage 3 and memory limits compile its blocks, block.compile(), and leave "
-                "torch_compile out"
+                "torch_compile compiles the whole model, which needs all parameters at once; with "
+                "stage 3 and memory limits omit it and compile the blocks with block.compile()"
             )
         self.booster = Booster(plugin)
         self._boosted: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
@@ -108,19 +107,19 @@ class Accelerator(accelerate.Accelerator):
         self._saving_state = False
 
     def _check_ddp(self, plugin: Any) -> None:
-        """Refuses options of DDP that would change values."""
+        """Raises an error for DDP options that would change results."""
         handler = self.ddp_handler
         if handler is None:
             return
         if getattr(handler.comm_hook, "value", "no") != "no":
             raise GulliverError(
-                f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) is of DDP: with "
-                "gulliver gradients travel as they are, or in 16 bits with precision='bf16'"
+                f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) only applies to "
+                "DDP; omit it, or use precision='bf16' for 16-bit gradients"
             )
         if not handler.broadcast_buffers and plugin.broadcast_buffers:
             raise GulliverError(
-                "broadcast_buffers=False was asked of DDP: say it as gulliver="
-                "{'broadcast_buffers': False}"
+                "broadcast_buffers=False is an option of DDP; use gulliver={'broadcast_buffers': "
+                "False}"
             )
 
     @property
@@ -134,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
     # Preparing.
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares models, optimizers, loaders and schedulers, in whatever order they are given."""
+        """Prepares models, optimizers, loaders and schedulers, in any order."""
         # An optimizer boosts its model, which has to be on its device by then.
         order = sorted(range(len(args)), key=lambda n: not isinstance(args[n], nn.Module))
         places = device_placement
@@ -153,9 +152,9 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         """Moves a model to its device, with autocast and compilation; its optimizer boosts it."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise GulliverError("the model is wrapped by DDP: prepare the plain one")
+            raise GulliverError("the model is wrapped by DDP; prepare the unwrapped model")
         if any(p.is_meta for p in model.parameters()) or owner_of(model) is not None:
-            device_placement = False  # it is filled where it runs, or lies there
+            device_placement = False  # on meta, or already on its device
         trained = any(p.requires_grad for p in model.parameters()) and not evaluation_mode
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if trained and self._plain(model) not in self._boosted:
@@ -165,19 +164,19 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Boosts the model that an optimizer trains, which is prepared before or with it."""
+        """Boosts the model of an optimizer, which is prepared before or with it."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             boosted = getattr(optimizer, "boosted", None)
             if boosted is not None and all(o is not boosted for o in self._boosted.values()):
                 raise GulliverError(
-                    "the optimizer's model was given back, or is another accelerator's: make a new "
-                    "optimizer (a new Trainer)"
+                    "the optimizer's model was freed or belongs to another accelerator; create a "
+                    "new optimizer (a new Trainer)"
                 )
             return super().prepare_optimizer(optimizer, device_placement)
         if any(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
             raise GulliverError(
-                f"{type(optimizer).__name__} changes parameters outside of its step (train(), "
-                "eval()), which is not supported: use AdamW"
+                f"{type(optimizer).__name__} changes parameters outside of step() (in train() and "
+                "eval()), which is not supported; use AdamW"
             )
         model = model_of(optimizer, [self._plain(model) for model in self._models])
         take_over(model, optimizer, self)
@@ -192,7 +191,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forgets what was prepared; a model that is given may then have another optimizer."""
+        """Forgets prepared objects; a passed model may then get another optimizer."""
         models = [self._plain(o) for o in objects if isinstance(o, nn.Module)]
         optimizers = [o.boosted for o in objects if isinstance(o, PreparedOptimizer)]
         for model, boosted in self._boosted.items():
@@ -201,11 +200,11 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def has_ended(self, model: nn.Module) -> bool:
-        """Whether a boosted model was given to `free_memory`."""
+        """Whether a boosted model was passed to `free_memory`."""
         return model in self._ended
 
     def release(self, model: nn.Module) -> None:
-        """Gives a boosted model whole parameters of its own; every rank calls it."""
+        """Restores whole parameters of a boosted model; a collective call."""
         boosted = self._boosted.pop(model)
         self.booster.close()
         self.booster.release(model, boosted)
@@ -217,39 +216,39 @@ class Accelerator(accelerate.Accelerator):
     def _plain(self, model: nn.Module) -> nn.Module:
         return self.unwrap_model(model, keep_torch_compile=False)
 
-    # A step.
+    # Training step.
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of this rank's loss over the number of accumulated batches."""
+        """Runs backward for this rank's loss divided by the number of accumulated batches."""
         if self._untrained:
             name = type(next(iter(self._untrained))).__name__
             raise GulliverError(
-                f"{name} is prepared, and its optimizer is not: prepare both, or call "
-                "requires_grad_(False) on a model that is not trained"
+                f"{name} is prepared but its optimizer is not; prepare both, or call "
+                "requires_grad_(False) on a frozen model"
             )
         live = self._live()
         if not live:
             super().backward(loss, **kwargs)
             return
         if kwargs:
-            raise GulliverError(f"backward takes a loss, not {', '.join(kwargs)}")
+            raise GulliverError(f"backward takes only a loss, not {', '.join(kwargs)}")
         loss = loss / self.gradient_accumulation_steps
         if len(live) == 1:
             self.booster.backward(loss, live[0])
         else:
-            # Which of them a loss reaches is not known: gradients travel with their steps.
+            # It is unknown which of the models a loss uses: gradients are reduced in their steps.
             loss.backward()
 
     def _live(self) -> list[BoostedOptimizer]:
         found = [o.boosted for o in self._optimizers if isinstance(o, PreparedOptimizer)]
         scaled = [o for o in found if getattr(o, "scaler", None) is not None]
         if len(found) > 1 and scaled:
-            raise GulliverError("several models with precision='fp16' are not supported: use bf16")
+            raise GulliverError("precision='fp16' does not support several models; use bf16")
         return found
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulates gradients; they are exchanged with the next backward outside."""
+        """Accumulates gradients; they are reduced in the next backward outside."""
         plain, before = self._plain(model), self.holds_back
         holder = self._boosted.get(plain)
         self.holds_back = holder is not None or before
@@ -262,7 +261,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: Any = 2
     ) -> Tensor | None:
-        """Scales the gradients of a model so that their global norm is at most `max_norm`."""
+        """Clips the gradients of a model to a global norm of `max_norm`."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         holder = self._holder_of(parameters, "clip_grad_norm_")
         if holder is None:
@@ -270,7 +269,7 @@ class Accelerator(accelerate.Accelerator):
         return holder.clip_grad_by_norm(max_norm, float(norm_type)).to(torch.float32)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Cuts every element of a model's gradients to ``[-clip_value, clip_value]``."""
+        """Clips every element of a model's gradients to ``[-clip_value, clip_value]``."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         holder = self._holder_of(parameters, "clip_grad_value_")
         if holder is None:
@@ -279,16 +278,19 @@ class Accelerator(accelerate.Accelerator):
             holder.clip_grad_by_value(clip_value)
 
     def _holder_of(self, parameters: list[Tensor], what: str) -> BoostedOptimizer | None:
-        """The optimizer of just these parameters; None where no boosted one has any of them."""
+        """The optimizer of exactly these parameters; None if no boosted one has any of them."""
         given = {id(p) for p in parameters}
         found = [o for o in self._live() if any(id(p) in given for p in o.names)]
         if not found:
             return None
         if len(found) > 1 or not all(id(p) in given for p in found[0].names):
-            raise GulliverError(f"{what} takes all parameters of one model: model.parameters()")
+            raise GulliverError(
+                f"{what} needs all parameters of one model; pass model.parameters()"
+            )
         if not self.sync_gradients:
             raise GulliverError(
-                f"{what} between accumulated batches: call it `if accelerator.sync_gradients`"
+                f"{what} was called between accumulated batches; call it only `if "
+                "accelerator.sync_gradients`"
             )
         return found[0]
 
@@ -299,23 +301,24 @@ class Accelerator(accelerate.Accelerator):
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Refuses different numbers of batches on the ranks; else it changes nothing."""
+        """Raises an error if the ranks have different numbers of batches; otherwise a no-op."""
         even = self.even_batches if even_batches is None else even_batches
         if not even and self.num_processes > 1:
             raise GulliverError(
-                "join_uneven_inputs is DDP's: ranks take as many batches each, even_batches=True"
+                "join_uneven_inputs only applies to DDP; use even_batches=True for equal numbers "
+                "of batches"
             )
         yield
 
-    # Files.
+    # Checkpoints.
 
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
     ) -> dict[str, Any]:
-        """The state dict of a model, whole; every rank calls it.
+        """The whole state dict of a model; a collective call.
 
-        With stage 3 and under a memory limit rank 0 gets it, mapped from a deleted file on the disk
-        of `folder`, and the others get an empty one, as with FSDP; else all get it.
+        With stage 3 and under a memory limit only rank 0 gets it, mapped from a deleted file on the
+        disk of `folder`, and the others get an empty one, as with FSDP; otherwise all ranks get it.
         """
         plain = self._plain(model)
         if self._saving_state and plain in self._boosted:
@@ -328,14 +331,14 @@ class Accelerator(accelerate.Accelerator):
         return mapped_state(self.booster, plain, folder)
 
     def save_boosted(self, folder: Path, frozen: bool = True) -> None:
-        """Saves what is sharded of each boosted model and its optimizer; every rank calls it."""
+        """Saves the sharded state of all boosted models and optimizers; a collective call."""
         for number, (model, optimizer) in enumerate(self._pairs()):
             place = folder / (f"{FOLDER}_{number}" if number else FOLDER)
             self.booster.save(place, 0, model, optimizer, use_async=False, frozen=frozen)
         self.booster.close()
 
     def load_boosted(self, folder: Path, frozen: bool = True, optimizers: bool = True) -> None:
-        """Loads what `save_boosted` saved, at any number of ranks; every rank calls it."""
+        """Loads the state saved by `save_boosted`, on any number of ranks; a collective call."""
         for number, (model, optimizer) in enumerate(self._pairs()):
             place = folder / (f"{FOLDER}_{number}" if number else FOLDER)
             given = optimizer if optimizers else None
@@ -350,12 +353,12 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Saves models, optimizers, schedulers, generators and registered objects.
 
-        Models and optimizers lie in the folder ``gulliver`` of it, as each rank has them.
+        Each rank saves its part of models and optimizers to the subfolder ``gulliver``.
         """
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             self.save_boosted(Path(folder))
-            # Hooks before may have taken some out; what is empty is boosted.
+            # Earlier hooks may have removed some; empty entries are boosted models.
             weights[:] = [state for state in weights if state]
 
         handle = self.register_save_state_pre_hook(save)
@@ -370,7 +373,7 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Loads what `save_state` saved, at any number of ranks."""
+        """Loads the state saved by `save_state`, on any number of ranks."""
 
         def load(models: list[nn.Module], folder: str) -> None:
             self.load_boosted(Path(folder))
@@ -385,7 +388,7 @@ class Accelerator(accelerate.Accelerator):
             self._optimizers = optimizers
 
     def end_training(self) -> None:
-        """Ends trackers, and leaves the world."""
+        """Ends trackers and shuts down the distributed world."""
         self.booster.close()
         shutdown()
         super().end_training()

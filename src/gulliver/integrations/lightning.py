@@ -1,8 +1,8 @@
 """Strategies for ``lightning.pytorch``: ``Trainer(strategy="gulliver")``.
 
 Lightning launches processes and runs loops, hooks, logging and samplers. Here the module is boosted
-with each of its optimizers, steps are called through the module's own call, so that its hooks run,
-and checkpoints are whole files or folders. Read `setup`, then `backward`.
+with each of its optimizers, steps are called through the module itself so that its hooks run, and
+checkpoints are single files or folders. Start with `setup`, then `backward`.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from gulliver.integrations.lightning_checkpoints import (
 )
 from gulliver.planner.model import unwrapped
 
-# Names for ``Trainer(strategy=)``, with the arguments that they stand for.
+# Names for ``Trainer(strategy=)``, with their arguments.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "gulliver": {},
     "gulliver_zero3": {"stage": 3},
-    # Of what the device or this process may have.
+    # Fraction of the memory of the device or of this process.
     "gulliver_gemini": {"memory_limit": "80%"},
 }
 
-# Arguments of Lightning's strategies that are passed on.
+# Arguments passed on to Lightning's strategies.
 LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
     *("precision_plugin", "timeout", "start_method"),
 )
 FORMS = ("file", "folder")
-# Precisions of the Trainer that ZeRO runs: those without a scaler of gradients on parameters.
+# Trainer precisions that ZeRO supports: those without a gradient scaler on parameters.
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-true")
 HALVES = (torch.bfloat16, torch.float16)
 
 
 class GulliverStrategy(DDPStrategy):
-    """Runs a LightningModule as a plugin plans it.
+    """Runs a LightningModule with a Gulliver plugin.
 
     Args:
-        plugin: `LowLevelZeroPlugin`, `GeminiPlugin` or `TorchDDPPlugin`; None makes one of the
+        plugin: `LowLevelZeroPlugin`, `GeminiPlugin` or `TorchDDPPlugin`; None creates one from the
             other arguments.
-        stage: stage of ZeRO; 1 where nothing else is said.
-        memory_limit: memory of each rank for state and activations, as of `GeminiPlugin`.
-        checkpoint: form of checkpoints: ``file``, as Lightning's own, or ``folder``, to which each
-            rank writes its part; None takes files below stage 3, folders with it and for 16-bit
-            parameters.
-        use_async: whether folders are written while training goes on.
+        stage: ZeRO stage; default: 1.
+        memory_limit: memory per rank for state and activations, as for `GeminiPlugin`.
+        checkpoint: format of checkpoints: ``file``, like Lightning's own, or ``folder``, to which
+            each rank writes its part; None selects files below stage 3, and folders for stage 3 and
+            16-bit parameters.
+        use_async: whether folders are written asynchronously.
         options: further arguments of the plugin, such as ``disk``, ``precision``, ``chunk_mb`` and
-            ``activations``, and those of `DDPStrategy` that `LIGHTNING` names.
+            ``activations``, and those of `DDPStrategy` that are listed in `LIGHTNING`.
 
     Raises:
-        GulliverError: an argument that the plugin does not have, or that contradicts another.
+        GulliverError: an argument is unknown to the plugin, or contradicts another.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class GulliverStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         if checkpoint not in (None, *FORMS):
-            raise GulliverError(f"checkpoint={checkpoint!r} is not known: 'file' or 'folder'")
+            raise GulliverError(f"checkpoint={checkpoint!r} is unknown; use 'file' or 'folder'")
         if use_async and checkpoint == "file":
-            raise GulliverError("use_async=True writes folders: leave out checkpoint='file'")
+            raise GulliverError("use_async=True needs folders; omit checkpoint='file'")
         own = {name: options.pop(name) for name in LIGHTNING if name in options}
         self._plugin = choose_plugin(plugin, stage, memory_limit, options)
         super().__init__(**own)
@@ -91,13 +91,13 @@ class GulliverStrategy(DDPStrategy):
         self._resumed: _Resumed | None = None
         self._failed = False
 
-    # Beginning and end.
+    # Setup and teardown.
 
     def _get_process_group_backend(self) -> str:
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_distributed(self) -> None:
-        """Joins the ranks as Lightning does, and our world over them."""
+        """Initializes distributed as Lightning does, and our world on top."""
         super().setup_distributed()
         world = init_world(device=self.root_device)
         if (world.size, world.device) != (self.world_size, self.root_device):
@@ -105,8 +105,8 @@ class GulliverStrategy(DDPStrategy):
             world = init_world(device=self.root_device)
         if world.size != self.world_size:
             raise GulliverError(
-                f"this process is one of {world.size} ranks, and the Trainer wants "
-                f"{self.world_size}: use devices={world.size}, or start another program"
+                f"this process is one of {world.size} ranks, but the Trainer expects "
+                f"{self.world_size}; use devices={world.size}, or start another process"
             )
 
     def setup(self, trainer: Any) -> None:
@@ -132,13 +132,13 @@ class GulliverStrategy(DDPStrategy):
         self._fill(fits)
 
     def _set_up_again(self, fits: bool) -> None:
-        """Goes on with a module that a fit of stage 3 has left sharded."""
+        """Continues with a module that a stage 3 fit has left sharded."""
         boosted = self._boosted
         assert boosted is not None, "it was boosted before"
         if fits or unwrapped(boosted) is not self._module:
             raise GulliverError(
-                "stage 3 leaves a module sharded after its first run: fit another one, from a "
-                "checkpoint of this (ckpt_path=), with a new Trainer"
+                "stage 3 leaves a module sharded after its first run; fit a new module from a "
+                "checkpoint of this one (ckpt_path=) with a new Trainer"
             )
         self.model = boosted
         self._clip_shards()
@@ -149,9 +149,9 @@ class GulliverStrategy(DDPStrategy):
         self._booster, model = Booster(plugin=self._plugin), self._module
         given, stepped = self.optimizers if fits else [], list[Any]()
         if fits:
-            self.optimizers = stepped  # known from the first on: where the second is refused, too
+            self.optimizers = stepped  # set early, in case the second one raises an error
         for optimizer in given:
-            if type(optimizer).__name__ == "_MockOptimizer":  # there was none
+            if type(optimizer).__name__ == "_MockOptimizer":  # the module had none
                 stepped.append(optimizer)
                 continue
             members = [list(group["params"]) for group in optimizer.param_groups]
@@ -166,14 +166,18 @@ class GulliverStrategy(DDPStrategy):
             refuse_moves(self._module, self._told)
 
     def _choose_form(self) -> None:
-        """Chooses files or folders, where it is left open."""
+        """Selects files or folders, unless specified."""
         sixteen, limited = self._sixteen_bits(), getattr(self._plugin, "memory", None) is not None
         self._saves = self._form or ("folder" if self._stays or sixteen else "file")
         if self._saves == "file" and (limited or sixteen):
-            why = "a memory limit has no room for all of it" if limited else "float32 copies"
+            why = (
+                "a memory limit cannot hold the whole model"
+                if limited
+                else "float32 master weights"
+            )
             raise GulliverError(
-                f"checkpoint='file' is not supported here ({why}): leave it out, and make a file "
-                "of the folder with gulliver.integrations.lightning.to_lightning"
+                f"checkpoint='file' is not supported here ({why}); omit it, and convert the "
+                "folder to a file with gulliver.integrations.lightning.to_lightning"
             )
         assert self._booster is not None
 
@@ -183,14 +187,14 @@ class GulliverStrategy(DDPStrategy):
         self._folders = Folders(self._booster, write, self._use_async)
 
     def teardown(self) -> None:
-        """Gives the module back, where ranks have room for it."""
-        # Below stage 3 with whole parameters, which any other Trainer can train. With stage 3 no
-        # rank need have room for that: the module stays sharded, and this Trainer validates, tests,
-        # predicts and saves with it.
+        """Restores the plain module, unless it stays sharded."""
+        # Below stage 3 parameters become whole again, so that any other Trainer can train them.
+        # With stage 3 they may not fit on a rank: the module stays sharded, and this Trainer
+        # validates, tests, predicts and saves with it.
         booster, optimizers, module = self._booster, self._optimizers, self._lightning_module
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
-        # After an error others may be gone, whom all of this would wait for.
+        # After an error other ranks may have failed, and this would wait for them.
         if booster is not None and not (self._failed and self.world_size > 1):
             booster.close()
             if not self._stays and self._boosted is not None:
@@ -199,7 +203,7 @@ class GulliverStrategy(DDPStrategy):
         if module is not None and self._boosted is not None and self._stays:
             refuse_moves(module, self._told, AFTER)
         self.model = module
-        self._optimizers = []  # the state of shards stays where it is
+        self._optimizers = []  # sharded state stays on its device
         on_meta = module is not None and any(p.is_meta for p in module.parameters())
         if self._boosted is not None or on_meta:
             self._lightning_module = None  # and so does a module that is still sharded
@@ -209,14 +213,14 @@ class GulliverStrategy(DDPStrategy):
             self._optimizers, self._lightning_module = optimizers, module
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remembers that ranks may no longer be together."""
+        """Records that ranks may be out of sync."""
         self._failed = True
         super().on_exception(exception)
         if self._booster is not None and self.world_size > 1:
             self._booster.abandon()
 
     def model_to_device(self) -> None:
-        """Moves the module to this rank's device; what is on meta is filled when it is boosted."""
+        """Moves the module to this rank's device; meta parameters are filled when it is boosted."""
         if not any(p.is_meta for p in self._module.parameters()):
             super().model_to_device()
             return
@@ -247,18 +251,18 @@ class GulliverStrategy(DDPStrategy):
             return self._called("predict_step", *args, **kwargs)
 
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a step where the module's `forward` stands, so that hooks on the module run."""
+        """Calls a step in place of the module's `forward`, so that hooks on the module run."""
         assert self.model is not None
         return self._forward_redirection(self.model, self._module, name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls Lightning's backward while gradients go to the shards."""
+        """Calls Lightning's backward with gradients reduced to the shards."""
         self.pre_backward(closure_loss)
         plugin, module = self.precision_plugin, self._module
         loss, scale = plugin.pre_backward(closure_loss, module), 1.0
         with guard(), ExitStack() as stack:
             for stepped in self._stepped:
-                # Others' parameters are switched off: there is nothing to reduce.
+                # Parameters of other optimizers have no gradients: nothing to reduce.
                 if any(p.requires_grad for members in stepped.members for p in members):
                     scale = stack.enter_context(stepped.boosted.backward_pass())
             scaled = loss if scale == 1.0 else loss * scale
@@ -269,14 +273,14 @@ class GulliverStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Adds gradients up without exchanging them, while Lightning accumulates."""
+        """Accumulates gradients without reducing them, while Lightning accumulates."""
         with ExitStack() as stack:
             for stepped in self._stepped:
                 stack.enter_context(stepped.boosted.no_sync())
             yield
 
     def _clip_shards(self) -> None:
-        """Replaces Lightning's clipping by that of the sharded mean gradient."""
+        """Replaces Lightning's clipping by that of the sharded gradients."""
         clips = {
             "clip_grad_by_norm": lambda o, limit: o.clip_grad_by_norm(float(limit)),
             "clip_grad_by_value": lambda o, limit: o.clip_grad_by_value(float(limit)),
@@ -287,17 +291,17 @@ class GulliverStrategy(DDPStrategy):
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state of the module on rank 0; a folder has it from all ranks."""
+        """The whole state of the module on rank 0; empty for folders, which all ranks write."""
         if self._saves == "folder":
             return {}
-        state = self._module.state_dict()  # on all ranks: stage 3 gathers
+        state = self._module.state_dict()  # called on all ranks, because stage 3 gathers
         if not self.is_global_zero:
             return {}
-        # Parameters are windows on chunks, which would be saved as a whole.
+        # Parameters are views of chunks, which would be saved as a whole.
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state of an optimizer on rank 0; a folder has it from all ranks."""
+        """The whole state of an optimizer on rank 0; empty for folders, which all ranks write."""
         plain = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(plain, SteppedOptimizer):
             return plain.state_dict()
@@ -306,14 +310,14 @@ class GulliverStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes a file, or a folder to which each rank writes its part; every rank calls it."""
+        """Writes a file, or a folder to which each rank writes its part; a collective call."""
         if self._saves == "file":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None or "://" in str(filepath):
             raise GulliverError(
-                f"{filepath}: folders are written to local paths without storage_options; "
-                "checkpoint='file' writes what Lightning can write anywhere"
+                f"{filepath}: folders need local paths without storage_options; use "
+                "checkpoint='file' for other targets"
             )
         model = self._boosted if self._boosted is not None else self._module
         path = Path(self.broadcast(str(filepath)))
@@ -321,7 +325,7 @@ class GulliverStrategy(DDPStrategy):
         self._folders.save(path, checkpoint, model, self._stepped, is_boosted)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a file, or Lightning's part of a folder: the rest fills the boosted model."""
+        """Reads a file, or Lightning's part of a folder; the rest is loaded after boost."""
         path = Path(checkpoint_path)
         rest = rest_of(path)
         if self._boosted is not None and self._booster is not None:
@@ -331,33 +335,33 @@ class GulliverStrategy(DDPStrategy):
         return read
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Fills the module from a file; from a folder once it is boosted."""
+        """Loads the module from a file; from a folder after it is boosted."""
         assert self._resumed is not None
         self._resumed.strict = strict
         if self._resumed.folder is not None:
-            if self._boosted is not None:  # in the middle of a run
+            if self._boosted is not None:  # during a run
                 self._fill(bool(self._stepped))
             return
         on_meta = any(p.is_meta for p in self._module.parameters())
         self._module.load_state_dict(checkpoint["state_dict"], strict=strict, assign=on_meta)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Does nothing: `setup` has filled the optimizers before or when they were boosted."""
+        """Does nothing: `setup` loads the optimizers before or when they are boosted."""
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.folder is None and not resumed.filled:
             raise GulliverError(
-                "a running fit can take up folders only, not files: use "
+                "a running fit can only load folders, not files; use "
                 "GulliverStrategy(checkpoint='folder')"
             )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a file or a folder, once it is complete."""
+        """Removes a file or a folder, after it is complete."""
         if self._booster is not None:
             self._booster.wait()
         super().remove_checkpoint(filepath)
 
     def _fill(self, fits: bool) -> None:
-        """Fills the boosted model, and in a fit its optimizers, from a folder."""
+        """Loads the boosted model, and in a fit its optimizers, from a folder."""
         resumed, model = self._resumed, self._boosted
         if resumed is None or resumed.folder is None or model is None:
             return
@@ -366,7 +370,7 @@ class GulliverStrategy(DDPStrategy):
         rest = resumed.checkpoint
         self._folders.load(resumed.folder, rest, model, optimizers, resumed.strict)
 
-    # What is known.
+    # Queries.
 
     @property
     def _module(self) -> Any:
@@ -379,7 +383,7 @@ class GulliverStrategy(DDPStrategy):
 
     @property
     def _stays(self) -> bool:
-        """Whether the module stays sharded after a run: no rank need have room for all of it."""
+        """Whether the module stays sharded after a run, because it may not fit on a rank."""
         return getattr(self._plugin, "takes", ()) == ("meta",)
 
     @property
@@ -391,42 +395,42 @@ class GulliverStrategy(DDPStrategy):
         return next(self._module.parameters(), None) is not None
 
     def _sixteen_bits(self) -> bool:
-        """Whether parameters are of 16 bits and trained through float32 copies."""
+        """Whether 16-bit parameters are trained with float32 master weights."""
         if isinstance(self._plugin, TorchDDPPlugin):
             return False
         halved = getattr(self._plugin, "precision", None) is not None
         return halved or any(p.dtype in HALVES for p in self._module.parameters())
 
     def _check_precision(self) -> None:
-        """Refuses a precision of the Trainer that works on gradients of whole parameters."""
+        """Raises an error for a Trainer precision that needs gradients of whole parameters."""
         plugin, precision = self.precision_plugin, str(self.precision_plugin.precision)
         if isinstance(self._plugin, TorchDDPPlugin):
             return
         if getattr(plugin, "scaler", None) is not None:
             raise GulliverError(
-                f"precision={precision!r} scales gradients on whole parameters: use "
-                "GulliverStrategy(precision='fp16'), which scales those in the shards, "
-                "'bf16-mixed' or plugin=TorchDDPPlugin()"
+                f"precision={precision!r} scales gradients of whole parameters; use "
+                "GulliverStrategy(precision='fp16'), which scales sharded ones, 'bf16-mixed' or "
+                "plugin=TorchDDPPlugin()"
             )
         if precision not in PRECISIONS:
             raise GulliverError(
-                f"precision={precision!r} is not supported: choose from {', '.join(PRECISIONS)}, "
+                f"precision={precision!r} is not supported; use one of {', '.join(PRECISIONS)}, "
                 "or plugin=TorchDDPPlugin()"
             )
         ours = getattr(self._plugin, "precision", None)
         if ours is not None and precision != "32-true":
             raise GulliverError(
                 f"Trainer(precision={precision!r}) and precision={ours!r} of the strategy exclude "
-                "each other: say one"
+                "each other; set one of them"
             )
 
 
 class _Resumed:
-    """A checkpoint that is being resumed from.
+    """The checkpoint that a run resumes from.
 
     Args:
-        folder: folder to fill the boosted model from; None for a file.
-        checkpoint: what was read, as the module's hooks leave it.
+        folder: folder to load the boosted model from; None for a file.
+        checkpoint: content of the checkpoint, after the module's hooks.
     """
 
     def __init__(self, folder: Path | None, checkpoint: dict[str, Any]) -> None:
@@ -434,18 +438,18 @@ class _Resumed:
         self.strict, self.filled = True, False
 
     def fill_plain(self, optimizers: list[Any], sixteen_bits: bool) -> None:
-        """Gives optimizers their state before they are boosted, which shards it.
+        """Loads the state of optimizers before they are boosted, which shards it.
 
         Raises:
-            GulliverError: there is none for the float32 copies of 16-bit parameters.
+            GulliverError: the file has no float32 master weights for 16-bit parameters.
         """
         states = self.checkpoint.get("optimizer_states")
         if self.folder is not None or states is None:
             return
         if sixteen_bits:
             raise GulliverError(
-                "a file has no float32 copies of 16-bit parameters: resume from a folder, or load "
-                "the weights alone and begin anew"
+                "a file has no float32 master weights for 16-bit parameters; resume from a "
+                "folder, or load only the weights and start a new run"
             )
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)
@@ -458,54 +462,53 @@ def choose_plugin(
     memory_limit: int | float | str | None,
     given: Mapping[str, Any],
 ) -> Plugin:
-    """Returns the plugin that arguments of a strategy ask for."""
+    """Creates the plugin for a strategy's arguments."""
     if plugin is not None:
         rest = [*given, *(["stage"] if stage is not None else [])]
         _check_plugin(plugin, rest + (["memory_limit"] if memory_limit is not None else []))
         return plugin
-    options = {"verbose": False, **given}  # Lightning prints a summary of its own
+    options = {"verbose": False, **given}  # Lightning prints its own summary
     if memory_limit is None:
-        # By default values and messages of DDP, the optimizer's state sharded.
+        # By default results and communication like DDP, with sharded optimizer state.
         return LowLevelZeroPlugin(1 if stage is None else stage, **options)
     if stage not in (None, 3):
         raise GulliverError(
-            f"stage={stage} and a memory limit exclude each other: a limit needs stage 3"
+            f"stage={stage} and a memory limit exclude each other; a limit needs stage 3"
         )
     return GeminiPlugin(memory_limit, **options)
 
 
 def _check_plugin(plugin: Plugin, rest: list[str]) -> None:
     if rest:
-        raise GulliverError(f"plugin= and {rest[0]}= exclude each other: give it to the plugin")
+        raise GulliverError(f"plugin= and {rest[0]}= exclude each other; pass it to the plugin")
     if isinstance(plugin, HybridParallelPlugin) or not isinstance(
         plugin, TorchDDPPlugin | LowLevelZeroPlugin | GeminiPlugin
     ):
         what = type(plugin).__name__ if isinstance(plugin, Plugin) else repr(plugin)
         raise GulliverError(
-            f"plugin={what} cannot run a LightningModule: LowLevelZeroPlugin, GeminiPlugin and "
-            "TorchDDPPlugin can; models are cut over ranks by a Booster in a loop of your own"
+            f"plugin={what} cannot run a LightningModule; use LowLevelZeroPlugin, GeminiPlugin or "
+            "TorchDDPPlugin, or a Booster in your own loop for model parallelism"
         )
 
 
-# Refuses modules that move or convert their parameters while these lie in chunks.
+# Rejects moves or conversions of modules while their parameters are in chunks.
 #
-# Under stage 3 a parameter is a view of memory that comes and goes: ``.to`` or ``.cpu()`` would
-# make a whole copy that nobody trains. Below stage 3 the step refuses parameters that were
-# replaced.
+# Under stage 3 a parameter is a view of temporary memory: ``.to`` or ``.cpu()`` would create a
+# whole copy that is not trained. Below stage 3 the step rejects replaced parameters.
 
 
 DURING = (
-    "and {strategy} keeps its parameters where they are: remove the call, or make it in __init__ "
-    "or configure_model; batches are moved by Lightning"
+    "and {strategy} manages the placement of its parameters; remove the call, or make it in "
+    "__init__ or configure_model (Lightning moves batches)"
 )
 AFTER = (
-    "and a fit of {strategy} has left its parameters sharded: give other Trainers a new module, "
-    "with the checkpoint (ckpt_path=)"
+    "and a fit of {strategy} has left its parameters sharded; use a new module with the "
+    "checkpoint (ckpt_path=) for other Trainers"
 )
 
 
 class _Unmoved:
-    """Replaces the method of a module that ``.to``, ``.cpu()`` and others call."""
+    """Replaces the method of a module that implements ``.to``, ``.cpu()`` and others."""
 
     def __init__(self, module: nn.Module, message: str) -> None:
         self._module, self._message = module, message
@@ -519,18 +522,18 @@ class _Unmoved:
 
 
 def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
-    """Refuses moves of a module and of each part that has parameters."""
+    """Rejects moves of a module and of all its submodules with parameters."""
     for name, part in module.named_modules():
         if next(part.parameters(), None) is not None:
             told = type(part).__name__ + (f" ({name})" if name else "")
             moves = "is moved or converted (.to, .cpu(), .half() ...)"
             message = f"{told} {moves}, {why.format(strategy=strategy)}"
-            # In the instance, so that its class and other modules of it are left alone.
+            # On the instance, so that its class and other modules of the class are not affected.
             vars(part)["_apply"] = _Unmoved(part, message)
 
 
 def shutdown_alone(size: int) -> None:
-    """Leaves a world of one rank that another run of this process has made."""
+    """Shuts down a world of one rank left by another run of this process."""
     if size == 1:
         shutdown()
 

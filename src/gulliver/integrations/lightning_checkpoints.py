@@ -1,4 +1,4 @@
-"""What Lightning sees of a boosted optimizer: groups of whole parameters, steps with a closure."""
+"""Lightning's view of a boosted optimizer: groups of whole parameters, steps with a closure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from gulliver.io.files import PARTIAL, finish_folder, remove_all
 from gulliver.parallel.optimizer import BoostedOptimizer
 
 
-# [Note: whose parameters the groups have] The groups of a boosted optimizer hold the pieces that
-# this rank steps. Lightning and its callbacks look there for the parameters of the model: to switch
-# ``requires_grad`` off for other optimizers' parameters, for instance. So groups are shown with the
-# module's own parameters; every other entry is read from, and written to, the group that is
-# stepped, which learning-rate schedulers steer as well.
+# [Note: whose parameters the groups have] The groups of a boosted optimizer hold this rank's
+# shards. Lightning and its callbacks look there for the model's parameters, for instance to disable
+# ``requires_grad`` for those of other optimizers. So the groups show the module's own parameters;
+# every other entry is read from and written to the actual group, which learning rate schedulers
+# modify as well.
 class SteppedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps what a boosted one has sharded."""
+    """An optimizer that steps the shards of a boosted one."""
 
     def __init__(self, boosted: BoostedOptimizer, members: list[list[nn.Parameter]]) -> None:
         # Deliberately without super().__init__: groups and state are the boosted optimizer's.
         self.boosted, self.members = boosted, members
         groups = zip(boosted.param_groups, members, strict=True)
         self._groups = [_Group(group, whole) for group, whole in groups]
-        # Callbacks name what they log after the class, and look for the optimizer of a schedule,
-        # which is the user's.
+        # Callbacks log under the class name, and look up the user's optimizer of a schedule.
         self.__class__ = type(type(boosted.inner).__name__, (SteppedOptimizer,), {})  # type: ignore
 
     def __eq__(self, other: object) -> bool:
@@ -56,7 +55,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """State of the pieces that this rank steps."""
+        """State of this rank's shards."""
         return self.boosted.state
 
     @property
@@ -68,10 +67,10 @@ class SteppedOptimizer(torch.optim.Optimizer):
         return f"SteppedOptimizer({self.boosted!r})"
 
     def step(self, closure: Callable[[], Any] | None = None, **others: Any) -> Any:  # type: ignore[override]
-        """Runs the closure, once, then takes a step."""
+        """Runs the closure once, then takes a step."""
         if others:
             raise GulliverError(
-                f"step takes a closure, not {', '.join(others)}: set options in param_groups"
+                f"step only takes a closure, not {', '.join(others)}; set options in param_groups"
             )
         result = None
         if closure is not None:
@@ -81,33 +80,33 @@ class SteppedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
+        """Clears the gradients."""
         self.boosted.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: groups are fixed when the fit begins."""
+        """Raises an error: groups are fixed when the fit begins."""
         raise GulliverError(
-            "parameters cannot be added during a fit: give them all in configure_optimizers, "
-            "frozen ones too"
+            "parameters cannot be added during a fit; pass all of them in configure_optimizers, "
+            "including frozen ones"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: each rank has a part of it; checkpoints have all."""
+        """Raises an error: each rank has only a part of the state; use checkpoints."""
         raise GulliverError(
-            "the optimizer's state lies with several ranks: trainer.save_checkpoint(path) saves it"
+            "the optimizer's state is sharded; save it with trainer.save_checkpoint(path)"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: each rank has a part of it; checkpoints have all."""
+        """Raises an error: each rank has only a part of the state; use checkpoints."""
         raise GulliverError(
-            "the optimizer's state lies with several ranks: trainer.fit(ckpt_path=path) loads it"
+            "the optimizer's state is sharded; load it with trainer.fit(ckpt_path=path)"
         )
 
     def whole_state(self, keep: bool) -> dict[str, Any]:
-        """The state as torch's optimizers have it; every rank calls it, those that `keep` get it.
+        """The state in the format of torch's optimizers; a collective call.
 
         Args:
-            keep: whether this rank wants the result; others get an empty one.
+            keep: whether this rank gets the result; others get an empty one.
         """
         state = self.boosted.export_state(keep)
         if not keep:
@@ -124,7 +123,7 @@ def torch_state(
     groups: list[dict[str, Any]],
     names: list[list[str | None]],
 ) -> dict[str, Any]:
-    """State by name as torch numbers it."""
+    """Converts state by name to torch's numbering."""
     numbered, found, number = list[dict[str, Any]](), dict[int, Any](), 0
     for group, members in zip(groups, names, strict=True):
         numbered.append({**group, "params": list(range(number, number + len(members)))})
@@ -162,11 +161,11 @@ class _Group(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-# Checkpoints of Lightning as folders: each rank writes what it has, in Gulliver's format.
+# Lightning checkpoints as folders: each rank writes its part, in Gulliver's format.
 #
-# With one optimizer such a folder is a run with one step (`Booster.save`), written while training
-# goes on where that is asked for. With several it holds a model and a folder for each optimizer.
-# Lightning's own part (loops, callbacks, schedules, hyper-parameters) is in ``lightning.ckpt``.
+# With one optimizer the folder is a run with one step (`Booster.save`), optionally written
+# asynchronously. With several it has a model and a folder for each optimizer. Lightning's own part
+# (loops, callbacks, schedules, hyperparameters) is in ``lightning.ckpt``.
 
 
 REST = "lightning.ckpt"
@@ -176,7 +175,7 @@ NAMES = "gulliver_names"
 
 
 def rest_of(path: Path) -> Path | None:
-    """Finds Lightning's part of a folder; None where `path` is a file, or nothing."""
+    """Finds Lightning's part of a folder; None if `path` is a file or does not exist."""
     if not path.is_dir():
         return None
     if (path / REST).is_file():
@@ -184,7 +183,7 @@ def rest_of(path: Path) -> Path | None:
     found = _rest_of_step(path, step_folder(path).name)
     if not found.is_file():
         raise GulliverError(
-            f"{path} was not saved by a Trainer: load its weights with gulliver.checkpoint.load"
+            f"{path} was not saved by a Trainer; load its weights with gulliver.checkpoint.load"
         )
     return found
 
@@ -210,8 +209,8 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         is_boosted: bool,
     ) -> None:
-        """Writes a checkpoint; every rank calls it."""
-        self._booster.close()  # what was begun before is complete, and its memory free
+        """Writes a checkpoint; a collective call."""
+        self._booster.close()  # earlier saves are complete, and their memory is freed
         trains = "optimizer_states" in checkpoint
         rest = {**checkpoint, NAMES: [_names(optimizer) for optimizer in optimizers]}
         step = int(checkpoint["global_step"])
@@ -221,7 +220,7 @@ class Folders:
         if self._main:
             if path.is_file() or (path / REST).is_file():
                 remove_all(path)
-            for old in path.glob(f"*.{REST}"):  # of steps that are gone
+            for old in path.glob(f"*.{REST}"):  # of deleted steps
                 if not (path / old.name.removesuffix(f".{REST}")).is_dir():
                     old.unlink()
             path.mkdir(parents=True, exist_ok=True)
@@ -233,7 +232,7 @@ class Folders:
     def _save_files(
         self, path: Path, rest: Any, model: nn.Module, optimizers: Sequence[SteppedOptimizer]
     ) -> None:
-        """Writes model and optimizers one after the other, and gives them their name at the end."""
+        """Writes model and optimizers in sequence, and renames them at the end."""
         partial = path.with_name(f".{path.name}{PARTIAL}")
         if self._main:
             remove_all(partial)
@@ -257,12 +256,12 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         strict: bool,
     ) -> None:
-        """Fills a model and its optimizers, at any number of ranks; every rank calls it."""
+        """Loads a model and its optimizers, on any number of ranks; a collective call."""
         count = len(rest.get(NAMES, ()))
         if optimizers and count != len(optimizers):
             raise GulliverError(
-                f"{path} has {count} optimizers, configure_optimizers returned {len(optimizers)}: "
-                "resume with those that it was saved with"
+                f"{path} has {count} optimizers, but configure_optimizers returned "
+                f"{len(optimizers)}; resume with the same optimizers"
             )
         if (path / REST).is_file():
             self._booster.load_model(model, path / MODEL, strict)
@@ -279,15 +278,15 @@ def _names(optimizer: SteppedOptimizer) -> list[list[str | None]]:
 
 
 def to_lightning(folder: Path | str, file: Path | str) -> None:
-    """Makes one file of a folder, as Lightning's own strategies save them; one process calls it."""
-    # ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` of any strategy and
-    # ``torch.load`` read it.
+    """Converts a folder to a file in Lightning's own format; called in one process."""
+    # It can be read by ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` with
+    # any strategy, and ``torch.load``.
     folder, file = Path(folder), Path(file)
     found = rest_of(folder)
     if found is None:
-        raise GulliverError(f"{folder} is no folder: files are Lightning's own already")
+        raise GulliverError(f"{folder} is not a folder; files are already in Lightning's format")
     if file.exists():
-        raise GulliverError(f"{file} is there already: give another name")
+        raise GulliverError(f"{file} already exists; give another name")
     rest = torch.load(found, map_location="cpu", weights_only=False)
     names = rest.pop(NAMES)
     several = (folder / REST).is_file()
@@ -315,7 +314,7 @@ def _optimizer_values(folder: Path) -> Any:
 
 
 def _torch_state(saved: Any, names: list[list[str | None]]) -> dict[str, Any]:
-    """State of a checkpoint as torch's optimizers have it."""
+    """Converts a checkpoint's state to the format of torch's optimizers."""
     state = {
         name: {key: _plain(value) for key, value in entries.items()}
         for name, entries in saved["state"].items()
@@ -324,7 +323,7 @@ def _torch_state(saved: Any, names: list[list[str | None]]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A counter as torch has it; tensors as they are."""
+    """Converts counters to torch's form; leaves tensors unchanged."""
     if not (isinstance(value, dict) and set(value) == {"value", "dtype"}):
         return value
     dtype = value["dtype"]

@@ -1,4 +1,4 @@
-"""Arguments of an accelerator: the plugin, and what does not go with it."""
+"""Arguments of an accelerator: the plugin, and unsupported arguments."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from gulliver.parallel.optimizer import BoostedOptimizer
 if TYPE_CHECKING:
     from gulliver.integrations.accelerate import Accelerator
 
-# What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``.
+# Requests of ``accelerate launch`` through the variables ``ACCELERATE_USE_...``.
 LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 Options = Plugin | Mapping[str, Any] | str | None
 
-_OTHER = "leave it out, or gulliver"
-# Arguments by the class that takes them. None, 0 and False ask for nothing, and pass.
+_OTHER = "omit it, or omit gulliver"
+# Unsupported arguments by class. None, 0 and False are allowed.
 REFUSED: dict[str, dict[str, str]] = {
     "Accelerator": {
         "deepspeed_plugin": f"it lets DeepSpeed run the model; {_OTHER}",
         "deepspeed_plugins": f"it lets DeepSpeed run the model; {_OTHER}",
         "fsdp_plugin": f"it lets FSDP run the model; {_OTHER}",
-        "megatron_lm_plugin": f"it lets Megatron-LM run the model; {_OTHER}",
-        "torch_tp_plugin": f"it lets transformers cut the model; {_OTHER}",
+        "megatron_lm_plugin": f"it lets transformers shard the model; {_OTHER}",
+        "torch_tp_plugin": f"it lets accelerate shard the model; {_OTHER}",
         "parallelism_config": f"it lets accelerate cut the model; {_OTHER}",
     },
     "TrainingArguments": {
@@ -58,14 +58,14 @@ REFUSED: dict[str, dict[str, str]] = {
 
 
 def refuse_arguments(owner: str, given: Mapping[str, Any]) -> None:
-    """Refuses arguments of a class that would let something else run the model."""
+    """Raises an error for arguments that would let another library run the model."""
     for name, instead in REFUSED[owner].items():
         if given.get(name):
-            raise GulliverError(f"{owner}({name}={given[name]!r}) is not supported: {instead}")
+            raise GulliverError(f"{owner}({name}={given[name]!r}) is not supported; {instead}")
 
 
 def plugin_of(options: Options) -> Plugin:
-    """The plugin that options ask for."""
+    """Creates the plugin for the options."""
     options = _read(options)
     if isinstance(options, LowLevelZeroPlugin | GeminiPlugin):
         return options
@@ -73,8 +73,8 @@ def plugin_of(options: Options) -> Plugin:
         given = {"verbose": False, **(options or {})}
         return GeminiPlugin(**given) if "memory_limit" in given else LowLevelZeroPlugin(**given)
     raise GulliverError(
-        f"gulliver={type(options).__name__} does not run in a loop of one loss per batch and rank: "
-        "pass LowLevelZeroPlugin(...), GeminiPlugin(...), or a dict of their arguments"
+        f"gulliver={type(options).__name__} does not support a loop with one loss per batch and "
+        "rank; pass LowLevelZeroPlugin(...), GeminiPlugin(...), or a dict of their arguments"
     )
 
 
@@ -84,8 +84,8 @@ def one_of(given: Options, of_arguments: Options) -> Options:
         return of_arguments if given is None else given
     if _read(given) != _read(of_arguments):
         raise GulliverError(
-            f"Trainer(gulliver={given!r}) and TrainingArguments(gulliver={of_arguments!r}) differ: "
-            "say it once"
+            f"Trainer(gulliver={given!r}) and TrainingArguments(gulliver={of_arguments!r}) "
+            "differ; set one of them"
         )
     return given
 
@@ -96,40 +96,40 @@ def _read(options: Options) -> Plugin | Mapping[str, Any] | None:
     try:
         return json.loads(options)
     except ValueError as error:
-        raise GulliverError(f"gulliver={options!r} is no JSON: {error}") from error
+        raise GulliverError(f"gulliver={options!r} is not valid JSON: {error}") from error
 
 
 def check_precision(name: str | None) -> None:
-    """Refuses precisions whose scaler or kernels need whole gradients."""
+    """Raises an error for precisions whose scaler or kernels need whole gradients."""
     if name in ("fp16", "fp8"):
         raise GulliverError(
-            f"mixed_precision={name!r} is not supported: use 'bf16'"
+            f"mixed_precision={name!r} is not supported; use 'bf16'"
             + (", or gulliver={'precision': 'fp16'} for a model in float16" * (name == "fp16"))
         )
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments and variables that let another library run the model."""
+    """Raises an error for arguments and variables that let another library run the model."""
     refuse_arguments("Accelerator", arguments)
     for name in LAUNCHED:
         variable = f"ACCELERATE_USE_{name}"
         if os.environ.get(variable, "").lower() == "true":
-            raise GulliverError(f"{variable} is set: launch without it, by torchrun for instance")
+            raise GulliverError(f"{variable} is set; launch without it, for instance with torchrun")
     check_precision(
         arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
     )
 
 
 def join_world(arguments: Mapping[str, Any]) -> None:
-    """Joins the world before accelerate does, which would start a group that knows no host."""
-    # accelerate takes a process group that is there; ours reaches host memory, too (gloo).
+    """Initializes the world before accelerate, whose process group would lack a CPU backend."""
+    # accelerate reuses an existing process group; ours also supports host memory (gloo).
     handlers = arguments.get("kwargs_handlers") or ()
     given = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
     options = dict(given[0]) if given else {}
     timeout = options.pop("timeout", None)
     if options:
         raise GulliverError(
-            f"InitProcessGroupKwargs({', '.join(options)}): of these only timeout is supported"
+            f"InitProcessGroupKwargs({', '.join(options)}): only timeout is supported"
         )
     chosen = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
     asked = arguments.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
@@ -137,27 +137,27 @@ def join_world(arguments: Mapping[str, Any]) -> None:
 
 
 def join_group(device: torch.device) -> None:
-    """Joins the world of a process group that a framework has made."""
+    """Joins the world of a process group created by a framework."""
     on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
     if on_gpu and "cpu:" not in str(dist.get_backend_config()):
         raise GulliverError(
-            "a process group without gloo was made before: take TrainingArguments from "
-            "gulliver.integrations.trainer, or call gulliver.init_world() before them"
+            "a process group without gloo already exists; use TrainingArguments from "
+            "gulliver.integrations.trainer, or call gulliver.init_world() before creating them"
         )
     init_world(device=device if device.type == "cpu" else None)
 
 
-# Marks models with the accelerator that runs them, and hands them to the next optimizer.
+# Marks models with their accelerator, and prepares them for another optimizer.
 #
-# A second Trainer may evaluate with a boosted model as it is. The optimizer of a second phase,
-# which another Trainer brings or which follows `free_memory`, has the parameters given back first.
+# A second Trainer may evaluate a boosted model as it is. For the optimizer of a second phase, from
+# another Trainer or after `free_memory`, whole parameters are restored first.
 
 
 _KEY = "_gulliver_owned"
 
 
 class _Owned:
-    """Entry of a module that names its accelerator; a copy of the module has none."""
+    """Attribute of a module that refers to its accelerator; copies of the module lack it."""
 
     def __init__(self, owner: Accelerator | None = None) -> None:
         self.owner = owner
@@ -170,13 +170,13 @@ class _Owned:
 
 
 def mark_owned(model: nn.Module, owner: Accelerator | None) -> None:
-    """Sets the accelerator that runs a model."""
-    # Not by setattr, nor in a table: it lives as long as the model, and is no part of it.
+    """Sets the accelerator of a model."""
+    # Not with setattr or in a table: it lives as long as the model, without being a submodule.
     vars(model)[_KEY] = _Owned(owner)
 
 
 def owner_of(model: nn.Module) -> tuple[nn.Module, Accelerator] | None:
-    """Finds the part of a model that is boosted, and the accelerator that runs it."""
+    """Finds the boosted part of a model, and its accelerator."""
     for part in model.modules():
         mark = vars(part).get(_KEY)
         if mark is not None and mark.owner is not None:
@@ -185,18 +185,18 @@ def owner_of(model: nn.Module) -> tuple[nn.Module, Accelerator] | None:
 
 
 def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Module:
-    """Finds the model that an optimizer steps."""
+    """Finds the model of an optimizer."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     found = [model for model in dict.fromkeys(known) if not stepped.isdisjoint(model.parameters())]
     if not found:
         raise GulliverError(
-            f"the model of {type(optimizer).__name__} is not prepared: prepare it before, or in "
-            "the same call; where it was trained before, make the optimizer anew"
+            f"the model of {type(optimizer).__name__} is not prepared; prepare it before, or in "
+            "the same call, and create a new optimizer if it was trained before"
         )
     if len(found) > 1 or not stepped.issubset(found[0].parameters()):
         raise GulliverError(
-            f"{type(optimizer).__name__} steps parameters of several models: give each model an "
-            "optimizer, or put them into one nn.ModuleList"
+            f"{type(optimizer).__name__} has parameters of several models; use one optimizer per "
+            "model, or put the models into one nn.ModuleList"
         )
     return found[0]
 
@@ -209,14 +209,14 @@ def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Acceler
     part, owner = found
     if owner is taker and not owner.has_ended(part):
         raise GulliverError(
-            "the model has an optimizer already: one with several groups does what several do; "
-            "for a second phase end the first with accelerator.free_memory(model, optimizer)"
+            "the model already has an optimizer; use one with several groups, or for a second "
+            "phase call accelerator.free_memory(model, optimizer) first"
         )
     if getattr(owner.booster.plugin, "memory", None) is not None:
         raise GulliverError(
-            "the model was trained under a memory limit, which has no room to give it back whole: "
-            "save it (trainer.save_model, accelerator.save_model), load a new model from there and "
-            "train that"
+            "the model was trained under a memory limit and cannot be restored whole; save it "
+            "(trainer.save_model, accelerator.save_model), load a new model from there and train "
+            "that"
         )
     before = list(model.parameters())
     owner.release(part)
@@ -227,7 +227,7 @@ def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Acceler
         optimizer.state[fresh[old]] = optimizer.state.pop(old)
 
 
-# Boosted models and optimizers as a loop of accelerate calls them.
+# Boosted models and optimizers in the form that Accelerate loops use.
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -241,37 +241,37 @@ class PreparedOptimizer(AcceleratedOptimizer):
         accelerator, boosted = self._accelerator, self.boosted
         if accelerator.holds_back and accelerator.sync_gradients and accelerator.num_processes > 1:
             raise GulliverError(
-                "a step inside no_sync is one of this rank alone (LocalSGD), and optimizer state "
-                "is shared: step outside"
+                "a step inside no_sync would be local to this rank (LocalSGD), but optimizer "
+                "state is sharded; step outside of it"
             )
         before = getattr(boosted, "skipped", 0)
         super().step(closure)
         self._is_overflow = getattr(boosted, "skipped", 0) > before
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name; every rank calls it."""
+        """Whole averaged gradients by name; a collective call."""
         return self.boosted.full_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        raise GulliverError("the optimizer's state lies with all ranks: accelerator.save_state")
+        raise GulliverError("the optimizer's state is sharded; use accelerator.save_state")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise GulliverError("the optimizer's state lies with all ranks: accelerator.load_state")
+        raise GulliverError("the optimizer's state is sharded; use accelerator.load_state")
 
 
 def work_together(model: nn.Module) -> None:
-    """Makes ranks generate and save together where each needs the others' parameters."""
-    # They generate until the last has its text, and save what was gathered by all.
+    """Makes generation and saving collective if ranks need each other's parameters."""
+    # Ranks generate until the last one is done, and save gathered state.
     for module in model.modules():
         if hasattr(type(module), "generate"):
-            # A method, so that a copy of the model generates by itself.
+            # A method, so that a copy of the model generates independently.
             module.generate = MethodType(_generate, module)  # type: ignore[assignment]
     if hasattr(type(model), "save_pretrained"):
         model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
 
 
 def work_alone(model: nn.Module) -> None:
-    """Undoes `work_together`."""
+    """Reverts `work_together`."""
     ours = (_generate, _save_pretrained)
     for module in model.modules():
         for name in ("generate", "save_pretrained"):
@@ -287,7 +287,7 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
     state, save = kwargs.get("state_dict"), type(model).save_pretrained
     if state is None:
         return save(model, *args, **kwargs)
-    if state:  # else another rank has it, and writes
+    if state:  # otherwise another rank has it, and writes
         with _states_from(model, state):
             return save(model, *args, **kwargs)
     return None
@@ -295,9 +295,9 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _states_from(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Makes modules answer ``state_dict()`` with what was gathered."""
-    # peft asks the modules of ``modules_to_save`` for the names of their entries, on the rank that
-    # writes; to read parameters takes all ranks.
+    """Makes modules return gathered tensors from ``state_dict()``."""
+    # peft asks the modules of ``modules_to_save`` for the names of their entries on the writing
+    # rank only, but reading parameters is a collective operation.
     parts = [(name, part) for name, part in model.named_modules() if name]
     for name, part in parts:
         vars(part)["state_dict"] = partial(_state_below, part, f"{name}.", state)
@@ -311,7 +311,7 @@ def _states_from(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
 def _state_below(
     part: nn.Module, prefix: str, state: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    if args or kwargs:  # a call from above, whose state is wanted as a whole
+    if args or kwargs:  # an outer call that needs the whole state
         return type(part).state_dict(part, *args, **kwargs)
     return {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
 
@@ -322,9 +322,9 @@ def mapped_state(booster: Booster, model: nn.Module, folder: Path | None) -> dic
     with TemporaryDirectory(dir=folder if main else None, prefix=".gulliver-") as place:
         path = Path(place) / "model.safetensors"
         booster.save_model(model, path)
-        # The pages of a file that is gone stay for those who have mapped it.
+        # Pages of an unlinked file stay available to processes that have mapped it.
         read = load_file(path) if main else {}
-    # As a state dict of the model's own: in its order, and tied tensors are one.
+    # Like the model's own state dict: in its order, and with ties.
     known, state = dict[int, str](), dict[str, Tensor]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in read:

@@ -1,10 +1,10 @@
-"""transformers' `Trainer`, with Gulliver in place of torch's DDP.
+"""The transformers `Trainer`, with Gulliver instead of torch's DDP.
 
     from gulliver.integrations.trainer import Trainer    # was: from transformers import Trainer
 
-The loop, losses, metrics and logs are transformers' own; its accelerator is that of
-`gulliver.integrations.accelerate`, which boosts the model. Weights are gathered into the standard
-Hugging Face format; what is sharded is saved in the folder ``gulliver`` of a checkpoint.
+Loop, losses, metrics and logs are those of transformers; the accelerator is that of
+`gulliver.integrations.accelerate`, which boosts the model. Weights are gathered and saved in the
+standard Hugging Face format; sharded state is saved in the folder ``gulliver`` of a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 def _check(args: Any, model: Any) -> None:
-    """Refuses arguments and models that let another library cut or run the model."""
+    """Raises an error for arguments and models that use another library for parallelism."""
     refuse_arguments("TrainingArguments", vars(args))
     if args.n_gpu > 1:
-        raise GulliverError(f"one process has {args.n_gpu} GPUs: start one for each with torchrun")
+        raise GulliverError(f"one process has {args.n_gpu} GPUs; start one per GPU with torchrun")
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise GulliverError(
-            "the model was cut by from_pretrained(distributed_config=...): load it whole"
+            "the model was sharded by from_pretrained(distributed_config=...); load it unsharded"
         )
 
 
 class _Forget(TrainerCallback):
-    """Clears the optimizer's gradients: the loop clears the model's only."""
+    """Clears the optimizer's gradients, because the loop only clears the model's."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         others["optimizer"].zero_grad()
@@ -59,17 +59,17 @@ else:
 
 
 class _Boosted(_Base):
-    """A mixin with what is changed of a `Trainer`.
+    """Mixin with the changes to a `Trainer`.
 
     Args:
-        args: those of the trainer.
-        gulliver: how the model runs, as of `gulliver.integrations.accelerate.Accelerator`; None for
-            the field ``gulliver`` of the training arguments.
-        kwargs: those of the trainer.
+        args: arguments of the trainer.
+        gulliver: options, as for `gulliver.integrations.accelerate.Accelerator`; None for the field
+            ``gulliver`` of the training arguments.
+        kwargs: arguments of the trainer.
 
     Raises:
-        GulliverError: a training argument that Gulliver does not go with; it is named; the two say
-            different things.
+        GulliverError: a training argument is not supported with Gulliver, or the two options
+            differ.
     """
 
     accelerator: Accelerator
@@ -80,7 +80,7 @@ class _Boosted(_Base):
         self.add_callback(_Forget)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator."""
+        """Creates the accelerator."""
         _check(self.args, self.model)
         self._gulliver = one_of(self._gulliver, getattr(self.args, "gulliver", None))
         plugin: Any = plugin_of(self._gulliver)
@@ -88,32 +88,32 @@ class _Boosted(_Base):
         self.accelerator = Accelerator.taking_over(self.accelerator, plugin)
         if plugin.max_norm and self.args.max_grad_norm:
             raise GulliverError(
-                f"gulliver's max_norm={plugin.max_norm} clips beside TrainingArguments("
-                f"max_grad_norm={self.args.max_grad_norm}): say it as max_grad_norm, and leave "
-                "max_norm out"
+                f"gulliver's max_norm={plugin.max_norm} conflicts with "
+                f"TrainingArguments(max_grad_norm={self.args.max_grad_norm}); omit max_norm and "
+                "use max_grad_norm"
             )
         if getattr(plugin, "step_in_backward", False):
             raise GulliverError(
-                "step_in_backward=True updates parameters before gradients are measured, which "
-                "Trainer does in each step: leave it out"
+                "step_in_backward=True updates parameters before the gradient norm is known, "
+                "which Trainer needs in each step; omit it"
             )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # A model on meta is filled when it is boosted, and one that is boosted lies where it runs.
+        # A model on meta is filled when it is boosted, and a boosted one is already on its device.
         if not any(p.is_meta for p in model.parameters()) and owner_of(model) is None:
             super()._move_model_to_device(model, device)
 
     @property
     def _module(self) -> nn.Module:
-        assert isinstance(self.model, nn.Module), "there is a model once the trainer is made"
+        assert isinstance(self.model, nn.Module), "a trainer has a model"
         return self.model
 
-    # Files.
+    # Checkpoints.
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Saves the model in the standard format: every rank calls it, rank 0 writes."""
+        """Saves the model in the standard format; a collective call, rank 0 writes."""
         folder = Path(output_dir or self.args.output_dir or ".")
         if state_dict is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -121,14 +121,14 @@ class _Boosted(_Base):
         super()._save(str(folder), state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Saves what each rank has of the trained parameters and their state."""
+        """Saves each rank's part of the trained parameters and their optimizer state."""
         self.accelerator.save_boosted(Path(output_dir), frozen=False)
         if self.args.should_save:
             schedule: Any = self.lr_scheduler
             torch.save(schedule.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads what `_save_optimizer_and_scheduler` saved, at any number of ranks."""
+        """Loads the state saved by `_save_optimizer_and_scheduler`, on any number of ranks."""
         if checkpoint is None:
             return
         folder = Path(checkpoint)
@@ -138,17 +138,18 @@ class _Boosted(_Base):
             schedule.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
         elif (folder / OPTIMIZER).is_file():
             raise GulliverError(
-                f"{folder} is a checkpoint of transformers' own Trainer, whose optimizer state is "
-                "not taken up: finish the run with it, or load the model from there and begin anew"
+                f"{folder} is a checkpoint of transformers' own Trainer, with an unsupported "
+                "optimizer state; finish the run with that Trainer, or load the model and start a "
+                "new run"
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads the weights; those that are trained are loaded again, unrounded, later."""
+        """Loads the weights; trained ones are loaded again later without rounding."""
         if not any(p.is_meta for p in (model or self._module).parameters()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Takes the trained parameters of the best checkpoint."""
+        """Loads the trained parameters of the best checkpoint."""
         folder = Path(self.state.best_model_checkpoint or "")
         if (folder / FOLDER).is_dir():
             self.accelerator.load_boosted(folder, frozen=False, optimizers=False)
@@ -157,16 +158,16 @@ class _Boosted(_Base):
 
 
 class Trainer(_Boosted, transformers.Trainer):
-    """transformers' `Trainer`, whose model is boosted; see `_Boosted` for ``gulliver=``."""
+    """transformers' `Trainer` with a boosted model; see `_Boosted` for ``gulliver=``."""
 
 
 class Seq2SeqTrainer(_Boosted, transformers.Seq2SeqTrainer):
-    """transformers' `Seq2SeqTrainer`, whose model is boosted."""
+    """transformers' `Seq2SeqTrainer` with a boosted model."""
 
 
 @dataclass
 class _Arguments:
-    """Adds options to training arguments, and joins the world before accelerate does."""
+    """Adds options to training arguments, and initializes the world before accelerate."""
 
     gulliver: dict[str, Any] | str | None = field(
         default=None,
@@ -185,9 +186,9 @@ class _Arguments:
 
 @dataclass
 class TrainingArguments(_Arguments, transformers.TrainingArguments):
-    """transformers' `TrainingArguments`, and ``gulliver``."""
+    """transformers' `TrainingArguments` with the field ``gulliver``."""
 
 
 @dataclass
 class Seq2SeqTrainingArguments(_Arguments, transformers.Seq2SeqTrainingArguments):
-    """transformers' `Seq2SeqTrainingArguments`, and ``gulliver``."""
+    """transformers' `Seq2SeqTrainingArguments` with the field ``gulliver``."""
