@@ -52,7 +52,7 @@ class TokenHandle:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class TrainedParts:
     """What a run has taught a model.
 
     Attributes:
@@ -98,7 +98,7 @@ class Base(Protocol):
         """Adds a word to the tokenizer, with rows of its own in the text encoder."""
         ...
 
-    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+    def encode_prompts(self, texts: Sequence[str], train_text: bool) -> None:
         """Takes notice of all prompts of the run, before `loss` or `sample` is called."""
         # Where `text` does not learn, a base may encode them now and free it; `text` is None then.
         ...
@@ -122,7 +122,7 @@ class Base(Protocol):
         """Reads what `save` wrote of adapters."""
         ...
 
-    def save(self, folder: Path, learnt: Learnt) -> None:
+    def save(self, folder: Path, learnt: TrainedParts) -> None:
         """Writes what was learnt, as those who use such models read it; rank 0 calls it."""
         ...
 

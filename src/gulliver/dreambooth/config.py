@@ -143,7 +143,7 @@ class DreamboothConfig(Options):
     """Ranks that hold one model together: no family says how these denoisers are cut."""
 
     @property
-    def learns_token(self) -> bool:
+    def trains_token(self) -> bool:
         """Whether the token is a word of its own."""
         return self.learn_token or self.method == "token"
 
@@ -282,8 +282,8 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
             config.method != "token",
             "--method token trains nothing but the word's embedding: leave it out",
         ),
-        "initial": (config.learns_token, "it needs --learn-token, or --method token"),
-        "token_rate": (config.learns_token, "it needs --learn-token, or --method token"),
+        "initial": (config.trains_token, "it needs --learn-token, or --method token"),
+        "token_rate": (config.trains_token, "it needs --learn-token, or --method token"),
         "motion": (
             lora,
             "the run on the clips continues adapters: add --method lora, or leave it out",

@@ -87,7 +87,7 @@ class Losses(NamedTuple):
     each: Tensor
 
 
-class Student(nn.Module):
+class SubjectModel(nn.Module):
     """The networks of a base that learn, with its loss as forward."""
 
     def __init__(self, base: Base, train_text: bool) -> None:
@@ -116,10 +116,10 @@ class Student(nn.Module):
 
 def make_student(
     base: Base, config: DreamboothConfig, texts: Sequence[str]
-) -> tuple[Student, tuple[TokenHandle, ...]]:
+) -> tuple[SubjectModel, tuple[TokenHandle, ...]]:
     """Lets a base learn as the options say: new words, adapters, or all weights."""
-    train_text, tokens = config.text_encoder or config.learns_token, ()
-    if config.learns_token:
+    train_text, tokens = config.text_encoder or config.trains_token, ()
+    if config.trains_token:
         if config.method != "full" and (name := getattr(base, "wordless", "")):
             option = "--method token" if config.method == "token" else "--learn-token"
             raise GulliverError(
@@ -127,7 +127,7 @@ def make_student(
                 "and leave it out, or take --method full, which writes the whole pipeline"
             )
         tokens = (base.add_token(config.token, config.initial or config.class_word or None),)
-    base.settle(texts, train_text)
+    base.encode_prompts(texts, train_text)
     if train_text and base.text is None:
         raise GulliverError("the base has no text encoder that could learn: leave that out")
     networks = {"trained": base.trained, **({"text": base.text} if train_text else {})}
@@ -140,10 +140,10 @@ def make_student(
     elif config.method == "full":
         for name in learning:
             networks[name].requires_grad_(True)
-    _leave_unused(base, train_text)
+    _freeze_unused(base, train_text)
     for rows in rows_of(base, tokens):
         rows.requires_grad_(True)
-    return Student(base, train_text), tokens
+    return SubjectModel(base, train_text), tokens
 
 
 def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
@@ -154,7 +154,7 @@ def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
     return list(dict.fromkeys(found))
 
 
-def _leave_unused(base: Base, train_text: bool) -> None:
+def _freeze_unused(base: Base, train_text: bool) -> None:
     """Freezes parameters that no loss depends on: some ways to share would wait for them."""
     unused = getattr(base, "unused", None)
     if unused is None or not train_text or base.text is None:
@@ -240,7 +240,7 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, str, list, dict, tuple)
 
 
-def make_optimizer(student: Student, config: DreamboothConfig) -> torch.optim.AdamW:
+def make_optimizer(student: SubjectModel, config: DreamboothConfig) -> torch.optim.AdamW:
     """AdamW of what learns; rows of new words have a rate of their own, and do not decay."""
     trained = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
     rows = [p for name, p in trained if name.endswith(".rows")]

@@ -24,7 +24,7 @@ from gulliver.checkpoint.files import read_json, read_tensors, write_json, write
 from gulliver.comm.collectives import barrier
 from gulliver.comm.world import World, init_world
 from gulliver.data.clips import Bucket
-from gulliver.dreambooth.base import Learnt, Picture, TokenHandle, check_adapter
+from gulliver.dreambooth.base import Picture, TokenHandle, TrainedParts, check_adapter
 from gulliver.dreambooth.config import DreamboothConfig, alternatives
 from gulliver.dreambooth.pictures import prior_folder, read_pictures, write_pixels
 from gulliver.errors import GulliverError
@@ -38,7 +38,7 @@ from gulliver.video.digits import FPS
 from gulliver.video.media import fit, to_frames
 from gulliver.video.pipeline import VideoModel, VideoPipeline, open_run
 from gulliver.video.requests import Request
-from gulliver.video.text_encoders import EncodedText, WordEncoder, padded, said_of, words_of
+from gulliver.video.text_encoders import EncodedText, WordEncoder, encoding_of, padded, words_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, WHOLE = "learned_embeds.safetensors", "model.safetensors"
@@ -51,7 +51,7 @@ PREFIX = "base_model.model."
 #
 # What it does not know: the recipe, files of pictures, ranks. How stills become clips:
 # `in_motion`.
-class TaughtWords(nn.Module):
+class TrainedWords(nn.Module):
     """A word encoder with a word whose vector learns."""
 
     def __init__(self, words: WordEncoder, token: str, row: Tensor) -> None:
@@ -129,13 +129,15 @@ class VideoBase:
         if known is not None and token in known:
             raise GulliverError(f"--token {token} is a word of the base already: choose another")
         row = torch.stack([words.vector(word) for word in words_of(initial or token)])
-        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device, self.dtype))
+        self.text = TrainedWords(
+            words, token, row.mean(0, keepdim=True).to(self.device, self.dtype)
+        )
         cast(Any, self.maker).text = self.text
         if known is not None:
             cast(Any, self.maker).known_words = known | {token}
         return TokenHandle(token, (0,), self.text.rows)
 
-    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+    def encode_prompts(self, texts: Sequence[str], train_text: bool) -> None:
         """Encodes all prompts once, where the words do not learn."""
         said = [text for text in dict.fromkeys(texts) if text]
         self._told = {}
@@ -143,7 +145,7 @@ class VideoBase:
             if train_text:
                 self.add_token("", None)  # which refuses
             # One by one: what a prompt says must not depend on the others.
-            self._told = {text: said_of(self.maker.text.encode([text])) for text in said}
+            self._told = {text: encoding_of(self.maker.text.encode([text])) for text in said}
         else:
             self.text(said or ["nothing"])
 
@@ -154,7 +156,7 @@ class VideoBase:
             return vectors.to(like), mask.to(like.device)
         for text in dict.fromkeys(texts):
             if text not in self._told:
-                self._told[text] = said_of(self.maker.text.encode([text]))
+                self._told[text] = encoding_of(self.maker.text.encode([text]))
         vectors, mask = padded([self._told[text] for text in texts])[:2]
         return vectors.to(like), mask.to(like.device)
 
@@ -251,7 +253,7 @@ class VideoBase:
         """Reads adapters to continue, and the row of a word."""
         if not (path / CONFIG).is_file():
             raise GulliverError(f"--adapter {path} holds no adapters: it has no {CONFIG}")
-        if (path / EMBEDDINGS).is_file() and isinstance(self.text, TaughtWords):
+        if (path / EMBEDDINGS).is_file() and isinstance(self.text, TrainedWords):
             rows = read_tensors(path / EMBEDDINGS)
             if self.text.token in rows and not self.text.rows.is_meta:
                 self.text.rows.data.copy_(rows[self.text.token])
@@ -262,7 +264,7 @@ class VideoBase:
         }
         return tensors, {"trained": values}
 
-    def save(self, folder: Path, learnt: Learnt) -> None:
+    def save(self, folder: Path, learnt: TrainedParts) -> None:
         """Writes adapters by PEFT's names, a word's row, or all weights."""
         own = {name: name for name in learnt.tensors if ".lora_" in name}
         if own:

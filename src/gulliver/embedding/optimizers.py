@@ -175,12 +175,12 @@ def row_optimizer(optimizer: Optimizer, states: Mapping[str, RowState] | None) -
 
 # An optimizer whose state of a row moves with the row.
 #
-# `Attached` listens to the optimizer's step: before it, gradients are put into the order of rows;
-# after it, rows may leave. In the optimizer's `state_dict` the states of the slots are replaced by
-# those of all rows, so that it is what an optimizer of the whole table would write, and back.
+# `AttachedOptimizer` hooks the optimizer's step: gradients are reordered by row before it, and rows
+# may be evicted after it. The optimizer's `state_dict` has the state of all rows instead of that of
+# the slots, as an optimizer of the whole table would write it; loading converts it back.
 
 
-class Attached:
+class AttachedOptimizer:
     """An optimizer, the store that its rows are in, and the hooks between them."""
 
     def __init__(
@@ -289,7 +289,7 @@ class Attached:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.gradient.applied = self._store.weight.grad
-        self._store.settle()
+        self._store.finish_lookups()
 
     def _by_row(self, gradient: Tensor) -> Tensor:
         """Sums a gradient as if its indices were rows (`lookup.py`, [Note: order of sums])."""

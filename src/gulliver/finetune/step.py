@@ -1,9 +1,8 @@
-"""What one rank does with a micro-batch: learn from it, judge it, or continue a text.
+"""One rank's work on a micro-batch: training, evaluation, or generation.
 
-Read `Learner.learn`. A step's loss is the sum of its tokens' losses over the number of its learnt
-tokens, over all ranks and micro-batches, so it does not depend on how the step is cut: each
-micro-batch adds its sum over that number, and the mean that the ranks take of their gradients is
-undone by a factor.
+Read `FinetuneStep.learn`. A step's loss is the sum of the losses of its trained tokens divided by
+their number over all ranks and micro-batches, so it does not depend on how the step is split. Each
+micro-batch adds its sum over that number; a factor cancels the ranks' averaging of gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ IGNORED = -100
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
-class Learner:
+class FinetuneStep:
     """A boosted model that learns from micro-batches."""
 
     def __init__(
@@ -190,7 +189,7 @@ class Prompt:
     # File and line that it comes from.
     source: str
 
-    def continued(self, learner: Learner, tokenizer: Any, tokens: int) -> dict[str, str]:
+    def continued(self, learner: FinetuneStep, tokenizer: Any, tokens: int) -> dict[str, str]:
         """The model's continuation, and the one in the data; every rank calls it."""
         made = learner.continuation(self.ids, tokens, tokenizer.eos_token_id)
 
@@ -210,14 +209,14 @@ def prompts_of(
 ) -> list[Prompt]:
     """Beginnings of some examples, evenly chosen, and of texts of the user."""
     chosen = sorted({len(examples) * n // count for n in range(count)}) if count else []
-    found = [_begun(examples[number]) for number in chosen if number < len(examples)]
+    found = [_prompt_of(examples[number]) for number in chosen if number < len(examples)]
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         found.append(Prompt(list(ids), [], "--prompt"))
     return [prompt for prompt in found if prompt.ids]
 
 
-def _begun(example: Example) -> Prompt:
+def _prompt_of(example: Example) -> Prompt:
     """A text up to its first answer; a plain text up to some tokens."""
     first = int(np.argmax(example.answer)) if example.answer.any() else len(example)
     if first <= 1:

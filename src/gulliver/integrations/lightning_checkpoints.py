@@ -175,7 +175,7 @@ MODEL = "model.safetensors"
 NAMES = "gulliver_names"
 
 
-def rest_of(path: Path) -> Path | None:
+def lightning_part_of(path: Path) -> Path | None:
     """Finds Lightning's part of a folder; None where `path` is a file, or nothing."""
     if not path.is_dir():
         return None
@@ -283,7 +283,7 @@ def to_lightning(folder: Path | str, file: Path | str) -> None:
     # ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` of any strategy and
     # ``torch.load`` read it.
     folder, file = Path(folder), Path(file)
-    found = rest_of(folder)
+    found = lightning_part_of(folder)
     if found is None:
         raise GulliverError(f"{folder} is no folder: files are Lightning's own already")
     if file.exists():

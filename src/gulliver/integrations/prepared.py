@@ -201,7 +201,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
     return found[0]
 
 
-def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Accelerator) -> None:
+def detach_earlier(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Accelerator) -> None:
     """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
     found = owner_of(model)
     if found is None:
@@ -259,7 +259,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         raise GulliverError("the optimizer's state lies with all ranks: accelerator.load_state")
 
 
-def work_together(model: nn.Module) -> None:
+def make_collective(model: nn.Module) -> None:
     """Makes ranks generate and save together where each needs the others' parameters."""
     # They generate until the last has its text, and save what was gathered by all.
     for module in model.modules():
@@ -270,8 +270,8 @@ def work_together(model: nn.Module) -> None:
         model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
 
 
-def work_alone(model: nn.Module) -> None:
-    """Undoes `work_together`."""
+def restore_methods(model: nn.Module) -> None:
+    """Undoes `make_collective`."""
     ours = (_generate, _save_pretrained)
     for module in model.modules():
         for name in ("generate", "save_pretrained"):

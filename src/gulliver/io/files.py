@@ -246,7 +246,7 @@ class FileMappings:
         number = bisect_right(self._begins, address) - 1
         return number >= 0 and 0 < nbytes <= self._stops[number] - address
 
-    def let_go(self, address: int, nbytes: int) -> None:
+    def release_pages(self, address: int, nbytes: int) -> None:
         """Gives the whole pages of memory back to the system, where they are a file's."""
         # It is advice: where the system does not take it nothing happens.
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -160,7 +160,7 @@ def placed(
     return chosen
 
 
-class Room:
+class FreeSlots:
     """Slots that are still free in a decision, over all and of each tenant."""
 
     def __init__(self, view: View) -> None:

@@ -11,7 +11,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.solve.cycle import NEVER, Cycle, Event, Span, plan_cycle
 
 
-class NoRoom(GulliverError):
+class InsufficientMemory(GulliverError):
     """What is needed does not fit beside what is in use."""
 
     def __init__(self, text: str, budget: int = 0) -> None:
@@ -204,7 +204,7 @@ class Replacement:
         self._note(Event("discard", key))
         return self._forget(found, key) + self._look_ahead()
 
-    def lend(self, nbytes: int, name: str) -> list[Action]:
+    def allocate_buffer(self, nbytes: int, name: str) -> list[Action]:
         """Makes room for memory that is no object's."""
         actions = self._room(nbytes, name)
         self._note(Event("lend", nbytes))
@@ -213,7 +213,7 @@ class Replacement:
         self._grown()
         return actions + self._look_ahead()
 
-    def give(self, nbytes: int) -> list[Action]:
+    def free_buffer(self, nbytes: int) -> list[Action]:
         """Takes back what was lent."""
         self._note(Event("give", nbytes))
         self.lent -= nbytes
@@ -363,7 +363,7 @@ class Replacement:
             part = cycle.slack[claimed]
             if int(part.min()) < found.nbytes:
                 return False
-        if not found.resident and not self._bring(event.key, found, actions):
+        if not found.resident and not self._prefetch(event.key, found, actions):
             return False
         if not keep:
             cycle.slack[claimed] -= found.nbytes
@@ -374,13 +374,13 @@ class Replacement:
         """Whether a use is so near that its object is to be loaded whatever else is ahead."""
         return position - (span.lead if span else 0) <= self._cursor
 
-    def _bring(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
+    def _prefetch(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
         """Loads an object ahead of use, in the place of what is not needed for long."""
         short = self.used + found.nbytes - self.budget
         victims = [victim for victim in self._idle() if self._is_left(*victim)] if short > 0 else []
         if sum(victim.nbytes for _, victim in victims) < short:
             return False
-        for name, victim in self._enough(victims, short):
+        for name, victim in self._enough_victims(victims, short):
             actions.append(self._leave(victim, name, f"room for {found.name}"))
         actions.append(Action(Move.LOAD, key, "needed next"))
         self._enter(found)
@@ -401,7 +401,7 @@ class Replacement:
             least = max(self.minimum, held + nbytes)
             # No name here may refer to it: with its traceback it would keep all callers' frames,
             # and the memory that they look at, until garbage is collected.
-            raise NoRoom(
+            raise InsufficientMemory(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
                 f"bytes beside {held} in use{why}: give at least {least}",
                 least,
@@ -410,7 +410,7 @@ class Replacement:
         left = [victim for victim in idle if self._is_left(*victim)]
         if self._planned() and sum(victim.nbytes for _, victim in left) >= short:
             idle = left
-        chosen = self._enough(idle, short)
+        chosen = self._enough_victims(idle, short)
         actions = [self._leave(found, key, f"room for {name}") for key, found in chosen]
         if idle is not left:
             self._restart()
@@ -433,7 +433,7 @@ class Replacement:
             return True
         return not found.claimed and not self.cycle.stays(key, self._cursor)
 
-    def _enough(
+    def _enough_victims(
         self, victims: Iterable[tuple[Hashable, _Object]], short: int
     ) -> list[tuple[Hashable, _Object]]:
         """Returns the first of the victims that make enough room, without those in excess."""
@@ -544,17 +544,17 @@ class Transit:
         """Says that an object has content from now on."""
         self._filled.add(key)
 
-    def needs_place(self, key: Hashable) -> bool:
+    def needs_memory(self, key: Hashable) -> bool:
         """Whether an object that has to stay here has no memory yet."""
         return not self._stays.get(key, True)
 
     def expect(self, key: Hashable) -> None:
-        """Begins a load into the tier before; `landed` ends it."""
+        """Begins a load into the tier before; `end_prefetch` ends it."""
         if key not in self._coming:
             self._use(key, fresh=False)
             self._coming[key] = None
 
-    def landed(self, key: Hashable) -> None:
+    def end_prefetch(self, key: Hashable) -> None:
         """Says that an object is in the tier before, or no longer wanted there."""
         if key in self._coming:
             del self._coming[key]
@@ -570,7 +570,7 @@ class Transit:
 
     def end_write(self, key: Hashable) -> None:
         """Says that its content is on its way."""
-        if self.needs_place(key):
+        if self.needs_memory(key):
             self._stays[key] = True  # its pin is not given back
         else:
             self._tier.done(key)
@@ -586,10 +586,10 @@ class Transit:
         while True:
             try:
                 return self._tier.use(key, fresh)
-            except NoRoom:
+            except InsufficientMemory:
                 if not self._coming:
                     raise
-            self.landed(next(iter(self._coming)))
+            self.end_prefetch(next(iter(self._coming)))
 
 
 class MiddleReplacement:
@@ -611,7 +611,7 @@ class MiddleReplacement:
         if action.move is Move.LOAD:
             transit.expect(key)
         elif action.move is not Move.MAKE:
-            transit.landed(key)
+            transit.end_prefetch(key)
         if action.move is Move.WRITE:
             if key not in transit:
                 self._run(self.core.add(key, str(key), nbytes, filled=False))
@@ -624,7 +624,7 @@ class MiddleReplacement:
 
     def used(self, key: Hashable, write: bool) -> None:
         """Says that an object is used in the tier before, and perhaps changed."""
-        self._transit.landed(key)
+        self._transit.end_prefetch(key)
         if write:
             self._transit.forget(key)
 

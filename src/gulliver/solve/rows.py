@@ -253,7 +253,7 @@ HALF_LIVES = (8.0, 512.0)
 # where the window reaches to the end. What is not used inside the window leaves by its decayed
 # count, the smallest first. Rows with equal claims leave in the order of their numbers, so that
 # decisions depend on the batches alone.
-class TooSmall(GulliverError):
+class CacheTooSmall(GulliverError):
     """A batch does not fit a cache."""
 
     def __init__(self, rows: int, held: int, slots: int) -> None:
@@ -341,7 +341,7 @@ class RowReplacement:
         lives = HALF_LIVES if half_life is None else (half_life,)
         self._sketches = [DecayedCounts(counters or 4 * slots, life) for life in lives]
         self._sketch = self._sketches[0]
-        self._duel = Duel(slots, rows) if half_life is None else None
+        self._duel = HalfLifeTrial(slots, rows) if half_life is None else None
 
     @property
     def nbytes(self) -> int:
@@ -390,7 +390,7 @@ class RowReplacement:
         if pinned is not None and len(pinned):
             kept = np.union1d(kept, pinned)
         if len(missing) + len(kept) > self.slots:
-            raise TooSmall(
+            raise CacheTooSmall(
                 len(request.rows), len(missing) + len(kept) - len(request.rows), self.slots
             )
         taken = min(len(missing), self._free)
@@ -491,7 +491,7 @@ LEAD = 0.01
 """Part of the misses that the other half-life has to save before it is taken."""
 
 
-class Duel:
+class HalfLifeTrial:
     """Half-lives next to each other, each in a cache of its own for a sample of the rows."""
 
     # A sample by a hash of the row, in a cache as much smaller, misses about as often as all rows

@@ -109,7 +109,7 @@ REMEMBERED = 4096
 """Steps whose plans are kept: some come again."""
 
 
-class WorkPiece(NamedTuple):
+class GroupSamples(NamedTuple):
     """Samples of one shape that a group runs: the sizes of their micro-batches."""
 
     shape: Hashable
@@ -124,7 +124,7 @@ class GroupWork(NamedTuple):
     # Seconds of all its micro-batches.
     seconds: float
     # Micro-batches by shape, in order.
-    pieces: tuple[WorkPiece, ...]
+    pieces: tuple[GroupSamples, ...]
     # Seconds of those in which stages of a pipeline fill and drain.
     filling: float = 0.0
 
@@ -262,7 +262,7 @@ class StepSolver:
                 degree,
                 seconds,
                 tuple(
-                    WorkPiece(shapes[number], self._split(shapes[number], degree, n))
+                    GroupSamples(shapes[number], self._split(shapes[number], degree, n))
                     for number, n in taken
                 ),
             )
@@ -357,7 +357,7 @@ def _filled(work: GroupWork, seconds: Seconds, stages: int) -> GroupWork:
     best = int(np.argmin([end + filling for end, filling in ends]))
     pieces = zip(work.pieces, tried[best], strict=True)
     spent, filling = ends[best]
-    cut = tuple(WorkPiece(piece.shape, sizes) for piece, sizes in pieces)
+    cut = tuple(GroupSamples(piece.shape, sizes) for piece, sizes in pieces)
     return work._replace(seconds=spent + filling, pieces=cut, filling=filling)
 
 

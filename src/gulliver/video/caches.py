@@ -314,7 +314,7 @@ class BlockCache:
             out = method(*args, **kwargs)
             added = _video(out) - _given(block, args)
             before = self._memory.added
-            self._reusing = before is not None and self._hardly_changed(added, before[0])
+            self._reusing = before is not None and self._is_nearly_unchanged(added, before[0])
             self._first = None if self._reusing else (added, _as_given_to(last, out))
             return out
 
@@ -341,7 +341,7 @@ class BlockCache:
 
         return skipped
 
-    def _hardly_changed(self, added: Tensor, before: Tensor) -> bool:
+    def _is_nearly_unchanged(self, added: Tensor, before: Tensor) -> bool:
         """Whether no clip's first block adds what is far from what it added before."""
         assert isinstance(self.strategy, FirstBlock), "the rule is to skip blocks"
         pair = (added - before, before)

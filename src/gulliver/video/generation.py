@@ -38,7 +38,7 @@ from gulliver.parallel.sequence.layout import SequencePlan, make_groups
 from gulliver.video.config import SamplingConfig
 from gulliver.video.media import check_pixels, fit
 from gulliver.video.requests import Request
-from gulliver.video.text_encoders import EncodedText, TextEncoder, padded, said_of
+from gulliver.video.text_encoders import EncodedText, TextEncoder, encoding_of, padded
 
 if TYPE_CHECKING:
     from gulliver.video.pipeline import VideoPipeline
@@ -198,7 +198,7 @@ CALM = 0.8
 """Share of the free memory that a prediction may take."""
 
 
-class Room:
+class SharedDevice:
     """The device that networks share, of which one at a time is filled."""
 
     def __init__(self, device: torch.device, keep: bool = False) -> None:
@@ -223,9 +223,9 @@ class Room:
 
 
 class PipelinePart(Generic[T]):
-    """A network of a `Room`; call it to have it filled."""
+    """A network of a `SharedDevice`; call it to have it filled."""
 
-    def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
+    def __init__(self, room: SharedDevice, load: Callable[[torch.device], T]) -> None:
         self._room, self._load = room, load
         self._filled: T | None = None
         self.after: Callable[[T], object] | None = None
@@ -263,7 +263,7 @@ class PartEncoder:
         for caption in dict.fromkeys(captions):
             if caption not in self._said:
                 # One by one: what a caption says must not depend on what it is padded to.
-                self._said[caption] = said_of(self._part().encode([caption]))
+                self._said[caption] = encoding_of(self._part().encode([caption]))
         return padded([self._said[caption] for caption in captions])
 
 

@@ -3,7 +3,7 @@
 FOLDER/
   settings.json              what the latents were made with; written first
   shards/DIGEST.safetensors  latents of up to `shard_clips` windows of one bucket, [N, C, t, h, w]
-  texts/                     what captions say, as `KeptTexts` keeps it
+  texts/                     what captions say, as `CachedTextEncoder` keeps it
   buckets.*                  the bucket configuration, where there was one
   index.json                 rows of the table, where each window lies, what is broken; written last
 """
@@ -54,7 +54,7 @@ AGAIN = "run gulliver data encode again"
 # one stretch of a file, and a shard that is cut off under a training run is an error of one clip,
 # not a SIGBUS.
 #
-# Read `KeptLatents`, then `EncodedTable`. What writes all this is `preparation/encoding.py`.
+# Read `LatentCache`, then `EncodedTable`. What writes all this is `preparation/encoding.py`.
 class ClipWindow(NamedTuple):
     """A window of a clip: the digest of its file, its bucket, and its first frame."""
 
@@ -139,7 +139,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class KeptText:
+class EncoderRecord:
     """What a folder keeps of a text encoder: its fingerprint, and the digest of its files."""
 
     path: str
@@ -161,7 +161,7 @@ class Shard(NamedTuple):
     sums: list[int]
 
 
-class KeptLatents:
+class LatentCache:
     """A folder of kept latents, read by window."""
 
     def __init__(self, folder: Path) -> None:
@@ -184,9 +184,9 @@ class KeptLatents:
         }
 
     @property
-    def text(self) -> KeptText | None:
+    def text(self) -> EncoderRecord | None:
         """What is kept of a text encoder; None where no texts are."""
-        return KeptText(**self.content["text"]) if self.content["text"] else None
+        return EncoderRecord(**self.content["text"]) if self.content["text"] else None
 
     @property
     def buckets_path(self) -> Path | None:
@@ -240,22 +240,22 @@ class EncodedTable(ClipTable):
 
     def __init__(
         self,
-        kept: KeptLatents,
+        kept: LatentCache,
         buckets: Sequence[Bucket] | BucketConfig,
         seed: int,
         table: ClipTable | None = None,
     ) -> None:
         self.kept = kept
         if table is None:
-            self._take_rows(kept, buckets, seed)
+            self._pop_rows(kept, buckets, seed)
         else:
             vars(self).update(vars(copy.copy(table)))
             paths = [row.path for row in self.rows]
             self.clips = dict(zip((row.name for row in self.rows), digests(paths), strict=True))
         self._refuse_missing()
 
-    def _take_rows(
-        self, kept: KeptLatents, buckets: Sequence[Bucket] | BucketConfig, seed: int
+    def _pop_rows(
+        self, kept: LatentCache, buckets: Sequence[Bucket] | BucketConfig, seed: int
     ) -> None:
         self.table, self.frame_interval = kept.folder, kept.settings.frame_interval
         self.scores, self.windows, self.seed = kept.content["scores"], kept.settings.windows, seed

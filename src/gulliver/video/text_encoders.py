@@ -4,8 +4,8 @@
     embeddings, mask, vector = encoder.encode(["a cat on a roof"])
 
 T5 gives a vector for each token, CLIP a single one for the whole caption; a `TextPair` gives both.
-Encoders are frozen. `KeptTexts` keeps what one has said on disk, by a fingerprint of the encoder
-and of the caption, so each caption is encoded once.
+Encoders are frozen. `CachedTextEncoder` caches encodings on disk by fingerprints of the encoder and
+of the caption, so each caption is encoded once.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class TextPair:
         return EncodedText(embeddings, mask, self.whole.encode(captions).vector)
 
 
-class KeptTexts:
+class CachedTextEncoder:
     """A text encoder that keeps what it has said: a file for each caption, by fingerprint.
 
     The encoder runs for captions that have no file yet. Files are written whole or not at all, so
@@ -261,7 +261,7 @@ class KeptTexts:
             if self.encoder is None:
                 raise GulliverError(f"{self.folder} does not keep what {caption[:60]!r} says")
             # One by one: what a caption says must not depend on what it is padded to.
-            said = said_of(self.encoder.encode([caption]))
+            said = encoding_of(self.encoder.encode([caption]))
             write_tensors(files[caption], {**said, "mask": said["mask"].to(torch.uint8)})
         if not captions:
             raise GulliverError("there is no caption to encode")
@@ -286,7 +286,7 @@ def _read_kept(file: Path) -> dict[str, Tensor]:
     return said
 
 
-def said_of(text: EncodedText) -> dict[str, Tensor]:
+def encoding_of(text: EncodedText) -> dict[str, Tensor]:
     """Returns what an encoder said of one caption, as it is kept."""
     said = {"embeddings": text.embeddings[0, 0], "mask": text.mask[0]}
     return said if text.vector is None else {**said, "vector": text.vector[0]}

@@ -244,14 +244,14 @@ class Trainer(TrainingLoop):
         dataset = self.maker.dataset
         if not isinstance(dataset, ClipTable):
             return
-        found = gather_objects((dataset.broken, dataset.misstated))
-        broken, misstated = (
+        found = gather_objects((dataset.broken, dataset.misdescribed))
+        broken, misdescribed = (
             {one for part in parts for one in part} for parts in zip(*found, strict=True)
         )
         if broken and self.world.is_main:
             console().print(listing(broken))
-        if misstated and self.world.is_main:
-            console().print(listing(misstated, "otherwise than the table says, and used"))
+        if misdescribed and self.world.is_main:
+            console().print(listing(misdescribed, "otherwise than the table says, and used"))
 
     def _refuse_lost_data(self, problem: str) -> None:
         """Ends a run whose clips are gone; what it has learnt is saved. Every rank calls it."""

@@ -199,7 +199,7 @@ class LiveJob:
     submission: Submission
     # Second at which it was.
     arrival: float
-    # Where it stands; changed by `go`.
+    # Where it stands; changed by `set_phase`.
     phase: Phase = Phase.WAITING
     # What happened to it last, for people.
     note: str = ""
@@ -268,7 +268,7 @@ class LiveJob:
         """Name of the attempt."""
         return f"{self.name}/{self.attempt}"
 
-    def go(self, phase: Phase, note: str = "") -> None:
+    def set_phase(self, phase: Phase, note: str = "") -> None:
         """Changes where it stands."""
         assert phase in TRANSITIONS[self.phase], f"{self.name}: {self.phase} to {phase}"
         self.phase, self.note = phase, note or self.note

@@ -43,7 +43,7 @@ FPS = 0.1, 1000.0
 # frames are decoded and counted. The first frame is decoded always: it tells whether anything can
 # be, and how the picture is turned.
 @dataclass(frozen=True)
-class Scanned:
+class ScanResult:
     """What became of the files of a folder."""
 
     table: Table
@@ -54,7 +54,7 @@ class Scanned:
 
 def scan(
     folder: Path, out: Path, decode: bool = False, again: bool = False, workers: int = 0
-) -> Scanned:
+) -> ScanResult:
     """Writes a table of the clips and pictures of a folder and its folders.
 
     Captions are those of a text file beside the clip (clip.txt), else the words of its name. Rows
@@ -94,7 +94,7 @@ def scan(
         columns = list(dict.fromkeys((*COLUMNS, *FACTS, *(name for row in rows for name in row))))
         table = Table.of_rows([row for row in rows if row], out, columns, stamp).write()
         write_broken(out, "scan", broken)
-    return Scanned(table, broken, ignored)
+    return ScanResult(table, broken, ignored)
 
 
 def _rows_of(table: Table) -> dict[str, dict[str, Any]]:

@@ -366,12 +366,12 @@ def _typed(path: Path, name: str, column: Any) -> Any:
             continue
         # 007, 1e5, 1.10 and TRUE are names as far as anyone here knows: they would come back as
         # something else.
-        if known or name in OURS or _comes_back(cast, column):
+        if known or name in OURS or _round_trips(cast, column):
             return cast
     return _fractions(path, name, column) if known else column
 
 
-def _comes_back(cast: Any, text: Any) -> bool:
+def _round_trips(cast: Any, text: Any) -> bool:
     """Whether a typed column is written as the text that it was read from: nan is a word, too."""
     pa = arrow()
     finite = pa.types.is_boolean(cast.type) or pa.compute.all(pa.compute.is_finite(cast)).as_py()
