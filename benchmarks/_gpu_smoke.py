@@ -150,7 +150,7 @@ def checkpoint(run: GpuRun) -> None:
 def flash(run: GpuRun) -> None:
     """Kernels of attention against float64, forward and backward."""
     from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
-    from gulliver.parallel.sequence.kernels import KERNELS, asked_of
+    from gulliver.parallel.sequence.kernels import KERNELS, requirements_of
 
     length, heads, dim = run.sized(1024, 64), 4, 64
     names = ("cpu flash", "reference") if run.dry else ("cuda flash", "cuda efficient")
@@ -161,7 +161,7 @@ def flash(run: GpuRun) -> None:
     want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     wanted = [want, *torch.autograd.grad(want, exact, grad.double())]
     for name in names:
-        reason = KERNELS[name].lacks(asked_of(q, v, "causal"))
+        reason = KERNELS[name].lacks(requirements_of(q, v, "causal"))
         if reason:
             run.figure(f"{name}: absent", str(reason))
             continue

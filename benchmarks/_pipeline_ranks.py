@@ -22,7 +22,7 @@ from benchmarks._harness import Spread, alternate, slowest_rank
 from gulliver.comm import barrier, init_world
 from gulliver.comm import shutdown as leave
 from gulliver.comm.groups import RankGroup
-from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
+from gulliver.parallel.pipeline import Pipeline, cut, make_stage, stack_of, stages_by_rank
 from gulliver.parallel.pipeline.stack import block_costs
 
 TORCH = {"torch 1f1b": Schedule1F1B, "torch gpipe": ScheduleGPipe}
@@ -128,7 +128,7 @@ def _contestant(
     if name in TORCH:
         return _torch(TORCH[name], whole, options, rank_group, batch)
     style, chunks = OURS["1f1b"] if name == EVEN else OURS[name]
-    numbers = deal(style, rank_group.size, chunks)
+    numbers = stages_by_rank(style, rank_group.size, chunks)
     stack = stack_of(whole)
     costs = [1.0] * options.blocks if name == EVEN else block_costs(whole, stack)
     found = cut(whole, stack, sum(map(len, numbers)), costs=costs)

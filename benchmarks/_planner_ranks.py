@@ -292,7 +292,7 @@ def _adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def _row(grid: Grid, sizes: Sizes, scorer: Scorer, found: Found, steps: int) -> Row:
-    why = scorer.refuses(grid.axes)
+    why = scorer.why_unsupported(grid.axes)
     if why:
         return Row(str(grid), 0.0, why=why)
     grid = replace(grid, recomputed=min(grid.recomputed, sizes.blocks))

@@ -8,7 +8,7 @@ import numpy as np
 
 from gulliver.schedule import Estimator, JobCluster
 from gulliver.schedule.classic import Pollux
-from gulliver.schedule.state import Allotment, Decision, JobState, Policy, Room, View
+from gulliver.schedule.state import Allotment, Decision, FreeSlots, JobState, Policy, View
 
 
 class PolluxInRounds(Pollux):
@@ -85,7 +85,7 @@ class Optimus(Policy):
     def decide(self, view: View) -> Decision:
         """Runs the greedy."""
         self.estimator.learn(view.finished)
-        room, counts = Room(view), dict[str, int]()
+        room, counts = FreeSlots(view), dict[str, int]()
         curves = {s.job.name: self._remaining(s, view) for s in view.jobs}
         for state in view.jobs:
             if room.fits(state.job, 1):

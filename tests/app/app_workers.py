@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gulliver.app.worker import Made, Source, Stopped
+from gulliver.app.worker import ClipMade, ClipStopped, Source
 from gulliver.models import VideoAutoencoder
 from gulliver.video import DataConfig, TrainConfig
 from gulliver.video.config import AutoencoderConfig, OptimizerConfig
@@ -58,9 +58,9 @@ def obedient(connection: Connection, source: Source) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif prompt == "hold":
             connection.recv()
-            connection.send(Stopped())
+            connection.send(ClipStopped())
         elif prompt is not None:
-            connection.send(Made(job.path, prompt, 8.0, 1, float(done)))
+            connection.send(ClipMade(job.path, prompt, 8.0, 1, float(done)))
             done += 1
 
 

@@ -23,14 +23,14 @@ from gulliver.app.server import find_run, first_settings, is_local, open_page
 from gulliver.app.service import Service
 from gulliver.app.worker import (
     ClipJob,
+    ClipMade,
+    ClipMaker,
+    ClipQueued,
+    ClipStopped,
     Failed,
-    Made,
-    Maker,
     Sampling,
     Settings,
     Source,
-    Stopped,
-    Waiting,
 )
 from gulliver.checkpoint import save_huggingface
 from gulliver.cli import video as _commands
@@ -137,7 +137,7 @@ def test_a_clip_is_that_of_generate_with_the_command_that_is_told(
     run: Path, tmp_path: Path, written: list[Tensor]
 ) -> None:
     picture = write_clip(tmp_path / "first.png", torch.rand(3, 1, 40, 30) * 2 - 1, 8)
-    gallery, maker = Gallery(tmp_path / "clips"), Maker(Source(run))
+    gallery, maker = Gallery(tmp_path / "clips"), ClipMaker(Source(run))
     for settings in (QUICK, replace(QUICK, seed=4, width=40, height=24, picture=picture)):
         told: list = []
         made = maker.make(ClipJob(settings, gallery.place()), told.append, lambda: False)
@@ -170,7 +170,7 @@ def test_public_parts_make_the_clip_of_generate_and_previews_if_they_are_kept(
     first, shapes = first_settings(source)
     assert (shapes, first.guidance) == ([], VideoPipeline.load(*paths).sampling.guidance)
     settings, told = Settings("the cat runs", frames=17, steps=2, guidance=3.0, seed=5), []
-    made = Maker(source).make(ClipJob(settings, gallery.place()), told.append, lambda: False)
+    made = ClipMaker(source).make(ClipJob(settings, gallery.place()), told.append, lambda: False)
     frames = [event.frames for event in told if isinstance(event, Sampling)]
     assert [gif is not None for gif in frames] == [keep, keep]
     entry = gallery.keep(made, settings, source)
@@ -180,13 +180,13 @@ def test_public_parts_make_the_clip_of_generate_and_previews_if_they_are_kept(
 
 
 def test_a_new_checkpoint_is_taken_and_a_run_without_one_says_so(run: Path, tmp_path: Path) -> None:
-    maker = Maker(Source(run))
+    maker = ClipMaker(Source(run))
     job = ClipJob(replace(QUICK, steps=1), tmp_path / "clip.mp4")
     assert maker.make(job, lambda event: None, lambda: False).checkpoint == "step-00000001"
     (tmp_path / "young").mkdir()
     (tmp_path / "young/config.json").write_bytes((run / "config.json").read_bytes())
     with pytest.raises(GulliverError, match="no complete checkpoint yet"):
-        Maker(Source(tmp_path / "young")).make(job, lambda event: None, lambda: False)
+        ClipMaker(Source(tmp_path / "young")).make(job, lambda event: None, lambda: False)
     with pytest.raises(GulliverError, match="do not fit the autoencoder"):
         maker.make(ClipJob(replace(QUICK, frames=6), job.path), lambda event: None, lambda: False)
 
@@ -199,7 +199,7 @@ def test_users_take_turns_and_get_their_own_clips(service: Service) -> None:
     many = [service.submit("a", job(f"a{n}")) for n in range(3)]
     few = [service.submit("b", job(f"b{n}")) for n in range(2)]
     service.stop("h")
-    assert ends(holder) == [Stopped()]
+    assert ends(holder) == [ClipStopped()]
     made = ends(*many, *few)
     assert [end.checkpoint for end in made] == ["a0", "a1", "a2", "b0", "b1"]
     in_order = sorted(made, key=lambda end: end.seconds)
@@ -211,10 +211,10 @@ def test_waiting_users_hear_how_many_come_before_and_may_leave(service: Service)
     leaving, staying = service.submit("a", job("a")), service.submit("b", job("b"))
     service.stop("a")
     service.stop("h")
-    assert ends(leaving) == [Stopped()]
+    assert ends(leaving) == [ClipStopped()]
     events = list(staying.follow())
-    assert isinstance(events[-1], Made)
-    places = [event.before for event in events if isinstance(event, Waiting)]
+    assert isinstance(events[-1], ClipMade)
+    places = [event.before for event in events if isinstance(event, ClipQueued)]
     assert places == sorted(places, reverse=True)
     assert 1 <= places[0] <= 2
 
@@ -251,7 +251,7 @@ def test_clips_survive_a_restart_and_what_is_half_written_is_left_out(tmp_path: 
     places = [gallery.place() for _ in range(2)]
     for place in places:
         place.write_bytes(b"clip")
-        gallery.keep(Made(place, "step-1", 8.0, 4, 1.0), settings, Source(Path("run")))
+        gallery.keep(ClipMade(place, "step-1", 8.0, 4, 1.0), settings, Source(Path("run")))
     (tmp_path / "0-torn.json").write_text(places[0].with_suffix(".json").read_text()[:40])
     (tmp_path / "1-other.json").write_text('{"settings": {"prompt": 3}}')
     (tmp_path / "2-list.json").write_text("[1]")

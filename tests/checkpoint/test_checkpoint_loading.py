@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.checkpoint import AsyncCheckpointer, load
-from gulliver.checkpoint.reader import always_fits, misfit
+from gulliver.checkpoint.reader import always_fits, first_unrepresentable
 from gulliver.errors import GulliverError
 
 
@@ -284,7 +284,7 @@ def test_values_fit_or_do_not(
     values: list[Any], saved: torch.dtype, target: torch.dtype, fits: bool
 ) -> None:
     tensor = torch.tensor(values, dtype=saved)
-    assert (misfit(tensor, target) is None) == fits
+    assert (first_unrepresentable(tensor, target) is None) == fits
     assert always_fits(target, target)
     assert not always_fits(saved, target)
 

@@ -33,7 +33,7 @@ from gulliver.checkpoint import (
 )
 from gulliver.checkpoint import folder as folder_module
 from gulliver.checkpoint import loading as loading_module
-from gulliver.checkpoint.collect import Collected
+from gulliver.checkpoint.collect import RankContent
 from gulliver.checkpoint.files import read_json, read_slots, write_json
 from gulliver.checkpoint.manifest import MANIFEST, is_complete, read_manifest, write_manifest
 from gulliver.checkpoint.snapshot import Snapshot
@@ -151,7 +151,7 @@ class Watched:
 
 def test_nobody_may_write_before_versions_have_been_compared(tmp_path: Path) -> None:
     values, engine = torch.zeros(40_000), PythonEngine(page_bytes=PAGE, pages=8)
-    snapshot, storage = Snapshot(Collected({"mine": {"values": values}})), storage_of(values)
+    snapshot, storage = Snapshot(RankContent({"mine": {"values": values}})), storage_of(values)
     snapshot.submit(engine, tmp_path)
     watched: Any = Watched(snapshot, storage)
     snapshot._versions = {storage: [("mine: values", watched, 0)]}

@@ -18,7 +18,7 @@ from torch import nn
 from gulliver.checkpoint import AsyncCheckpointer, load, load_huggingface
 from gulliver.checkpoint import weights as weights_module
 from gulliver.checkpoint.regions import (
-    PartPlace,
+    PartOffset,
     copy_bytes,
     missing,
     overlap,
@@ -49,20 +49,20 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region | None:
 
 
 @st.composite
-def places(draw: st.DrawFn, shape: tuple[int, ...]) -> PartPlace:
+def places(draw: st.DrawFn, shape: tuple[int, ...]) -> PartOffset:
     region = draw(regions(shape))
     numel = math.prod(shape) if region is None else region.numel
     start, stop = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
-    return PartPlace(shape, start, stop, region)
+    return PartOffset(shape, start, stop, region)
 
 
 @st.composite
-def pairs(draw: st.DrawFn) -> tuple[PartPlace, PartPlace]:
+def pairs(draw: st.DrawFn) -> tuple[PartOffset, PartOffset]:
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
     return draw(places(shape)), draw(places(shape))
 
 
-def elements(place: PartPlace) -> np.ndarray:
+def elements(place: PartOffset) -> np.ndarray:
     """Numbers, in the whole, of a part's elements: the naive way."""
     numbers = np.arange(math.prod(place.shape)).reshape(place.shape)
     if place.region is not None:
@@ -74,7 +74,7 @@ def elements(place: PartPlace) -> np.ndarray:
 @settings(max_examples=400, deadline=None)
 @given(pairs(), st.sampled_from([torch.int8, torch.int16, torch.int32, torch.int64]))
 def test_what_two_parts_share_is_copied_and_nothing_else(
-    pair: tuple[PartPlace, PartPlace], dtype: torch.dtype
+    pair: tuple[PartOffset, PartOffset], dtype: torch.dtype
 ) -> None:
     one, other = pair
     ours, theirs = elements(one), elements(other)
@@ -92,7 +92,7 @@ def test_what_two_parts_share_is_copied_and_nothing_else(
 
 @settings(max_examples=200, deadline=None)
 @given(pairs(), st.integers(1, 40))
-def test_page_by_page_is_the_same(pair: tuple[PartPlace, PartPlace], page: int) -> None:
+def test_page_by_page_is_the_same(pair: tuple[PartOffset, PartOffset], page: int) -> None:
     one, other = pair
     if not one.numel:
         return
@@ -113,7 +113,7 @@ def test_page_by_page_is_the_same(pair: tuple[PartPlace, PartPlace], page: int) 
 def test_a_slice_along_the_last_dim_is_one_box_per_run() -> None:
     shape = (4096, 96)
     region = Region(shape, 1, ((0, 8), (32, 40), (64, 72)))
-    copies = overlap(PartPlace(shape, 0, 4096 * 96), PartPlace(shape, 0, region.numel, region))
+    copies = overlap(PartOffset(shape, 0, 4096 * 96), PartOffset(shape, 0, region.numel, region))
     assert len(copies) == 3 * 4096
     assert len(list(copies.boxes())) == 3
 
@@ -123,8 +123,8 @@ def split(shape: tuple[int, ...], dim: int, edges: list[int]) -> list[Region]:
     return [Region(shape, dim, ((a, b),)) for a, b in itertools.pairwise(bounds)]
 
 
-def whole(region: Region) -> PartPlace:
-    return PartPlace(region.shape, 0, region.numel, region)
+def whole(region: Region) -> PartOffset:
+    return PartOffset(region.shape, 0, region.numel, region)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -135,7 +135,7 @@ def test_parts_of_regions_make_a_whole(dim: int) -> None:
     # A rank without a share says so, or says nothing.
     assert missing(shape, [whole(none), whole(second), whole(first)]) is None
     # Cut further, as ZeRO does; a region twice, as heads that several ranks hold are.
-    cut = [PartPlace(shape, 0, 5, first), PartPlace(shape, 5, first.numel, first)]
+    cut = [PartOffset(shape, 0, 5, first), PartOffset(shape, 5, first.numel, first)]
     assert missing(shape, [*cut, whole(second), whole(second)]) is None
     assert missing(shape, [*cut, whole(first), whole(second)]) is None
     wider = Region(shape, dim, ((2, shape[dim]),))
@@ -147,15 +147,15 @@ def test_what_is_no_whole_is_told() -> None:
     first, second, _ = split(shape, 1, [4, 8])
     assert missing(shape, [whole(first)]) == "lacks index 4 along dim 1"
     assert missing(shape, [whole(second)]) == "lacks index 0 along dim 1"
-    cut = PartPlace(shape, 0, 5, first)
+    cut = PartOffset(shape, 0, 5, first)
     assert missing(shape, [cut, whole(second)]) == "lacks element 5 of its region 0:4 along dim 1"
-    everything = PartPlace(shape, 0, 48)
+    everything = PartOffset(shape, 0, 48)
     assert missing(shape, [everything]) is None
     assert missing(shape, [everything, whole(second)]) == (
         "lies whole with some ranks and in regions with others"
     )
     assert missing(shape, [everything, everything]) == "has element 0 not once"
-    assert missing(shape, [PartPlace(shape, 0, 20)]) == "ends at element 20"
+    assert missing(shape, [PartOffset(shape, 0, 20)]) == "ends at element 20"
     rows = split(shape, 0, [3])
     assert missing(shape, [whole(first), whole(second), *map(whole, rows)]) == (
         "is sliced along dims [0, 1]: one is supported"

@@ -84,15 +84,15 @@ def _one_by_one(clips: ClipSizes, interval: int, seed: int, epoch: int) -> list[
 def test_clips_are_dealt_as_the_published_rule_deals_them() -> None:
     clips, config = _clips(4000), BucketConfig(CONFIG)
     for interval, epoch in ((1, 0), (2, 3)):
-        dealt = config.deal(clips, interval, seed=5, epoch=epoch)
+        dealt = config.assign(clips, interval, seed=5, epoch=epoch)
         found = [
             (config.rules[n].resolution.name, config.rules[n].frames) if n >= 0 else None
             for n in dealt.tolist()
         ]
         assert found == _one_by_one(clips, interval, seed=5, epoch=epoch)
         assert len(set(found)) > 8
-    assert (config.deal(clips, 1, 5, 0) != config.deal(clips, 1, 5, 1)).mean() > 0.1
-    assert (config.deal(clips, 1, 5, 0) != config.deal(clips, 1, 6, 0)).mean() > 0.1
+    assert (config.assign(clips, 1, 5, 0) != config.assign(clips, 1, 5, 1)).mean() > 0.1
+    assert (config.assign(clips, 1, 5, 0) != config.assign(clips, 1, 6, 0)).mean() > 0.1
 
 
 def test_resolutions_have_the_published_sizes() -> None:
@@ -210,16 +210,16 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
 def test_epochs_that_deal_anew_use_each_clip_once_and_resume_anywhere() -> None:
     clips, config = _clips(300), BucketConfig(CONFIG)
 
-    def deal(epoch: int) -> list[Bucket | None]:
+    def assign(epoch: int) -> list[Bucket | None]:
         return config.buckets(clips, seed=3, epoch=epoch)
 
     def sampler(rank: int = 0, ranks: int = 1) -> BucketSampler:
-        return BucketSampler(deal, config.batch_sizes(), rank, ranks, seed=1)
+        return BucketSampler(assign, config.batch_sizes(), rank, ranks, seed=1)
 
     whole = sampler()
     steps = [list(whole) for _ in range(3)]
     for epoch, batches in enumerate(steps):
-        expected = deal(epoch)
+        expected = assign(epoch)
         seen = [index for step in batches for index in step.indices]
         assert sorted(seen) == [n for n, bucket in enumerate(expected) if bucket is not None]
         assert all(expected[n] == step.bucket for step in batches for n in step.indices)

@@ -53,7 +53,11 @@ WAYS = {
 
 
 def naive(
-    asked: Asked, model: Velocity, noise: Tensor, inputs: list[list[dict]], given: Tensor
+    asked: Asked,
+    model: Velocity,
+    noise: Tensor,
+    inputs: list[list[dict]],
+    given: Tensor,
 ) -> Tensor:
     """Samples one clip after the other, one answer of the model after the other.
 
@@ -147,7 +151,11 @@ def _linear(x: Tensor, timesteps: Tensor, y: Tensor, mask: Tensor, **inputs: Any
 
 
 def _asked_of(
-    asked: Asked, model: Velocity, noise: Tensor, inputs: dict[str, Any], null: dict[str, Any]
+    asked: Asked,
+    model: Velocity,
+    noise: Tensor,
+    inputs: dict[str, Any],
+    null: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """What the sampler and the loops make of the same inputs."""
     ratios = None if asked.ratios is None else torch.tensor(asked.ratios)

@@ -15,7 +15,7 @@ from gulliver.comm import World
 from gulliver.hardware.attention import exchange_launches, hop_launches
 from gulliver.hardware.cluster import Link
 from gulliver.hardware.step import Message, exposed_seconds, predict_step
-from gulliver.parallel.pipeline import STYLES, deal
+from gulliver.parallel.pipeline import STYLES, stages_by_rank
 from gulliver.parallel.pipeline.schedules import computations
 from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
 from gulliver.planner.search.facts import Axes, Grid
@@ -96,7 +96,7 @@ def test_micro_batches_under_way_and_put_off_are_those_of_the_schedule(
     name: str, ranks: int
 ) -> None:
     chunks = STYLES[name].chunks
-    numbers = deal(name, ranks, chunks)
+    numbers = stages_by_rank(name, ranks, chunks)
     for micro in (ranks, 2 * ranks, 4 * ranks):
         grid = Grid(Axes(pipeline=ranks), 0, micro, name, chunks)
         for rank in range(ranks):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gulliver.data import DataCentricPlanner, Samples, Seconds
 from gulliver.errors import GulliverError
-from gulliver.solve.steps import BalancedStep, GroupWork, StepSolver, WorkPiece, fill_stages
+from gulliver.solve.steps import BalancedStep, GroupSamples, GroupWork, StepSolver, fill_stages
 from tests.data_centric.data_centric_costs import line_costs
 
 
@@ -63,8 +63,8 @@ def test_micro_batches_are_near_the_best_of_all_ways(
 def test_several_shapes_and_groups_are_cut_each_for_itself() -> None:
     tables = {"a": {1: np.arange(1.0, 9.0)}, "b": {1: 1 + np.arange(1.0, 9.0), 2: np.ones(4)}}
     works = (
-        GroupWork(2, 2.0, (WorkPiece("b", (4, 4)),)),
-        GroupWork(1, 12.0, (WorkPiece("a", (4,)), WorkPiece("b", (7,)))),
+        GroupWork(2, 2.0, (GroupSamples("b", (4, 4)),)),
+        GroupWork(1, 12.0, (GroupSamples("a", (4,)), GroupSamples("b", (7,)))),
     )
     step = fill_stages(BalancedStep(works, 12.0, 10.0, {}), tables, 3)
     wide, narrow = step.groups

@@ -148,7 +148,7 @@ class Reference:
         config = self.config
         self.denoiser.requires_grad_(config.method == "full")
         self.encoders.requires_grad_(config.method == "full" and config.text_encoder)
-        if config.learns_token:
+        if config.trains_token:
             (encoder,) = self.encoders.values()
             table: Any = encoder.get_input_embeddings()  # type: ignore[operator]
             self.tokenizer.add_tokens(config.token)

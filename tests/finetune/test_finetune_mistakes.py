@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.finetune import check_finetune, finetune, make_example
 from gulliver.finetune.prepare import FinetuneRun
 from gulliver.finetune.result import NO_BETTER
-from gulliver.finetune.step import Learner
+from gulliver.finetune.step import FinetuneStep
 from gulliver.jobs.display import tensorboard
 from gulliver.memory import activation_peak
 from gulliver.memory.symbolic import follow_step
@@ -97,7 +97,7 @@ def test_where_the_start_was_best_the_result_is_the_start(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
     told = iter([1.0, 2.0, 3.0])
-    monkeypatch.setattr(Learner, "judge", lambda self, batches: next(told))
+    monkeypatch.setattr(FinetuneStep, "judge", lambda self, batches: next(told))
     config = small(example, tmp_path / "run", method=method, eval_every=1, patience=2, merge=False)
     config = replace(config, merge=method == "lora", learning_rate=1e-2)
     outcome = finetune(config)

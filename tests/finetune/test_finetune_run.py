@@ -22,7 +22,7 @@ from gulliver.finetune import FinetuneConfig, finetune, make_example
 from gulliver.finetune.base import Base
 from gulliver.finetune.finetuner import Finetuner
 from gulliver.finetune.prepare import FinetuneRun, prepare
-from gulliver.finetune.step import Learner
+from gulliver.finetune.step import FinetuneStep
 from tests.finetune.finetune_killed import POINTS
 from tests.finetune.finetune_runs import (
     STEPS,
@@ -205,7 +205,7 @@ def test_the_best_evaluation_is_kept_and_ends_the_run_in_time(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = iter([3.0, 2.0, 2.5, 2.1, 2.2])
-    monkeypatch.setattr(Learner, "judge", lambda self, batches: next(told))
+    monkeypatch.setattr(FinetuneStep, "judge", lambda self, batches: next(told))
     config = small(example, tmp_path / "run", steps=20, eval_every=1, patience=2)
     outcome = finetune(config)
     assert (outcome.finished, outcome.step, outcome.best) == (True, 3, 2.0)
@@ -220,15 +220,15 @@ def test_the_best_evaluation_is_kept_and_ends_the_run_in_time(
 def test_a_signal_ends_the_run_after_a_step_and_is_no_end_of_it(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learn, calls = Learner.learn, []
+    learn, calls = FinetuneStep.learn, []
 
-    def learnt(self: Learner, batches: Any) -> torch.Tensor:
+    def learnt(self: FinetuneStep, batches: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return learn(self, batches)
 
-    monkeypatch.setattr(Learner, "learn", learnt)
+    monkeypatch.setattr(FinetuneStep, "learn", learnt)
     config = small(example, tmp_path / "run", save_every=100, samples=0)
     outcome = finetune(config)
     assert (outcome.finished, outcome.step, outcome.result) == (False, 2, None)

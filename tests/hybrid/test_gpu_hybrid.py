@@ -15,9 +15,9 @@ from gulliver.booster import Booster, HybridParallelPlugin
 from gulliver.comm import World, all_gather, all_reduce
 from gulliver.comm.groups import ALONE, RankGroup
 from gulliver.comm.world import adopt_world
-from gulliver.parallel.pipeline.batches import agree
+from gulliver.parallel.pipeline.batches import compare_batches
 from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
-from gulliver.parallel.sequence.kernels import KERNELS, Asked, asked_of, select
+from gulliver.parallel.sequence.kernels import KERNELS, KernelRequirements, requirements_of, select
 from gulliver.parallel.tensor import cross_entropy
 from tests.hybrid.hybrid_models import batch, build
 from tests.parallel.test_sequence_virtual import (
@@ -50,14 +50,14 @@ def test_the_fastest_kernel_that_can_is_taken() -> None:
         pytest.skip("flash attention needs compute capability 8.0")
 
     def name(dtype: torch.dtype, **more) -> str:
-        return select(Asked("cuda", dtype, 64, 64, arch=arch, **more)).name
+        return select(KernelRequirements("cuda", dtype, 64, 64, arch=arch, **more)).name
 
     assert name(torch.bfloat16) == name(torch.float16, kind="causal") == "cuda flash"
     assert name(torch.bfloat16, kind="masked") == name(torch.float32) == "cuda efficient"
     assert name(torch.float64) == "reference"
     assert name(torch.bfloat16, deterministic=True) == "cuda flash"
     assert name(torch.float32, deterministic=True) == "reference"
-    assert select(Asked("cuda", torch.bfloat16, 60, 60, arch=arch)).name == "reference"
+    assert select(KernelRequirements("cuda", torch.bfloat16, 60, 60, arch=arch)).name == "reference"
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
@@ -66,7 +66,7 @@ def test_attention_of_one_rank_is_attention(dtype: torch.dtype, kernel: str | No
     case = HALVES["causal of 4"]
     q, k, v, grad = case.tensors(dtype, "cuda")
     if kernel is not None:
-        reason = KERNELS[kernel].lacks(asked_of(q, v, "causal"))
+        reason = KERNELS[kernel].lacks(requirements_of(q, v, "causal"))
         if reason:
             pytest.skip(reason)
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -166,4 +166,4 @@ def test_collectives_of_one_rank_leave_what_there_is(nccl: World, dtype: torch.d
 def test_batches_on_a_gpu_are_compared(nccl: World) -> None:
     rank_group = RankGroup((0,), 0, dist.group.WORLD)
     given = {"x": torch.ones(3, device="cuda", dtype=torch.bfloat16)}
-    assert agree(given, "training", [rank_group], nccl.device, check=True)
+    assert compare_batches(given, "training", [rank_group], nccl.device, check=True)

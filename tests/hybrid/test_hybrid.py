@@ -16,7 +16,7 @@ from gulliver.booster.hybrid.mesh import make_mesh, size_axes
 from gulliver.comm import World
 from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.parallel.pipeline.batches import agree
+from gulliver.parallel.pipeline.batches import compare_batches
 from gulliver.parallel.sequence import SequencePlan
 from gulliver.planner.capability import MODES, check_family, families
 from tests.covering import some
@@ -153,11 +153,11 @@ def test_every_family_runs_under_modes_that_exist() -> None:
 def _other_batches(world: World) -> str:
     line = RankGroup(tuple(range(world.size)), world.rank, torch.distributed.group.WORLD)
     data = batch("llama", 2, seed=0)
-    agree(data, "", [line], torch.device("cpu"), check=True)
+    compare_batches(data, "", [line], torch.device("cpu"), check=True)
     if world.rank == 2:
         data["input_ids"][1, 3] += 1
     try:
-        agree(data, "", [line], torch.device("cpu"), check=True)
+        compare_batches(data, "", [line], torch.device("cpu"), check=True)
     except GulliverError as error:
         return str(error)
     return ""

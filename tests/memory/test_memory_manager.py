@@ -94,13 +94,13 @@ class Twin:
             manager.discard(managed)
             self.contents[index].zero_()
         elif what == "lend":
-            buffer = manager.lend(SIZES[index], torch.float32, GRADIENTS)
+            buffer = manager.allocate_buffer(SIZES[index], torch.float32, GRADIENTS)
             buffer.fill_(value)
             self.lent.append((buffer, buffer.clone(), GRADIENTS))
         elif what == "give" and self.lent:
             buffer, content, kind = self.lent.pop(value % len(self.lent))
             assert torch.equal(buffer, content)
-            manager.give(buffer, kind)
+            manager.free_buffer(buffer, kind)
         elif what == "budget":
             manager.set_budget(PAGE * (4 + value % 16))
         elif what == "view":
@@ -122,7 +122,7 @@ class Twin:
 
     def release(self) -> None:
         for buffer, _, kind in self.lent:
-            self.manager.give(buffer, kind)
+            self.manager.free_buffer(buffer, kind)
         self.lent.clear()
 
     def finish(self) -> None:
@@ -209,9 +209,9 @@ def test_what_moves_is_what_the_simulation_says(tmp_path: Path):
                 elif event.what == "done":
                     manager.done(objects[event.key])
                 elif event.what == "lend":
-                    lent.append(manager.lend(1024, torch.float32, GRADIENTS))
+                    lent.append(manager.allocate_buffer(1024, torch.float32, GRADIENTS))
                 else:
-                    manager.give(lent.pop(), GRADIENTS)
+                    manager.free_buffer(lent.pop(), GRADIENTS)
             manager.end_step()
             for n, more in enumerate((moved.loads, moved.writes, moved.bytes_in, moved.bytes_out)):
                 expected[n] += more
@@ -248,18 +248,18 @@ def test_reads_run_ahead_and_writes_behind(tmp_path: Path, request):
 
 def test_memory_is_used_again_and_what_is_still_looked_at_is_not(tmp_path: Path):
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
-    first = manager.lend(1024, torch.float32, GRADIENTS).fill_(1)
+    first = manager.allocate_buffer(1024, torch.float32, GRADIENTS).fill_(1)
     address = first.data_ptr()
     view = first[:10]
-    manager.give(first, GRADIENTS)
+    manager.free_buffer(first, GRADIENTS)
     del first
-    second = manager.lend(1024, torch.float32, GRADIENTS).fill_(2)
+    second = manager.allocate_buffer(1024, torch.float32, GRADIENTS).fill_(2)
     assert second.data_ptr() != address
     assert torch.equal(view, torch.ones(10))
     with pytest.raises(GulliverError, match=rf"still looked at: .* at least {3 * PAGE}"):
-        manager.lend(1024, torch.float32, GRADIENTS)
+        manager.allocate_buffer(1024, torch.float32, GRADIENTS)
     del view
-    assert manager.lend(1024, torch.float32, GRADIENTS).data_ptr() == address
+    assert manager.allocate_buffer(1024, torch.float32, GRADIENTS).data_ptr() == address
     manager.close()
 
 
@@ -506,7 +506,7 @@ def test_what_is_shown_stays_while_what_was_decided_before_comes(tmp_path: Path)
             with manager.using(managed, write=True) as tensor:
                 tensor.copy_(torch.full((1024,), 10.0 * turn + managed.number))
         # Both leave now, and a thread lets others take their memory as soon as they are written.
-        wanted = [(managed, manager.want(managed)) for managed in objects[2:]]
+        wanted = [(managed, manager.begin_use(managed)) for managed in objects[2:]]
         shown = [manager.view(managed) for managed in objects[:2]]
         for managed, stored in wanted:
             manager.arrive(managed, stored, write=False)
@@ -549,7 +549,7 @@ def test_bad_calls_are_refused(tmp_path: Path):
     with pytest.raises(GulliverError, match="kind 'weights' of a: one of"):
         manager.add("a", "weights", 1, torch.float32)
     with pytest.raises(GulliverError, match="not lent by this manager"):
-        manager.give(torch.zeros(1), GRADIENTS)
+        manager.free_buffer(torch.zeros(1), GRADIENTS)
     managed = manager.add("a", PARAMETERS, 1, torch.float32)
     manager.remove(managed)
     with pytest.raises(GulliverError, match="a is not an object of this memory manager"):

@@ -115,9 +115,9 @@ def simulated(
                 case "discard":
                     run(core.discard(key))
                 case "lend":
-                    run(core.lend(PAGE, "a buffer"))
+                    run(core.allocate_buffer(PAGE, "a buffer"))
                 case _:
-                    run(core.give(PAGE))
+                    run(core.free_buffer(PAGE))
         core.end_step()
         middle.core.end_step()
         found.append((count_moves(moved, sizes), count_moves(behind, sizes)))
@@ -153,9 +153,9 @@ def test_what_moves_between_three_tiers_is_what_the_simulation_says(
                     manager.discard(objects[key])
                     contents[key] = 0.0
                 elif what == "lend":
-                    lent.append(manager.lend(1024, torch.float32, GRADIENTS))
+                    lent.append(manager.allocate_buffer(1024, torch.float32, GRADIENTS))
                 else:
-                    manager.give(lent.pop(), GRADIENTS)
+                    manager.free_buffer(lent.pop(), GRADIENTS)
                 check_host(store, behind)
             manager.end_step()
             for counts, moved in zip(expected, both, strict=True):
@@ -165,7 +165,7 @@ def test_what_moves_between_three_tiers_is_what_the_simulation_says(
                     counts[n] += more
         waiting = [*objects, *store.host._placed.values()]
         while any(managed.residency is Residency.QUEUED for managed in waiting):
-            store.tell()
+            store.raise_write_error()
             time.sleep(0.001)
         stats = manager.stats()
         for counts, tier in zip(expected, (stats, stats["behind"]), strict=True):
@@ -194,7 +194,7 @@ def test_the_disk_is_read_into_the_host_ahead_of_use(tmp_path: Path, request) ->
             while step > 3 and any(
                 o.residency is Residency.QUEUED or not o.done for o in store.host._placed.values()
             ):
-                store.tell()
+                store.raise_write_error()
                 for late in [*store._copier.waiting]:  # type: ignore[attr-defined]
                     late.wait()
                 time.sleep(0.001)

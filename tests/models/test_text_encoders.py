@@ -14,7 +14,7 @@ from gulliver.checkpoint import save_huggingface
 from gulliver.checkpoint.files import write_tensors
 from gulliver.errors import GulliverError
 from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3
-from gulliver.video import KeptTexts, TextPair, check_encoder, load_model, load_text_encoder
+from gulliver.video import CachedTextEncoder, TextPair, check_encoder, load_model, load_text_encoder
 from gulliver.video.text_encoders import ClipTextEncoder, T5TextEncoder, WordEncoder
 
 WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "cat", "on", "the", "roof", "runs"]
@@ -108,13 +108,13 @@ def test_captions_are_encoded_once_and_kept_by_fingerprint(tmp_path: Path) -> No
 
     whole = encoder.encode(CAPTIONS)
     for _ in range(2):
-        kept = KeptTexts(Counted(), tmp_path / "kept").encode([*CAPTIONS, CAPTIONS[0]])
+        kept = CachedTextEncoder(Counted(), tmp_path / "kept").encode([*CAPTIONS, CAPTIONS[0]])
         torch.testing.assert_close(kept.embeddings[:3], whole.embeddings, rtol=1e-5, atol=1e-5)
         assert torch.equal(kept.mask[:3], whole.mask)
         assert torch.equal(kept.embeddings[3], kept.embeddings[0])
     assert asked == CAPTIONS
     assert T5TextEncoder(tmp_path / "t5", 7).fingerprint != encoder.fingerprint
-    words = KeptTexts(WordEncoder(16, 8), tmp_path / "kept")
+    words = CachedTextEncoder(WordEncoder(16, 8), tmp_path / "kept")
     y, mask = words.encode(["a cat"])
     assert torch.equal(y, WordEncoder(16, 8).encode(["a cat"])[0])
     assert mask.tolist() == [[True, True]]

@@ -362,7 +362,7 @@ def test_a_footprint_is_what_nobody_holds_by_step() -> None:
 def test_the_gauge_of_the_process_sees_what_a_manager_holds() -> None:
     manager, gauge = Manager(64 * MIB, "cpu", None), ProcessGauge()
     before = gauge.used()
-    manager.lend(48 * MIB, torch.uint8, GRADIENTS).fill_(1)
+    manager.allocate_buffer(48 * MIB, torch.uint8, GRADIENTS).fill_(1)
     assert gauge.used() - before > 40 * MIB
     gauge.close()
     manager.close()

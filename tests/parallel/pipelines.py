@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from gulliver.comm import World
 from gulliver.comm.groups import ALONE, RankGroup
-from gulliver.parallel.pipeline import Pipeline, checkpoint_blocks, cut, deal, make_stage, stack_of
+from gulliver.parallel.pipeline import (
+    Pipeline,
+    checkpoint_blocks,
+    cut,
+    make_stage,
+    stack_of,
+    stages_by_rank,
+)
 from tests.hybrid import hybrid_models
 from tests.references import computed_once
 
@@ -72,7 +79,7 @@ def pipeline_of(
     at: list[int] | None = None,
     **stack: Any,
 ) -> Pipeline:
-    numbers = deal(style, world.size, chunks)
+    numbers = stages_by_rank(style, world.size, chunks)
     found = stack_of(model, **stack)
     cuts = cut(model, found, sum(map(len, numbers)), at=at)
     stage = make_stage(model, found, cuts, rank_group_of(world), numbers)

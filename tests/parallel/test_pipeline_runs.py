@@ -18,10 +18,10 @@ from gulliver.parallel.pipeline import (
     Pipeline,
     checkpoint_blocks,
     cut,
-    deal,
     make_stage,
     split,
     stack_of,
+    stages_by_rank,
 )
 from gulliver.parallel.pipeline.schedules import predict
 from gulliver.parallel.pipeline.stack import block_costs
@@ -52,7 +52,7 @@ def _many_runs(world: World, style: str) -> list[float]:
         loss, wanted, outputs = reference("llama", 4, data)
         evaluated = pipe.run(data, criterion("llama"), forward_only=True, return_outputs=True)
         errors.append(difference(evaluated["loss"], loss))
-        assert (evaluated["outputs"] is None) == (world.rank != pipe.stage.last_place)
+        assert (evaluated["outputs"] is None) == (world.rank != pipe.stage.last_stage_rank)
         if evaluated["outputs"] is not None:
             assert not evaluated["outputs"].logits.requires_grad
             errors.append(difference(evaluated["outputs"].logits, outputs))
@@ -239,7 +239,7 @@ def test_names_and_blocks_stay_and_nothing_is_made_for_what_is_elsewhere() -> No
     stack = stack_of(model)
     found = cut(model, stack, 2, at=[2, 4])
     blocks = [model.get_submodule(path) for path in stack.blocks]
-    stage = make_stage(model, stack, found, RankGroup((0, 1), 1), deal("1f1b", 2))
+    stage = make_stage(model, stack, found, RankGroup((0, 1), 1), stages_by_rank("1f1b", 2))
     mine = dict(model.named_parameters())
     assert all(p.is_meta and whole.get(n, p) is p for n, p in mine.items())
     assert {n for n in mine if ".block." in n} == {
@@ -391,7 +391,9 @@ def test_random_choices_that_stages_would_make_differently_are_refused() -> None
     model.model.decoder.layerdrop = 0.1
     stack = stack_of(model)
     with pytest.raises(GulliverError, match="layerdrop"):
-        make_stage(model, stack, cut(model, stack, 2), RankGroup((0, 1), 0), deal("1f1b", 2))
+        make_stage(
+            model, stack, cut(model, stack, 2), RankGroup((0, 1), 0), stages_by_rank("1f1b", 2)
+        )
 
 
 LOOP = """

@@ -38,7 +38,7 @@ from gulliver.parallel.sequence import (
 from gulliver.parallel.sequence.choice import predict, volume
 from gulliver.parallel.sequence.heads import deal_heads
 from gulliver.parallel.sequence.kernels import (
-    Asked,
+    KernelRequirements,
     select,
 )
 from gulliver.parallel.sequence.layout import Layout
@@ -688,22 +688,25 @@ def test_zigzag_balances_a_causal_mask() -> None:
 
 
 def test_kernels_are_chosen_by_what_is_asked_and_refuse_by_name() -> None:
-    asked = Asked("cpu", torch.float32, 8, 8)
+    asked = KernelRequirements("cpu", torch.float32, 8, 8)
     assert select(asked).name == "cpu flash"
-    assert select(Asked("cpu", torch.float64, 8, 16)).name == "reference"
+    assert select(KernelRequirements("cpu", torch.float64, 8, 16)).name == "reference"
     assert select(asked, "reference").name == "reference"
-    half = Asked("cuda", torch.bfloat16, 64, 64, "plain", arch=(9, 0))
+    half = KernelRequirements("cuda", torch.bfloat16, 64, 64, "plain", arch=(9, 0))
     assert select(half).name == "cuda flash"
-    assert select(Asked("cuda", torch.bfloat16, 64, 64, "masked")).name == "cuda efficient"
-    assert select(Asked("cuda", torch.float64, 64, 64)).name == "reference"
-    masked = Asked("cuda", torch.bfloat16, 64, 64, "masked", True)
+    assert (
+        select(KernelRequirements("cuda", torch.bfloat16, 64, 64, "masked")).name
+        == "cuda efficient"
+    )
+    assert select(KernelRequirements("cuda", torch.float64, 64, 64)).name == "reference"
+    masked = KernelRequirements("cuda", torch.bfloat16, 64, 64, "masked", True)
     assert select(masked).name == "reference", "the only one that gives the same bits"
     with pytest.raises(GulliverError, match=r"'cuda flash' cannot .* not for cpu; 'cpu flash'"):
         select(asked, "cuda flash")
     with pytest.raises(GulliverError, match="did you mean 'cpu flash'"):
         select(asked, "cpu flsh")
     with pytest.raises(GulliverError, match="int32 is not supported: choose from float64"):
-        select(Asked("cpu", torch.int32, 8, 8))
+        select(KernelRequirements("cpu", torch.int32, 8, 8))
 
 
 def two_level(outer: int, inner: int, slow: float = 1e8, fast: float = 1e10) -> Cluster:

@@ -19,14 +19,14 @@ from gulliver.parallel.sequence.heads import deal_heads
 from gulliver.parallel.sequence.kernels import (
     KERNELS,
     AttentionBlock,
+    BlockOptions,
     Gradients,
-    How,
     Partial,
     Rows,
-    asked_of,
     attend,
     attend_backward,
     precise,
+    requirements_of,
     select,
 )
 from gulliver.parallel.sequence.layout import Layout
@@ -62,11 +62,11 @@ class Case:
         shapes = [(2, h, self.length, self.head_dim) for h in heads]
         return [torch.randn(s, generator=draw).to(device, dtype) for s in shapes]
 
-    def how(self, kernel: str | None) -> How:
+    def how(self, kernel: str | None) -> BlockOptions:
         """The blocks are computed."""
         rules = self.mask.rules(2, self.length, self.length)
         runs = deal_heads(self.heads, self.kv_heads, 1).runs(0)
-        return How(self.head_dim**-0.5, rules, runs, kernel)
+        return BlockOptions(self.head_dim**-0.5, rules, runs, kernel)
 
 
 def virtual(case: Case, tensors: list[Tensor], kernel: str | None) -> list[Tensor]:
@@ -104,7 +104,7 @@ def one_call(case: Case, tensors: list[Tensor], kernel: str) -> list[Tensor]:
     """Output and gradients of the kernel, over all tokens at once; without mask, or causal."""
     q, k, v, grad = tensors
     kind = "causal" if case.mask.causal else "plain"
-    chosen = select(asked_of(q, v, kind), kernel)
+    chosen = select(requirements_of(q, v, kind), kernel)
     block = AttentionBlock(q, k, v, case.head_dim**-0.5, case.mask.causal)
     out, lse = chosen.forward(block)
     out = out.to(q.dtype)
@@ -204,5 +204,5 @@ def test_merged_blocks_lose_no_more_than_one_rounding_to_one_call(
 def _reason(case: Case, tensors: list[Tensor], kernel: str) -> str | None:
     """What this device lacks for a kernel."""
     kinds = ("plain", "causal") if case.mask.causal else ("plain",)
-    found = (KERNELS[kernel].lacks(asked_of(tensors[0], tensors[2], kind)) for kind in kinds)
+    found = (KERNELS[kernel].lacks(requirements_of(tensors[0], tensors[2], kind)) for kind in kinds)
     return next((reason for reason in found if reason), None)

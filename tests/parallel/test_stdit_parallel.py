@@ -35,7 +35,7 @@ from gulliver.hardware.cluster import Axis, Device, Link
 from gulliver.memory import region_of
 from gulliver.models import STDiT3
 from gulliver.models.stdit import STDiTBlock
-from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
+from gulliver.parallel.pipeline import Pipeline, cut, make_stage, stack_of, stages_by_rank
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
 from tests.covering import some
@@ -297,7 +297,7 @@ def _beside_a_pipeline(world: World, scheme: str) -> list[tuple[float, str]]:
     wired = copy.deepcopy(alone)
     stack = stack_of(wired)
     stage = make_stage(
-        wired, stack, cut(wired, stack, 2), axes.rank_group("pp"), deal("1f1b", 2, 1)
+        wired, stack, cut(wired, stack, 2), axes.rank_group("pp"), stages_by_rank("1f1b", 2, 1)
     )
     groups = make_groups(SequencePlan(ulysses=2))
     wire_stdit(wired, groups, "all_to_all", scheme=scheme)

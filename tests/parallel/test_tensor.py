@@ -17,7 +17,14 @@ from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.memory import region_of
 from gulliver.memory.parts import Region
-from gulliver.parallel.tensor import apply_tensor, cross_entropy, deal, entry, plan_tensor, split
+from gulliver.parallel.tensor import (
+    apply_tensor,
+    cross_entropy,
+    entry,
+    plan_tensor,
+    split,
+    split_evenly,
+)
 from gulliver.parallel.tensor.apply import materialize
 from gulliver.parallel.tensor.collectives import gather, gather_partial, reduce_split, share
 from gulliver.parallel.tensor.layers import ColumnLinear
@@ -219,7 +226,7 @@ def _kept(world: World, mode: Any) -> tuple[int, int]:
     torch.manual_seed(0)
     width, wide, length = 40, 8, 16
     line = rank_group_of(world)
-    shared = entry.SequenceCut(1, deal(length, world.size), mode == "ring")
+    shared = entry.SequenceCut(1, split_evenly(length, world.size), mode == "ring")
     columns = [ColumnLinear(nn.Parameter(torch.randn(wide, width)), None, line) for _ in range(2)]
     x = torch.randn(2, length // world.size, width, requires_grad=True)
     kept: dict[int, int] = {}
@@ -258,7 +265,9 @@ def _looked_at(world: World) -> float:
         for column_first in (False, True):
             piece = x[:, a:b].clone().requires_grad_()
             column = ColumnLinear(nn.Parameter(weight[start:stop].clone()), None, line)
-            entered = entry.enter(piece, line, entry.SequenceCut(1, deal(9, world.size), ring))
+            entered = entry.enter(
+                piece, line, entry.SequenceCut(1, split_evenly(9, world.size), ring)
+            )
             assert entered.shape == x.shape
             first = column(entered).sin() if column_first else 0
             looked = column(entered.exp().cumsum(1))
@@ -331,7 +340,7 @@ def test_gathered_columns_and_split_rows(pool: Pool) -> None:
 
 def _conjugates(world: World) -> float:
     """Every collective's backward is the transpose of its forward."""
-    line, lengths = rank_group_of(world), deal(7, world.size)
+    line, lengths = rank_group_of(world), split_evenly(7, world.size)
     (start, stop), worst = share(7, 7, world.size, world.rank)[0], 0.0
     whole = torch.arange(42, dtype=torch.float64).view(2, 7, 3)
     own = whole[:, start:stop].clone().requires_grad_()

@@ -15,7 +15,7 @@ from gulliver.errors import GulliverError
 from gulliver.hardware.probe import named_cluster
 from gulliver.plan import analyse
 from gulliver.planner.search.facts import facts_of
-from gulliver.planner.search.grids import enough, least_bytes, search_grids
+from gulliver.planner.search.grids import least_bytes, minimum_resources, search_grids
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,7 +91,7 @@ def test_the_fewest_ranks_are_the_first_of_all_numbers_that_fit(limit: int) -> N
             return False
 
     first = next((n for n in range(1, 25) if fits(n)), 0)
-    told = enough(found, 6)
+    told = minimum_resources(found, 6)
     assert told.ranks == first
     assert told.unlooked is None
 

@@ -63,7 +63,7 @@ def test_the_best_is_the_best_of_all_grids(small) -> None:
         scorer = Scorer(facts, cluster, 8, "cuda", 1.0)
         every = []
         for axes in axes_of(16, 8, 6, ["split_gather", "all_to_all", "ring_attn"]):
-            if scorer.refuses(axes):
+            if scorer.why_unsupported(axes):
                 continue
             bound = scorer.bound(axes)
             for grid in grids_of(axes, 8, 6):

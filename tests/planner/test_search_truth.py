@@ -68,7 +68,7 @@ def every_grid() -> dict[Axes, list[Scored]]:
     return {
         axes: [own.score(grid) for grid in grids_of(axes, SAMPLES, len(own.facts.blocks))]
         for axes in meshes
-        if not own.refuses(axes)
+        if not own.why_unsupported(axes)
     }
 
 
@@ -116,7 +116,7 @@ PLANNED = {
 
 def plan_of(grid: Grid) -> Any:
     """The plan of a grid, with the search's size of a chunk."""
-    chunk = float(scorer().settled(grid).chunk_mb or 4)
+    chunk = float(scorer().with_best_chunk_size(grid).chunk_mb or 4)
     axes, shared = grid.axes, {"chunk_mb": chunk, "precision": "bf16", "verbose": False}
     if axes.size == axes.data:
         plugin: Any = LowLevelZeroPlugin(grid.stage, **shared)

@@ -111,7 +111,7 @@ class FakeBackend:
         if name in self.attempts and self.attempts[name].launch.run == run:
             self._end(name, KILLED)
 
-    def lose(self, node: str) -> None:
+    def remove_lost(self, node: str) -> None:
         """A node leaves."""
         gone = {slot for slot, place in self.places.items() if place == node}
         self.places = {slot: place for slot, place in self.places.items() if place != node}

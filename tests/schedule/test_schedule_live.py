@@ -219,12 +219,12 @@ def test_a_node_that_leaves_is_survived_on_the_slots_left(
     if asked:
         # As Ray's nodes: it is the question for the ends of ranks that nobody answers.
         ended = cluster.backend.ended
-        asks = iter([lambda: cluster.backend.lose("b")])
+        asks = iter([lambda: cluster.backend.remove_lost("b")])
         monkeypatch.setattr(
             cluster.backend, "ended", lambda: (next(asks, lambda: None)(), ended())[1]
         )
     else:
-        cluster.backend.lose("b")
+        cluster.backend.remove_lost("b")
     cluster.run(4)
     job = cluster.jobs["a"]
     assert set(job.held) <= {0, 1}

@@ -32,9 +32,9 @@ def replay(core: Replacement, events: Iterable[Event]) -> list[Action]:
             case "discard":
                 actions += core.discard(key)
             case "lend":
-                actions += core.lend(_bytes(key), "a buffer")
+                actions += core.allocate_buffer(_bytes(key), "a buffer")
             case "give":
-                actions += core.give(_bytes(key))
+                actions += core.free_buffer(_bytes(key))
             case "budget":
                 actions += core.set_budget(_bytes(key))
     core.end_step()

@@ -13,7 +13,7 @@ import pytest
 from gulliver.errors import GulliverError
 from gulliver.solve import Event
 from gulliver.solve.cycle import STATES, Cycle, Gap, plan_residency
-from gulliver.solve.replacement import Move, NoRoom, Replacement
+from gulliver.solve.replacement import InsufficientMemory, Move, Replacement
 from tests.solve.moves import Moved, replay, simulate
 
 PAGE = 4096
@@ -269,12 +269,12 @@ def test_bad_calls_are_refused_and_change_nothing():
 
 
 def test_an_error_for_want_of_room_goes_when_it_was_caught() -> None:
-    known: weakref.ref[NoRoom] | None = None
+    known: weakref.ref[InsufficientMemory] | None = None
     gc.disable()  # it would hold the frames of all callers until then, with their tensors
     try:
         try:
-            Replacement(4096, backed=True).lend(8192, "a buffer")
-        except NoRoom as error:
+            Replacement(4096, backed=True).allocate_buffer(8192, "a buffer")
+        except InsufficientMemory as error:
             known = weakref.ref(error)
         assert known is not None
         assert known() is None

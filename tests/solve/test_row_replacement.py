@@ -11,9 +11,9 @@ from benchmarks._embedding_rates import TraceConfig, make_trace
 from gulliver.solve import HashIndex
 from gulliver.solve.rows import (
     HALF_LIVES,
+    CacheTooSmall,
     DecayedCounts,
     RowReplacement,
-    TooSmall,
     index_bytes,
     make_index,
 )
@@ -144,9 +144,11 @@ def test_pinned_rows_stay_and_a_batch_that_does_not_fit_names_the_smallest_cache
     then = policy.decide(policy.sudden(*one_row_each(np.array([5]))), pinned=first.slots)
     policy.commit(then)
     assert {1, 2, 3, 5} == set(policy.slot_rows.tolist())
-    with pytest.raises(TooSmall, match=r"2 different rows beside 3 .* smallest legal cache has 5"):
+    with pytest.raises(
+        CacheTooSmall, match=r"2 different rows beside 3 .* smallest legal cache has 5"
+    ):
         policy.decide(policy.sudden(*one_row_each(np.array([6, 7]))), pinned=first.slots)
-    with pytest.raises(TooSmall, match="smallest legal cache has 5"):
+    with pytest.raises(CacheTooSmall, match="smallest legal cache has 5"):
         policy.decide(policy.sudden(*one_row_each(np.arange(5))))
 
 

@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError
 from gulliver.video.config import CutSettings
 from gulliver.video.preparation import Table, cut
 from gulliver.video.preparation.cutting import cut_source, make_plan, pieces
-from gulliver.video.preparation.scenes import Footage, slots, survey
+from gulliver.video.preparation.scenes import SourceScenes, slots, survey
 from gulliver.video.preparation.work import in_processes
 from tests.video.cut_work import odd_work
 from tests.video.messy_clips import LOSSLESS, Mess, messy_clips, write_film
@@ -163,7 +163,7 @@ def test_lengths_stay_between_least_and_most_and_no_frame_is_lost() -> None:
         steps = draw.choice([0.04, 0.04, 0.08, 0.4], int(scenes.sum()))
         even = bool(draw.integers(2))
         times = np.arange(scenes.sum() + 1) / 25 if even else np.array([0, *np.cumsum(steps)])
-        footage = Footage(starts, ((2, 2),) * len(starts), times, Fraction(25), even)
+        footage = SourceScenes(starts, ((2, 2),) * len(starts), times, Fraction(25), even)
         fps = [None, 5.0, 12.5, 30.0, 50.0][draw.integers(5)]
         low = float(draw.uniform(0, 1))
         settings = CutSettings(min_seconds=low, max_seconds=low + draw.uniform(0.04, 2), fps=fps)
@@ -191,7 +191,7 @@ def test_long_scenes_are_divided_evenly() -> None:
 
 def test_times_that_are_rounded_move_no_frame() -> None:
     exact = np.arange(91) / 30
-    rounded = Footage((0,), ((2, 2),), exact.round(2), Fraction(30), False)
+    rounded = SourceScenes((0,), ((2, 2),), exact.round(2), Fraction(30), False)
     assert slots(rounded, 0, 90, Fraction(30)).tolist() == list(range(90))
     assert slots(rounded, 0, 90, Fraction(15)).tolist() == list(range(0, 90, 2))
     assert slots(rounded, 10, 90, Fraction(60)).tolist() == [n // 2 for n in range(20, 180)]

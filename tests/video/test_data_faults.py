@@ -20,7 +20,7 @@ from gulliver.cli.dispatch import main
 from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video.config import CutSettings
-from gulliver.video.kept_latents import FORMAT, ClipWindow, KeptLatents, Settings
+from gulliver.video.kept_latents import FORMAT, ClipWindow, LatentCache, Settings
 from gulliver.video.preparation import (
     Table,
     cut,
@@ -288,9 +288,9 @@ def test_a_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
     }
     content = {"settings": asdict(Settings("vae", format=FORMAT)), "shards": [shard], "broken": []}
 
-    def opened() -> KeptLatents:
+    def opened() -> LatentCache:
         (tmp_path / "index.json").write_text(json.dumps(content))
-        return KeptLatents(tmp_path)
+        return LatentCache(tmp_path)
 
     one, two = (ClipWindow(clip, "1x16x16", 0) for clip in ("one", "two"))
     assert torch.equal(opened().read(two), latents[1])

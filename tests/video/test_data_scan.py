@@ -24,7 +24,7 @@ from gulliver.data.clips import Clip
 from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
 from gulliver.video.preparation import Table, scan, scanning
-from gulliver.video.preparation.scanning import Scanned, read_facts
+from gulliver.video.preparation.scanning import ScanResult, read_facts
 from gulliver.video.preparation.table import read_broken
 from tests.video.messy_clips import CODINGS, H264, LOSSLESS, Mess, messy_clips, write_film
 
@@ -35,15 +35,15 @@ def mess() -> Mess:
 
 
 @pytest.fixture(scope="module")
-def scanned(mess: Mess, tmp_path_factory: pytest.TempPathFactory) -> Scanned:
+def scanned(mess: Mess, tmp_path_factory: pytest.TempPathFactory) -> ScanResult:
     return scan(mess.folder, tmp_path_factory.mktemp("scan") / "clips.parquet")
 
 
-def facts(scanned: Scanned) -> dict[str, dict[str, object]]:
+def facts(scanned: ScanResult) -> dict[str, dict[str, object]]:
     return {os.path.basename(row["path"]): row for row in scanned.table.data.to_pylist()}
 
 
-def test_facts_of_a_mess_are_those_that_it_was_made_with(mess: Mess, scanned: Scanned) -> None:
+def test_facts_of_a_mess_are_those_that_it_was_made_with(mess: Mess, scanned: ScanResult) -> None:
     found = facts(scanned)
     for clip in mess.whole:
         row = found[clip.path]
@@ -63,7 +63,7 @@ def test_facts_of_a_mess_are_those_that_it_was_made_with(mess: Mess, scanned: Sc
     assert {clip.kind for clip in mess.whole} >= {"rotated", "variable", "tiny", "lying", "odd"}
 
 
-def test_no_file_is_lost(mess: Mess, scanned: Scanned) -> None:
+def test_no_file_is_lost(mess: Mess, scanned: ScanResult) -> None:
     used, broken = set(facts(scanned)), {os.path.basename(name) for name, _ in scanned.broken}
     assert not used & broken
     files = {path.name for path in mess.folder.iterdir()}
@@ -77,7 +77,7 @@ def test_no_file_is_lost(mess: Mess, scanned: Scanned) -> None:
     assert listed == scanned.broken
 
 
-def test_the_table_trains(scanned: Scanned) -> None:
+def test_the_table_trains(scanned: ScanResult) -> None:
     table = ClipTable(scanned.table.path, (Bucket(9, 32, 32), Bucket(1, 16, 16)))
     assert len(table) + len(table.skipped) == len(scanned.table)
     assert len(table) > 0.8 * len(scanned.table)
@@ -178,7 +178,7 @@ for files in map(int, sys.argv[3:]):
 
 
 def test_a_scan_that_is_killed_again_and_again_ends_with_the_same_table(
-    mess: Mess, scanned: Scanned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mess: Mess, scanned: ScanResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "clips.parquet"
     # Twice after a few files, then when the table is to be given its name.

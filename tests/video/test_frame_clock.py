@@ -23,7 +23,7 @@ from gulliver.video.preparation import Table, cut, scan
 from gulliver.video.preparation.cutting import cut_source, make_plan
 from gulliver.video.preparation.packets import take_samples
 from gulliver.video.preparation.scanning import read_facts
-from gulliver.video.preparation.scenes import Footage, survey
+from gulliver.video.preparation.scenes import SourceScenes, survey
 from gulliver.video.preparation.work import FileOutcome
 from tests.video.messy_clips import LOSSLESS, write_film
 from tests.video.numbered_clips import CODINGS, SIDE, Numbered, clip, numbered, numbers_of
@@ -139,7 +139,7 @@ def test_every_frame_of_any_times_is_shown_or_listed() -> None:
         steps = draw.choice([0.002, 0.0083, 1 / 60, 1 / 30, 0.04, 0.5], int(draw.integers(2, 60)))
         times = np.concatenate([[0.0], np.cumsum(steps)]).round(3)
         rate = Fraction(min(120, 1 / np.diff(times).min())).limit_denominator(1001)
-        plan = make_plan(Footage((0,), ((2, 2),), times, rate, False), "x", WHOLE)
+        plan = make_plan(SourceScenes((0,), ((2, 2),), times, rate, False), "x", WHOLE)
         seen = {n for planned in plan.clips for n in planned.frames}
         left = {n for first, end, _ in plan.left for n in range(first, end)}
         assert seen | left == set(range(len(steps)))

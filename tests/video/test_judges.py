@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gulliver.data import Bucket
-from gulliver.video.digits import Judges, MovingDigits, ceiling, train_judges
+from gulliver.video.digits import DigitReaders, MovingDigits, ceiling, train_judges
 from tests.references import computed_once
 
 # They train for half a minute; `tests/serve/test_generation.py` shows judges that learn less.
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def judges() -> Judges:
+def judges() -> DigitReaders:
     return computed_once(train_judges)()
 
 
 @pytest.mark.parametrize("bucket", [Bucket(13, 32, 32), Bucket(9, 24, 40)], ids=str)
-def test_real_held_out_clips_are_judged_right(judges: Judges, bucket: Bucket) -> None:
+def test_real_held_out_clips_are_judged_right(judges: DigitReaders, bucket: Bucket) -> None:
     scores = ceiling(judges, bucket)
     assert scores.digit >= 0.95
     assert scores.direction == 1.0
@@ -27,7 +27,7 @@ def test_real_held_out_clips_are_judged_right(judges: Judges, bucket: Bucket) ->
     assert scores.clips == 297
 
 
-def test_wrong_labels_score_at_chance(judges: Judges) -> None:
+def test_wrong_labels_score_at_chance(judges: DigitReaders) -> None:
     real = MovingDigits("heldout", 200)
     clips = list(real.batch(list(range(200))).unbind())
     wrong = [(real.labels(i)[0] + 1 + i % 9) % 10 for i in range(200)]
@@ -37,7 +37,7 @@ def test_wrong_labels_score_at_chance(judges: Judges) -> None:
     assert scores.both == 0.0
 
 
-def test_judges_of_made_frames_do_not_look_at_given_ones(judges: Judges) -> None:
+def test_judges_of_made_frames_do_not_look_at_given_ones(judges: DigitReaders) -> None:
     real, other = (MovingDigits("heldout", 100, seed=seed) for seed in (3, 4))
     clips, strange = (one.batch(list(range(100))) for one in (real, other))
     made = [1, 2, 3, 10, 11, 12]
@@ -51,7 +51,7 @@ def test_judges_of_made_frames_do_not_look_at_given_ones(judges: Judges) -> None
     assert judges.score(list(mixed.unbind()), *asked).both < 0.8
 
 
-def test_what_does_not_move_has_no_direction(judges: Judges) -> None:
+def test_what_does_not_move_has_no_direction(judges: DigitReaders) -> None:
     still = MovingDigits("heldout", 3, shapes={Bucket(1, 32, 32): 1.0}).batch([0, 1, 2])
     assert judges.verdict(still).direction.tolist() == [-1, -1, -1]
     held = still.expand(-1, -1, 9, -1, -1) + 0.02 * torch.randn(3, 3, 9, 32, 32)

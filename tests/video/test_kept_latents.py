@@ -26,7 +26,7 @@ from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import resolved
 from gulliver.video import (
     DataConfig,
-    KeptLatents,
+    LatentCache,
     TrainAutoencoderConfig,
     TrainConfig,
     load_autoencoder,
@@ -103,7 +103,7 @@ def kept(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_kept_is_what_the_autoencoder_says_of_each_window(parts: Path, kept: Path) -> None:
-    latents, coder = KeptLatents(kept), load_autoencoder(parts / "vae3.safetensors")
+    latents, coder = LatentCache(kept), load_autoencoder(parts / "vae3.safetensors")
     buckets = [Bucket(5, 32, 32), Bucket(9, 16, 16), Bucket(1, 32, 32)]
     seen = 0
     for number in range(9):
@@ -180,7 +180,7 @@ def test_a_full_disk_is_one_line_and_what_was_done_stays(
         encode(config)
     assert len(list((config.out / "shards").iterdir())) == 4
     with pytest.raises(GulliverError, match="kept is not finished: run gulliver data encode"):
-        KeptLatents(config.out)
+        LatentCache(config.out)
     monkeypatch.undo()
     assert encode(config).made == 27 - 8
     assert bytes_of(config.out) == bytes_of(kept)
@@ -212,7 +212,7 @@ def test_a_table_that_grows_keeps_what_is_there_and_half_precision_rounds(
     table.write_text("\n".join(lines))
     # The clips that are there already are found by content, under whatever name.
     assert encode(config).made == 27 - first
-    exact, rounded = KeptLatents(kept), KeptLatents(config.out)
+    exact, rounded = LatentCache(kept), LatentCache(config.out)
     for shard in exact.shards:
         for clip, start in shard.members:
             sample = ClipWindow(clip, shard.bucket, start)
@@ -333,7 +333,7 @@ def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
     train(clips)
     config = options(parts, tmp_path / "kept", shapes=(), buckets=buckets, windows=2)
     encode(replace(config, text_encoder=tmp_path / "t5", text_length=9))
-    lengths = {shard.bucket.split("x")[0] for shard in KeptLatents(config.out).shards}
+    lengths = {shard.bucket.split("x")[0] for shard in LatentCache(config.out).shards}
     assert lengths == {"1", "5", "9"}
     kept = small(parts, tmp_path / "run", encoded=config.out)
     default = DataConfig().batch_size  # the folder's buckets have sizes of their own

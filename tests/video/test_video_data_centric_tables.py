@@ -277,7 +277,7 @@ def test_buckets_deal_clips_anew_in_each_planned_epoch(
         _assert_like(several.out, config.out)
     dataset: Any = make_dataset(config.data, config.model.text_length, seed=config.seed)
     make_held_out(config, dataset)
-    count = sum(bucket is not None for bucket in dataset.deal(0))
+    count = sum(bucket is not None for bucket in dataset.stages_by_rank(0))
     first = samples_of(config.out)[: math.ceil(count / 4)]
     assert Counter(itertools.chain(*first)) == Counter(range(count)), "each clip once"
     with pytest.raises(GulliverError, match=r"--data.batch-size is 16, and the first epoch has"):

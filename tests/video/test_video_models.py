@@ -18,7 +18,7 @@ from gulliver.models import (
     STDiT3,
     build,
     pack_latents,
-    places_of,
+    token_positions,
     unpack_latents,
 )
 from gulliver.models.configurations import QUIRKS_OF
@@ -239,7 +239,7 @@ def test_the_joint_model_equals_the_written_out_model(changes, latent) -> None:
     fields = {**JOINT, **changes}
     model = shaken(MMDiT(**fields))
     img = pack_latents(drawn(2, 3, *latent))
-    ids = places_of(2, latent).double()
+    ids = token_positions(2, latent).double()
     inputs = {
         "img": img,
         "img_ids": ids,
@@ -263,7 +263,7 @@ def test_latents_are_packed_by_square_and_unpacked() -> None:
     assert tokens.shape == (2, 2 * 2 * 3, 12)
     # Frame 1, second row and third column of squares; channel by channel, row by row.
     assert torch.equal(tokens[1, 6 + 3 + 2], x[1, :, 1, 2:4, 4:6].reshape(-1))
-    assert places_of(1, (2, 4, 6))[0, 11].tolist() == [1, 1, 2]
+    assert token_positions(1, (2, 4, 6))[0, 11].tolist() == [1, 1, 2]
     assert torch.equal(unpack_latents(tokens, (2, 4, 6)), x)
     with pytest.raises(GulliverError, match="3 x 6 do not divide by patch_size 2"):
         pack_latents(x[:, :, :, :3])
@@ -410,7 +410,7 @@ def test_half_precision_stays_near_double_precision(kind: type[nn.Module]) -> No
 def _smoke_inputs(kind: type[nn.Module]) -> dict[str, Tensor]:
     if kind is MMDiT:
         return {
-            "img": drawn(2, 6, 12), "img_ids": places_of(2, (1, 4, 6)),
+            "img": drawn(2, 6, 12), "img_ids": token_positions(2, (1, 4, 6)),
             "txt": drawn(2, 5, 10, seed=2), "txt_ids": torch.zeros(2, 5, 3, dtype=torch.long),
             "timesteps": torch.rand(2).double(), "y_vec": drawn(2, 6, seed=4),
         }  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gulliver.app.worker import Made, Settings, Source
+from gulliver.app.worker import ClipMade, Settings, Source
 from gulliver.errors import GulliverError
 from gulliver.io.files import write_text
 
@@ -74,7 +74,7 @@ class Gallery:
         moment = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
         return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
 
-    def keep(self, made: Made, settings: Settings, source: Source) -> Entry:
+    def keep(self, made: ClipMade, settings: Settings, source: Source) -> Entry:
         """Writes the settings of a clip and thereby adds it to the gallery."""
         if settings.picture is not None:
             # gradio deletes its copy when the page is closed.

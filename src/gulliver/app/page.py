@@ -23,15 +23,15 @@ from gulliver.app.gallery import Entry, Gallery
 from gulliver.app.service import Service
 from gulliver.app.worker import (
     ClipJob,
+    ClipMade,
+    ClipQueued,
+    ClipStopped,
     Event,
     Failed,
     Loading,
-    Made,
     Sampling,
     Settings,
     Source,
-    Stopped,
-    Waiting,
 )
 from gulliver.errors import GulliverError
 from gulliver.options import whole_number
@@ -352,7 +352,7 @@ def _shown(parts: Parts, settings: Settings, event: Event) -> tuple[Any, ...]:
     """Renders an event."""
     same = gr.skip()
     match event:
-        case Waiting(before):
+        case ClipQueued(before):
             clips = "clip is" if before == 1 else "clips are"
             text = f"Waiting: {before} {clips} ahead of yours." if before else "Next."
             return f"<p>{text}</p>", same, same, same
@@ -362,9 +362,9 @@ def _shown(parts: Parts, settings: Settings, event: Event) -> tuple[Any, ...]:
             return _progress(event), _frames(event.frames), same, same
         case Failed(reason):
             return _wrong(reason), "", None, ""
-        case Stopped():
+        case ClipStopped():
             return "<p>Stopped.</p>", "", None, ""
-        case Made():
+        case ClipMade():
             try:
                 entry = parts.gallery.keep(event, settings, parts.source)
             except (GulliverError, OSError) as error:

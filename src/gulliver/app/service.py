@@ -19,14 +19,14 @@ from queue import SimpleQueue
 
 from gulliver.app.worker import (
     ClipJob,
+    ClipMade,
+    ClipQueued,
+    ClipStopped,
     End,
     Event,
     Failed,
-    Made,
     Source,
     Stop,
-    Stopped,
-    Waiting,
     work,
 )
 
@@ -54,7 +54,7 @@ class ClipTicket:
     round: int
     _events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
 
-    def tell(self, event: Event) -> None:
+    def post(self, event: Event) -> None:
         """Adds an event."""
         self._events.put(event)
 
@@ -91,7 +91,7 @@ class Worker:
         """Whether the process runs."""
         return self.process.is_alive()
 
-    def fate(self) -> str:
+    def wait_outcome(self) -> str:
         """Waits for the end of the process, and describes how it ended."""
         self.process.join()
         self.connection.close()
@@ -140,7 +140,7 @@ class Service:
             self._number += 1
             ticket = ClipTicket(user, job, self._number, number)
             self._waiting.append(ticket)
-            self._tell_places()
+            self._report_positions()
             self._changed.notify_all()
             return ticket
 
@@ -149,8 +149,8 @@ class Service:
         with self._changed:
             for ticket in [t for t in self._waiting if t.user == user]:
                 self._waiting.remove(ticket)
-                ticket.tell(Stopped())
-            self._tell_places()
+                ticket.post(ClipStopped())
+            self._report_positions()
             if self._current is not None and self._current.user == user:
                 # The process has just ended; the serving thread will report it.
                 with suppress(OSError):
@@ -161,16 +161,16 @@ class Service:
         with self._changed:
             self._closing = True
             for ticket in self._waiting:
-                ticket.tell(Stopped())
+                ticket.post(ClipStopped())
             self._waiting.clear()
             self._changed.notify_all()
         self._worker.process.kill()
         self._thread.join()
 
     def _start(self) -> Worker:
-        return Worker(self._work, self._source, self._wake)
+        return Worker(self._work, self._source, self._notify)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -179,7 +179,7 @@ class Service:
             end = self._served(ticket)
             with self._changed:
                 self._current = None
-            ticket.tell(end)
+            ticket.post(end)
 
     def _next(self) -> ClipTicket | None:
         """Waits for a ticket, and keeps a process ready meanwhile; None when closed."""
@@ -191,7 +191,7 @@ class Service:
                     ticket = min(self._waiting, key=_order)
                     self._waiting.remove(ticket)
                     self._round, self._current = ticket.round, ticket
-                    self._tell_places()
+                    self._report_positions()
                     return ticket
                 self._changed.wait()
         return None
@@ -205,31 +205,31 @@ class Service:
                 connection = self._worker.connection
                 connection.send(ticket.job)
             while not isinstance(event := connection.recv(), End):
-                ticket.tell(event)
+                ticket.post(event)
         except (EOFError, OSError):
             if self._closing:
-                return Stopped()
+                return ClipStopped()
             with self._changed:
-                fate = self._replace()
-            return Failed(f"the sampling process {fate}; a new one is running, try again")
-        if isinstance(event, Made):
+                outcome = self._replace()
+            return Failed(f"the sampling process {outcome}; a new one is running, try again")
+        if isinstance(event, ClipMade):
             self._deaths = 0
         return event
 
     def _replace(self) -> str:
         """Replaces a process that has ended; describes how it ended."""
-        fate = self._worker.fate()
+        outcome = self._worker.wait_outcome()
         self._deaths += 1
         self._notice = (
-            f"{time.strftime('%H:%M:%S')}: the sampling process {fate}; a new one is running"
+            f"{time.strftime('%H:%M:%S')}: the sampling process {outcome}; a new one is running"
         )
         self._worker = self._start()
-        return fate
+        return outcome
 
-    def _tell_places(self) -> None:
+    def _report_positions(self) -> None:
         making = self._current is not None
         for place, ticket in enumerate(sorted(self._waiting, key=_order)):
-            ticket.tell(Waiting(place + making))
+            ticket.post(ClipQueued(place + making))
 
 
 def _order(ticket: ClipTicket) -> tuple[int, int]:

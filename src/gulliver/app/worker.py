@@ -89,7 +89,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class ClipQueued:
     """The job is queued."""
 
     # Number of clips ahead of it.
@@ -116,7 +116,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Made:
+class ClipMade:
     """The clip is finished."""
 
     path: Path
@@ -141,12 +141,12 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class ClipStopped:
     """The job was cancelled."""
 
 
-Event = Waiting | Loading | Sampling | Made | Failed | Stopped
-End = Made | Failed | Stopped
+Event = ClipQueued | Loading | Sampling | ClipMade | Failed | ClipStopped
+End = ClipMade | Failed | ClipStopped
 
 
 # Main loop: generates clips until the page is closed.
@@ -161,7 +161,7 @@ SHOWN_SIDE = 256
 enlarge.
 """
 
-Tell = Callable[[Any], None]
+Post = Callable[[Any], None]
 
 
 class _StopAsked(Exception):
@@ -172,7 +172,7 @@ def work(connection: Connection, source: Source) -> None:
     """Generates clips until the other end of the pipe is closed."""
     # Ctrl+C reaches all processes of a terminal: the page stops this one when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    maker = Maker(source)
+    maker = ClipMaker(source)
     # The page is gone, and with it all waiting users.
     with suppress(EOFError, OSError):
         while True:
@@ -181,13 +181,15 @@ def work(connection: Connection, source: Source) -> None:
                 connection.send(_result(maker, job, connection))
 
 
-def _result(maker: Maker, job: ClipJob, connection: Connection) -> Made | Failed | Stopped:
+def _result(
+    maker: ClipMaker, job: ClipJob, connection: Connection
+) -> ClipMade | Failed | ClipStopped:
     try:
         # Messages during a job ask to stop it.
         return maker.make(job, connection.send, connection.poll)
     except _StopAsked:
         connection.recv()
-        return Stopped()
+        return ClipStopped()
     except GulliverError as error:
         return Failed(str(error))
     except ConnectionError:
@@ -198,7 +200,7 @@ def _result(maker: Maker, job: ClipJob, connection: Connection) -> Made | Failed
         return Failed(f"{type(error).__name__}: {lines[0][:300]}")
 
 
-class Maker:
+class ClipMaker:
     """Generates clips with the newest checkpoint of a run, or with public parts."""
 
     def __init__(self, source: Source) -> None:
@@ -206,34 +208,34 @@ class Maker:
         self._model: Any = None
         self._checkpoint = ""
 
-    def make(self, job: ClipJob, tell: Tell, stop_asked: Callable[[], bool]) -> Made:
+    def make(self, job: ClipJob, post: Post, stop_asked: Callable[[], bool]) -> ClipMade:
         """Generates a clip and writes its file."""
         started = time.monotonic()
-        model = self._ready(tell)
+        model = self._ready(post)
         request = request_of(job.settings)
         sampling = sampling_of(model, job.settings)
         notes = tuple(model.remarks(request))
-        watch = _Watch(self._preview(request), tell, stop_asked)
+        watch = _Watch(self._preview(request), post, stop_asked)
         video = model.generate([request], sampling, preview=watch)[0]
         fps = model.fps
         scale = max(1, SHOWN_SIDE // max(request.bucket.height, request.bucket.width))
         write_clip(job.path, video, fps, scale)
         seconds = round(time.monotonic() - started, 2)
-        return Made(job.path, self._checkpoint, fps, scale, seconds, notes)
+        return ClipMade(job.path, self._checkpoint, fps, scale, seconds, notes)
 
-    def _ready(self, tell: Tell) -> Any:
+    def _ready(self, post: Post) -> Any:
         """Returns the model, reloaded if training has saved a newer checkpoint."""
         run, source = self._source.run, self._source
         if run is None:
             if self._model is None:
-                tell(Loading())
+                post(Loading())
                 paths = source.model, source.autoencoder, source.text_encoder, source.clip
                 self._model = VideoPipeline.load(*paths, keep=source.keep)  # type: ignore[arg-type]
                 self._checkpoint = source.name
             return self._model
         newest = Run(run).newest_checkpoint().name
         if newest != self._checkpoint:
-            tell(Loading())
+            post(Loading())
             # Never hold two models in memory.
             self._model, self._checkpoint = None, ""
             self._model = open_run(run)
@@ -256,9 +258,9 @@ class _Watch:
     """Reports steps to the page, and ends sampling on request."""
 
     def __init__(
-        self, draw: Callable[[Any], bytes] | None, tell: Tell, stop_asked: Callable[[], bool]
+        self, draw: Callable[[Any], bytes] | None, post: Post, stop_asked: Callable[[], bool]
     ) -> None:
-        self._draw, self._tell, self._stop_asked = draw, tell, stop_asked
+        self._draw, self._post, self._stop_asked = draw, post, stop_asked
         self._started = time.monotonic()
 
     def __call__(self, done: int, steps: int, latents: Any) -> None:
@@ -268,7 +270,7 @@ class _Watch:
         if self._draw is not None and done % -(-steps // PREVIEWS) == 0:
             frames = self._draw(latents)
         left = (time.monotonic() - self._started) / done * (steps - done)
-        self._tell(Sampling(done, steps, left, frames))
+        self._post(Sampling(done, steps, left, frames))
 
 
 def request_of(settings: Settings) -> Request:

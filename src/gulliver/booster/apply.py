@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster.checkpoint_io import read_sharded
-from gulliver.booster.hybrid.checks import HooksLast, check_cut, check_new, check_recompute, fill
+from gulliver.booster.hybrid.checks import (
+    TrailingHooks,
+    check_cut,
+    check_new,
+    check_recompute,
+    fill,
+)
 from gulliver.booster.hybrid.steps import (
     WholeModel,
     cut_stages,
@@ -42,7 +48,7 @@ from gulliver.parallel.zero.elementwise import (
 )
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.plan.plan import Plan
-from gulliver.planner.activations import take_activations
+from gulliver.planner.activations import manage_activations
 from gulliver.planner.fp8 import check_units, use_fp8
 from gulliver.planner.model import (
     HALVES,
@@ -169,7 +175,7 @@ def apply_plan(
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
     if world.size > 1:
         broadcast_all(_unequal(plan, model, inner))
-    whole, hooks = WholeModel(plan, model, inner, stages), HooksLast(model)
+    whole, hooks = WholeModel(plan, model, inner, stages), TrailingHooks(model)
     mesh = grid(plan) if plan.mesh.names_model else None
 
     stage = cut_stages(model, stages, mesh)
@@ -186,7 +192,7 @@ def apply_plan(
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, manager, uses)
-    take_activations(plan, model, boosted, manager)
+    manage_activations(plan, model, boosted, manager)
     if _is_streamed(plan):
         # Chunk by chunk, so that no more than a chunk of it is whole at any time.
         fill_boosted(boosted, model, empty, plan.weights)

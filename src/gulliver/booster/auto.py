@@ -224,7 +224,7 @@ def _of_grids(
             left_out.append((scored.grid, str(error)))
             continue
         if verbose and init_world().is_main:
-            _tell(found, scored.grid, left_out)
+            _report(found, scored.grid, left_out)
         booster = Booster(plan=plan, verbose=verbose)
         boosted, stepper, *_ = booster.boost(model, optimizer)
         axes, micro = scored.grid.axes, scored.grid.micro_batches
@@ -289,7 +289,7 @@ def _parts(batch: Any, count: int) -> list[Any]:
     return [batch] * count
 
 
-def _tell(found: Found, grid: Grid, left_out: list[tuple[Grid, str]]) -> None:
+def _report(found: Found, grid: Grid, left_out: list[tuple[Grid, str]]) -> None:
     print(f"searched {found.looked:,} grids in {sum(found.seconds):.1f} s on {found.cluster.name}")
     print(found)
     for other, why in left_out:

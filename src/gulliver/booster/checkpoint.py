@@ -395,7 +395,7 @@ class OptimizerEntry:
         if optimizer.spreads_state:
             _fill_shards(reader, optimizer, content["state"])
         else:
-            _give_state(reader, optimizer, content)
+            _load_optimizer_state(reader, optimizer, content)
         for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
             group.update(_read(reader, saved["options"]))
         if isinstance(optimizer, ZeroOptimizer) and optimizer.scaler and "loss_scale" in content:
@@ -454,7 +454,7 @@ def _fill_shards(
     reader.read_into(OPTIMIZER, wanted)
 
 
-def _give_state(
+def _load_optimizer_state(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
     """Gives an optimizer its whole state."""
@@ -469,7 +469,7 @@ def _give_state(
     # Else numbers are turned to the parameter's dtype: ZeRO keeps those of 16 bits in 32.
     known = _stepped(reader, content)
     exact = [n for p, n in optimizer.names.items() if n in known and known[n][1] == p.dtype]
-    optimizer.checkpoint.take_state(state, found["others"], exact)
+    optimizer.checkpoint.adopt_state(state, found["others"], exact)
 
 
 def _read(reader: StepReader, value: Any) -> Any:

@@ -19,7 +19,7 @@ from gulliver.booster.plugin_options import (
     PipelineOptions,
     ZeroOptions,
     refuse_unused,
-    take_options,
+    sort_options,
 )
 from gulliver.booster.plugins import Plugin
 from gulliver.comm.world import current_world
@@ -99,7 +99,7 @@ class HybridParallelPlugin(Plugin):
             "memory_limit": memory_limit,
         }
         formats = (Fp8Options, CommunicationOptions)
-        groups = take_options(type(self), (*kinds, *formats), given | options)
+        groups = sort_options(type(self), (*kinds, *formats), given | options)
         self.grid, self.pipeline, self.hybrid, self.zero, limits = groups[:5]
         self.fp8, self.wires = groups[5].plan(), groups[6].wires()
         self.precision, self.max_norm = self.zero.precision, self.zero.max_norm

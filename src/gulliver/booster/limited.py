@@ -26,7 +26,7 @@ from gulliver.plan.plan import Plan
 from gulliver.plan.tree import Work
 from gulliver.planner.residency import find_residency, other_bytes
 from gulliver.planner.state_bytes import Shares, StateBytes
-from gulliver.solve.replacement import Action, NoRoom
+from gulliver.solve.replacement import Action, InsufficientMemory
 
 # Part of the budget that is added between two times that freed memory is given back.
 TRIMMED = 16
@@ -73,7 +73,7 @@ class LimitedManager(Manager):
             self.spare -= placed.size
             if self.spare < 0:
                 self.remove(placed)
-                raise NoRoom(f"{name}: what is left of store is for state")
+                raise InsufficientMemory(f"{name}: what is left of store is for state")
             return placed
         self._added += placed.nbytes
         if self._added > self.budget // TRIMMED:
@@ -109,7 +109,7 @@ class LimitedManager(Manager):
         """Decides; raises the budget where more activations come back than planned."""
         try:
             return super()._decided(decide)
-        except NoRoom as error:
+        except InsufficientMemory as error:
             if self.controller is None:
                 raise
             self._grow(self.controller, str(error), error.budget)
@@ -119,7 +119,7 @@ class LimitedManager(Manager):
     def _grow(controller: BudgetController, text: str, needed: int) -> None:
         """Raises the budget to what is needed, or an error if that exceeds the limit."""
         if not controller.grow(needed):
-            raise NoRoom(f"{text}; {controller.least_limit(needed)}", needed) from None
+            raise InsufficientMemory(f"{text}; {controller.least_limit(needed)}", needed) from None
 
     def end_step(self) -> None:
         """Ends a step."""

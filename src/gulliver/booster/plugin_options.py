@@ -1,6 +1,6 @@
 """Options of the plugins, in groups that several plugins share.
 
-The constructor of a plugin names the common ones and takes the others by keyword; `take_options`
+The constructor of a plugin names the common ones and takes the others by keyword; `sort_options`
 sorts them into groups and checks them against the annotations.
 """
 
@@ -314,7 +314,7 @@ class HybridOptions(Options):
     dropout: Literal["exact", "alike"] | None = None
 
 
-def take_options(
+def sort_options(
     owner: type, kinds: Sequence[type[Options]], given: Mapping[str, Any]
 ) -> list[Any]:
     """Sorts the options of a plugin into groups and checks them.

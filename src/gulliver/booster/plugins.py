@@ -26,7 +26,7 @@ from gulliver.booster.plugin_options import (
     Stage,
     StepOptions,
     ZeroOptions,
-    take_options,
+    sort_options,
 )
 from gulliver.comm.collectives import broadcast_object, choose_axes, raise_on_any_rank
 from gulliver.comm.world import World, current_world
@@ -150,7 +150,7 @@ class Plugin(ABC):
         """Plans and runs what `check` returned: the running model and optimizer, and the plan."""
         plain = unwrapped(model)
         # A plan differs where the formats do, and ranks with different plans wait for each other.
-        self.wires.agree()
+        self.wires.check_equal_on_ranks()
         choices = self.for_model(choices, plain, optimizer, None)
         # It reads measurements of this machine, which one rank alone may lack.
         resolved = raise_on_any_rank(lambda: resolve(choices, plain, optimizer))
@@ -237,7 +237,7 @@ class TorchDDPPlugin(Plugin):
         verbose: bool = True,
         **options: Any,
     ) -> None:
-        groups = take_options(type(self), (Fp8Options, CommunicationOptions), options)
+        groups = sort_options(type(self), (Fp8Options, CommunicationOptions), options)
         self.fp8, self.wires = groups[0].plan(), groups[1].wires()
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
@@ -301,7 +301,7 @@ class LowLevelZeroPlugin(Plugin):
             "step_in_backward": step_in_backward,
         }
         formats = (Fp8Options, CommunicationOptions)
-        groups = take_options(type(self), (*kinds, *formats), given | options)
+        groups = sort_options(type(self), (*kinds, *formats), given | options)
         self.zero, limits, self.steps, self.links = groups[:4]
         self.fp8, self.wires = groups[4].plan(), groups[5].wires()
         self.precision, self.max_norm = self.zero.precision, self.zero.max_norm
@@ -435,7 +435,7 @@ class GeminiPlugin(Plugin):
         }
         kinds = (ZeroOptions, LimitOptions, StepOptions, PlacementOptions)
         formats = (Fp8Options, CommunicationOptions)
-        groups = take_options(type(self), (*kinds, *formats), given | options)
+        groups = sort_options(type(self), (*kinds, *formats), given | options)
         self.zero, limits, steps, placement = groups[:4]
         self.fp8, self.wires = groups[4].plan(), groups[5].wires()
         # Sizes of chunks are planned: a step of the tuner would not keep to the limit.

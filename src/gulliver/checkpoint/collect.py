@@ -121,7 +121,7 @@ class PerRank:
 
 
 @dataclass
-class Collected:
+class RankContent:
     """Content that one rank writes."""
 
     # Tensors and parts by entry and name.
@@ -156,9 +156,9 @@ def collect(
     state: Mapping[str, Any],
     rank: int = 0,
     world_size: int = 1,
-) -> Collected:
+) -> RankContent:
     """Takes a state apart."""
-    found = Collected()
+    found = RankContent()
     common: dict[str, dict[str, Tensor]] = {}
     for entry, value in state.items():
         if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
@@ -187,7 +187,7 @@ def collect(
         common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
     if world_size > 1:
         found.digest = _digest(common)
-    _share_out(common, found, rank, world_size)
+    _assign_shared(common, found, rank, world_size)
     found.guarded = guarded_storages()
     return found
 
@@ -245,8 +245,8 @@ def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
     return value if value.is_cpu else value.contiguous()
 
 
-def _share_out(
-    common: Mapping[str, Mapping[str, Tensor]], found: Collected, rank: int, world_size: int
+def _assign_shared(
+    common: Mapping[str, Mapping[str, Tensor]], found: RankContent, rank: int, world_size: int
 ) -> None:
     """Gives every tensor that all ranks have to the rank that has least to write so far."""
     if world_size == 1:

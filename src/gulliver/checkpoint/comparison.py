@@ -213,7 +213,7 @@ def compare(
             # In batches of the larger elements neither side needs more memory.
             common[name] = max(info, theirs, key=lambda info: info.dtype.itemsize)
         if entry is None:
-            found.values = _unlike_values(one, other)
+            found.values = _different_values(one, other)
         found.compared = len(common)
         found.differences = _differences(one, other, common, tolerance, relative, progress)
         return found
@@ -242,7 +242,7 @@ def _differences(
     return sorted(apart, key=lambda d: (-d.absolute, -d.relative))
 
 
-def _unlike_values(one: Weights, other: Weights) -> list[str]:
+def _different_values(one: Weights, other: Weights) -> list[str]:
     """Entries of two steps that differ in what is no tensor."""
     assert isinstance(one, StepWeights)
     assert isinstance(other, StepWeights)

@@ -198,10 +198,10 @@ class CheckpointFolder:
 
     def _retire(self, step: int) -> None:
         """Removes what is not kept now that a step is there."""
-        for old in self._outlived():
+        for old in self._expired_steps():
             if old != step:
                 remove_folder(self.path(old))
-        for old in self._spoiled():
+        for old in self._incomplete_steps():
             _log.warning("%s is not complete, and older than those that stay: it goes", old)
             remove_folder(old)
 
@@ -209,14 +209,14 @@ class CheckpointFolder:
         """Removes what was written of a step that failed."""
         remove_all(self.partial(step))
 
-    def _outlived(self) -> list[int]:
+    def _expired_steps(self) -> list[int]:
         """Lists steps that go, as they are too many."""
         if not self.keep:
             return []  # without a look at the steps, which may be many
         complete = set(self.steps())
         return [step for step in self._ages() if step in complete][: -self.keep]
 
-    def _spoiled(self) -> list[Path]:
+    def _incomplete_steps(self) -> list[Path]:
         """Lists steps that lack files, and would have gone by now had they been complete."""
         if not self.keep:
             return []

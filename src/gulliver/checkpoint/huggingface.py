@@ -20,8 +20,8 @@ from torch.autograd.graph import increment_version
 
 from gulliver.checkpoint.files import read_json
 from gulliver.checkpoint.manifest import Mismatch, match
-from gulliver.checkpoint.reader import always_fits, refuse_misfit
-from gulliver.checkpoint.regions import PartPlace, copy_bytes, overlap, place_of
+from gulliver.checkpoint.reader import always_fits, check_representable
+from gulliver.checkpoint.regions import PartOffset, copy_bytes, overlap, place_of
 from gulliver.checkpoint.tree import Leaf
 from gulliver.checkpoint.weights import (
     BATCH,
@@ -123,7 +123,7 @@ class ModelWeights(Weights):
         info, place = self.infos[name], place_of(part)
         into = part.value.view(-1).view(torch.uint8)
         for start, stop, key, compute in self._computed[name]:
-            copies = overlap(PartPlace(info.shape, start, stop), place)
+            copies = overlap(PartOffset(info.shape, start, stop), place)
             if not len(copies):
                 continue
             if self._last is None or self._last[0] is not compute:
@@ -398,7 +398,7 @@ def _check_fits(
         target = dtypes.get(source, _value(leaf).dtype)
         if not always_fits(weights.infos[source].dtype, target):
             for _, values in _pieces(weights, source, leaf, batch):
-                refuse_misfit(str(weights.path), source, values, target)
+                check_representable(str(weights.path), source, values, target)
 
 
 def _matched(

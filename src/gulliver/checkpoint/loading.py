@@ -23,7 +23,7 @@ from gulliver.checkpoint.manifest import (
     match,
     read_manifest,
 )
-from gulliver.checkpoint.reader import StepReader, Verifier, misfit
+from gulliver.checkpoint.reader import StepReader, Verifier, first_unrepresentable
 from gulliver.checkpoint.tree import (
     Leaf,
     as_leaf,
@@ -184,7 +184,7 @@ def _check_values(
             continue
         tensor: Any = made[value.name]
         local = tensor.to_local() if is_dtensor(tensor) else tensor
-        problem = misfit(local.cpu(), parameter.dtype)
+        problem = first_unrepresentable(local.cpu(), parameter.dtype)
         if problem is not None:
             raise GulliverError(f"{where}: {key} of parameter {number}: {problem}")
 
@@ -569,10 +569,12 @@ def load(
         GulliverError: there is no such step; names, shapes, an optimizer's kind or groups do not
             match; a value does not fit; a tensor is on meta; a file is broken.
     """
-    return beside_a_writer(path, step, lambda folder: _load(folder, state, strict, prefix))
+    return read_during_writes(path, step, lambda folder: _load(folder, state, strict, prefix))
 
 
-def beside_a_writer(path: Path | str, step: int | None, read: Callable[[Path], Result]) -> Result:
+def read_during_writes(
+    path: Path | str, step: int | None, read: Callable[[Path], Result]
+) -> Result:
     """Reads a step; again, and perhaps another, where its folder went while it was read."""
     # Another process may be saving there and keep only few steps. There is no lock for readers: a
     # folder that was replaced or removed meanwhile is noticed by its identity.

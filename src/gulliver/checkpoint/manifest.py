@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint.files import CODES, DTYPES, parse_json, read_bytes, shape_from_json
-from gulliver.checkpoint.regions import PartPlace, missing, region_from_json, region_to_json
+from gulliver.checkpoint.regions import PartOffset, missing, region_from_json, region_to_json
 from gulliver.errors import GulliverError
 from gulliver.io.files import write_text
 from gulliver.memory.parts import Part, Region, whole_shape
@@ -57,9 +57,9 @@ class PartEntry:
     stop: int
     region: Region | None = None
 
-    def place(self, shape: tuple[int, ...]) -> PartPlace:
+    def place(self, shape: tuple[int, ...]) -> PartOffset:
         """Returns where the part lies in a tensor of a shape."""
-        return PartPlace(shape, self.start, self.stop, self.region)
+        return PartOffset(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
         """Returns the JSON values that are written."""

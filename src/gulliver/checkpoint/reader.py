@@ -58,7 +58,7 @@ def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
     return torch.finfo(saved).max <= torch.finfo(target).max
 
 
-def misfit(values: Tensor, target: torch.dtype) -> str | None:
+def first_unrepresentable(values: Tensor, target: torch.dtype) -> str | None:
     """Names the first value that does not fit, for a message; None if all fit."""
     values = values.reshape(-1)
     if always_fits(values.dtype, target) or not values.numel():
@@ -68,7 +68,7 @@ def misfit(values: Tensor, target: torch.dtype) -> str | None:
         ends = torch.stack(torch.aminmax(values))
         if bool(ends.isfinite().all()) and not bool(_not_finite(ends, target).any()):
             return None
-    bad = _misfits(values, target)
+    bad = _unrepresentable(values, target)
     if not bool(bad.any()):
         return None
     value = values[int(bad.nonzero()[0])]
@@ -76,14 +76,14 @@ def misfit(values: Tensor, target: torch.dtype) -> str | None:
 
 
 def fitted(where: str, name: str, values: Tensor, target: torch.dtype) -> Tensor:
-    """Converts values of a tensor; see `refuse_misfit`."""
-    refuse_misfit(where, name, values, target)
+    """Converts values of a tensor; see `check_representable`."""
+    check_representable(where, name, values, target)
     return values.to(target)
 
 
-def refuse_misfit(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
+def check_representable(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
     """Refuses values of a tensor that do not fit the dtype that they are to be converted to."""
-    problem = misfit(values, target)
+    problem = first_unrepresentable(values, target)
     if problem is not None:
         raise GulliverError(
             f"{where}: tensor {name!r} is {str(values.dtype).removeprefix('torch.')} there: "
@@ -104,13 +104,13 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
     return int(info.min), int(info.max)
 
 
-def _misfits(values: Tensor, target: torch.dtype) -> Tensor:
+def _unrepresentable(values: Tensor, target: torch.dtype) -> Tensor:
     """Marks values that become infinite or, if one of the dtypes is an integer, another number."""
     kinds = _kind(values.dtype), _kind(target)
     if "integer" not in kinds:
         return _not_finite(values, target)
     if kinds[0] == "complex":
-        return (values.imag != 0) | _misfits(values.real, target)
+        return (values.imag != 0) | _unrepresentable(values.real, target)
     # Python compares integers and floating-point numbers exactly, however large.
     pairs = zip(_numbers(values), _numbers(values.to(target)), strict=True)
     return torch.tensor([before != after for before, after in pairs])
@@ -319,7 +319,7 @@ class Verifier:
             for entry, tensors in self.manifest.tensors.items()
             for name, tensor in tensors.items()
             if any(part.file == file for part in tensor.parts)
-            and (places is None or (name in places and _meet(places[name], (begin, stop))))
+            and (places is None or (name in places and _overlap(places[name], (begin, stop))))
         )
 
     def _ready_engine(self, page_bytes: int) -> Engine:
@@ -349,7 +349,7 @@ def _span(entry: FileEntry, number: int) -> tuple[int, int]:
     return begin, min(begin + entry.page_bytes, entry.nbytes)
 
 
-def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
@@ -413,7 +413,7 @@ class _Sink:
             self.target.copy_(self.staged.view(self.target.shape))
             self.row = self.staged = torch.empty(0)
         if self.left == 0 and self.target.is_cpu and self.target.nbytes >= LARGE:
-            mapped.let_go(self.target.data_ptr(), self.target.nbytes)
+            mapped.release_pages(self.target.data_ptr(), self.target.nbytes)
 
 
 @dataclass(frozen=True)
@@ -544,7 +544,7 @@ class StepReader:
         self.read_into(entry, batch, prefix)
         where = f"{self.folder}, entry {entry!r}"
         for name, part in batch.items():
-            refuse_misfit(where, prefix + name, part.value, targets[name])
+            check_representable(where, prefix + name, part.value, targets[name])
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
         """Fills tensors, and parts of tensors, in place; converts to their dtype."""

@@ -34,7 +34,7 @@ UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # They may overlap, as heads of keys and values do that several ranks hold; such elements are taken
 # to be equal, and any of them is read.
 @dataclass(frozen=True)
-class PartPlace:
+class PartOffset:
     """Position of a part's elements in its whole."""
 
     shape: tuple[int, ...]
@@ -56,15 +56,15 @@ class PartPlace:
         return region
 
 
-def place_of(leaf: Tensor | Part) -> PartPlace:
+def place_of(leaf: Tensor | Part) -> PartOffset:
     """Returns the place of a part, or of a tensor, which is a whole."""
     if isinstance(leaf, Part):
-        return PartPlace(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
-    return PartPlace(tuple(leaf.shape), 0, leaf.numel())
+        return PartOffset(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
+    return PartOffset(tuple(leaf.shape), 0, leaf.numel())
 
 
 @dataclass(frozen=True)
-class Stretches:
+class ContiguousRuns:
     """Runs of elements without a gap in the whole, ascending; arrays of one length."""
 
     # First element of each, counted in the whole.
@@ -77,20 +77,20 @@ class Stretches:
     run: np.ndarray
 
 
-def stretches(place: PartPlace) -> Stretches:
+def stretches(place: PartOffset) -> ContiguousRuns:
     """Cuts a part into its stretches."""
     region = place.sliced
     if region is None:
         row = [place.start] if place.numel else []
         zeros = np.zeros(len(row), np.int64)
-        return Stretches(_int(row), zeros, _int([place.numel] * len(row)), zeros)
+        return ContiguousRuns(_int(row), zeros, _int([place.numel] * len(row)), zeros)
     inner = math.prod(place.shape[region.dim + 1 :])
     runs = _int(region.runs).reshape(-1, 2) * inner
     runs = runs[runs[:, 1] > runs[:, 0]]
     widths = runs[:, 1] - runs[:, 0]
     width = int(widths.sum())
     if not width or not place.numel:
-        return Stretches(*(np.zeros(0, np.int64) for _ in range(4)))
+        return ContiguousRuns(*(np.zeros(0, np.int64) for _ in range(4)))
     rows = np.arange(place.start // width, -(-place.stop // width))[:, None]
     begin = (rows * (place.shape[region.dim] * inner) + runs[:, 0]).ravel()
     local = (rows * width + np.cumsum(widths) - widths).ravel()
@@ -100,7 +100,7 @@ def stretches(place: PartPlace) -> Stretches:
     low, high = np.maximum(local, place.start), np.minimum(local + count, place.stop)
     kept = high > low
     begin += low - local
-    return Stretches(begin[kept], (low - place.start)[kept], (high - low)[kept], run[kept])
+    return ContiguousRuns(begin[kept], (low - place.start)[kept], (high - low)[kept], run[kept])
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Copies:
                 at = stop
 
 
-def overlap(source: PartPlace, target: PartPlace) -> Copies:
+def overlap(source: PartOffset, target: PartOffset) -> Copies:
     """Finds what two parts of one whole have in common, as copies of elements between them."""
     if source.sliced is None and target.sliced is None:
         low, high = max(source.start, target.start), min(source.stop, target.stop)
@@ -244,7 +244,7 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
     return common
 
 
-def missing(shape: tuple[int, ...], parts: Sequence[PartPlace]) -> str | None:
+def missing(shape: tuple[int, ...], parts: Sequence[PartOffset]) -> str | None:
     """Tells what keeps parts from being a whole, each element once; see the note above."""
     whole = math.prod(shape)
     if not any(part.region for part in parts):

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from gulliver.checkpoint.collect import Collected, collect, install_hooks
+from gulliver.checkpoint.collect import RankContent, collect, install_hooks
 from gulliver.checkpoint.folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint.manifest import checked_about, file_to_json
 from gulliver.checkpoint.publishing import Heartbeat, create_heartbeats, publish, write_rank_report
@@ -287,7 +287,7 @@ class AsyncCheckpointer:
         skips = busy and self.when_busy == "skip"
         # A rank that skips keeps its failure: it is raised by the call that saves again, on all
         # ranks.
-        status = RankStatus(skips, None if skips else self._take_failure())
+        status = RankStatus(skips, None if skips else self._pop_failure())
         collected = None if skips or status.failure else self._prepare(step, state, status)
         save_id = self._agree(step, status)
         if save_id is None:
@@ -316,7 +316,9 @@ class AsyncCheckpointer:
                 f"({error})"
             ) from error
 
-    def _prepare(self, step: int, state: Mapping[str, Any], status: RankStatus) -> Collected | None:
+    def _prepare(
+        self, step: int, state: Mapping[str, Any], status: RankStatus
+    ) -> RankContent | None:
         """Does what this rank can before all agree; notes in `status` whether it could."""
         try:
             collected = collect(state, self.rank, self.world_size)
@@ -333,7 +335,7 @@ class AsyncCheckpointer:
             status.problem = error
             return None
 
-    def _check_limit(self, collected: Collected) -> None:
+    def _check_limit(self, collected: RankContent) -> None:
         """Refuses a shadow that does not fit."""
         if self.mode == "shadow" and self.memory_limit is not None:
             leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
@@ -356,7 +358,7 @@ class AsyncCheckpointer:
                 self.folder.discard(step)
         return save_id
 
-    def _start(self, save: Save, collected: Collected) -> None:
+    def _start(self, save: Save, collected: RankContent) -> None:
         """Hands everything over; other ranks learn afterwards what fails from here on."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
@@ -513,7 +515,7 @@ class AsyncCheckpointer:
         """
         self._check_process()
         self._join()
-        failure = self._take_failure()
+        failure = self._pop_failure()
         mine = None if failure is None else str(failure)
         every = self._gather(mine, failure)
         for rank, reason in enumerate(every):
@@ -527,7 +529,7 @@ class AsyncCheckpointer:
             self._job.result()
             self._stalled, self._job, self._snapshot = self.stall_s, None, None
 
-    def _take_failure(self) -> Exception | None:
+    def _pop_failure(self) -> Exception | None:
         """Returns what went wrong before, once; None, and a warning, where that was wanted."""
         failure, self._failure = self._failure, None
         if failure is not None and self.on_error == "warn":

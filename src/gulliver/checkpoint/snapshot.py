@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint.collect import SMALL, TINY, Collected, file_name
+from gulliver.checkpoint.collect import SMALL, TINY, RankContent, file_name
 from gulliver.checkpoint.files import Image
 from gulliver.checkpoint.manifest import FileEntry, part_to_json
 from gulliver.checkpoint.tree import Leaf
@@ -150,7 +150,7 @@ class CopyTicket:
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
         self._written.set()
 
-    def settle(self) -> None:
+    def wait_copies(self) -> None:
         """Waits until no copy writes the page any more; a device that is lost writes no more."""
         with suppress(Exception):
             self.copy_stream.wait(self._event)
@@ -192,7 +192,7 @@ def pump(engine: Engine, tickets: Sequence[CopyTicket]) -> None:
             copying.popleft()
     except BaseException as error:
         for ticket, page in copying:
-            ticket.settle()
+            ticket.wait_copies()
             ticket.fail(error)
             engine.release(page)
         for ticket in left:
@@ -237,7 +237,7 @@ class Snapshot:
 
     def __init__(
         self,
-        collected: Collected,
+        collected: RankContent,
         rank: int = 0,
         world_size: int = 1,
         caught: Collection[str] = (),
@@ -435,7 +435,7 @@ class Snapshot:
         elif threading.get_ident() == self._caller:
             self._compare(None)
             self._settled.set()
-        self._let_go(waited)
+        self._end_read_lock(waited)
         if waited:
             self.stall_s += time.perf_counter() - begun
 
@@ -446,8 +446,8 @@ class Snapshot:
                 _wait_copied(ticket)
                 # What lies on disk was read for this: memory is for what training uses.
                 for span in self._gone.pop(id(ticket), ()):
-                    self._mapped.let_go(*span)
-        self._let_go(None)
+                    self._mapped.release_pages(*span)
+        self._end_read_lock(None)
         self.copied_s = time.perf_counter() - self._begun
 
     def _compare(self, storages: Iterable[int] | None) -> None:
@@ -463,7 +463,7 @@ class Snapshot:
                 # Tensors go when the lock is free: what their ends call may ask for it.
                 dropped.append(noted)
 
-    def _let_go(self, storages: Iterable[int] | None) -> None:
+    def _end_read_lock(self, storages: Iterable[int] | None) -> None:
         """Ends the read lock on storages that were copied, None for all."""
         dropped = []
         with self._lock:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint.files import Slot, check_holdable, read_json, read_slots
 from gulliver.checkpoint.folder import LATEST, STEP
-from gulliver.checkpoint.loading import beside_a_writer
+from gulliver.checkpoint.loading import read_during_writes
 from gulliver.checkpoint.manifest import MANIFEST
 from gulliver.checkpoint.reader import StepReader
-from gulliver.checkpoint.regions import Copies, PartPlace, clusters, copy_bytes, overlap, place_of
+from gulliver.checkpoint.regions import Copies, PartOffset, clusters, copy_bytes, overlap, place_of
 from gulliver.checkpoint.tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io.engine import Engine, File, Ticket
@@ -116,7 +116,7 @@ class StepWeights(Weights):
     """An entry of a saved step, or all of its entries; every page that is read is checked."""
 
     def __init__(self, path: Path, entry: str | None = "model", step: int | None = None) -> None:
-        self.reader = beside_a_writer(path, step, StepReader)
+        self.reader = read_during_writes(path, step, StepReader)
         self.path = self.reader.folder
         saved = self.reader.manifest.tensors
         self.files = [self.path / name for name in self.reader.manifest.files]
@@ -221,7 +221,7 @@ class FileWeights(Weights):
         tickets, scattered = [], list[tuple[str, Part, Copies]]()
         for name, part in wanted.items():
             _, slot = self._slots[name]
-            whole = PartPlace(slot.shape, 0, math.prod(slot.shape))
+            whole = PartOffset(slot.shape, 0, math.prod(slot.shape))
             copies = overlap(whole, place_of(part)).scaled(slot.dtype.itemsize)
             if len(copies) == 1:
                 count = int(copies.count[0])
@@ -301,7 +301,7 @@ class MemoryWeights(Weights):
                 self._flat = name, self._tensors[name].reshape(-1)
             piece = self._flat[1][part.start : part.stop]
             part.value.copy_(piece)
-            self._mapped.let_go(piece.data_ptr(), piece.nbytes if piece.is_cpu else 0)
+            self._mapped.release_pages(piece.data_ptr(), piece.nbytes if piece.is_cpu else 0)
 
     def close(self) -> None:
         self._flat = None

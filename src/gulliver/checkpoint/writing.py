@@ -81,9 +81,9 @@ class _FileWriter:
         self._written, self._filled = self._written + self._filled, 0
         # As many as there are pages: what failed is known before more is read.
         while len(self._open) > PAGES:
-            self._settle(self._open.popleft())
+            self._finish_write(self._open.popleft())
 
-    def _settle(self, ticket: Ticket) -> None:
+    def _finish_write(self, ticket: Ticket) -> None:
         ticket.wait()
         self._checksums.append(int(ticket.checksum or 0))
 
@@ -91,7 +91,7 @@ class _FileWriter:
         """Waits until everything is on the disk; returns the file's entry."""
         self._flush()
         while self._open:
-            self._settle(self._open.popleft())
+            self._finish_write(self._open.popleft())
         assert self._written == self.nbytes, "the file is as long as its header says"
         self._engine.sync(self._file).wait()
         return FileEntry(self.nbytes, self._engine.page_bytes, tuple(self._checksums))

@@ -65,7 +65,7 @@ class Logs(JobsFolder):
 
 
 @dataclass(frozen=True)
-class Why(JobsFolder):
+class ModuleDecision(JobsFolder):
     """Says why a job waits, runs or shrank, and when it should end."""
 
     job: tyro.conf.Positional[str] = tyro.MISSING
@@ -89,7 +89,14 @@ class Scheduler(SchedulerOptions):
 
 def live_jobs(action: JobsFolder) -> int:
     """Runs an action."""
-    doers = {Submit: submit, Listing: show, Logs: logs, Why: explain, Stop: stop, Scheduler: run}
+    doers = {
+        Submit: submit,
+        Listing: show,
+        Logs: logs,
+        ModuleDecision: explain,
+        Stop: stop,
+        Scheduler: run,
+    }
     return doers[type(action)](action)
 
 
@@ -239,7 +246,7 @@ def logs(config: Logs) -> int:
     return 0
 
 
-def explain(config: Why) -> int:
+def explain(config: ModuleDecision) -> int:
     """Explains a job."""
     from gulliver.schedule.live.daemon import has_scheduler
     from gulliver.schedule.live.history import live_why
@@ -330,7 +337,7 @@ JobsAction = (
     | Annotated[Submit, tyro.conf.subcommand("submit", prefix_name=False)]
     | Annotated[Listing, tyro.conf.subcommand("list", prefix_name=False)]
     | Annotated[Logs, tyro.conf.subcommand("logs", prefix_name=False)]
-    | Annotated[Why, tyro.conf.subcommand("why", prefix_name=False)]
+    | Annotated[ModuleDecision, tyro.conf.subcommand("why", prefix_name=False)]
     | Annotated[Stop, tyro.conf.subcommand("stop", prefix_name=False)]
     | Annotated[Scheduler, tyro.conf.subcommand("scheduler", prefix_name=False)]
 )

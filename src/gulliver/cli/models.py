@@ -24,7 +24,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.probe import current_cluster, memory_bytes
 from gulliver.memory.symbolic import activation_peak
 from gulliver.models.autoencoders import AUTOENCODERS, build_autoencoder
-from gulliver.models.clips import places_of
+from gulliver.models.clips import token_positions
 from gulliver.models.configurations import CONFIGURATIONS, build
 from gulliver.options import size_text
 
@@ -291,7 +291,7 @@ def inputs_of(
         taken = type(model).forward.__annotations__
         return {key: value for key, value in inputs.items() if key in taken}
     count = tokens_of(name, clip)
-    places = places_of(batch, (count, 1, 1), 1, torch.device("meta"))
+    places = token_positions(batch, (count, 1, 1), 1, torch.device("meta"))
     inputs = {
         "img": empty(count, model.in_channels),
         "img_ids": places,

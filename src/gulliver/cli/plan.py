@@ -29,7 +29,7 @@ from gulliver.planner.measure import estimate_work
 from gulliver.planner.search.facts import facts_of
 from gulliver.planner.search.grids import (
     Found,
-    enough,
+    minimum_resources,
     prices_of_memory,
     search_grids,
     searched_again,
@@ -64,7 +64,7 @@ def answer_of(options: Search) -> Answer:
         changed = searched_again(found, samples, other, memory=limit)
     why = why_module(found, options.why) if options.why else None
     prices = prices_of_memory(found, samples)
-    return Answer(subject, found, prices, enough(found, samples), changed, why)
+    return Answer(subject, found, prices, minimum_resources(found, samples), changed, why)
 
 
 def _searched(options: Search, cluster: Cluster) -> tuple[Subject, Found]:
@@ -117,11 +117,12 @@ def plain(answer: Answer) -> dict[str, Any]:
             {"limit": p.limit, "step": p.scored and p.scored.seconds.step} for p in answer.prices
         ],
         "enough": {
-            "bytes": answer.enough.bytes,
-            "grid": str(answer.enough.grid),
-            "ranks": answer.enough.ranks,
-            "ranks_unlooked": answer.enough.unlooked,
-            "offloaded": answer.enough.offloaded and asdict(answer.enough.offloaded),
+            "bytes": answer.minimum_resources.bytes,
+            "grid": str(answer.minimum_resources.grid),
+            "ranks": answer.minimum_resources.ranks,
+            "ranks_unlooked": answer.minimum_resources.unlooked,
+            "offloaded": answer.minimum_resources.offloaded
+            and asdict(answer.minimum_resources.offloaded),
         },
         "what_if": answer.changed and [_plain(scored) for scored in answer.changed.best],
         "why": answer.why and asdict(answer.why),

@@ -51,7 +51,7 @@ class TensorChoice:
 
 
 @dataclass(frozen=True)
-class Why:
+class ModuleDecision:
     """Decision about a module."""
 
     path: str
@@ -71,7 +71,7 @@ class Why:
     source: str
 
 
-def why_module(found: Found, path: str) -> Why:
+def why_module(found: Found, path: str) -> ModuleDecision:
     """Explains what the fastest grid does with a module."""
     facts = found.facts
     costs = facts.analysis.module(path)
@@ -80,7 +80,7 @@ def why_module(found: Found, path: str) -> Why:
     sizes = [size for size in SIZES if found.cluster.size % size == 0]
     device = facts.device
     rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.matmul.items())
-    return Why(
+    return ModuleDecision(
         path,
         type(module).__name__,
         sum(p.numel() for p in module.parameters()),
@@ -133,11 +133,11 @@ class Answer:
     found: Found
     # Fastest grids under other limits of memory.
     prices: tuple[Price, ...]
-    enough: MinimumResources
+    minimum_resources: MinimumResources
     # What was found on the changed cluster; None where nothing was changed.
     changed: Found | None = None
     # What is done with a module; None where none was asked for.
-    why: Why | None = None
+    why: ModuleDecision | None = None
 
 
 # Text that `gulliver plan MODEL` prints.
@@ -205,7 +205,7 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
         f"{seconds_text(seconds[0])} and backward {seconds_text(seconds[1])} on one "
         f"{facts.device.name}; keeps {size_text(facts.saved)} for the backward",
         f"{options.batch} samples a step on {cluster.size} ranks, {cluster.name}",
-        _honest(found),
+        _limit_text(found),
         "not counted: " + ", ".join(not_counted(found)),
     ]
     if facts.cached:
@@ -215,7 +215,7 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
     lines.append(
         f"{found.looked:,} grids of {meshes - left} of {meshes} meshes in "
         f"{seconds_text(sum(found.seconds))}, at most {size_text(found.limit)} on a rank"
-        + _beyond(found)
+        + _above_device(found)
     )
     if found.best:
         best = found.best[0]
@@ -233,7 +233,7 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
     return lines
 
 
-def _beyond(found: Found) -> str:
+def _above_device(found: Found) -> str:
     """Says of a limit that the device has less."""
     has = found.cluster.device.memory_bytes
     return f": {found.cluster.device.name} has {size_text(has)}" if found.limit > has > 0 else ""
@@ -246,7 +246,7 @@ def not_counted(found: Found) -> list[str]:
     return [*NOT_COUNTED, GENERATED, *([] if found.facts.cached else [CACHE])]
 
 
-def _honest(found: Found) -> str:
+def _limit_text(found: Found) -> str:
     if found.cluster.measured:
         return f"seconds at measured rates ({found.cluster.date or 'no date'})"
     return f"seconds at data-sheet rates: a floor ({found.cluster.source})"
@@ -336,7 +336,7 @@ def _prices(prices: Sequence[Price], found: Found) -> list[str]:
 
 
 def _after(answer: Answer, options: Search) -> list[str]:
-    found, need = answer.found, answer.enough
+    found, need = answer.found, answer.minimum_resources
     lines = [
         f"least memory on these ranks: {size_at_least(need.bytes)} ({need.grid})",
         f"fewest of such ranks that fit it: {need.ranks or 'more than were looked at'}"
@@ -399,7 +399,7 @@ def _costs(best: Scored, ranks: int, tokens: int, options: Search) -> list[str]:
     return lines
 
 
-def _show_why(console: Console, why: Why) -> None:
+def _show_why(console: Console, why: ModuleDecision) -> None:
     again, blocks = why.recomputed
     console.print(
         f"why {why.path}: {why.kind}, {why.parameters:,} parameters, {flops_text(why.flops)} "

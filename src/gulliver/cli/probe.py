@@ -51,7 +51,7 @@ def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) ->
     path = out or kept_path(world.size)
     console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
     # Rank 0 looks for all: the ranks may see different file systems.
-    kept, refusal = broadcast_object(_looked_up(path, again, folder) if world.is_main else None)
+    kept, refusal = broadcast_object(_cached_probe(path, again, folder) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
     cluster, anew = kept or (None, True)
@@ -246,7 +246,7 @@ def _operations(
     return found | ({"ring_all_reduce": ring} if device.type == "cpu" and torus.size > 2 else {})
 
 
-def _looked_up(
+def _cached_probe(
     path: Path, again: bool, folder: Path | None
 ) -> tuple[tuple[Cluster, bool] | None, str | None]:
     """Returns what is kept and whether its disk is another one, or why nothing could be kept."""

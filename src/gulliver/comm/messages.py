@@ -158,7 +158,7 @@ def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
     flight_recorder.note(key, number, purpose)
 
 
-def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:
+def acquire_buffer(numel: int, dtype: torch.dtype) -> Tensor:
     """A flat, uninitialized buffer."""
     global _kept_bytes
     with _lock:
@@ -170,8 +170,8 @@ def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-def give_buffer(buffer: Tensor) -> None:
-    """Gives a buffer of `take_buffer` back; the least recently used are freed above a limit."""
+def release_buffer(buffer: Tensor) -> None:
+    """Gives a buffer of `acquire_buffer` back; the least recently used are freed above a limit."""
     global _kept_bytes
     key = (buffer.numel(), buffer.dtype)
     with _lock:

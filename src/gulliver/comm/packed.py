@@ -30,12 +30,12 @@ from torch import Tensor
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import (
     Messages,
+    acquire_buffer,
     count_sent,
     exchange_parts,
-    give_buffer,
     next_tag,
     others,
-    take_buffer,
+    release_buffer,
     with_wire,
 )
 from gulliver.comm.steps import Steps, drive, start
@@ -71,7 +71,7 @@ class Packer:
         """Bytes for packed elements."""
         count = packed_bytes(numel, self.wire)
         if like.device.type == "cpu":
-            return take_buffer(count, torch.uint8)
+            return acquire_buffer(count, torch.uint8)
         return like.new_empty(count, dtype=torch.uint8)
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -86,7 +86,8 @@ class Packer:
         if self.gloo:
             order = others(group.rank, group.size)
             found = [
-                take_buffer(0 if p == group.rank else c, torch.uint8) for p, c in enumerate(counts)
+                acquire_buffer(0 if p == group.rank else c, torch.uint8)
+                for p, c in enumerate(counts)
             ]
             incoming = [(group.ranks[p], found[p]) for p in order if counts[p]]
             sent = [(group.ranks[p], outgoing[p]) for p in order if outgoing[p].numel()]
@@ -109,11 +110,11 @@ class Packer:
         parts = arrived.split(arriving)
         return Messages([work], sent), [parts[order.index(p)] for p in range(group.size)]
 
-    def give(self, *lists: Sequence[Tensor]) -> None:
+    def release_buffers(self, *lists: Sequence[Tensor]) -> None:
         """Gives buffers back once they were sent and read."""
         for buffer in itertools.chain(*lists):
             if buffer.device.type == "cpu" and buffer.numel() and self.gloo:
-                give_buffer(buffer)
+                release_buffer(buffer)
 
 
 def run_packed(
@@ -155,7 +156,7 @@ def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool =
             blocks = list(block.view(-1, held.numel()))
     for part, into in zip(blocks, output.view(-1, numel), strict=True):
         unpack(part, packer.wire, numel, out=into, add=float(add))
-    packer.give(made)
+    packer.release_buffers(made)
 
 
 def packed_reduce_scatter(
@@ -206,7 +207,7 @@ def _all_reduced(
     yield messages
     for place, part in enumerate(parts):
         unpack(own if place == group.rank else found[place], packer.wire, len(part), out=part)
-    packer.give([own], found)
+    packer.release_buffers([own], found)
 
 
 def _added_up(
@@ -237,7 +238,7 @@ def _added_up(
     for place in range(group.size):
         if place != group.rank:
             unpack(found[place], packer.wire, total.numel(), out=total, add=1.0)
-    packer.give(packed, found)
+    packer.release_buffers(packed, found)
 
 
 def check_packed(op: str, wire: WireFormat) -> None:

@@ -26,12 +26,12 @@ from torch import Tensor
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import (
     Messages,
-    give_buffer,
+    acquire_buffer,
     next_tag,
     others,
     receive,
+    release_buffer,
     send,
-    take_buffer,
 )
 from gulliver.comm.watchdog import ANY, Purpose, wait_for
 
@@ -169,11 +169,10 @@ def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> Non
             # What it was handed is let go at once: the next may be long in coming.
             work(*queue.get())
 
-    # A daemon: at exit the interpreter must not wait for a thread that waits for a lost rank. What
-    # is still in flight is drained before (`_world._leave`), since a thread that is ended inside of
-    # gloo takes the process down with it. A forked child has the queues but not the threads, so
-    # processes that communicate are spawned, as all of ours are; workers of data loaders never
-    # communicate.
+    # A daemon, so that the interpreter does not wait at exit for a thread blocked on a lost rank.
+    # `world._shutdown_at_exit` drains messages in flight first: ending a thread inside gloo would
+    # crash the process. A forked child has the queues but not the threads, so processes that
+    # communicate are spawned; workers of data loaders never communicate.
     threading.Thread(target=loop, name=f"gulliver-comm-{name}", daemon=True).start()
 
 
@@ -308,7 +307,7 @@ def reduce_scatter_steps(
     for depth in reversed(range(len(rank_groups))):
         exchange = AxisExchange(rank_groups[depth], tags[depth])
         rows = math.prod(sizes[:depth])
-        buffer = take_buffer((sizes[depth] - 1) * rows * length, dtype)
+        buffer = acquire_buffer((sizes[depth] - 1) * rows * length, dtype)
         slots = buffer.view(sizes[depth] - 1, rows, length)
         for peer in exchange.peers:
             exchange.receive(peer, slots[_slot(peer, exchange.rank_group.rank)])
@@ -334,7 +333,7 @@ def reduce_scatter_steps(
         output[segment[0] : segment[1]].div_(math.prod(sizes))
     for exchange, slots in stages:
         yield exchange.departures()
-        give_buffer(slots.view(-1))
+        release_buffer(slots.view(-1))
 
 
 def all_gather_steps(
@@ -357,7 +356,7 @@ def all_gather_steps(
         packed = {}
         for peer in exchange.peers:
             block = blocks[:, peer]
-            if not _lies_well(block):
+            if not _pieces_are_views(block):
                 block = packed[peer] = torch.empty_like(block, memory_format=_CONTIGUOUS)
             exchange.receive(peer, block)
         stages.append((exchange, blocks, packed))
@@ -410,7 +409,7 @@ def all_reduce_steps(
     for level in levels:
         yield level.out.departures()
         yield level.back.departures()
-        give_buffer(level.slots.view(-1))
+        release_buffer(level.slots.view(-1))
 
 
 class _Level:
@@ -429,7 +428,7 @@ class _Level:
         self.mine = self.intervals[rank_group.rank]
         self.out, self.back = AxisExchange(rank_group, tags[0]), AxisExchange(rank_group, tags[1])
         length = self.mine[1] - self.mine[0]
-        buffer = take_buffer((rank_group.size - 1) * length, tensor.dtype)
+        buffer = acquire_buffer((rank_group.size - 1) * length, tensor.dtype)
         self.slots = buffer.view(rank_group.size - 1, 1, length)
 
     def post(self) -> None:
@@ -506,7 +505,7 @@ def _pieces(block: Tensor) -> list[Tensor]:
     return [block.contiguous().view(-1)]
 
 
-def _lies_well(block: Tensor) -> bool:
+def _pieces_are_views(block: Tensor) -> bool:
     """Whether the pieces of a block are views of it."""
     return block.shape[1] * block.element_size() >= ROW_BYTES or block.is_contiguous()
 

@@ -116,16 +116,16 @@ class Torus:
         order: Sequence[int] | None = None,
         device_type: str = "cpu",
     ) -> None:
-        self._lay(make_axes(axes, order, device_type), tuple(axes))
+        self._torus(make_axes(axes, order, device_type), tuple(axes))
 
     @classmethod
     def along(cls, axes: Axes, names: tuple[str, ...], flat: bool = False) -> Torus:
         """The ranks along some of the axes; see `Axes.torus`."""
         torus = cls.__new__(cls)
-        torus._lay(axes, names, flat)
+        torus._torus(axes, names, flat)
         return torus
 
-    def _lay(self, axes: Axes, names: tuple[str, ...], flat: bool = False) -> None:
+    def _torus(self, axes: Axes, names: tuple[str, ...], flat: bool = False) -> None:
         self.axes = {name: axes.sizes[name] for name in names}
         self.rank_groups = tuple(axes.rank_group(name) for name in names if axes.sizes[name] > 1)
         self.flat = self.rank_groups[0] if len(self.rank_groups) == 1 else axes.flat(names)

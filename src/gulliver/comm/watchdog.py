@@ -143,7 +143,7 @@ def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str
     return ""
 
 
-def standing_in() -> str:
+def blocking_collective() -> str:
     """Name of the torch collective that the main thread is in; empty if there is none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
@@ -294,7 +294,7 @@ class Watchdog:
                 # Rank 0's process, or its launcher, keeps the store.
                 self._declare(0, "ended, and its store with it")
                 return
-            if lost := self._lost() or self._silent():
+            if lost := self._lost() or self._is_silent():
                 self._declare(*lost)
                 return
             differs = flight_recorder.difference if not flight_recorder.raised else ""
@@ -326,7 +326,7 @@ class Watchdog:
             self._status.differs = reported[0]
             self._publish()
             flight_recorder.difference = reported[0]
-            if standing_in():
+            if blocking_collective():
                 self._end(reported[0])  # nothing wakes it there but a connection that is closed
 
     def _read_status(self, other: int) -> None:
@@ -357,7 +357,7 @@ class Watchdog:
                 return other, "ended, having made fewer steps or calls than this one"
         return None
 
-    def _silent(self) -> tuple[int, str] | None:
+    def _is_silent(self) -> tuple[int, str] | None:
         longest = self.silence_s
         if self._suspected.is_set():
             longest = min(SUSPECTED_S, longest)
@@ -387,7 +387,7 @@ class _Position:
 
     def look(self) -> tuple[Entries, str] | None:
         """Returns entries, and the call that the main thread is stuck in; None on progress."""
-        call = standing_in()
+        call = blocking_collective()
         same = (flight_recorder.count, call) == (self._count, self._call)
         self._beats = self._beats + 1 if same else 0
         self._count, self._call = flight_recorder.count, call

@@ -91,7 +91,7 @@ def init_world(
             )
     except (RuntimeError, ValueError) as error:
         raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
-    atexit.register(_leave)
+    atexit.register(_shutdown_at_exit)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A connection of its own: the main one is locked while a collective waits on it.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
@@ -124,7 +124,7 @@ def shutdown() -> None:
     flight_recorder.clear()
 
 
-def _leave() -> None:
+def _shutdown_at_exit() -> None:
     """Leaves the world when the program ends."""
     # The interpreter ends threads where they stand. One that stands in a backend's code, watching
     # or finishing a gather that nobody waited for, takes the process down with it; so all of them
@@ -138,15 +138,15 @@ def _leave() -> None:
     if error is not None:
         text = str(getattr(sys, "last_value", "")).splitlines() or [""]
         status = 130 if issubclass(error, KeyboardInterrupt) else 1
-        _leave_failed(f"with {error.__name__}: {text[0][:200]}", status)
+        _exit_failed(f"with {error.__name__}: {text[0][:200]}", status)
     if not drain(time.monotonic() + LEAVING_S):
         why = "at its end: other ranks have not taken part in a collective that it began"
         print(f"gulliver: this rank failed {why}", file=sys.stderr)
-        _leave_failed(why, 1)
+        _exit_failed(why, 1)
     shutdown()
 
 
-def _leave_failed(why: str, status: int) -> NoReturn:
+def _exit_failed(why: str, status: int) -> NoReturn:
     """Publishes why this rank ends, and ends it."""
     if _watchdog is not None:
         _watchdog.stop(why)

@@ -255,7 +255,7 @@ class PinnedArena:
             self._reclaim()
             enough = [size for size in self._extents.slabs.values() if size >= need]
             missing = max(0, in_flight - len(enough)) if need else 0
-            self._make_room(missing * need, need)
+            self._drop_slabs(missing * need, need)
             total = self._capacity + missing * need
             if total > self.limit:
                 raise GulliverError(
@@ -297,7 +297,7 @@ class PinnedArena:
             self._hits += len(needs)
             blocks = []
             for need, size in zip(needs, sizes, strict=True):
-                blocks.append(self._lend(number, start, size, need))
+                blocks.append(self._allocate(number, start, size, need))
                 start += size
             return blocks
         return [
@@ -310,18 +310,18 @@ class PinnedArena:
         found = self._extents.take(size)
         if found is not None:
             self._hits += 1
-            return self._lend(*found, size, need)
+            return self._allocate(*found, size, need)
         for slab in (rest, size):
-            self._make_room(slab, slab)
+            self._drop_slabs(slab, slab)
             if self._capacity + slab <= self.limit and self._try_grow(slab):
                 found = self._extents.take(size)
                 assert found is not None
                 self._grown += 1
-                return self._lend(*found, size, need)
+                return self._allocate(*found, size, need)
         self._plain += 1
         return need
 
-    def _lend(self, number: int, start: int, size: int, need: int) -> _Block:
+    def _allocate(self, number: int, start: int, size: int, need: int) -> _Block:
         self._in_use += size
         self._asked += need
         self._high_water = max(self._high_water, self._in_use)
@@ -346,7 +346,7 @@ class PinnedArena:
             self._in_use -= block.size
             self._asked -= block.asked
 
-    def _make_room(self, size: int, below: int) -> None:
+    def _drop_slabs(self, size: int, below: int) -> None:
         """Gives up empty slabs of less than `below` bytes, small ones first, for `size` others."""
         slabs = self._extents.slabs
         idle = [n for n, length in slabs.items() if length < below and self._extents.is_empty(n)]

@@ -192,7 +192,7 @@ def resolution(name: str) -> Resolution:
 #
 # A clip is offered to the largest resolution that it fills first, and there to the longest length;
 # with the chance `keep` it stays, else it goes to the next smaller resolution, and at last it is
-# left out. Every epoch deals again. Read `BucketConfig.deal` first: it is the whole rule, for all
+# left out. Every epoch deals again. Read `BucketConfig.assign` first: it is the whole rule, for all
 # clips at once. What this does not know: files, tables, and how batches are made (`sampler.py`).
 #
 # Source: Open-Sora 1.1 to 2.0 (`bucket_config` of their configurations).
@@ -274,7 +274,7 @@ class BucketConfig:
                     "1 is for pictures"
                 )
 
-    def deal(self, sizes: ClipSizes, interval: int, seed: int, epoch: int) -> np.ndarray:
+    def assign(self, sizes: ClipSizes, interval: int, seed: int, epoch: int) -> np.ndarray:
         """Deals all clips.
 
         Args:
@@ -310,7 +310,7 @@ class BucketConfig:
         self, sizes: ClipSizes, interval: int = 1, seed: int = 0, epoch: int = 0
     ) -> list[Bucket | None]:
         """Returns the bucket of each clip in an epoch; None where it is left out."""
-        chosen = self.deal(sizes, interval, seed, epoch)
+        chosen = self.assign(sizes, interval, seed, epoch)
         # Many clips have few sizes.
         found: dict[tuple[int, int, int], Bucket | None] = {}
         keys = list(

@@ -252,7 +252,7 @@ class WindowedDataset(ClipDataset, Protocol):
 class DealtDataset(WindowedDataset, Protocol):
     """A data set whose samples go to another bucket in each epoch."""
 
-    def deal(self, epoch: int) -> Sequence[Bucket | None]:
+    def assign(self, epoch: int) -> Sequence[Bucket | None]:
         """The bucket of every sample in an epoch, or None where it is left out."""
         ...
 

@@ -604,7 +604,7 @@ class DataLoader(torch_data.DataLoader):
         self._resumes, self._generators = False, None
         return self._done if by_loading else 0
 
-    def _hand_out(self, moved: MovedBatch, waited_s: float) -> Any:
+    def _count_batch(self, moved: MovedBatch, waited_s: float) -> Any:
         """Counts a batch as the user's."""
         self._done += 1
         self._batches += 1
@@ -637,7 +637,7 @@ class _Batches:
         started = time.perf_counter()
         entry = self._feed.get()
         if isinstance(entry, MovedBatch):
-            return self._loader._hand_out(entry, time.perf_counter() - started)
+            return self._loader._count_batch(entry, time.perf_counter() - started)
         self._ended = True
         self._feed.close()
         if entry is None:

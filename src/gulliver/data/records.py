@@ -194,7 +194,7 @@ def _word(value: float, words: tuple[tuple[float, str], ...]) -> str:
     return next(word for bound, word in words if value < bound or bound == math.inf)
 
 
-def _is_told(value: object) -> bool:
+def _is_set(value: object) -> bool:
     """Whether a cell says something: empty ones are None, "" or NaN."""
     if isinstance(value, Real):
         return not math.isnan(value)
@@ -203,12 +203,12 @@ def _is_told(value: object) -> bool:
 
 def _score(values: Values, column: str) -> float | None:
     value = values.get(column)
-    return float(value) if isinstance(value, Real) and _is_told(value) else None
+    return float(value) if isinstance(value, Real) and _is_set(value) else None
 
 
 def _camera(text: str, values: Values) -> list[str]:
     camera = values.get("cmotion")
-    if not _is_told(camera) or "camera motion:" in text:
+    if not _is_set(camera) or "camera motion:" in text:
         return []
     return [f"camera motion: {str(camera).strip()}."]
 
@@ -263,9 +263,9 @@ def check_scores(table: object, records: Sequence[Values], style: str) -> None:
     """Refuses a table without scores of a style: its captions would stay as they are."""
     _check_style(style)
     columns = COLUMNS.get(style, ())
-    if not columns or any(_is_told(row.get(column)) for row in records for column in columns):
+    if not columns or any(_is_set(row.get(column)) for row in records for column in columns):
         return
-    phrases = dict.fromkeys(name for row in records for name in row if _is_told(row[name]))
+    phrases = dict.fromkeys(name for row in records for name in row if _is_set(row[name]))
     raise GulliverError(
         f"scores in the style of {style} are read from the columns {', '.join(columns)}: no row of "
         f"{table} has one (columns with values: {', '.join(phrases) or 'none'})"

@@ -117,7 +117,7 @@ class ClipTable:
         return held
 
     def _deal_rows(self) -> None:
-        dealt = zip(self.rows, self.deal(0), strict=True)
+        dealt = zip(self.rows, self.assign(0), strict=True)
         self.rows = [replace(row, bucket=bucket) for row, bucket in dealt]
 
     def _add(self, record: Record) -> None:
@@ -151,7 +151,7 @@ class ClipTable:
             raise GulliverError(refusal)
         return None
 
-    def deal(self, epoch: int) -> list[Bucket | None]:
+    def assign(self, epoch: int) -> list[Bucket | None]:
         """Deals the rows to the buckets of an epoch; None where one is left out."""
         if not isinstance(self.buckets, BucketConfig):
             return [row.bucket for row in self.rows]
@@ -191,7 +191,7 @@ class ClipTable:
         return [(self.rows[index].name, reason) for index, reason in self._broken.items()]
 
     @property
-    def misstated(self) -> list[tuple[str, str]]:
+    def misdescribed(self) -> list[tuple[str, str]]:
         """Name of each file that was used and is otherwise than it was said to be, and how."""
         return [(self.rows[index].name, stated) for index, stated in self._misstated.items()]
 

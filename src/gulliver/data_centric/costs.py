@@ -127,7 +127,7 @@ def alone(costs: Costs) -> Costs:
     return getattr(costs, "alone", costs)
 
 
-def lot_of(costs: Costs, shape: Hashable, pac: bool) -> int:
+def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
     """Samples of a shape that wait for each other: until each is within 2 % of the best."""
     # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
     # has must not depend on those.

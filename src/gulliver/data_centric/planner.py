@@ -32,7 +32,7 @@ from gulliver.data_centric.costs import (
     check_sample,
     checked_degrees,
     checked_window,
-    lot_of,
+    efficient_batch,
     total,
     weight,
 )
@@ -44,7 +44,7 @@ from gulliver.data_centric.windows import (
     check_state,
     digest_of,
     longer_lots,
-    lots,
+    order_by_shape,
 )
 from gulliver.errors import GulliverError
 from gulliver.options import (
@@ -216,7 +216,7 @@ class DataCentricPlanner:
         for degree, row in rows.items():
             self._facts[shape, degree] = facts_of(row, factor)
         most = MOST_LOT * total(self.budget, self.ranks) / self._weights(shape)
-        self._lots[shape] = max(1, min(lot_of(self.costs, shape, self.pac), int(most)))
+        self._lots[shape] = max(1, min(efficient_batch(self.costs, shape, self.pac), int(most)))
         self._most_lots[shape] = most
 
     @property
@@ -258,7 +258,9 @@ class DataCentricPlanner:
             counts = Counter(shapes)
             weights = {shape: self._weights(shape) for shape in counts}
             steps = sum(n * weights[s] for s, n in counts.items()) / total(self.budget, self.ranks)
-            order = lots(shapes, longer_lots(counts, self._lots, self._most_lots, steps), draw)
+            order = order_by_shape(
+                shapes, longer_lots(counts, self._lots, self._most_lots, steps), draw
+            )
             names = [shapes[place] for place in order.tolist()]
             self._queue.extend(indices[order], names, np.array([weights[name] for name in names]))
 

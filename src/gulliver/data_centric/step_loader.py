@@ -223,7 +223,7 @@ class DataCentricLoader:
         """
         if self._first is not None and self._first[0] == self.optimizer.taken.steps:
             return self.planner.state_dict(self._first[1])
-        if self._given is not None and not self._given[0].is_taken:
+        if self._given is not None and not self._given[0].is_applied:
             return self.planner.state_dict(self._given[1])
         return self.planner.state_dict()
 
@@ -234,7 +234,7 @@ class DataCentricLoader:
         taken = self.optimizer.taken.steps
         if self._first is not None and self._first[0] == taken:
             return self._first
-        if self._given is not None and self._given[0].ended and not self._given[0].is_taken:
+        if self._given is not None and self._given[0].ended and not self._given[0].is_applied:
             return taken, self._given[1]
         return taken, before
 

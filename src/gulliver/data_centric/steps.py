@@ -255,10 +255,10 @@ class Phases:
         if not self._several or whole.seconds <= SPLIT * whole.bound:
             return best
         for wide, others in self._cuts(shapes):
-            if self._hopeless(best, solver.bound(wide), solver.bound(others)):
+            if self._cannot_improve(best, solver.bound(wide), solver.bound(others)):
                 continue
             first = solver.plan_step(wide)
-            if self._hopeless(best, first.seconds, solver.bound(others)):
+            if self._cannot_improve(best, first.seconds, solver.bound(others)):
                 continue
             found = self._filled((first, solver.plan_step(others)), whole.bound)
             if found.seconds < best.seconds:
@@ -272,6 +272,6 @@ class Phases:
             parts = tuple(fill_stages(part, seconds, self._stages) for part in parts)
         return SolvedStep(parts, sum(part.seconds for part in parts), bound)
 
-    def _hopeless(self, best: SolvedStep, *seconds: float) -> bool:
+    def _cannot_improve(self, best: SolvedStep, *seconds: float) -> bool:
         """Whether parts of at least so many seconds cannot be shorter."""
         return sum(seconds) >= best.seconds * (1 + 1e-9)

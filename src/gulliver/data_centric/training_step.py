@@ -265,7 +265,7 @@ class TrainingStep:
         uneven.backward(loss * (share * self.context.optimizer.size), last=last)
 
     @property
-    def is_taken(self) -> bool:
+    def is_applied(self) -> bool:
         """Whether the optimizer has stepped with what the micro-batches gave."""
         return self.ended and self.context.optimizer.taken.steps > self._steps
 

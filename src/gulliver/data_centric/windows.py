@@ -232,7 +232,7 @@ def longer_lots(
     return {s: max(sizes[s], min(int(factor * sizes[s]), int(most[s]))) for s in counts}
 
 
-def lots(
+def order_by_shape(
     shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator
 ) -> np.ndarray:
     """Orders a window: lots of one shape, those of each shape at even distances."""

@@ -51,7 +51,7 @@ class TokenHandle:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class TrainedParts:
     """The trained weights of a run.
 
     Attributes:
@@ -97,7 +97,7 @@ class Base(Protocol):
         """Adds a token to the tokenizer, with trainable rows in the text encoder."""
         ...
 
-    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+    def encode_prompts(self, texts: Sequence[str], train_text: bool) -> None:
         """Prepares all prompts of the run; called before `loss` and `sample`."""
         # If `text` is not trained, a base may encode the prompts now, free it and set it to None.
         ...
@@ -121,7 +121,7 @@ class Base(Protocol):
         """Reads adapters written by `save`."""
         ...
 
-    def save(self, folder: Path, learnt: Learnt) -> None:
+    def save(self, folder: Path, learnt: TrainedParts) -> None:
         """Writes the trained weights in the usual format of the model; called on rank 0."""
         ...
 

@@ -146,7 +146,7 @@ class DreamboothConfig(Options):
     """Tensor parallel size: these denoisers have no tensor parallel plan."""
 
     @property
-    def learns_token(self) -> bool:
+    def trains_token(self) -> bool:
         """Whether the token is a new word with a trainable embedding."""
         return self.learn_token or self.method == "token"
 
@@ -290,8 +290,8 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
             config.method != "token",
             "--method token trains only the token's embedding; omit it",
         ),
-        "initial": (config.learns_token, "it needs --learn-token or --method token"),
-        "token_rate": (config.learns_token, "it needs --learn-token or --method token"),
+        "initial": (config.trains_token, "it needs --learn-token or --method token"),
+        "token_rate": (config.trains_token, "it needs --learn-token or --method token"),
         "motion": (
             lora,
             "training on clips continues adapters; add --method lora or omit it",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint.files import read_json, read_metadata, read_tensors, write_tensors
 from gulliver.checkpoint.reader import fitted
-from gulliver.dreambooth.base import Learnt, Picture, TokenHandle
+from gulliver.dreambooth.base import Picture, TokenHandle, TrainedParts
 from gulliver.dreambooth.noise import KINDS, T5_LENGTH, Conditions, Noise
 from gulliver.dreambooth.pictures import cropped
 from gulliver.dreambooth.words import add_token
@@ -63,7 +63,7 @@ def read_lora(
     return found, {side: values for side, values in given.items() if values}
 
 
-def write_learnt(base: DiffusersBase, folder: Path, learnt: Learnt) -> None:
+def write_trained(base: DiffusersBase, folder: Path, learnt: TrainedParts) -> None:
     """Writes the trained weights of a base into a folder."""
     network = base.kind.network
     adapters = {lora_name(network, n): n for n in learnt.tensors if ".lora_" in n}
@@ -90,7 +90,7 @@ def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]])
     return about
 
 
-def _rows(base: DiffusersBase, learnt: Learnt) -> dict[str, str]:
+def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
     """Names of the new token embeddings among the tensors, in the order of the text encoders."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
@@ -98,7 +98,7 @@ def _rows(base: DiffusersBase, learnt: Learnt) -> dict[str, str]:
 
 
 def _write_pipeline(
-    base: DiffusersBase, folder: Path, learnt: Learnt, rows: Mapping[str, str]
+    base: DiffusersBase, folder: Path, learnt: TrainedParts, rows: Mapping[str, str]
 ) -> None:
     """Writes the whole pipeline, with trained weights replaced."""
     network = base.kind.network
@@ -126,7 +126,7 @@ def _copy(part: Path, target: Path) -> None:
             shutil.copyfile(part, target)
 
 
-def _write_encoder(base: DiffusersBase, folder: Path, learnt: Learnt, name: str) -> None:
+def _write_encoder(base: DiffusersBase, folder: Path, learnt: TrainedParts, name: str) -> None:
     """Writes a text encoder, including its new token embeddings."""
     prefix, encoder = f"text.{name}.", base.read_encoder(name)
     values = {
@@ -337,7 +337,7 @@ class DiffusersBase:
         return self.kind.unused(layers)
 
     @torch.no_grad()
-    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+    def encode_prompts(self, texts: Sequence[str], train_text: bool) -> None:
         """Encodes prompts and frees the text encoders if they are not trained."""
         self._told = {}
         if train_text:
@@ -486,9 +486,9 @@ class DiffusersBase:
         """Reads LoRA weights in diffusers' format."""
         return read_lora(self, path)
 
-    def save(self, folder: Path, learnt: Learnt) -> None:
+    def save(self, folder: Path, learnt: TrainedParts) -> None:
         """Writes LoRA weights, embeddings or a whole pipeline in diffusers' formats."""
-        write_learnt(self, folder, learnt)
+        write_trained(self, folder, learnt)
 
 
 _REQUIRED = (

@@ -21,7 +21,7 @@ FLOWS = ("FlowMatchEulerDiscreteScheduler",)
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisySamples:
     """Noised samples."""
 
     # Network input, ``[N, ...]``.
@@ -64,7 +64,7 @@ class Noise:
         self.levels = betas.alphas_cumprod.double().tolist()
         self.times = list(map(float, range(len(self.levels))))
 
-    def added(self, latents: Tensor, generators: Sequence[torch.Generator]) -> Noised:
+    def added(self, latents: Tensor, generators: Sequence[torch.Generator]) -> NoisySamples:
         """Adds noise to latents at random timesteps; draws the timesteps first, then the noise."""
         index = torch.cat([self._index(generator) for generator in generators])
         noise = torch.cat([_normal(latents[:1].shape, generator) for generator in generators])
@@ -78,11 +78,11 @@ class Noise:
         level = level.view(-1, *[1] * (latents.ndim - 1))
         if self.kind == FLOW:
             inputs = (1 - level) * latents + level * noise
-            return Noised(inputs, times.float(), noise - latents, weights)
+            return NoisySamples(inputs, times.float(), noise - latents, weights)
         signal, spread = level.sqrt(), (1 - level).sqrt()
         inputs = signal * latents + spread * noise
         target = noise if self.kind == EPSILON else signal * noise - spread * latents
-        return Noised(inputs, times.long(), target, weights)
+        return NoisySamples(inputs, times.long(), target, weights)
 
     def _index(self, generator: torch.Generator) -> Tensor:
         count = len(self.levels)

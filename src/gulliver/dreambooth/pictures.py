@@ -57,11 +57,11 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
         )
     for one in broken:
         say(f"skipped: {one}")
-    _tell_others(folder, files, say)
+    _report_others(folder, files, say)
     return found
 
 
-def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any]) -> None:
+def _report_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any]) -> None:
     """Logs unused files, and captions shared by several pictures."""
     captions = [path.with_suffix(".txt") for path in files]
     known = {*files, *captions}
@@ -282,7 +282,7 @@ def _make(
     base: Base, config: DreamboothConfig, world: World, numbers: list[int], count: int
 ) -> None:
     texts, folder = prior_texts(config), prior_folder(config)
-    base.settle([*dict.fromkeys(texts), ""], False)
+    base.encode_prompts([*dict.fromkeys(texts), ""], False)
     with Display("prior pictures", len(numbers), 0, world.is_main and count > 1) as display:
         for number in numbers:
             (pixels,) = base.sample([texts[number]], [derive(config.seed, 7, number) % 2**32])

@@ -14,7 +14,7 @@ import torch
 
 from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.dreambooth.config import DreamboothConfig
-from gulliver.dreambooth.student import Student, make_optimizer, make_student
+from gulliver.dreambooth.student import SubjectModel, make_optimizer, make_student
 from gulliver.errors import GulliverError
 from gulliver.finetune.planning import PlannedRun, fitting
 from gulliver.hardware.probe import current_cluster
@@ -128,7 +128,7 @@ def _sample(config: DreamboothConfig, base: Any, size: int) -> dict[str, Any]:
     }
 
 
-def _work(student: Student, sample: dict[str, Any], activations: str) -> Work:
+def _work(student: SubjectModel, sample: dict[str, Any], activations: str) -> Work:
     """Memory of a micro-batch, with and without its blocks' activations."""
     kept = activation_peak(student, (), sample)
     size = len(sample["weights"])

@@ -87,7 +87,7 @@ class Losses(NamedTuple):
     each: Tensor
 
 
-class Student(nn.Module):
+class SubjectModel(nn.Module):
     """The trainable networks of a base, with its loss as forward."""
 
     def __init__(self, base: Base, train_text: bool) -> None:
@@ -116,10 +116,10 @@ class Student(nn.Module):
 
 def make_student(
     base: Base, config: DreamboothConfig, texts: Sequence[str]
-) -> tuple[Student, tuple[TokenHandle, ...]]:
+) -> tuple[SubjectModel, tuple[TokenHandle, ...]]:
     """Makes a base trainable as the options specify: new tokens, adapters or all weights."""
-    train_text, tokens = config.text_encoder or config.learns_token, ()
-    if config.learns_token:
+    train_text, tokens = config.text_encoder or config.trains_token, ()
+    if config.trains_token:
         if config.method != "full" and (name := getattr(base, "wordless", "")):
             option = "--method token" if config.method == "token" else "--learn-token"
             raise GulliverError(
@@ -127,7 +127,7 @@ def make_student(
                 "use a rare word, or use --method full, which writes the whole pipeline"
             )
         tokens = (base.add_token(config.token, config.initial or config.class_word or None),)
-    base.settle(texts, train_text)
+    base.encode_prompts(texts, train_text)
     if train_text and base.text is None:
         raise GulliverError("the base has no trainable text encoder; omit it")
     networks = {"trained": base.trained, **({"text": base.text} if train_text else {})}
@@ -140,10 +140,10 @@ def make_student(
     elif config.method == "full":
         for name in learning:
             networks[name].requires_grad_(True)
-    _leave_unused(base, train_text)
+    _freeze_unused(base, train_text)
     for rows in rows_of(base, tokens):
         rows.requires_grad_(True)
-    return Student(base, train_text), tokens
+    return SubjectModel(base, train_text), tokens
 
 
 def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
@@ -154,7 +154,7 @@ def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
     return list(dict.fromkeys(found))
 
 
-def _leave_unused(base: Base, train_text: bool) -> None:
+def _freeze_unused(base: Base, train_text: bool) -> None:
     """Freezes parameters that no loss depends on, because DDP would wait for their gradients."""
     unused = getattr(base, "unused", None)
     if unused is None or not train_text or base.text is None:
@@ -238,7 +238,7 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, str, list, dict, tuple)
 
 
-def make_optimizer(student: Student, config: DreamboothConfig) -> torch.optim.AdamW:
+def make_optimizer(student: SubjectModel, config: DreamboothConfig) -> torch.optim.AdamW:
     """AdamW; token embeddings have their own learning rate and no weight decay."""
     trained = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
     rows = [p for name, p in trained if name.endswith(".rows")]

@@ -21,7 +21,7 @@ from gulliver.checkpoint.writing import write_single
 from gulliver.comm.collectives import barrier
 from gulliver.comm.launcher import default_ranks
 from gulliver.comm.world import World, guard, init_world
-from gulliver.dreambooth.base import FACTS, Base, Learnt, Picture, TokenHandle, check_adapter
+from gulliver.dreambooth.base import FACTS, Base, Picture, TokenHandle, TrainedParts, check_adapter
 from gulliver.dreambooth.config import MAY_CHANGE, DreamboothConfig, check_dreambooth
 from gulliver.dreambooth.diffusers_base import EMBEDDINGS, INDEX, DiffusersBase
 from gulliver.dreambooth.pictures import (
@@ -102,7 +102,7 @@ def write_result(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         adapters = adapters_of(base)
-        base.save(partial, Learnt(config.method, tensors, tokens, adapters, tensors.write))
+        base.save(partial, TrainedParts(config.method, tensors, tokens, adapters, tensors.write))
         write_json(partial / FACTS, {**facts, "token": config.token, "method": config.method})
         os.replace(partial, folder)
     return folder
@@ -236,7 +236,7 @@ class DreamBoothTrainer(TrainingLoop):
         student, self.tokens = make_student(base, config, list(dict.fromkeys(shown)))
         if config.adapter is not None:
             check_adapter(config.adapter, base.fingerprint)
-            taken = config.learns_token and isinstance(base, VideoBase)
+            taken = config.trains_token and isinstance(base, VideoBase)
             if not taken and (config.adapter / EMBEDDINGS.format("")).is_file():
                 self.say(f"--adapter {config.adapter}: its token embedding is not continued")
         booster, boosted = _boost(config, student, planned)
@@ -265,7 +265,7 @@ class DreamBoothTrainer(TrainingLoop):
         if len([one for one in subject if one.text]) < len(subject) or not texts:
             texts["--prompt"] = config.filled(config.prompt)
         texts |= {f"--prior-prompt {text!r}": text for text in prior_texts(config)}
-        added = config.learns_token and config.method != "full"
+        added = config.trains_token and config.method != "full"
         tokenizers = self.base.read_tokenizers().values()
         check_texts(tokenizers, config.token, added, texts, self.say)
 

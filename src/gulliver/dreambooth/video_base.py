@@ -24,7 +24,7 @@ from gulliver.checkpoint.files import read_json, read_tensors, write_json, write
 from gulliver.comm.collectives import barrier
 from gulliver.comm.world import World, init_world
 from gulliver.data.clips import Bucket
-from gulliver.dreambooth.base import Learnt, Picture, TokenHandle, check_adapter
+from gulliver.dreambooth.base import Picture, TokenHandle, TrainedParts, check_adapter
 from gulliver.dreambooth.config import DreamboothConfig, alternatives
 from gulliver.dreambooth.pictures import prior_folder, read_pictures, write_pixels
 from gulliver.errors import GulliverError
@@ -38,7 +38,7 @@ from gulliver.video.digits import FPS
 from gulliver.video.media import fit, to_frames
 from gulliver.video.pipeline import VideoModel, VideoPipeline, open_run
 from gulliver.video.requests import Request
-from gulliver.video.text_encoders import EncodedText, WordEncoder, padded, said_of, words_of
+from gulliver.video.text_encoders import EncodedText, WordEncoder, encoding_of, padded, words_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, WHOLE = "learned_embeds.safetensors", "model.safetensors"
@@ -50,7 +50,7 @@ PREFIX = "base_model.model."
 # vector, derived from its letters. So a new word starts with such a vector, which is then trained.
 #
 # How stills become clips: see `in_motion`.
-class TaughtWords(nn.Module):
+class TrainedWords(nn.Module):
     """A word encoder with one trainable word vector."""
 
     def __init__(self, words: WordEncoder, token: str, row: Tensor) -> None:
@@ -130,13 +130,15 @@ class VideoBase:
         if known is not None and token in known:
             raise GulliverError(f"--token {token} is already a word of the base; choose another")
         row = torch.stack([words.vector(word) for word in words_of(initial or token)])
-        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device, self.dtype))
+        self.text = TrainedWords(
+            words, token, row.mean(0, keepdim=True).to(self.device, self.dtype)
+        )
         cast(Any, self.maker).text = self.text
         if known is not None:
             cast(Any, self.maker).known_words = known | {token}
         return TokenHandle(token, (0,), self.text.rows)
 
-    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+    def encode_prompts(self, texts: Sequence[str], train_text: bool) -> None:
         """Encodes all prompts once if the words are not trained."""
         said = [text for text in dict.fromkeys(texts) if text]
         self._told = {}
@@ -144,7 +146,7 @@ class VideoBase:
             if train_text:
                 self.add_token("", None)  # raises an error
             # One at a time: an encoding must not depend on the other prompts.
-            self._told = {text: said_of(self.maker.text.encode([text])) for text in said}
+            self._told = {text: encoding_of(self.maker.text.encode([text])) for text in said}
         else:
             self.text(said or ["nothing"])
 
@@ -155,7 +157,7 @@ class VideoBase:
             return vectors.to(like), mask.to(like.device)
         for text in dict.fromkeys(texts):
             if text not in self._told:
-                self._told[text] = said_of(self.maker.text.encode([text]))
+                self._told[text] = encoding_of(self.maker.text.encode([text]))
         vectors, mask = padded([self._told[text] for text in texts])[:2]
         return vectors.to(like), mask.to(like.device)
 
@@ -252,7 +254,7 @@ class VideoBase:
         """Reads adapters to continue, and a word's vector."""
         if not (path / CONFIG).is_file():
             raise GulliverError(f"--adapter {path} has no {CONFIG}; give a folder with adapters")
-        if (path / EMBEDDINGS).is_file() and isinstance(self.text, TaughtWords):
+        if (path / EMBEDDINGS).is_file() and isinstance(self.text, TrainedWords):
             rows = read_tensors(path / EMBEDDINGS)
             if self.text.token in rows and not self.text.rows.is_meta:
                 self.text.rows.data.copy_(rows[self.text.token])
@@ -263,7 +265,7 @@ class VideoBase:
         }
         return tensors, {"trained": values}
 
-    def save(self, folder: Path, learnt: Learnt) -> None:
+    def save(self, folder: Path, learnt: TrainedParts) -> None:
         """Writes adapters in PEFT's format, a word's vector, or all weights."""
         own = {name: name for name in learnt.tensors if ".lora_" in name}
         if own:

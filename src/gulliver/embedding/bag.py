@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from gulliver.embedding.inputs import Bags, Given, Table, one_table, rows_of, several_tables
 from gulliver.embedding.lookup import Lookup, RowGradient
-from gulliver.embedding.optimizers import Attached, RowState
+from gulliver.embedding.optimizers import AttachedOptimizer, RowState
 from gulliver.embedding.records import WEIGHT, Column, RecordStore, RowStorage
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory.parts import set_state_shape
 from gulliver.options import Options, from_keywords, size_text, whole_number
-from gulliver.solve.rows import RowCounts, RowReplacement, TooSmall
+from gulliver.solve.rows import CacheTooSmall, RowCounts, RowReplacement
 
 Mode = Literal["sum", "mean", "max"]
 MODES = ("sum", "mean", "max")
@@ -125,7 +125,8 @@ class CachedEmbeddingBag(nn.Module):
         self.several = isinstance(num_embeddings, Mapping)
         self.embedding_dim = whole_number("embedding_dim", embedding_dim)
         self.mode, self.include_last_offset = mode, include_last_offset
-        self._storage, self._attached = RowStorage(chosen.disk), cast("Attached | None", None)
+        self._storage = RowStorage(chosen.disk)
+        self._attached: AttachedOptimizer | None = None
         column = Column(self._storage, self._first(_weight, dtype))
         slots = slots_of(cache, self.rows)
         replacement = RowReplacement(slots, self.rows)
@@ -164,7 +165,7 @@ class CachedEmbeddingBag(nn.Module):
             raise GulliverError(
                 "the table already has an optimizer; create another table for this one"
             )
-        self._attached = Attached(
+        self._attached = AttachedOptimizer(
             self._store, self._gradient, optimizer, row_states, self._storage, self.options.stable
         )
 
@@ -227,7 +228,7 @@ class CachedEmbeddingBag(nn.Module):
         Args:
             last: number of most recent batches to unpin; None for all.
         """
-        self._store.settle(last)
+        self._store.finish_lookups(last)
 
     def grow(self, rows: int | Mapping[str, int], _weight: Tensor | None = None) -> None:
         """Grows the last table, or the only one, to a number of rows.
@@ -340,7 +341,7 @@ class CachedEmbeddingBag(nn.Module):
         real = _real(bags.rows)
         try:
             found = self._store.begin(real, trained or self.options.max_norm is not None, trained)
-        except TooSmall:
+        except CacheTooSmall:
             if trained or not self.options.split or len(bags) < 2:
                 raise
             middle = len(bags) // 2

@@ -176,13 +176,13 @@ def row_optimizer(optimizer: Optimizer, states: Mapping[str, RowState] | None) -
 
 # An optimizer whose per-row state moves with the row.
 #
-# `Attached` hooks into the optimizer's step: before it, gradients are put into row order; after it,
-# rows may be evicted. In the optimizer's `state_dict` the states of the slots are replaced by those
-# of all rows, so that it matches that of an optimizer over the whole table. Loading does the
-# reverse.
+# `AttachedOptimizer` hooks into the optimizer's step: before it, gradients are put into row order;
+# after it, rows may be evicted. In the optimizer's `state_dict` the states of the slots are
+# replaced by those of all rows, so that it matches that of an optimizer over the whole table.
+# Loading does the reverse.
 
 
-class Attached:
+class AttachedOptimizer:
     """An optimizer, the store of its rows, and the hooks between them."""
 
     def __init__(
@@ -288,7 +288,7 @@ class Attached:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.gradient.applied = self._store.weight.grad
-        self._store.settle()
+        self._store.finish_lookups()
 
     def _by_row(self, gradient: Tensor) -> Tensor:
         """Sums a gradient as if it were indexed by row (`lookup.py`, [Note: order of sums])."""

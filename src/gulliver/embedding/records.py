@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gulliver.io.files import require_space
 from gulliver.memory.pending import before_write
 from gulliver.memory.stores import check_disk_folder
-from gulliver.solve.rows import RowPlan, RowReplacement, RowRequest, TooSmall
+from gulliver.solve.rows import CacheTooSmall, RowPlan, RowReplacement, RowRequest
 
 WEIGHT = "weight"
 
@@ -218,7 +218,7 @@ class RecordStore:
         assert batch.inverse is not None, "the batch is already sorted"
         return slots[batch.inverse.to(slots.device)]
 
-    def settle(self, last: int | None = None) -> None:
+    def finish_lookups(self, last: int | None = None) -> None:
         """Marks all batches so far, or the last few, as stepped: their rows may be evicted."""
         keep = 0 if last is None else max(len(self._pinned) - last, 0)
         del self._pinned[keep:], self._waiting[keep:]
@@ -235,7 +235,7 @@ class RecordStore:
         """Empties the slots without writing them back, because the columns were overwritten."""
         self.drain()
         self._ahead = None
-        self.settle()
+        self.finish_lookups()
         self._dirty[:] = False
         self._planner.submit(self.replacement.forget).result()
         self._look_ahead()
@@ -309,7 +309,7 @@ class RecordStore:
         if ahead is not None and ahead.batch is batch:
             try:
                 plan, fetched = ahead.found.result()
-            except TooSmall:
+            except CacheTooSmall:
                 pass  # it may fit by now; if not, the error lists what is pinned
             else:
                 if pinned is None or not np.isin(plan.victims, pinned).any():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class ModelLoss:
     """A cross-entropy averaged over labels that are not ignored."""
 
     # The output of each token predicts the next label.
@@ -32,11 +32,11 @@ class OwnLoss:
 
 
 FUNCTIONS = {
-    "ForCausalLMLoss": OwnLoss(shifted=True, items=True),
-    "ForMaskedLMLoss": OwnLoss(items=True),
+    "ForCausalLMLoss": ModelLoss(shifted=True, items=True),
+    "ForMaskedLMLoss": ModelLoss(items=True),
     # Whether keyword arguments reach these differs between models.
-    "ForTokenClassification": OwnLoss(items=None),
-    "ForSequenceClassificationLoss": OwnLoss(items=None),
+    "ForTokenClassification": ModelLoss(items=None),
+    "ForSequenceClassificationLoss": ModelLoss(items=None),
 }
 """Functions of transformers that models call as ``self.loss_function``."""
 
@@ -58,7 +58,7 @@ def hugging_face_of(model: nn.Module) -> nn.Module:
     return inner() if inner is not None else model
 
 
-def own_loss(model: nn.Module, routers: bool = False) -> OwnLoss | None:
+def own_loss(model: nn.Module, routers: bool = False) -> ModelLoss | None:
     """The loss that a model computes from labels; None if unknown."""
     model = hugging_face_of(model)
     owner, code = _known_forward(model)
@@ -74,7 +74,7 @@ def own_loss(model: nn.Module, routers: bool = False) -> OwnLoss | None:
     plain = len(terms) < 2 and not any("shift" in n for n in code.co_varnames)
     if not plain or not owner.endswith(DIRECT):
         return None
-    return OwnLoss() if names in CROSS_ENTROPIES or names == CLASSIFIER else None
+    return ModelLoss() if names in CROSS_ENTROPIES or names == CLASSIFIER else None
 
 
 def has_known_forward(model: nn.Module) -> bool:
@@ -107,7 +107,7 @@ def _known_forward(model: nn.Module) -> tuple[str, Any]:
     return owner.__name__, getattr(forward, "__code__", None) if known else None
 
 
-def _of_function(model: nn.Module) -> OwnLoss | None:
+def _of_function(model: nn.Module) -> ModelLoss | None:
     """The loss that a model's loss_function computes, unless it was replaced."""
     from transformers import PreTrainedModel
 

@@ -26,7 +26,7 @@ from gulliver.finetune.config import FinetuneConfig, check_finetune
 from gulliver.finetune.planning import as_values
 from gulliver.finetune.prepare import FinetuneJob, make_optimizer, prepare
 from gulliver.finetune.result import write_result
-from gulliver.finetune.step import Learner
+from gulliver.finetune.step import FinetuneStep
 from gulliver.jobs.loop import LoopOptions, Outcome, TrainingLoop, rate_factor
 from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
@@ -87,7 +87,7 @@ class Finetuner(TrainingLoop):
         )
         made = model, boosted, scheduler
         super().__init__(job.run, world, options, booster, made, place, config.ranks_of_a_model)
-        self.learner = Learner(booster, model, boosted, world, place[1])
+        self.learner = FinetuneStep(booster, model, boosted, world, place[1])
         self.loader = job.batches(place[0])
         self.position = self.loader.state_dict()
         chosen = {"places": job.planned.places, "accumulate": job.planned.accumulate}

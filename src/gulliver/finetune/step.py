@@ -1,6 +1,6 @@
 """Trains on, evaluates, or samples from a micro-batch on one rank.
 
-Start with `Learner.learn`. A step's loss is the sum of token losses divided by the number of
+Start with `FinetuneStep.learn`. A step's loss is the sum of token losses divided by the number of
 trained tokens, over all ranks and micro-batches, so it does not depend on how the step is split.
 Each micro-batch contributes its sum divided by that number, and a factor cancels the averaging of
 gradients over ranks.
@@ -30,7 +30,7 @@ IGNORED = -100
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
-class Learner:
+class FinetuneStep:
     """A boosted model that trains on micro-batches."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Prompt:
     # File and line of its origin.
     source: str
 
-    def continued(self, learner: Learner, tokenizer: Any, tokens: int) -> dict[str, str]:
+    def continued(self, learner: FinetuneStep, tokenizer: Any, tokens: int) -> dict[str, str]:
         """The model's continuation, and the one in the data; called on every rank."""
         made = learner.continuation(self.ids, tokens, tokenizer.eos_token_id)
 
@@ -209,14 +209,14 @@ def prompts_of(
 ) -> list[Prompt]:
     """Prompts from evenly chosen examples, and from texts of the user."""
     chosen = sorted({len(examples) * n // count for n in range(count)}) if count else []
-    found = [_begun(examples[number]) for number in chosen if number < len(examples)]
+    found = [_prompt_of(examples[number]) for number in chosen if number < len(examples)]
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         found.append(Prompt(list(ids), [], "--prompt"))
     return [prompt for prompt in found if prompt.ids]
 
 
-def _begun(example: Example) -> Prompt:
+def _prompt_of(example: Example) -> Prompt:
     """A text up to its first answer; a plain text up to a number of tokens."""
     first = int(np.argmax(example.answer)) if example.answer.any() else len(example)
     if first <= 1:

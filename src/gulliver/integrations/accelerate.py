@@ -30,16 +30,16 @@ from gulliver.integrations.prepared import (
     PreparedOptimizer,
     check_arguments,
     check_precision,
+    detach_earlier,
     join_group,
     join_world,
+    make_collective,
     mapped_state,
     mark_owned,
     model_of,
     owner_of,
     plugin_of,
-    take_over,
-    work_alone,
-    work_together,
+    restore_methods,
 )
 from gulliver.parallel.optimizer import BoostedOptimizer
 
@@ -179,13 +179,13 @@ class Accelerator(accelerate.Accelerator):
                 "eval()), which is not supported; use AdamW"
             )
         model = model_of(optimizer, [self._plain(model) for model in self._models])
-        take_over(model, optimizer, self)
+        detach_earlier(model, optimizer, self)
         _, boosted, *_ = self.booster.boost(model, optimizer)
         self._boosted[model] = boosted
         mark_owned(model, self)
         self._untrained.discard(model)
         if boosted.gives_back and self.num_processes > 1:
-            work_together(model)
+            make_collective(model)
         prepared = PreparedOptimizer(boosted, self)
         self._optimizers.append(prepared)
         return prepared
@@ -211,7 +211,7 @@ class Accelerator(accelerate.Accelerator):
         self._optimizers = [o for o in self._optimizers if getattr(o, "boosted", 0) is not boosted]
         self._ended.discard(model)
         mark_owned(model, None)
-        work_alone(model)
+        restore_methods(model)
 
     def _plain(self, model: nn.Module) -> nn.Module:
         return self.unwrap_model(model, keep_torch_compile=False)

@@ -24,7 +24,7 @@ from gulliver.errors import GulliverError
 from gulliver.integrations.lightning_checkpoints import (
     Folders,
     SteppedOptimizer,
-    rest_of,
+    lightning_part_of,
     to_lightning,
 )
 from gulliver.planner.model import unwrapped
@@ -163,7 +163,7 @@ class GulliverStrategy(DDPStrategy):
         self.model = self._boosted = model
         self._choose_form()
         if self._stays:
-            refuse_moves(self._module, self._told)
+            forbid_moves(self._module, self._told)
 
     def _choose_form(self) -> None:
         """Selects files or folders, unless specified."""
@@ -201,7 +201,7 @@ class GulliverStrategy(DDPStrategy):
                 booster.release(self._boosted, *(o.boosted for o in self._stepped))
                 self._boosted = None
         if module is not None and self._boosted is not None and self._stays:
-            refuse_moves(module, self._told, AFTER)
+            forbid_moves(module, self._told, AFTER)
         self.model = module
         self._optimizers = []  # sharded state stays on its device
         on_meta = module is not None and any(p.is_meta for p in module.parameters())
@@ -327,7 +327,7 @@ class GulliverStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a file, or Lightning's part of a folder; the rest is loaded after boost."""
         path = Path(checkpoint_path)
-        rest = rest_of(path)
+        rest = lightning_part_of(path)
         if self._boosted is not None and self._booster is not None:
             self._booster.wait()
         read = super().load_checkpoint(rest or checkpoint_path, *args, **kwargs)
@@ -521,7 +521,7 @@ class _Unmoved:
         return type(copy)._apply.__get__(copy)
 
 
-def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
+def forbid_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
     """Rejects moves of a module and of all its submodules with parameters."""
     for name, part in module.named_modules():
         if next(part.parameters(), None) is not None:

@@ -174,7 +174,7 @@ MODEL = "model.safetensors"
 NAMES = "gulliver_names"
 
 
-def rest_of(path: Path) -> Path | None:
+def lightning_part_of(path: Path) -> Path | None:
     """Finds Lightning's part of a folder; None if `path` is a file or does not exist."""
     if not path.is_dir():
         return None
@@ -282,7 +282,7 @@ def to_lightning(folder: Path | str, file: Path | str) -> None:
     # It can be read by ``LightningModule.load_from_checkpoint``, ``Trainer.fit(ckpt_path=)`` with
     # any strategy, and ``torch.load``.
     folder, file = Path(folder), Path(file)
-    found = rest_of(folder)
+    found = lightning_part_of(folder)
     if found is None:
         raise GulliverError(f"{folder} is not a folder; files are already in Lightning's format")
     if file.exists():

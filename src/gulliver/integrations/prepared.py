@@ -201,7 +201,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
     return found[0]
 
 
-def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Accelerator) -> None:
+def detach_earlier(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Accelerator) -> None:
     """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
     found = owner_of(model)
     if found is None:
@@ -259,7 +259,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         raise GulliverError("the optimizer's state is sharded; use accelerator.load_state")
 
 
-def work_together(model: nn.Module) -> None:
+def make_collective(model: nn.Module) -> None:
     """Makes generation and saving collective if ranks need each other's parameters."""
     # Ranks generate until the last one is done, and save gathered state.
     for module in model.modules():
@@ -270,8 +270,8 @@ def work_together(model: nn.Module) -> None:
         model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
 
 
-def work_alone(model: nn.Module) -> None:
-    """Reverts `work_together`."""
+def restore_methods(model: nn.Module) -> None:
+    """Reverts `make_collective`."""
     ours = (_generate, _save_pretrained)
     for module in model.modules():
         for name in ("generate", "save_pretrained"):

@@ -244,7 +244,7 @@ class FileMappings:
         number = bisect_right(self._begins, address) - 1
         return number >= 0 and 0 < nbytes <= self._stops[number] - address
 
-    def let_go(self, address: int, nbytes: int) -> None:
+    def release_pages(self, address: int, nbytes: int) -> None:
         """Releases the whole pages of memory to the system if they are file-backed."""
         # Only a hint: nothing happens if the system does not support it.
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

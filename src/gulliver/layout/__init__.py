@@ -6,14 +6,14 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.layout.conversion import plan_conversion
-    from gulliver.layout.even import deal
+    from gulliver.layout.even import split_evenly
 
-__all__ = ["deal", "plan_conversion"]
+__all__ = ["plan_conversion", "split_evenly"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gulliver.layout.conversion": ["plan_conversion"],
-        "gulliver.layout.even": ["deal"],
+        "gulliver.layout.even": ["split_evenly", "split_evenly as deal"],
     },
 )

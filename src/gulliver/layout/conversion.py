@@ -19,7 +19,7 @@ from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import conversion_seconds
 from gulliver.hardware.offload import seconds_text
 from gulliver.hardware.probe import current_cluster
-from gulliver.layout.moves import MeshPlace, run_move
+from gulliver.layout.moves import MeshTensor, run_move
 from gulliver.options import size_text
 from gulliver.solve.conversion import Conversion, ConversionStep, Sharding, convert_least
 
@@ -219,8 +219,8 @@ def _converted(
     dims = tuple(_positive(p, len(shape)) for p in placements)
     local: Any = tensor.to_local()
     local = local.wait() if hasattr(local, "wait") else local  # of a collective under way
-    place = MeshPlace(mesh, shape, reduction_of(tensor.placements, dims))
-    for move in _agreed(tensor, dims, cluster, room):
+    place = MeshTensor(mesh, shape, reduction_of(tensor.placements, dims))
+    for move in _broadcast_moves(tensor, dims, cluster, room):
         local = run_move(local, move, place)
     return DTensor.from_local(
         local.contiguous(),
@@ -242,7 +242,7 @@ _found: dict[tuple[Any, ...], tuple[Cluster | None, tuple[ConversionStep, ...]]]
 """Moves by what asked for them, with the cluster, whose number is in the key."""
 
 
-def _agreed(
+def _broadcast_moves(
     tensor: DTensor, after: tuple[Placement, ...], cluster: Cluster | None, room: int | None
 ) -> tuple[ConversionStep, ...]:
     """The moves found by the first rank, broadcast: ranks may have measured links differently."""

@@ -9,7 +9,7 @@ Interval = tuple[int, int]
 """First index and one past the last."""
 
 
-def deal(count: int, parts: int, grain: int = 1) -> tuple[int, ...]:
+def split_evenly(count: int, parts: int, grain: int = 1) -> tuple[int, ...]:
     """Splits a count as evenly as possible in multiples of `grain`, larger parts first."""
     each, more = divmod(count // grain, parts)
     return tuple(grain * (each + (part < more)) for part in range(parts))

@@ -30,7 +30,7 @@ OPS: dict[str, Literal["sum", "mean", "max"]] = {"sum": "sum", "avg": "mean", "m
 
 
 @dataclass(frozen=True)
-class MeshPlace:
+class MeshTensor:
     """A tensor on a mesh, and this rank on it."""
 
     mesh: DeviceMesh
@@ -78,7 +78,7 @@ class MeshPlace:
         return RankGroup(tuple(ranks), dist.get_rank(group), group), numbers
 
 
-def run_move(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def run_move(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     """Runs one move and returns the local part after it."""
     return _RUN[move.kind](_own(local), move, place)
 
@@ -90,13 +90,13 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _slice(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def _slice(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     outer = place.box(move.before, place.here)
     # A copy: a view would keep the whole alive.
     return _view(local, outer, place.box(move.after, place.here)).clone()
 
 
-def _split(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def _split(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     before, after = (place.box(layout, place.here) for layout in (move.before, move.after))
     if before == after and place.op != "sum":
         return local
@@ -107,7 +107,7 @@ def _split(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     return whole
 
 
-def _reduce(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def _reduce(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     whole = local.clone()
     if len(move.axes) == 1:
         all_reduce(whole, _op(place), place.mesh.get_group(move.axes[0]))
@@ -124,7 +124,7 @@ def _reduce(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     return parts.view(whole.shape)
 
 
-def _gather(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def _gather(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     most, after = move.elements[0], place.box(move.after, place.here)
     blocks = _filled(local, most).view(1, most)
     for axis in move.axes:  # the slowest links carry what is still small
@@ -138,7 +138,7 @@ def _gather(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     return whole
 
 
-def _scatter(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def _scatter(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     before, most = place.box(move.before, place.here), move.elements[1]
     inwards = move.axes[::-1]
     boxes = [place.box(move.after, c) for c in place.neighbours(inwards)]
@@ -149,7 +149,7 @@ def _scatter(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     return parts[: _count(own)].view(_shape(own))
 
 
-def _exchange(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def _exchange(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     (axis,) = move.axes
     before, after = (place.box(layout, place.here) for layout in (move.before, move.after))
     group, numbers = place.line(axis)
@@ -165,7 +165,7 @@ def _exchange(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     return whole
 
 
-def _swap(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
+def _swap(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     source = _source(move, place, place.here)
     if source == place.here:
         return local
@@ -176,7 +176,9 @@ def _swap(local: Tensor, move: ConversionStep, place: MeshPlace) -> Tensor:
     return arriving
 
 
-def _source(move: ConversionStep, place: MeshPlace, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+def _source(
+    move: ConversionStep, place: MeshTensor, coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
     """Coordinate that holds before a swap the box of another after it."""
     low, high = move.axes
     if place.sizes[low] == place.sizes[high]:
@@ -188,7 +190,7 @@ def _source(move: ConversionStep, place: MeshPlace, coordinate: tuple[int, ...])
     return next(other for other in others if place.box(move.before, other) == wanted)
 
 
-def _gathered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
+def _gathered(flat: Tensor, axis: int, place: MeshTensor) -> Tensor:
     """All-gathers along an axis, in the order of coordinates: ``[n, elements]``."""
     group, numbers = place.line(axis)
     whole = flat.new_empty(group.size * flat.numel())
@@ -197,7 +199,7 @@ def _gathered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
     return rows if numbers == list(range(group.size)) else rows[numbers]
 
 
-def _scattered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
+def _scattered(flat: Tensor, axis: int, place: MeshTensor) -> Tensor:
     """Reduce-scatters along an axis."""
     group, numbers = place.line(axis)
     parts = flat.view(group.size, -1)
@@ -208,7 +210,7 @@ def _scattered(flat: Tensor, axis: int, place: MeshPlace) -> Tensor:
     return own
 
 
-def _op(place: MeshPlace) -> Literal["sum", "mean", "max"]:
+def _op(place: MeshTensor) -> Literal["sum", "mean", "max"]:
     return OPS[place.op]
 
 

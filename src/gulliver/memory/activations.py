@@ -32,7 +32,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory.buffers import ACTIVATIONS
 from gulliver.memory.manager import Manager
 from gulliver.memory.stores import ManagedTensor
-from gulliver.solve.replacement import NoRoom
+from gulliver.solve.replacement import InsufficientMemory
 
 Around = Callable[..., Any]
 """Called with the call, its positional and its keyword arguments."""
@@ -106,7 +106,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # order, from which the manager learns when to fetch them. A finalizer may run anywhere, also inside
 # the manager. So it only notes what died; that is worked off at the next save or use, and at the
 # end of backward.
-class Keeper(Protocol):
+class ActivationManager(Protocol):
     """What is needed of a manager."""
 
     device: torch.device
@@ -177,7 +177,7 @@ class ActivationOffload:
     """Gives what forward saves for backward to a manager."""
 
     def __init__(
-        self, manager: Keeper, least: int = LEAST_BYTES, outer: Hooks | None = None
+        self, manager: ActivationManager, least: int = LEAST_BYTES, outer: Hooks | None = None
     ) -> None:
         self.manager, self.least, self._outer = manager, least, outer
         self.moved = self.kept = 0
@@ -287,7 +287,7 @@ class ActivationOffload:
         if managed.number not in self._used:
             try:
                 memory = self.manager.use(managed)
-            except NoRoom:
+            except InsufficientMemory:
                 # Backward has to go on: a copy on top of the budget, which measurements then lower.
                 return self.manager.view(managed).to(self.manager.device, copy=True)
             self._used[managed.number] = (managed, storage_users(memory))

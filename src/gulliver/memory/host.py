@@ -117,7 +117,7 @@ class HostStore:
 # the device computes; the disk knows no streams. Three orders are kept here by waiting on the host:
 #
 # 1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
-# 2. What leaves the host is written when the device has copied it there: `LateWrite`.
+# 2. What leaves the host is written when the device has copied it there: `DeferredWrite`.
 # 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
 #
 # Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
@@ -168,7 +168,7 @@ class CopiedPages(Pages):
         self._rooms.clear()
 
 
-class LateWrite:
+class DeferredWrite:
     """A write to the disk that begins when the device has copied what is to be written."""
 
     def __init__(self, disk: DiskStore, offset: int, data: Tensor, copies: list[Copy]) -> None:
@@ -206,7 +206,7 @@ class CopiedDisk:
     def __init__(self, disk: DiskStore, pages: CopiedPages) -> None:
         self._disk, self._pages = disk, pages
         # The waiting side holds it; held longer, its memory could not be freed.
-        self._late = list[weakref.ref[LateWrite]]()
+        self._late = list[weakref.ref[DeferredWrite]]()
         self.capacity = disk.capacity
 
     @property
@@ -231,13 +231,13 @@ class CopiedDisk:
         copies = self._pages.copies(data)
         if not copies:
             return self._disk.write(offset, data)
-        late = LateWrite(self._disk, offset, data, copies)
+        late = DeferredWrite(self._disk, offset, data, copies)
         self._late.append(weakref.ref(late))
         return late
 
     def advance(self) -> None:
         """Begins the writes whose data are there."""
-        left = list[weakref.ref[LateWrite]]()
+        left = list[weakref.ref[DeferredWrite]]()
         for found in self._late:
             late = found()
             if late is not None and not late.done:
@@ -350,7 +350,7 @@ class HostDiskStore(Middle):
     def advance(self) -> None:
         """Goes on with all that has come, and does not wait."""
         for read in [*self._reads.values()]:
-            if self.host.has_come(self._objects[read.key]):
+            if self.host.has_arrived(self._objects[read.key]):
                 self.send(read)
         self._disk.advance()
 
@@ -370,7 +370,7 @@ class HostDiskStore(Middle):
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
         """Shows the content of an object, in the host's memory or on the disk."""
-        if write and self.transit.needs_place(offset):
+        if write and self.transit.needs_memory(offset):
             self.transit.begin_write(offset)
             self._arrived(offset, fresh=True)
             self.transit.end_write(offset)
@@ -398,9 +398,9 @@ class HostDiskStore(Middle):
         """An object will be read."""
         self.transit.expect(number)
 
-    def landed(self, number: int) -> None:
+    def end_prefetch(self, number: int) -> None:
         """An object was read, or is no longer wanted."""
-        self.transit.landed(number)
+        self.transit.end_prefetch(number)
 
     def remove(self, number: int) -> None:
         """Drops the object's bookkeeping."""
@@ -412,10 +412,10 @@ class HostDiskStore(Middle):
         """A step has ended."""
         self.host.end_step()
 
-    def tell(self) -> None:
+    def raise_write_error(self) -> None:
         """Raises the error of a write to the disk that has failed."""
         self.advance()
-        self.host.tell()
+        self.host.raise_write_error()
 
     def stats(self) -> dict[str, Any]:
         """Returns what has moved between the host's memory and the disk."""
@@ -425,7 +425,7 @@ class HostDiskStore(Middle):
 
     def use(self, key: Hashable, fresh: bool) -> None:
         """Pins an object in the host's memory, and starts to load it there."""
-        self._stored[key] = self.host.want(self._objects[key], fresh=fresh)
+        self._stored[key] = self.host.begin_use(self._objects[key], fresh=fresh)
 
     def done(self, key: Hashable) -> None:
         """Unpins it, once it has been copied to the device."""

@@ -55,11 +55,11 @@ class ManagedBufferPool(BufferPool):
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
         """A buffer of `size` elements with any content, counted as of a kind."""
-        return self.manager.lend(size, dtype, kind)
+        return self.manager.allocate_buffer(size, dtype, kind)
 
     def give(self, buffer: Tensor, kind: str, keeps: bool = False) -> None:
         """Gives a buffer back, or to who `keeps` views of it."""
-        self.manager.give(buffer, kind, keeps)
+        self.manager.free_buffer(buffer, kind, keeps)
 
 
 @dataclass(eq=False)

@@ -119,7 +119,7 @@ class Manager:
             try:
                 self._run(actions)
                 if value is not None:
-                    self._traffic.settle(managed)
+                    self._traffic.wait_arrived(managed)
                     assert managed.tensor is not None
                     managed.tensor.copy_(value.detach().reshape(-1))
             except BaseException:
@@ -141,9 +141,9 @@ class Manager:
         with self._entered():
             self._check(managed)
             self._tell()
-            return self.arrive(managed, self.want(managed, write, fresh), write or fresh)
+            return self.arrive(managed, self.begin_use(managed, write, fresh), write or fresh)
 
-    def want(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
+    def begin_use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
         """Begins a `use`, without waiting; `arrive` takes what it returns."""
         with self._entered():
             stored = self._core.is_stored(managed.number)
@@ -152,27 +152,27 @@ class Manager:
             return stored
 
     def arrive(self, managed: ManagedTensor, stored: bool, write: bool) -> Tensor:
-        """Waits for what `want` has begun; where that fails, it is as if it had not been."""
+        """Waits for what `begin_use` has begun; where that fails, it is as if it had not been."""
         with self._entered():
             try:
-                self._traffic.settle(managed)
+                self._traffic.wait_arrived(managed)
             except BaseException:
                 self._traffic.cancel(managed)
                 arrived = managed.residency in (Residency.ARRIVING, Residency.HERE)
                 self._core.undo(managed.number, stored, arrived)
                 raise
-            self._middle.landed(managed.number)
+            self._middle.end_prefetch(managed.number)
             assert managed.tensor is not None
             if write:
                 self._written(managed)
             return managed.tensor
 
-    def has_come(self, managed: ManagedTensor) -> bool:
+    def has_arrived(self, managed: ManagedTensor) -> bool:
         """Whether `arrive` would not wait."""
         with self._entered():
-            return self._traffic.has_come(managed)
+            return self._traffic.has_arrived(managed)
 
-    def tell(self) -> None:
+    def raise_write_error(self) -> None:
         """Raises the error of a write that has failed."""
         with self._entered():
             self._tell()
@@ -213,9 +213,9 @@ class Manager:
             self._check(managed)
             if write:
                 if managed.residency is not Residency.AWAY:
-                    self._traffic.settle(managed)
+                    self._traffic.wait_arrived(managed)
                 self._make_writable(managed)
-            self._traffic.let_leave(managed)  # a thread gives its memory to others once written
+            self._traffic.wait_evicted(managed)  # a thread gives its memory to others once written
             if managed.residency in (Residency.HERE, Residency.LEAVING):
                 assert managed.memory is not None
                 return typed(managed.memory, managed.nbytes, managed.dtype)
@@ -230,25 +230,25 @@ class Manager:
 
     # Loans, budget, steps
 
-    def lend(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
+    def allocate_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
         """Lends a flat buffer with any content, for which room is made."""
         with self._entered():
             self._tell()
             nbytes = numel * dtype.itemsize
             size = whole_pages(nbytes)
-            actions = self._decided(lambda: self._core.lend(size, f"a buffer of {kind}"))
+            actions = self._decided(lambda: self._core.allocate_buffer(size, f"a buffer of {kind}"))
             self._run(actions)
             try:
                 memory = self._traffic.memory(size)
             except BaseException:
-                self._run(self._core.give(size))
+                self._run(self._core.free_buffer(size))
                 raise
             tensor = typed(memory, nbytes, dtype)
             self._lent[tensor.data_ptr()] = memory
             self.counter.add(kind, nbytes)
             return tensor
 
-    def give(self, tensor: Tensor, kind: str, keeps: bool = False) -> None:
+    def free_buffer(self, tensor: Tensor, kind: str, keeps: bool = False) -> None:
         """Takes back what was lent, or leaves it to who `keeps` views of it, as theirs."""
         with self._entered():
             memory = self._lent.pop(tensor.data_ptr(), None)
@@ -256,7 +256,7 @@ class Manager:
                 raise GulliverError("this tensor was not lent by this manager, or was given back")
             self.counter.add(kind, -tensor.nbytes)
             self._traffic.leave(memory) if keeps else self._traffic.give(memory)
-            actions = self._core.give(memory.numel())
+            actions = self._core.free_buffer(memory.numel())
             self._run(actions)
 
     @contextmanager
@@ -265,12 +265,12 @@ class Manager:
         size = whole_pages(nbytes)
         with self._entered():
             self._tell()
-            actions = self._decided(lambda: self._core.lend(size, f"new {kind}"))
+            actions = self._decided(lambda: self._core.allocate_buffer(size, f"new {kind}"))
             self._run(actions)
             try:
                 self._traffic.reserve(size)
             except BaseException:
-                self._run(self._core.give(size))
+                self._run(self._core.free_buffer(size))
                 raise
             self.counter.add(kind, nbytes)
         try:
@@ -279,7 +279,7 @@ class Manager:
             with self._entered():
                 self.counter.add(kind, -nbytes)
                 self._traffic.held -= size
-                self._run(self._core.give(size))
+                self._run(self._core.free_buffer(size))
 
     def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
         """Changes the size of the fast tier (and `ahead`), and waits until no more is held."""
@@ -352,8 +352,8 @@ class Manager:
             if self._core.restore(managed.number):
                 self._traffic.keep(managed)
                 self._free(managed)
-        self._traffic.tell()
-        self._middle.tell()
+        self._traffic.raise_write_error()
+        self._middle.raise_write_error()
 
     def _check(self, managed: ManagedTensor) -> ManagedTensor:
         if self._placed.get(managed.number) is not managed:
@@ -391,7 +391,7 @@ class Manager:
 
     def _drop(self, managed: ManagedTensor) -> None:
         self._traffic.drop(managed)
-        self._middle.landed(managed.number)
+        self._middle.end_prefetch(managed.number)
 
     def _written(self, managed: ManagedTensor) -> None:
         """Frees an object's space in the store, whose content is out of date."""

@@ -172,7 +172,7 @@ class Middle:
     def expect(self, number: int) -> None:
         """An object will be read."""
 
-    def landed(self, number: int) -> None:
+    def end_prefetch(self, number: int) -> None:
         """An object was read, or is no longer wanted."""
 
     def remove(self, number: int) -> None:
@@ -181,7 +181,7 @@ class Middle:
     def end_step(self) -> None:
         """A step has ended."""
 
-    def tell(self) -> None:
+    def raise_write_error(self) -> None:
         """Raises the error of a write that has failed."""
 
     def stats(self) -> dict[str, Any]:

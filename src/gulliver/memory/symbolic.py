@@ -105,7 +105,7 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ModuleResidue:
     """Memory that a call of a module leaves behind."""
 
     # Bytes that are there after the call and were not before, its output aside.
@@ -122,7 +122,7 @@ class ActivationPeak:
     inputs: int = 0
     curve: tuple[MemoryPoint, ...] = ()
     # What the last call of each module in forward left for backward, by path.
-    kept: Mapping[str, Kept] = field(default_factory=dict)
+    kept: Mapping[str, ModuleResidue] = field(default_factory=dict)
     # Why the step cannot be followed; empty where it can.
     reason: str = ""
     # Sizes of the memories that were off-loaded, by the path that was off-loaded.
@@ -405,7 +405,7 @@ class _Watch:
     """Notes memory over the calls of modules, in forward and, by hooks on outputs, in backward."""
 
     def __init__(self, model: nn.Module, counter: StorageCounter) -> None:
-        self.phase, self.kept = FORWARD, dict[str, Kept]()
+        self.phase, self.kept = FORWARD, dict[str, ModuleResidue]()
         self._model, self._counter = model, counter
         self._paths = {module: path for path, module in model.named_modules()}
         self._events: list[tuple[str, str, int, int]] = []
@@ -457,7 +457,7 @@ class _Watch:
         if self.phase == FORWARD:
             own = {_key(t): t.untyped_storage().nbytes() for t in _leaves(output)}
             left = self._counter.live - before
-            self.kept[path] = Kept(max(0, left - sum(own.values())), sum(own.values()))
+            self.kept[path] = ModuleResidue(max(0, left - sum(own.values())), sum(own.values()))
             for tensor in _leaves(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _, path=path: self._back(path))

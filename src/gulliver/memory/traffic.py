@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory.buffers import ByteCounter
 from gulliver.memory.pending import before_write
 from gulliver.memory.stores import ManagedTensor, Pages, Residency, Store, whole_pages
-from gulliver.solve.replacement import NoRoom
+from gulliver.solve.replacement import InsufficientMemory
 
 PATIENCE_S = 1.0
 COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_out")
@@ -46,7 +46,7 @@ def end_workers() -> None:
         traffic.end_worker()
 
 
-class BufferStillReferenced(NoRoom):
+class BufferStillReferenced(InsufficientMemory):
     """Views still refer to memory that was given back, and there is no other room."""
 
 
@@ -98,7 +98,7 @@ class Traffic:
         """Gives the memory of an object back without writing it."""
         if managed.residency is not Residency.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
-                self.settle(managed)
+                self.wait_arrived(managed)
         if managed in self._queue and managed.reads:
             self.moved["cancelled"] += 1
             self.moved["bytes_cancelled"] += managed.size
@@ -120,7 +120,7 @@ class Traffic:
         if managed.residency is Residency.QUEUED:
             managed.enter(Residency.AWAY)
 
-    def settle(self, managed: ManagedTensor) -> None:
+    def wait_arrived(self, managed: ManagedTensor) -> None:
         """Waits until an object is where it was to go."""
         if managed in self._queue:
             self._queue.remove(managed)  # others can wait
@@ -134,17 +134,17 @@ class Traffic:
                 raise
             managed.enter(Residency.HERE)
         elif managed.residency is Residency.LEAVING:
-            self.tell()
+            self.raise_write_error()
             if managed.residency is Residency.LEAVING:
                 self._finish(managed)
 
-    def let_leave(self, managed: ManagedTensor) -> None:
+    def wait_evicted(self, managed: ManagedTensor) -> None:
         """Waits until an object has left; one that could not be written stays where it is."""
         if managed in self._leaving:
             with suppress(GulliverError):
                 self._finish(managed, again=False)
 
-    def has_come(self, managed: ManagedTensor) -> bool:
+    def has_arrived(self, managed: ManagedTensor) -> bool:
         """Whether an object is where it was to go, or failed to; does not wait."""
         self._advance()
         return managed.residency is Residency.HERE or (
@@ -160,7 +160,7 @@ class Traffic:
         self._failed = [(other, e) for other, e in self._failed if other is not managed]
         managed.enter(Residency.HERE)
 
-    def tell(self) -> None:
+    def raise_write_error(self) -> None:
         """Raises the error of a write that failed since the last call, after beginning it again."""
         while self._leaving and self._leaving[0].done:
             with suppress(GulliverError):
@@ -187,7 +187,7 @@ class Traffic:
     def reserve(self, size: int) -> None:
         """Counts memory that somebody else takes as held, for which there is room by decision."""
         while not self._trim(size):
-            self._make_way(size)
+            self._wait_oldest_write(size)
         self.held += size
 
     def give(self, memory: Tensor, trusted: bool = False) -> None:
@@ -202,7 +202,7 @@ class Traffic:
     def fit(self) -> None:
         """Waits until no more than the budget is held."""
         while not self._trim(0):
-            self._make_way(0)
+            self._wait_oldest_write(0)
         self._advance()
 
     def close(self) -> None:
@@ -227,17 +227,17 @@ class Traffic:
             if self._trim(size):
                 self.held += size
                 return self._pages.fresh(size)
-            if not wait and not self._reaped():
+            if not wait and not self._is_write_done():
                 return None
             if wait:
-                self._make_way(size)
+                self._wait_oldest_write(size)
 
     def _free_of_users(self, memory: Tensor) -> None:
         """Waits for snapshots and copies that may still be reading memory."""
         # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
         # memory that was shown to them before, and never take this lock.
         before_write([memory])
-        self._pages.settle(memory)
+        self._pages.wait_arrived(memory)
 
     def _resized(self, size: int) -> Tensor | None:
         """Memory of a size out of that kept of the nearest other size; None where there is none."""
@@ -267,7 +267,7 @@ class Traffic:
             many = self._free[kept]
             while (short := self.held + size - self.budget) > 0:
                 # Memory with views left would not be freed.
-                place = next((n for n, found in enumerate(many) if self._goes(*found)), None)
+                place = next((n for n, found in enumerate(many) if self._is_freed(*found)), None)
                 if place is None:
                     break
                 memory, trusted = many.pop(place)
@@ -285,17 +285,17 @@ class Traffic:
             self.give(memory, trusted)
         return self.held + size <= self.budget
 
-    def _goes(self, memory: Tensor, trusted: bool) -> bool:
+    def _is_freed(self, memory: Tensor, trusted: bool) -> bool:
         """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
         if trusted and storage_users(memory) > 1:
             self._free_of_users(memory)
         return (trusted and self._pages.keeps) or storage_users(memory) == 1
 
-    def _make_way(self, size: int) -> None:
+    def _wait_oldest_write(self, size: int) -> None:
         """Waits for the oldest write, whose memory is needed."""
         if self._failed:
-            self.tell()
-        if not self._leaving and not self._is_let_go():
+            self.raise_write_error()
+        if not self._leaving and not self._is_released_soon():
             kept = sum(size * len(many) for size, many in self._free.items())
             raise BufferStillReferenced(
                 f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
@@ -306,7 +306,7 @@ class Traffic:
         if self._leaving:
             self._finish(self._leaving[0])
 
-    def _is_let_go(self) -> bool:
+    def _is_released_soon(self) -> bool:
         """Whether others stop referring to memory soon: a thread that sends it may be about to."""
         # Such a thread drops its tensor a moment after the message is there, and says so to nobody.
         # Hence the polling, for as long as a slow message may take.
@@ -317,7 +317,7 @@ class Traffic:
             time.sleep(0.001)
         return False
 
-    def _reaped(self) -> bool:
+    def _is_write_done(self) -> bool:
         """Whether a write is over, whose memory is free now; does not wait."""
         if not self._leaving or not self._is_over(self._leaving[0]):
             return False
@@ -344,7 +344,7 @@ class Traffic:
         """Whether an object that is to come again has left; where it must have, waits for that."""
         if managed.residency is Residency.LEAVING:
             if wait:
-                self.tell()
+                self.raise_write_error()
             if managed in self._leaving and (wait or self._is_over(managed)):
                 with suppress(*(() if wait else (GulliverError,))):
                     self._finish(managed, again=wait)

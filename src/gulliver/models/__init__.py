@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gulliver.models.autoencoder_frames import FrameAutoencoder
     from gulliver.models.autoencoder_pipeline import PipelineAutoencoder
     from gulliver.models.autoencoders import Autoencoder
-    from gulliver.models.clips import pack_latents, places_of, unpack_latents
+    from gulliver.models.clips import pack_latents, token_positions, unpack_latents
     from gulliver.models.configurations import (
         CONFIGURATIONS,
         QUIRKS,
@@ -45,8 +45,8 @@ __all__ = [
     "VideoAutoencoder",
     "build",
     "pack_latents",
-    "places_of",
     "stdit3",
+    "token_positions",
     "unpack_latents",
 ]
 
@@ -58,7 +58,12 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.models.autoencoder_frames": ["FrameAutoencoder"],
         "gulliver.models.autoencoder_pipeline": ["PipelineAutoencoder"],
         "gulliver.models.autoencoders": ["Autoencoder"],
-        "gulliver.models.clips": ["pack_latents", "places_of", "unpack_latents"],
+        "gulliver.models.clips": [
+            "pack_latents",
+            "token_positions",
+            "token_positions as places_of",
+            "unpack_latents",
+        ],
         "gulliver.models.configurations": [
             "CONFIGURATIONS",
             "MMDiTConfig",

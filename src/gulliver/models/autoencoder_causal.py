@@ -179,7 +179,7 @@ class SpatialUpsample(FrameUpsample):
         return on_frames(super().forward, x)
 
 
-class Enlarged(nn.Module):
+class UpsampleResidual(nn.Module):
     """Two convolutions with norms and a residual, used after upsampling."""
 
     def __init__(self, channels: int, groups: int) -> None:
@@ -198,7 +198,7 @@ class Upsample(nn.Module):
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
-        self.conv3d = Enlarged(channels, groups)
+        self.conv3d = UpsampleResidual(channels, groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """Resamples ``[B, C, T, H, W]``."""

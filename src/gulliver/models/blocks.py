@@ -298,7 +298,7 @@ class Grid(NamedTuple):
     columns: int
 
 
-class Given(NamedTuple):
+class ConditionFrames(NamedTuple):
     """Given frames, which attend to another caption than the others."""
 
     # Caption tokens [B, L, C].
@@ -407,7 +407,7 @@ class STDiTBlock(nn.Module):
         modulation: Tensor,
         rotation: Rotation | None,
         grid: Grid,
-        given: Given | None = None,
+        given: ConditionFrames | None = None,
     ) -> Tensor:
         """Computes one block.
 
@@ -457,7 +457,9 @@ class STDiTBlock(nn.Module):
         boxes = x.unflatten(2, (grid.rows, grid.columns))
         return attend_in_windows(self.attn, boxes, rotation, self.window, mix).flatten(2, 3)
 
-    def read(self, x: Tensor, y: Tensor, y_mask: Tensor | None, given: Given | None) -> Tensor:
+    def read(
+        self, x: Tensor, y: Tensor, y_mask: Tensor | None, given: ConditionFrames | None
+    ) -> Tensor:
         """Cross-attends to the caption, with arguments as in `forward`; [B, T, S, C]."""
         if given is None or not given.frames:
             return self.cross_attn(x.flatten(1, 2), y, y_mask).view_as(x)

@@ -183,7 +183,7 @@ def unpack_latents(tokens: Tensor, sizes: Sequence[int], patch_size: int = 2) ->
     return squares.permute(0, 4, 1, 2, 5, 3, 6).flatten(5).flatten(3, 4)
 
 
-def places_of(
+def token_positions(
     count: int, sizes: Sequence[int], patch_size: int = 2, device: torch.device | None = None
 ) -> Tensor:
     """Returns frame, row and column of each token of packed latents, [count, N, 3].

@@ -17,7 +17,7 @@ from gulliver.errors import GulliverError
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Look(NamedTuple):
+class StateDictKind(NamedTuple):
     """Description of a recognized state dict."""
 
     # Class in `gulliver.models`; empty if unsupported.
@@ -28,23 +28,27 @@ class Look(NamedTuple):
 
 
 LOOKS = (
-    Look("STDiT3", "an STDiT3 of Open-Sora 1.3", r"x_embedder_cond\."),
-    Look("STDiT3", "an STDiT3 of Open-Sora 1.2", r"temporal_blocks\.\d+\.scale_shift_table"),
-    Look("STDiT2", "an STDiT2 of Open-Sora 1.1", r"blocks\.\d+\.scale_shift_table_temporal"),
-    Look("STDiT", "an STDiT of Open-Sora 1.0", r"blocks\.\d+\.attn_temp\."),
-    Look("", "a PixArt picture model", r"blocks\.\d+\.scale_shift_table"),
-    Look("MMDiT", "an MMDiT of Open-Sora 2.0", r"cond_in\."),
-    Look("MMDiT", "a FLUX.1 model", r"double_blocks\.\d+\.img_attn\."),
-    Look("", "a model in the layout of diffusers", r"(single_)?transformer_blocks\.\d+\."),
-    Look("", "a video autoencoder of Open-Sora 1.2", r"(spatial_vae|temporal_vae)\."),
-    Look("", "an autoencoder", r"(encoder|decoder)\.(conv_in|down_blocks|mid|up)"),
-    Look("", "a T5 text encoder", r"encoder\.block\.\d+\."),
-    Look("", "a CLIP model", r"text_model\."),
+    StateDictKind("STDiT3", "an STDiT3 of Open-Sora 1.3", r"x_embedder_cond\."),
+    StateDictKind(
+        "STDiT3", "an STDiT3 of Open-Sora 1.2", r"temporal_blocks\.\d+\.scale_shift_table"
+    ),
+    StateDictKind(
+        "STDiT2", "an STDiT2 of Open-Sora 1.1", r"blocks\.\d+\.scale_shift_table_temporal"
+    ),
+    StateDictKind("STDiT", "an STDiT of Open-Sora 1.0", r"blocks\.\d+\.attn_temp\."),
+    StateDictKind("", "a PixArt picture model", r"blocks\.\d+\.scale_shift_table"),
+    StateDictKind("MMDiT", "an MMDiT of Open-Sora 2.0", r"cond_in\."),
+    StateDictKind("MMDiT", "a FLUX.1 model", r"double_blocks\.\d+\.img_attn\."),
+    StateDictKind("", "a model in the layout of diffusers", r"(single_)?transformer_blocks\.\d+\."),
+    StateDictKind("", "a video autoencoder of Open-Sora 1.2", r"(spatial_vae|temporal_vae)\."),
+    StateDictKind("", "an autoencoder", r"(encoder|decoder)\.(conv_in|down_blocks|mid|up)"),
+    StateDictKind("", "a T5 text encoder", r"encoder\.block\.\d+\."),
+    StateDictKind("", "a CLIP model", r"text_model\."),
 )
 """Known state dicts, most specific first."""
 
 
-def look_of(names: Iterable[str]) -> Look | None:
+def look_of(names: Iterable[str]) -> StateDictKind | None:
     """Returns the description of a state dict with these names; None if unknown."""
     listed = list(names)
     for look in LOOKS:
@@ -75,7 +79,7 @@ def count_of(shapes: Shapes, prefix: str) -> int:
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
-def _stdit(shapes: Shapes, look: Look) -> dict[str, Any]:
+def _stdit(shapes: Shapes, look: StateDictKind) -> dict[str, Any]:
     hidden, channels, *patch = shapes["x_embedder.proj.weight"]
     length, captions = shapes["y_embedder.y_embedding"]
     blocks = "spatial_blocks" if look.kind == "STDiT3" else "blocks"
@@ -119,7 +123,7 @@ def _square(shapes: Shapes, patch: Sequence[int]) -> dict[str, Any]:
     return {"input_size": (frames * patch[0], side * patch[1], side * patch[2])}
 
 
-def _mmdit(shapes: Shapes, look: Look) -> dict[str, Any]:
+def _mmdit(shapes: Shapes, look: StateDictKind) -> dict[str, Any]:
     hidden, channels = shapes["img_in.weight"]
     fused = "double_blocks.0.img_attn.qkv.weight" in shapes
     first = "qkv" if fused else "q_proj"
@@ -154,21 +158,27 @@ def _mmdit(shapes: Shapes, look: Look) -> dict[str, Any]:
 
 
 AUTOENCODER_LOOKS = (
-    Look("PipelineAutoencoder", "the autoencoder of Open-Sora 1.2", r"temporal_vae\.encoder\."),
-    Look("", "the picture half of Open-Sora 1.2's autoencoder", r"spatial_vae\."),
-    Look(
+    StateDictKind(
+        "PipelineAutoencoder", "the autoencoder of Open-Sora 1.2", r"temporal_vae\.encoder\."
+    ),
+    StateDictKind("", "the picture half of Open-Sora 1.2's autoencoder", r"spatial_vae\."),
+    StateDictKind(
         "CausalAutoencoder",
         "the autoencoder of Open-Sora 1.3",
         r"encoder\.mid\.attn_1\.q\.conv\.",
     ),
-    Look("", "a picture autoencoder in its first layout, not diffusers'", r"encoder\.mid\.attn_1"),
-    Look(
+    StateDictKind(
+        "", "a picture autoencoder in its first layout, not diffusers'", r"encoder\.mid\.attn_1"
+    ),
+    StateDictKind(
         "",
         "HunyuanVideo's or CogVideoX's",
         r"encoder\.down_blocks\.\d+\.resnets\.\d+\.conv1\.conv\.",
     ),
-    Look("FrameAutoencoder", "diffusers' AutoencoderKL", r"encoder\.down_blocks\.\d+\.resnets"),
-    Look("", "Wan's autoencoder", r"encoder\.conv_in\.weight"),
+    StateDictKind(
+        "FrameAutoencoder", "diffusers' AutoencoderKL", r"encoder\.down_blocks\.\d+\.resnets"
+    ),
+    StateDictKind("", "Wan's autoencoder", r"encoder\.conv_in\.weight"),
 )
 """Known state dicts, most specific first."""
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError, nearest
 from gulliver.models.blocks import (
     CaptionEmbedder,
+    ConditionFrames,
     FinalLayer,
-    Given,
     Grid,
     JointBlock,
     RotaryFrequencies,
@@ -57,7 +57,15 @@ from gulliver.models.configurations import (
     config_of,
 )
 
-__all__ = ["STDIT3_SIZES", "FinalLayer", "Given", "Grid", "STDiT3", "STDiTBlock", "stdit3"]
+__all__ = [
+    "STDIT3_SIZES",
+    "ConditionFrames",
+    "FinalLayer",
+    "Grid",
+    "STDiT3",
+    "STDiTBlock",
+    "stdit3",
+]
 
 STDIT3_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "depth": 3, "num_heads": 4},
@@ -300,7 +308,7 @@ class STDiT3(nn.Module):
         y_null: Tensor | None,
         y_mask: Tensor | None,
         frames: Sequence[int],
-    ) -> Given:
+    ) -> ConditionFrames:
         """The null caption for given frames."""
         if y_null is None:
             y_null = self.y_embedder.y_embedding[: y.shape[2]].expand_as(y)
@@ -308,7 +316,7 @@ class STDiT3(nn.Module):
         dtype = self.y_embedder.y_proj.fc1.weight.dtype
         null = self.y_embedder(y_null.to(dtype).squeeze(1), never)
         mask = y_mask if "null_text_cut" in self.compat else None
-        return Given(null, mask, tuple(frames))
+        return ConditionFrames(null, mask, tuple(frames))
 
 
 def _window(

@@ -14,16 +14,16 @@ from gulliver.comm.world import World
 from gulliver.errors import GulliverError
 from gulliver.memory.activations import wrap_call
 from gulliver.operators.plans import Program, axes_of, form_of, program_of
-from gulliver.operators.recompute import Again, SavedTensorStore
+from gulliver.operators.recompute import SavedCalls, SavedTensorStore
 from gulliver.operators.rules import placements
 from gulliver.operators.run import OperatorMode, changed, local_of, spread, whole_of
 from gulliver.parallel.optimizer import (
     BoostedOptimizer,
     OptimizerCheckpoint,
     has_stepped,
+    move_state_to_replacements,
     named_groups,
     named_trainables,
-    take_new_state,
 )
 from gulliver.parallel.zero.elementwise import check_optimizer
 from gulliver.plan.plan import Plan
@@ -64,7 +64,7 @@ def share_operators(
     swapped = _distribute(model, program, mesh)
     for group in inner.param_groups:
         group["params"] = [swapped.get(p, p) for p in group["params"]]
-    take_new_state(inner, swapped)
+    move_state_to_replacements(inner, swapped)
     names = named_trainables(model, inner) if optimizer is not None else {}
     engine = _Engine(plan, program, mesh, world.device)
     wrap_call(model, engine.call)
@@ -117,7 +117,7 @@ class _Engine:
         again = None
         if program.runs or program.away:
             put = self.store.put if self.store is not None else _nowhere
-            again = Again(program.runs, program.stays, program.away, put)
+            again = SavedCalls(program.runs, program.stays, program.away, put)
         trace = program.graph.trace
         mode = OperatorMode(program.calls, trace, self.mesh, again)
         if again is not None:

@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from gulliver.errors import GulliverError
-from gulliver.operators.rules import FORK, HARD, SUMMED, Layout, Way, divides, ways
+from gulliver.operators.rules import FORK, HARD, SUMMED, CallSharding, Layout, divides, shardings
 from gulliver.operators.trace import OperatorCall, Ref, Trace
 
 PRODUCTS = HARD - {FORK, "embedding", "cross_entropy"}
@@ -124,7 +124,7 @@ class Graph:
         ]
         return len(past) == 1 and self.maker(past[0]) == number - 1
 
-    def ways(self, node: int) -> list[OperatorSharding]:
+    def shardings(self, node: int) -> list[OperatorSharding]:
         """The shardings of an operator over all axes."""
         if not self.trains(node):
             along = [self._along(node)[:1] for _ in self.sizes]
@@ -158,7 +158,7 @@ class Graph:
                 found.setdefault(word, known)
                 return
             call = rest[0]
-            for way in ways(call):
+            for way in shardings(call):
                 more = self._fitting(call, way, known, node)
                 if more is not None:
                     grown(rest[1:], more, way.word if call is first else word)
@@ -167,7 +167,7 @@ class Graph:
         return list(found.items())
 
     def _fitting(
-        self, call: OperatorCall, way: Way, known: dict[int, str], node: int
+        self, call: OperatorCall, way: CallSharding, known: dict[int, str], node: int
     ) -> dict[int, str] | None:
         """Layouts extended by one more call; None if they contradict each other."""
         more = dict(known)

@@ -176,7 +176,7 @@ def plan_from(
         chosen = tuple(
             OperatorChoice(
                 _relative(graph.nodes[node]),
-                dict(zip(names, problem.ways[node][pick.strategy].words, strict=True)),
+                dict(zip(names, problem.shardings[node][pick.strategy].words, strict=True)),
                 pick.choice,
             )
             for node, pick in zip(numbers, picks, strict=True)
@@ -308,14 +308,14 @@ class _Compiler:
             told = self._line(f"{where}.along", ", ".join(choice.along))
             raise GulliverError(f"{told}: an operator lies along {', '.join(self.names)}")
         words = tuple(choice.along.values())
-        ways = {way.words: way.layouts for way in self.graph.ways(node)}
-        if words in ways:
-            return ways[words]
+        shardings = {way.words: way.layouts for way in self.graph.shardings(node)}
+        if words in shardings:
+            return shardings[words]
         lines = " and ".join(
             self._line(f"{where}.along.{name}", word)
             for name, word in zip(self.names, words, strict=True)
         )
-        some = "; ".join(", ".join(way) for way in list(ways)[:6])
+        some = "; ".join(", ".join(way) for way in list(shardings)[:6])
         raise GulliverError(f"{choice.operator} cannot lie so: {lines}; possible: {some}")
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:

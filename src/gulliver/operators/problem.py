@@ -212,9 +212,9 @@ class Problem:
     _converted: dict[object, tuple[float, int]] = field(default_factory=dict)
 
     @cached_property
-    def ways(self) -> list[list[OperatorSharding]]:
+    def shardings(self) -> list[list[OperatorSharding]]:
         """Ways of each operator."""
-        return [self.graph.ways(n) for n in range(len(self.graph.nodes))]
+        return [self.graph.shardings(n) for n in range(len(self.graph.nodes))]
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -228,7 +228,7 @@ class Problem:
         nodes = [node for numbers in self.graph.blocks for node in numbers]
         whole = trained = 0
         for node, number in zip(nodes, strategies, strict=True):
-            way = self.ways[node][number]
+            way = self.shardings[node][number]
             for value in self.graph.takes(node):
                 one = self.graph.trace.values[value]
                 # As in `_strategy`: the first reader decides how a parameter is stored.
@@ -257,7 +257,7 @@ class Problem:
         return Block(tuple(self._operator(costs, n, numbers) for n in numbers))
 
     def _operator(self, costs: Costs, node: int, block: range) -> Operator:
-        measured = [self._measured(costs, node, way) for way in self.ways[node]]
+        measured = [self._measured(costs, node, way) for way in self.shardings[node]]
         sources = list[int]()
         conversions = list[EdgeSeconds | None]()
         for value in self.graph.takes(node):
@@ -271,7 +271,7 @@ class Problem:
         inside = [u - block[0] for u in readers if u in block and u > node]
         strategies = (
             self._strategy(node, way, found, node == block[-1])
-            for way, found in zip(self.ways[node], measured, strict=True)
+            for way, found in zip(self.shardings[node], measured, strict=True)
         )
         return Operator(
             self.graph.nodes[node].name.rpartition(".")[2],
@@ -373,9 +373,9 @@ class Problem:
         """Costs of changing a value's layout, by the shardings of producer and consumer."""
         one = self.graph.trace.values[value]
         rows: list[list[tuple[float, float, int]]] = []
-        for before in self.ways[maker]:
+        for before in self.shardings[maker]:
             row = []
-            for way, found in zip(self.ways[node], measured, strict=True):
+            for way, found in zip(self.shardings[node], measured, strict=True):
                 change = before.layouts[value], way.layouts[value]
                 seconds, _, copies = self._change(one, *change, False)
                 back, _, _ = self._change(one, *change, True)
@@ -395,7 +395,7 @@ class Problem:
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]
             if one.flows:
-                for before in self.ways[self.graph.maker(value)]:
+                for before in self.shardings[self.graph.maker(value)]:
                     change = before.layouts[value], way.layouts[value]
                     found.append(self._change(one, *change, backward)[1])
         return found
@@ -425,7 +425,7 @@ class Problem:
     def _most(self, value: int) -> int:
         """Bytes of a value in the largest layout that it may have."""
         node = self.graph.maker(value)
-        return max(self._bytes(value, way.layouts[value]) for way in self.ways[node])
+        return max(self._bytes(value, way.layouts[value]) for way in self.shardings[node])
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:

@@ -71,7 +71,7 @@ class _Away(NamedTuple):
     offset: int
 
 
-class Again:
+class SavedCalls:
     """Holds what the calls of one forward save."""
 
     def __init__(
@@ -86,8 +86,10 @@ class Again:
         self._moved: dict[Origin, Callable[[], Tensor]] = {}
         self.runner: OperatorMode | None = None
 
-    def begin(self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]) -> Made:
-        """Begins a call; see `Made`."""
+    def begin(
+        self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> RecomputedCall:
+        """Begins a call; see `RecomputedCall`."""
         number = planned.number
         origins = [
             self._origin(number, n, *pair) for n, pair in enumerate(zip(taken, parts, strict=True))
@@ -96,7 +98,7 @@ class Again:
             run = self.run_of(number)
             sources = [self._source(run, number, tensor) for tensor in taken]
             run.tape.append((planned, sources))
-        return Made(self, planned, parts, origins)
+        return RecomputedCall(self, planned, parts, origins)
 
     def run_of(self, call: int) -> _RecomputedRun:
         """The run of a call."""
@@ -191,12 +193,12 @@ class Again:
         run.tape.clear()
 
 
-class Made:
+class RecomputedCall:
     """A running call."""
 
     def __init__(
         self,
-        again: Again,
+        again: SavedCalls,
         planned: Any,
         parts: Sequence[Tensor],
         origins: Sequence[Origin | None],
@@ -211,7 +213,7 @@ class Made:
         with saved_tensors_hooks(self._pack, self._again.unpacked):
             yield
 
-    def gave(self, given: Sequence[DTensor]) -> None:
+    def end_call(self, given: Sequence[DTensor]) -> None:
         """Ends the call."""
         self._again.name(self._planned, given, self._origins)
 

@@ -85,13 +85,12 @@ def first_index(
 
 # Sharding rules of torch functions along one axis of a mesh.
 #
-# `ways(call)` lists them: for each a word, and the layouts of inputs and outputs. In each of them
-# every rank calls the same function with its parts, and gets its part, or its term, of the
-# outputs. A function without a rule is replicated, which is right for any that draws no random
-# numbers.
+# `shardings(call)` lists them, each with a name and the layouts of inputs and outputs. Every rank
+# calls the same function on its shards and gets its shard, or its term, of the outputs. A function
+# without a rule is replicated, which is correct unless it draws random numbers.
 
 
-class Way(NamedTuple):
+class CallSharding(NamedTuple):
     """A sharding of a call along one axis."""
 
     # Name of the way, as it stands in a plan.
@@ -102,20 +101,20 @@ class Way(NamedTuple):
     gives: tuple[str, ...]
 
 
-def ways(call: OperatorCall) -> Iterator[Way]:
+def shardings(call: OperatorCall) -> Iterator[CallSharding]:
     """Yields the shardings of a call; replicated execution comes first."""
-    yield Way("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
+    yield CallSharding("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
     rule = _RULES.get(call.name)
     if rule is not None:
         yield from rule(call)
 
 
-def _element_wise(call: OperatorCall) -> Iterator[Way]:
+def _element_wise(call: OperatorCall) -> Iterator[CallSharding]:
     (shape,) = call.shapes_given
     for dim, size in enumerate(shape):
         if size > 1:
             takes = tuple(_along(given, shape, dim) for given in call.shapes_taken)
-            yield Way(f"dim {dim}", takes, (cut(dim),))
+            yield CallSharding(f"dim {dim}", takes, (cut(dim),))
 
 
 def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
@@ -124,28 +123,30 @@ def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
     return cut(own) if own >= 0 and shape[own] == output[dim] else SUMMED
 
 
-def _leading(count: Callable[[OperatorCall], int]) -> Callable[[OperatorCall], Iterator[Way]]:
+def _leading(
+    count: Callable[[OperatorCall], int],
+) -> Callable[[OperatorCall], Iterator[CallSharding]]:
     """A rule: the first tensor is sharded along any but the last `count` dims, others are whole."""
 
-    def rule(call: OperatorCall) -> Iterator[Way]:
+    def rule(call: OperatorCall) -> Iterator[CallSharding]:
         shape = call.shapes_taken[0]
         for dim in range(len(shape) - count(call)):
             rest = (SUMMED,) * (len(call.takes) - 1)
-            yield Way(f"dim {dim}", (cut(dim), *rest), (cut(dim),))
+            yield CallSharding(f"dim {dim}", (cut(dim), *rest), (cut(dim),))
 
     return rule
 
 
-def _softmax(call: OperatorCall) -> Iterator[Way]:
+def _softmax(call: OperatorCall) -> Iterator[CallSharding]:
     (shape,) = call.shapes_given
     own = call.argument(1, "dim", None)
     if isinstance(own, int):
         for dim in range(len(shape)):
             if dim != own % len(shape):
-                yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
+                yield CallSharding(f"dim {dim}", (cut(dim),), (cut(dim),))
 
 
-def _reduced(call: OperatorCall) -> Iterator[Way]:
+def _reduced(call: OperatorCall) -> Iterator[CallSharding]:
     shape, dims = call.shapes_taken[0], call.argument(1, "dim", None)
     if dims is None or len(call.gives) != 1:
         return
@@ -154,43 +155,45 @@ def _reduced(call: OperatorCall) -> Iterator[Way]:
     for dim in range(len(shape)):
         if dim not in gone:
             given = dim if keeps else dim - sum(1 for d in gone if d < dim)
-            yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
+            yield CallSharding(f"dim {dim}", (cut(dim),), (cut(given),))
 
 
-def _linear(call: OperatorCall) -> Iterator[Way]:
+def _linear(call: OperatorCall) -> Iterator[CallSharding]:
     last = len(call.shapes_taken[0]) - 1
     bias = len(call.takes) > 2
     rest = (SUMMED,) * (2 if bias else 1)
     if last:
-        yield Way("dim 0", (cut(0), *rest), (cut(0),))
-    yield Way("columns", (SUMMED, cut(0), *([cut(0)] if bias else [])), (cut(last),))
-    yield Way("rows", (cut(last), cut(1), *([TERMS] if bias else [])), (TERMS,))
+        yield CallSharding("dim 0", (cut(0), *rest), (cut(0),))
+    yield CallSharding("columns", (SUMMED, cut(0), *([cut(0)] if bias else [])), (cut(last),))
+    yield CallSharding("rows", (cut(last), cut(1), *([TERMS] if bias else [])), (TERMS,))
 
 
-def _addmm(call: OperatorCall) -> Iterator[Way]:
+def _addmm(call: OperatorCall) -> Iterator[CallSharding]:
     if call.constants_besides():
         return
     bias = len(call.shapes_taken[0])
-    yield Way("dim 0", (SUMMED, cut(0), SUMMED), (cut(0),))
-    yield Way("columns", (cut(bias - 1), SUMMED, cut(1)), (cut(1),))
-    yield Way("rows", (TERMS, cut(1), cut(0)), (TERMS,))
+    yield CallSharding("dim 0", (SUMMED, cut(0), SUMMED), (cut(0),))
+    yield CallSharding("columns", (cut(bias - 1), SUMMED, cut(1)), (cut(1),))
+    yield CallSharding("rows", (TERMS, cut(1), cut(0)), (TERMS,))
 
 
-def _matmul(call: OperatorCall) -> Iterator[Way]:
+def _matmul(call: OperatorCall) -> Iterator[CallSharding]:
     one, other = call.shapes_taken
     if len(one) < 2 or len(other) < 2:
         return
     (shape,) = call.shapes_given
     last = len(shape) - 1
     for dim in range(last - 1):
-        yield Way(f"dim {dim}", (_along(one, shape, dim), _along(other, shape, dim)), (cut(dim),))
+        yield CallSharding(
+            f"dim {dim}", (_along(one, shape, dim), _along(other, shape, dim)), (cut(dim),)
+        )
     inner = len(one) - 1
-    yield Way(f"dim {last - 1}", (cut(inner - 1), SUMMED), (cut(last - 1),))
-    yield Way("columns", (SUMMED, cut(len(other) - 1)), (cut(last),))
-    yield Way("rows", (cut(inner), cut(len(other) - 2)), (TERMS,))
+    yield CallSharding(f"dim {last - 1}", (cut(inner - 1), SUMMED), (cut(last - 1),))
+    yield CallSharding("columns", (SUMMED, cut(len(other) - 1)), (cut(last),))
+    yield CallSharding("rows", (cut(inner), cut(len(other) - 2)), (TERMS,))
 
 
-def _attention(call: OperatorCall) -> Iterator[Way]:
+def _attention(call: OperatorCall) -> Iterator[CallSharding]:
     query, key, value = (call.argument(n, k, None) for n, k in enumerate(("query", "key", "value")))
     mask = call.argument(3, "attn_mask", None)
     shape = call.shapes_taken[query.index]
@@ -200,32 +203,32 @@ def _attention(call: OperatorCall) -> Iterator[Way]:
             takes[one.index] = cut(dim)
         if isinstance(mask, Ref):
             takes[mask.index] = _along(call.shapes_taken[mask.index], shape, dim)
-        yield Way(
+        yield CallSharding(
             "heads" if dim == len(shape) - 3 and dim else f"dim {dim}", tuple(takes), (cut(dim),)
         )
 
 
-def _embedding(call: OperatorCall) -> Iterator[Way]:
+def _embedding(call: OperatorCall) -> Iterator[CallSharding]:
     shape = call.shapes_taken[0]
     for dim in range(len(shape)):
-        yield Way(f"dim {dim}", (cut(dim), SUMMED), (cut(dim),))
-    yield Way("columns", (WHOLE, cut(1)), (cut(len(shape)),))
+        yield CallSharding(f"dim {dim}", (cut(dim), SUMMED), (cut(dim),))
+    yield CallSharding("columns", (WHOLE, cut(1)), (cut(len(shape)),))
 
 
-def _cross_entropy(call: OperatorCall) -> Iterator[Way]:
+def _cross_entropy(call: OperatorCall) -> Iterator[CallSharding]:
     logits, target = call.shapes_taken[:2]
     plain = len(call.takes) == 2 and len(logits) == 2 and len(target) == 1
     mean = call.argument(6, "reduction", "mean") == "mean"
     if plain and mean and not call.argument(7, "label_smoothing", 0.0):
-        yield Way("dim 0", (cut(0), WHOLE), (TERMS,))
+        yield CallSharding("dim 0", (cut(0), WHOLE), (TERMS,))
 
 
-def _viewed(call: OperatorCall) -> Iterator[Way]:
+def _viewed(call: OperatorCall) -> Iterator[CallSharding]:
     """Rule of views that keep dims, or the outermost of merged ones, together."""
     given, found = call.shapes_taken[0], call.shapes_given[0]
     for dim, other in _kept_dims(given, found):
-        yield Way(f"dim {dim}", (cut(dim),), (cut(other),))
-    yield Way("terms", (TERMS,), (TERMS,))
+        yield CallSharding(f"dim {dim}", (cut(dim),), (cut(other),))
+    yield CallSharding("terms", (TERMS,), (TERMS,))
 
 
 def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -252,11 +255,11 @@ def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, 
 
 def _permuted(
     order: Callable[[OperatorCall], Sequence[int]],
-) -> Callable[[OperatorCall], Iterator[Way]]:
-    def rule(call: OperatorCall) -> Iterator[Way]:
+) -> Callable[[OperatorCall], Iterator[CallSharding]]:
+    def rule(call: OperatorCall) -> Iterator[CallSharding]:
         for given, dim in enumerate(order(call)):
-            yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
-        yield Way("terms", (TERMS,), (TERMS,))
+            yield CallSharding(f"dim {dim}", (cut(dim),), (cut(given),))
+        yield CallSharding("terms", (TERMS,), (TERMS,))
 
     return rule
 
@@ -278,35 +281,35 @@ def _order(call: OperatorCall) -> list[int]:
     return [d % len(given) for d in given]
 
 
-def _apart(call: OperatorCall) -> Iterator[Way]:
+def _apart(call: OperatorCall) -> Iterator[CallSharding]:
     """Rule of concatenation: the dim itself is not sharded."""
     shape = call.shapes_taken[0]
     own = call.argument(2, "dim", 0) % len(shape)
     many = len(call.gives)
     for dim in range(len(shape)):
         if dim != own:
-            yield Way(f"dim {dim}", (cut(dim),), (cut(dim),) * many)
-    yield Way("terms", (TERMS,), (TERMS,) * many)
+            yield CallSharding(f"dim {dim}", (cut(dim),), (cut(dim),) * many)
+    yield CallSharding("terms", (TERMS,), (TERMS,) * many)
 
 
-def _unbound(call: OperatorCall) -> Iterator[Way]:
+def _unbound(call: OperatorCall) -> Iterator[CallSharding]:
     shape, many = call.shapes_taken[0], len(call.gives)
     own = call.argument(1, "dim", 0) % len(shape)
     for dim in range(len(shape)):
         if dim != own:
-            yield Way(f"dim {dim}", (cut(dim),), (cut(dim - (dim > own)),) * many)
-    yield Way("terms", (TERMS,), (TERMS,) * many)
+            yield CallSharding(f"dim {dim}", (cut(dim),), (cut(dim - (dim > own)),) * many)
+    yield CallSharding("terms", (TERMS,), (TERMS,) * many)
 
 
-def _joined(call: OperatorCall) -> Iterator[Way]:
+def _joined(call: OperatorCall) -> Iterator[CallSharding]:
     shape = call.shapes_taken[0]
     own = call.argument(1, "dim", 0) % len(shape)
     for dim in range(len(shape)):
         if dim != own:
-            yield Way(f"dim {dim}", (cut(dim),) * len(call.takes), (cut(dim),))
+            yield CallSharding(f"dim {dim}", (cut(dim),) * len(call.takes), (cut(dim),))
 
 
-def _indexed(call: OperatorCall) -> Iterator[Way]:
+def _indexed(call: OperatorCall) -> Iterator[CallSharding]:
     index = call.args[1]
     parts = list(index) if isinstance(index, tuple) else [index]
     count = len(call.shapes_taken[0])
@@ -320,25 +323,25 @@ def _indexed(call: OperatorCall) -> Iterator[Way]:
     dim = given = 0
     for part in parts:
         if isinstance(part, slice) and part == slice(None):
-            yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
+            yield CallSharding(f"dim {dim}", (cut(dim),), (cut(given),))
         dim += part is not None
         given += not isinstance(part, int)
-    yield Way("terms", (TERMS,), (TERMS,))
+    yield CallSharding("terms", (TERMS,), (TERMS,))
 
 
-def _expanded(call: OperatorCall) -> Iterator[Way]:
+def _expanded(call: OperatorCall) -> Iterator[CallSharding]:
     given, found = call.shapes_taken[0], call.shapes_given[0]
     more = len(found) - len(given)
     for dim, size in enumerate(given):
         if size == found[dim + more] and size > 1:
-            yield Way(f"dim {dim}", (cut(dim),), (cut(dim + more),))
+            yield CallSharding(f"dim {dim}", (cut(dim),), (cut(dim + more),))
 
 
-def _passed(call: OperatorCall) -> Iterator[Way]:
+def _passed(call: OperatorCall) -> Iterator[CallSharding]:
     """Rule of a fork, see `with_forks`."""
     for dim in range(len(call.shapes_taken[0])):
-        yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
-    yield Way("summed", (SUMMED,), (SUMMED,))
+        yield CallSharding(f"dim {dim}", (cut(dim),), (cut(dim),))
+    yield CallSharding("summed", (SUMMED,), (SUMMED,))
 
 
 ELEMENT_WISE = frozenset(
@@ -362,7 +365,7 @@ HARD = frozenset(
     )
 )
 """Functions that are an operator of their own."""
-_RULES: dict[str, Callable[[OperatorCall], Iterator[Way]]] = {
+_RULES: dict[str, Callable[[OperatorCall], Iterator[CallSharding]]] = {
     **dict.fromkeys(ELEMENT_WISE, _element_wise),
     **dict.fromkeys(SHAPED, _viewed),
     **dict.fromkeys(STRETCHED, _expanded),

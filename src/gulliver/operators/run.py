@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from gulliver.errors import GulliverError
 from gulliver.layout.conversion import convert
-from gulliver.operators.recompute import Again
+from gulliver.operators.recompute import SavedCalls
 from gulliver.operators.rules import (
     FORK,
     Layout,
@@ -69,7 +69,7 @@ class OperatorMode(TorchFunctionMode):
         calls: Sequence[PlannedCall],
         trace: Trace,
         mesh: DeviceMesh,
-        again: Again | None,
+        again: SavedCalls | None,
     ) -> None:
         super().__init__()
         self._calls, self._trace, self._mesh = calls, trace, mesh
@@ -154,7 +154,7 @@ class OperatorMode(TorchFunctionMode):
             for leaf in leaves
         ]
         if made is not None:
-            made.gave([t for t in given if isinstance(t, DTensor)])
+            made.end_call([t for t in given if isinstance(t, DTensor)])
         return pytree.tree_unflatten(given, spec)
 
     def _fork(self, out: Any) -> None:

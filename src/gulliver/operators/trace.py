@@ -207,10 +207,10 @@ class Tracer(TorchFunctionMode):
         value = Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, maker)
         self.trace.values.append(value)
 
-        def died(_: Any) -> None:
+        def storage_freed(_: Any) -> None:
             self.trace.dies[number] = len(self.trace.calls)
 
-        self._numbers[id(tensor)] = weakref.ref(tensor, died), number
+        self._numbers[id(tensor)] = weakref.ref(tensor, storage_freed), number
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

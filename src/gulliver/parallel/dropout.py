@@ -53,7 +53,7 @@ def mix(*words: int) -> int:
     return state
 
 
-def word_of(text: str) -> int:
+def hash_text(text: str) -> int:
     """64 bits of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -215,7 +215,7 @@ class OptimizerCheckpoint:
 
     # The optimizer's state.
 
-    def take_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
+    def adopt_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
         """Takes over state that was checked, where it is not spread over ranks.
 
         Args:
@@ -331,7 +331,7 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
-def take_new_state(
+def move_state_to_replacements(
     optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter | None]
 ) -> None:
     """Gives new parameters the state, from before the first step, of those that they replace."""

@@ -213,7 +213,7 @@ def _pass_costs(
     )
 
 
-def take_activations(
+def manage_activations(
     plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
 ) -> None:
     """Hands the offloaded activations of a plan to a manager."""

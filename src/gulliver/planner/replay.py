@@ -44,7 +44,7 @@ WINDOW = 2
 
 
 @dataclass
-class Coming:
+class PendingMove:
     """A move of an object between tiers."""
 
     key: Key
@@ -59,7 +59,7 @@ class Coming:
 
 
 @dataclass
-class Seen:
+class ReplayedUse:
     """A replayed use of a chunk."""
 
     # Part of the step.
@@ -67,9 +67,9 @@ class Seen:
     # Number of the chunk.
     chunk: int
     # What is read and written, in order.
-    moves: list[Coming] = field(default_factory=list)
+    moves: list[PendingMove] = field(default_factory=list)
     # The same between host and disk.
-    behind: list[Coming] = field(default_factory=list)
+    behind: list[PendingMove] = field(default_factory=list)
     # Peak bytes of device memory by kind until the next visit.
     held: dict[str, int] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Seen:
 
 
 @dataclass
-class Held:
+class TierContents:
     """Contents of a tier during a replay."""
 
     core: Replacement
@@ -91,15 +91,15 @@ class Held:
     # Bytes of the objects in it.
     bytes: int = 0
     # Moves of objects not used since, and the visits in which they began.
-    coming: dict[Key, tuple[Coming, int]] = field(default_factory=dict)
+    coming: dict[Key, tuple[PendingMove, int]] = field(default_factory=dict)
 
-    def move(self, move: Move, key: Key, size: int, visits: int) -> Coming | None:
+    def move(self, move: Move, key: Key, size: int, visits: int) -> PendingMove | None:
         """Moves an object; returns the transfer, if there is one."""
         if move in (Move.LOAD, Move.MAKE):
             self.keys.add(key)
             self.bytes += size
             room = self.core.budget - self.core.lent - self.bytes
-            coming = Coming(key, size * (move is Move.LOAD), False, room)
+            coming = PendingMove(key, size * (move is Move.LOAD), False, room)
             self.coming[key] = coming, visits
             return coming
         if key not in self.keys:
@@ -108,7 +108,7 @@ class Held:
         self.bytes -= size
         if move is not Move.FORGET:
             self.left.add(key)
-        return Coming(key, size, True) if move is Move.WRITE else None
+        return PendingMove(key, size, True) if move is Move.WRITE else None
 
     def used(self, key: Key, visits: int) -> None:
         """Records how many visits passed from a move to the use of its object."""
@@ -135,18 +135,18 @@ class Replay:
         ahead = tiers.ahead or None
         self._core = Replacement(budget, backed=backed, ahead=ahead, policy=policy)
         # Contents of device memory.
-        self.held = Held(self._core)
+        self.held = TierContents(self._core)
         self._middle = None
         if tiers.host and tiers.disk is not None:
             host, disk = (n // BLOCK * BLOCK for n in (tiers.host, tiers.disk_bytes))
             self._middle = MiddleReplacement(host, disk, self._run_behind, policy)
         # Contents of host memory with a disk behind it; None without three tiers.
-        self.behind = None if self._middle is None else Held(self._middle.core)
-        self._seen: list[Seen] = []
+        self.behind = None if self._middle is None else TierContents(self._middle.core)
+        self._seen: list[ReplayedUse] = []
         self._visits = 0
         self._objects = {o.key: o for o in state.objects()}
         self._together = state.together()
-        engines = MicroBatches if state.passes else SeveralRanks
+        engines = MicroBatches if state.passes else MultiRankReplay
         engines = UnequalRanks if state.has_copies else engines
         self._ranks = engines(self) if state.parts > 1 else None
         self._homes = {name: n for n, chunk in enumerate(state.chunks) for name in chunk.names}
@@ -172,7 +172,7 @@ class Replay:
         """Most bytes needed at once so far."""
         return self._core.minimum
 
-    def step(self) -> list[Seen]:
+    def step(self) -> list[ReplayedUse]:
         """Forward, backward and update, chunk after chunk."""
         self._seen = []
         for held in (self.held, self.behind):
@@ -219,7 +219,7 @@ class Replay:
             self.visit(BACKWARD, number)
             self._backward(number)
         while self._collected:
-            self._land(self._collected[0])
+            self._finish_reduction(self._collected[0])
         self._entered = deque(sorted(self._entered))
         self._leave(0)
 
@@ -285,7 +285,7 @@ class Replay:
         first, last = self._together[number]
         self._leave(max(WINDOW, last - first + 1) - 1)
         if self.state.chunks[number].copied:
-            self.lend(self.state.chunks[number].whole, PARAMETERS)
+            self.allocate(self.state.chunks[number].whole, PARAMETERS)
         self.use(("master", number))
         if self.state.chunks[number].copied:
             self.done(("master", number))
@@ -297,7 +297,7 @@ class Replay:
 
     def _exit(self, number: int) -> None:
         if self.state.chunks[number].copied:
-            self.give(self.state.chunks[number].whole, PARAMETERS)
+            self.free(self.state.chunks[number].whole, PARAMETERS)
         else:
             self.done(("master", number))
 
@@ -324,20 +324,20 @@ class Replay:
         self.restore(number)
         chunk = self.state.chunks[number]
         if chunk.trained and chunk.copied:
-            self.lend(chunk.whole, GRADIENTS)
+            self.allocate(chunk.whole, GRADIENTS)
         elif chunk.trained:
             self.use(("gradient", number), fresh=True)
         if chunk.trained:
             self._collected.append(number)
         for landed in [n for n in self._collected if self._together[n][0] >= number]:
-            self._land(landed)
+            self._finish_reduction(landed)
 
-    def _land(self, number: int) -> None:
+    def _finish_reduction(self, number: int) -> None:
         """Completes a gradient; steps the chunk if steps run in backward."""
         self._collected.remove(number)
         if self.state.chunks[number].copied:
             self.use(("gradient", number), fresh=True)
-            self.give(self.state.chunks[number].whole, GRADIENTS)
+            self.free(self.state.chunks[number].whole, GRADIENTS)
         if self.tiers.step_in_backward:
             if number in self._entered:
                 self._entered.remove(number)
@@ -361,10 +361,10 @@ class Replay:
             keys = [("master", number), gradient, *moments]
         for key in keys:
             if extra and key == moments[0]:
-                self.lend(extra, OPTIMIZER_STATE)
+                self.allocate(extra, OPTIMIZER_STATE)
             self.use(key, write=key != gradient, fresh=first and key in moments)
         if extra:
-            self.give(extra, OPTIMIZER_STATE)
+            self.free(extra, OPTIMIZER_STATE)
         for key in reversed(keys):
             self.done(key)
         if not self.tiers.step_in_backward:
@@ -392,16 +392,16 @@ class Replay:
         """Forgets what an object holds."""
         self._run(self._core.discard(key))
 
-    def lend(self, nbytes: int, kind: str) -> None:
+    def allocate(self, nbytes: int, kind: str) -> None:
         """Lends a buffer."""
-        self._decide(lambda: self._core.lend(whole_pages(nbytes), f"a buffer of {kind}"))
+        self._decide(lambda: self._core.allocate_buffer(whole_pages(nbytes), f"a buffer of {kind}"))
         self.counter.add(kind, nbytes)
         self._seen[-1].note(self.counter)
 
-    def give(self, nbytes: int, kind: str) -> None:
+    def free(self, nbytes: int, kind: str) -> None:
         """Takes a buffer back."""
         self.counter.add(kind, -nbytes)
-        self._run(self._core.give(whole_pages(nbytes)))
+        self._run(self._core.free_buffer(whole_pages(nbytes)))
 
     def _decide(self, decide: Callable[[], list[Action]]) -> None:
         before = self._core.minimum
@@ -420,7 +420,7 @@ class Replay:
     def visit(self, phase: str, number: int) -> None:
         """Begins a visit of a chunk in a phase."""
         self._visits += 1
-        self._seen.append(Seen(phase, number))
+        self._seen.append(ReplayedUse(phase, number))
         self._seen[-1].note(self.counter)
 
     def _run(self, actions: Iterable[Action]) -> None:
@@ -448,7 +448,7 @@ class Replay:
             self._seen[-1].behind += [moved] if moved is not None else []
 
 
-class SeveralRanks(StepReplay):
+class MultiRankReplay(StepReplay):
     """Steps of one of several ranks, by the rules of ZeRO's gathers and reductions."""
 
     def __init__(self, replay: Replay) -> None:
@@ -485,15 +485,15 @@ class SeveralRanks(StepReplay):
 
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
         if fresh:
-            self._replay.lend(chunk.size.whole, PARAMETERS)
+            self._replay.allocate(chunk.size.whole, PARAMETERS)
         self._replay.use(("master", chunk.number))
         self._replay.done(("master", chunk.number))
 
     def gives_back(self, chunk: ImaginedChunk) -> None:
-        self._replay.give(chunk.size.whole, PARAMETERS)
+        self._replay.free(chunk.size.whole, PARAMETERS)
 
     def collects(self, chunk: ImaginedChunk) -> None:
-        self._replay.lend(chunk.size.whole, GRADIENTS)
+        self._replay.allocate(chunk.size.whole, GRADIENTS)
 
     def sends(self, chunk: ImaginedChunk) -> None:
         self._replay.use(("gradient", chunk.number), fresh=True)
@@ -510,7 +510,7 @@ class SeveralRanks(StepReplay):
         self._update(sent)
 
     def lands(self, chunk: ImaginedChunk) -> None:
-        self._replay.give(chunk.size.whole, GRADIENTS)
+        self._replay.free(chunk.size.whole, GRADIENTS)
         self._replay.done(("gradient", chunk.number))
 
     def _step(self) -> None:
@@ -528,7 +528,7 @@ class SeveralRanks(StepReplay):
             self._replay.discard(chunk.number)
 
 
-class MicroBatches(SeveralRanks):
+class MicroBatches(MultiRankReplay):
     """Steps of a pipeline: gradients add up in objects until the last micro-batch, see `Replay`."""
 
     def __init__(self, replay: Replay) -> None:

@@ -29,7 +29,7 @@ from gulliver.options import size_at_least, size_text
 from gulliver.parallel.zero.memory import ChunkBytes
 from gulliver.plan.results import MemoryPlan, TierTraffic
 from gulliver.plan.tree import Tiers, Work
-from gulliver.planner.replay import Replay, Seen
+from gulliver.planner.replay import Replay, ReplayedUse
 from gulliver.planner.state_bytes import BACKWARD, FORWARD, UPDATE, Key, StateBytes
 from gulliver.solve.replacement import Policy
 
@@ -51,7 +51,7 @@ class StateResidency:
     # State of a rank.
     state: StateBytes
     # Uses of state, as they were replayed.
-    visits: Sequence[Seen]
+    visits: Sequence[ReplayedUse]
     # Peak bytes of device memory, by kind.
     bytes: dict[str, int]
     # Bytes of device memory for state.
@@ -106,9 +106,9 @@ def find_residency(
     behind = tiers.disk_bytes + tiers.host
     decides = _named(state, deciding)
     if not behind:
-        enough = size_at_least(smallest_limit(least, other))
+        needed = size_at_least(smallest_limit(least, other))
         least = most
-        decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
+        decides = f"all state, as nothing lies behind it (with a disk {needed} would do)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     roomy = most + state.reserved - state.total
@@ -118,7 +118,7 @@ def find_residency(
     if tiers.host and tiers.disk is not None:
         _check_host(state, tiers)
     replay = Replay(state, budget, bool(behind), tiers, policy)
-    left, visits = set[Key](), list[Seen]()
+    left, visits = set[Key](), list[ReplayedUse]()
     for _ in range(STEPS + MORE * (replay.behind is not None)):
         visits = replay.step()
         left |= replay.held.left
@@ -206,7 +206,7 @@ def _named(state: StateBytes, number: int) -> str:
     return f"chunk {number} ({first}{more}, {size_text(chunk.whole)})"
 
 
-def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit]:
+def _visits(visits: Sequence[ReplayedUse], work: Work, state: StateBytes) -> list[Visit]:
     """Visits with their seconds: each chunk takes its share of a phase by its bytes."""
     whole = {
         phase: sum(state.chunks[s.chunk].whole for s in visits if s.phase == phase) or 1

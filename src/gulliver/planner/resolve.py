@@ -14,7 +14,7 @@ from torch import nn
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.cluster import Cluster
 from gulliver.parallel.optimizer import named_trainables
-from gulliver.parallel.pipeline.schedules import deal, style_of
+from gulliver.parallel.pipeline.schedules import stages_by_rank, style_of
 from gulliver.parallel.pipeline.stack import Stack, cut, stack_of
 from gulliver.parallel.tensor.plan import plan_tensor
 from gulliver.parallel.tensor.styles import TensorPlan, best_match
@@ -222,7 +222,7 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
         model, line.blocks, extra=line.extra, after=line.after, everywhere=line.everywhere
     )
     _check_blocks(plan, model, stack)
-    numbers, count = deal(line.schedule, size, chunks), len(stack.blocks)
+    numbers, count = stages_by_rank(line.schedule, size, chunks), len(stack.blocks)
     if plan.lines and len(line.cut) == size * chunks and sum(line.cut) != count:
         told = plan.describe_field("pipeline.cut")
         raise GulliverError(f"{told} sums to {sum(line.cut)}, the model has {count} blocks")

@@ -75,7 +75,7 @@ class WireOptions(Options):
         formats = {kind: str(wire_format(text)) for kind, text in communication_dtype.items()}
         return cls(formats, None, force, feedback, gate)
 
-    def agree(self) -> None:
+    def check_equal_on_ranks(self) -> None:
         """Refuses options that differ between ranks; every rank calls it."""
         every = [str(asked) for asked in gather_objects((self.formats, self.every, *self.switches))]
         other = next((rank for rank, asked in enumerate(every) if asked != every[0]), None)

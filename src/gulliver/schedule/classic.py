@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gulliver.schedule.state import Allotment, Decision, JobState, Policy, Room, View
+from gulliver.schedule.state import Allotment, Decision, FreeSlots, JobState, Policy, View
 from gulliver.solve.allocation import allocate
 
 
 def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:
     """Gives jobs the slots they request, in order, as long as they fit."""
-    room, given, why = Room(view), {}, {}
+    room, given, why = FreeSlots(view), {}, {}
     for place, state in enumerate(order):
         job = state.job
         if room.fits(job, job.slots):

@@ -49,8 +49,8 @@ class Estimator:
         if len(finished) == self.finished:
             return
         self.finished = len(finished)
-        self.seconds = np.sort([state.done / _asked_rate(state) for state in finished])
-        falls = [_fallen(state) for state in finished if not state.job.announced]
+        self.seconds = np.sort([state.done / _requested_rate(state) for state in finished])
+        falls = [_loss_fall(state) for state in finished if not state.job.announced]
         self.falls = np.sort([fall for fall in falls if fall > FLAT])
 
     def remaining(self, state: JobState) -> float:
@@ -68,7 +68,7 @@ class Estimator:
     def _quantiles(self, state: JobState, at: np.ndarray) -> np.ndarray:
         """Quantiles of a job's remaining samples."""
         least = state.job.epoch_samples * (1 - state.epochs % 1)
-        fallen = _fallen(state)
+        fallen = _loss_fall(state)
         known = len(self.falls) >= LEAST and state.epochs >= 1 and fallen > FLAT
         if self.way == "curves" and known:
             ends = self.falls[self.falls > fallen]
@@ -76,7 +76,7 @@ class Estimator:
             ends = ends if len(ends) else np.array([fallen])
             ratios = np.quantile(ends, at) / fallen - 1
             return np.maximum(least, state.done * ratios)
-        rate = _asked_rate(state)
+        rate = _requested_rate(state)
         served = max(state.done, least) / rate
         longer = self.seconds[self.seconds > served]
         # Adds one unseen job to those observed.
@@ -88,11 +88,11 @@ class Estimator:
         return np.maximum(least, np.where(at < tail, unseen, seen) * rate - state.done)
 
 
-def _asked_rate(state: JobState) -> float:
+def _requested_rate(state: JobState) -> float:
     """Samples per second with the slots and batch size that its user requested."""
     return state.job.scaling.throughput(state.job.slots, state.job.batch)
 
 
-def _fallen(state: JobState) -> float:
+def _loss_fall(state: JobState) -> float:
     """Log of the relative fall of the loss, which every training script reports."""
     return state.job.curvature * state.done / state.job.samples

@@ -98,12 +98,12 @@ def _history(result: Result, name: str, moment: float) -> list[str]:
     for entry in reversed(past):
         for change in entry.changes:
             if change.job == name:
-                lines.append(told_change(entry, name))
+                lines.append(describe_change(entry, name))
                 return lines
     return lines
 
 
-def told_change(entry: Round, name: str) -> str:
+def describe_change(entry: Round, name: str) -> str:
     """Describes how a decision changed a job's slots, and which jobs lost slots."""
     change = next(change for change in entry.changes if change.job == name)
     verb = "grew" if change.after > change.before else "shrank"

@@ -160,7 +160,7 @@ def placed(
     return chosen
 
 
-class Room:
+class FreeSlots:
     """Free slots during a decision, in total and per tenant."""
 
     def __init__(self, view: View) -> None:

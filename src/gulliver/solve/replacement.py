@@ -11,7 +11,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.solve.cycle import NEVER, Cycle, Event, Span, plan_cycle
 
 
-class NoRoom(GulliverError):
+class InsufficientMemory(GulliverError):
     """A request does not fit into the tier next to the objects in use."""
 
     def __init__(self, text: str, budget: int = 0) -> None:
@@ -205,7 +205,7 @@ class Replacement:
         self._note(Event("discard", key))
         return self._forget(found, key) + self._look_ahead()
 
-    def lend(self, nbytes: int, name: str) -> list[Action]:
+    def allocate_buffer(self, nbytes: int, name: str) -> list[Action]:
         """Reserves memory that belongs to no object."""
         actions = self._room(nbytes, name)
         self._note(Event("lend", nbytes))
@@ -214,7 +214,7 @@ class Replacement:
         self._grown()
         return actions + self._look_ahead()
 
-    def give(self, nbytes: int) -> list[Action]:
+    def free_buffer(self, nbytes: int) -> list[Action]:
         """Returns reserved memory."""
         self._note(Event("give", nbytes))
         self.lent -= nbytes
@@ -365,7 +365,7 @@ class Replacement:
             part = cycle.slack[claimed]
             if int(part.min()) < found.nbytes:
                 return False
-        if not found.resident and not self._bring(event.key, found, actions):
+        if not found.resident and not self._prefetch(event.key, found, actions):
             return False
         if not keep:
             cycle.slack[claimed] -= found.nbytes
@@ -376,13 +376,13 @@ class Replacement:
         """Whether a use is so near that its object is loaded regardless of other lookahead."""
         return position - (span.lead if span else 0) <= self._cursor
 
-    def _bring(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
+    def _prefetch(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
         """Loads an object ahead of use, replacing objects that are not needed soon."""
         short = self.used + found.nbytes - self.budget
         victims = [victim for victim in self._idle() if self._is_left(*victim)] if short > 0 else []
         if sum(victim.nbytes for _, victim in victims) < short:
             return False
-        for name, victim in self._enough(victims, short):
+        for name, victim in self._enough_victims(victims, short):
             actions.append(self._leave(victim, name, f"evicted for {found.name}"))
         actions.append(Action(Move.LOAD, key, "needed next"))
         self._enter(found)
@@ -403,7 +403,7 @@ class Replacement:
             least = max(self.minimum, held + nbytes)
             # No local may refer to the error: with its traceback it would keep all callers' frames,
             # and the memory they reference, until garbage collection.
-            raise NoRoom(
+            raise InsufficientMemory(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
                 f"bytes in addition to {held} in use{why}; use at least {least}",
                 least,
@@ -412,7 +412,7 @@ class Replacement:
         left = [victim for victim in idle if self._is_left(*victim)]
         if self._planned() and sum(victim.nbytes for _, victim in left) >= short:
             idle = left
-        chosen = self._enough(idle, short)
+        chosen = self._enough_victims(idle, short)
         actions = [self._leave(found, key, f"evicted for {name}") for key, found in chosen]
         if idle is not left:
             self._restart()
@@ -435,7 +435,7 @@ class Replacement:
             return True
         return not found.claimed and not self.cycle.stays(key, self._cursor)
 
-    def _enough(
+    def _enough_victims(
         self, victims: Iterable[tuple[Hashable, _Object]], short: int
     ) -> list[tuple[Hashable, _Object]]:
         """Returns the first victims that free enough memory, without those in excess."""
@@ -546,17 +546,17 @@ class Transit:
         """Records that an object has content from now on."""
         self._filled.add(key)
 
-    def needs_place(self, key: Hashable) -> bool:
+    def needs_memory(self, key: Hashable) -> bool:
         """Whether an object that must stay here has no memory yet."""
         return not self._stays.get(key, True)
 
     def expect(self, key: Hashable) -> None:
-        """Begins a load into the tier before; `landed` ends it."""
+        """Begins a load into the tier before; `end_prefetch` ends it."""
         if key not in self._coming:
             self._use(key, fresh=False)
             self._coming[key] = None
 
-    def landed(self, key: Hashable) -> None:
+    def end_prefetch(self, key: Hashable) -> None:
         """Ends a load: the object has arrived or is no longer needed."""
         if key in self._coming:
             del self._coming[key]
@@ -572,7 +572,7 @@ class Transit:
 
     def end_write(self, key: Hashable) -> None:
         """Marks its content as in flight."""
-        if self.needs_place(key):
+        if self.needs_memory(key):
             self._stays[key] = True  # its pin is kept
         else:
             self._tier.done(key)
@@ -588,10 +588,10 @@ class Transit:
         while True:
             try:
                 return self._tier.use(key, fresh)
-            except NoRoom:
+            except InsufficientMemory:
                 if not self._coming:
                     raise
-            self.landed(next(iter(self._coming)))
+            self.end_prefetch(next(iter(self._coming)))
 
 
 class MiddleReplacement:
@@ -613,7 +613,7 @@ class MiddleReplacement:
         if action.move is Move.LOAD:
             transit.expect(key)
         elif action.move is not Move.MAKE:
-            transit.landed(key)
+            transit.end_prefetch(key)
         if action.move is Move.WRITE:
             if key not in transit:
                 self._run(self.core.add(key, str(key), nbytes, filled=False))
@@ -626,7 +626,7 @@ class MiddleReplacement:
 
     def used(self, key: Hashable, write: bool) -> None:
         """Records that an object is used, and perhaps changed, in the tier before."""
-        self._transit.landed(key)
+        self._transit.end_prefetch(key)
         if write:
             self._transit.forget(key)
 

@@ -252,7 +252,7 @@ HALF_LIVES = (8.0, 512.0)
 # farthest use first: Belady's rule (1966), which minimizes misses if the window reaches to the end.
 # Rows not used inside the window leave by decayed count, smallest first. Ties are broken by row
 # number, so that decisions depend on the batches alone.
-class TooSmall(GulliverError):
+class CacheTooSmall(GulliverError):
     """A batch does not fit into a cache."""
 
     def __init__(self, rows: int, held: int, slots: int) -> None:
@@ -340,7 +340,7 @@ class RowReplacement:
         lives = HALF_LIVES if half_life is None else (half_life,)
         self._sketches = [DecayedCounts(counters or 4 * slots, life) for life in lives]
         self._sketch = self._sketches[0]
-        self._duel = Duel(slots, rows) if half_life is None else None
+        self._duel = HalfLifeTrial(slots, rows) if half_life is None else None
 
     @property
     def nbytes(self) -> int:
@@ -389,7 +389,7 @@ class RowReplacement:
         if pinned is not None and len(pinned):
             kept = np.union1d(kept, pinned)
         if len(missing) + len(kept) > self.slots:
-            raise TooSmall(
+            raise CacheTooSmall(
                 len(request.rows), len(missing) + len(kept) - len(request.rows), self.slots
             )
         taken = min(len(missing), self._free)
@@ -494,7 +494,7 @@ LEAD = 0.01
 """Fraction of the misses that the other half-life must save before it is selected."""
 
 
-class Duel:
+class HalfLifeTrial:
     """Compares half-lives, each in a small cache for a sample of the rows."""
 
     # A sample by row hash, in a cache scaled down equally, has about the miss rate of the full

@@ -109,7 +109,7 @@ REMEMBERED = 4096
 """Number of cached plans; steps may recur."""
 
 
-class WorkPiece(NamedTuple):
+class GroupSamples(NamedTuple):
     """Samples of one shape in a group: the sizes of their micro-batches."""
 
     shape: Hashable
@@ -124,7 +124,7 @@ class GroupWork(NamedTuple):
     # Seconds of all its micro-batches.
     seconds: float
     # Micro-batches by shape, in order.
-    pieces: tuple[WorkPiece, ...]
+    pieces: tuple[GroupSamples, ...]
     # Seconds in which pipeline stages fill and drain.
     filling: float = 0.0
 
@@ -264,7 +264,7 @@ class StepSolver:
                 degree,
                 seconds,
                 tuple(
-                    WorkPiece(shapes[number], self._split(shapes[number], degree, n))
+                    GroupSamples(shapes[number], self._split(shapes[number], degree, n))
                     for number, n in taken
                 ),
             )
@@ -360,7 +360,7 @@ def _filled(work: GroupWork, seconds: Seconds, stages: int) -> GroupWork:
     best = int(np.argmin([end + filling for end, filling in ends]))
     pieces = zip(work.pieces, tried[best], strict=True)
     spent, filling = ends[best]
-    cut = tuple(WorkPiece(piece.shape, sizes) for piece, sizes in pieces)
+    cut = tuple(GroupSamples(piece.shape, sizes) for piece, sizes in pieces)
     return work._replace(seconds=spent + filling, pieces=cut, filling=filling)
 
 

@@ -27,7 +27,7 @@ class TableOption:
 
 
 @dataclass(frozen=True)
-class TablesPlaced:
+class TableChoice:
     """A choice of options for all tables."""
 
     # Chosen options, in the order of the tables.
@@ -43,7 +43,7 @@ class TablesPlaced:
         return max(self.seconds)
 
 
-def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPlaced:
+def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TableChoice:
     """Chooses an option for each table."""
     if not tables or not all(tables):
         raise GulliverError(
@@ -63,7 +63,7 @@ def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TablesPl
     seconds = tuple(map(sum, zip(*(o.seconds for o in options), strict=True)))
     total = sum(min(sum(o.seconds) for o in table) for table in tables)
     bound = max(total / ranks, max(min(max(o.seconds) for o in table) for table in tables))
-    return TablesPlaced(options, seconds, bound)
+    return TableChoice(options, seconds, bound)
 
 
 def _longest_first(tables: Sequence[Sequence[TableOption]], room: int, least: bool) -> list[int]:

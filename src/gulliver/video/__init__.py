@@ -14,23 +14,28 @@ if TYPE_CHECKING:
     from gulliver.video.digits import DIRECTIONS, FPS
     from gulliver.video.flows import RectifiedFlow
     from gulliver.video.generation import connect, extend
-    from gulliver.video.kept_latents import KeptLatents
+    from gulliver.video.kept_latents import LatentCache
     from gulliver.video.pipeline import VideoModel, VideoPipeline
     from gulliver.video.public_models import load_autoencoder, load_model
     from gulliver.video.requests import Request, loop_seed
     from gulliver.video.run import Run
     from gulliver.video.sources import train_autoencoder
-    from gulliver.video.text_encoders import KeptTexts, TextPair, check_encoder, load_text_encoder
+    from gulliver.video.text_encoders import (
+        CachedTextEncoder,
+        TextPair,
+        check_encoder,
+        load_text_encoder,
+    )
     from gulliver.video.training import Trainer
 
 __all__ = [
     "DIRECTIONS",
     "FPS",
+    "CachedTextEncoder",
     "Counts",
     "DataConfig",
     "Guidance",
-    "KeptLatents",
-    "KeptTexts",
+    "LatentCache",
     "Outcome",
     "RectifiedFlow",
     "Request",
@@ -66,14 +71,15 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.video.digits": ["DIRECTIONS", "FPS"],
         "gulliver.video.flows": ["RectifiedFlow"],
         "gulliver.video.generation": ["connect", "extend"],
-        "gulliver.video.kept_latents": ["KeptLatents"],
+        "gulliver.video.kept_latents": ["LatentCache", "LatentCache as KeptLatents"],
         "gulliver.video.pipeline": ["VideoModel", "VideoPipeline"],
         "gulliver.video.public_models": ["load_autoencoder", "load_model"],
         "gulliver.video.requests": ["Request", "loop_seed"],
         "gulliver.video.run": ["Run"],
         "gulliver.video.sources": ["train_autoencoder"],
         "gulliver.video.text_encoders": [
-            "KeptTexts",
+            "CachedTextEncoder",
+            "CachedTextEncoder as KeptTexts",
             "TextPair",
             "check_encoder",
             "load_text_encoder",

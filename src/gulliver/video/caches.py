@@ -316,7 +316,7 @@ class BlockCache:
             out = method(*args, **kwargs)
             added = _video(out) - _given(block, args)
             before = self._memory.added
-            self._reusing = before is not None and self._hardly_changed(added, before[0])
+            self._reusing = before is not None and self._is_nearly_unchanged(added, before[0])
             self._first = None if self._reusing else (added, _as_given_to(last, out))
             return out
 
@@ -343,7 +343,7 @@ class BlockCache:
 
         return skipped
 
-    def _hardly_changed(self, added: Tensor, before: Tensor) -> bool:
+    def _is_nearly_unchanged(self, added: Tensor, before: Tensor) -> bool:
         """Whether the first block's residual is below the threshold for every clip."""
         assert isinstance(self.strategy, FirstBlock), "the strategy skips blocks"
         pair = (added - before, before)

@@ -33,7 +33,7 @@ from gulliver.video.config import (
 from gulliver.video.digits import (
     DIGITS,
     DIRECTIONS,
-    Judges,
+    DigitReaders,
     MovingDigits,
     Scores,
     ceiling,
@@ -237,14 +237,14 @@ def _generate(
 
 
 def _score(
-    judges: Judges, clips: list[Tensor], wanted: list[tuple[int, int]], moving: bool = True
+    judges: DigitReaders, clips: list[Tensor], wanted: list[tuple[int, int]], moving: bool = True
 ) -> Scores:
     return judges.score(clips, [d for d, _ in wanted], [w if moving else None for _, w in wanted])
 
 
 def _score_conditioned(
     model: VideoModel,
-    judges: Judges,
+    judges: DigitReaders,
     samples: int,
     bucket: Bucket,
     sampling: SamplingConfig | None,

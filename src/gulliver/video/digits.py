@@ -245,7 +245,7 @@ class DigitReader(nn.Module):
         return self.layers(x)
 
 
-class Judges:
+class DigitReaders:
     """Recognizes digits and measures movement."""
 
     def __init__(self, reader: DigitReader) -> None:
@@ -279,7 +279,7 @@ class Judges:
         return Scores(right_digit / count, right_direction / count, right_both / count, count)
 
 
-def train_judges() -> Judges:
+def train_judges() -> DigitReaders:
     """Trains the reader on real clips of the training handwriting (takes a few seconds)."""
     torch.manual_seed(derive(0, 20))
     dataset = MovingDigits(
@@ -302,7 +302,7 @@ def train_judges() -> Judges:
         loss.backward()
         optimizer.step()
         schedule.step()
-    return Judges(reader)
+    return DigitReaders(reader)
 
 
 def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
@@ -335,7 +335,7 @@ def directions_of(centres: Tensor, times: Tensor) -> Tensor:
     return torch.where(speed.abs().amax(dim=1) < STILL, -1, found)
 
 
-def ceiling(judges: Judges, bucket: Bucket, clips: int = 297) -> Scores:
+def ceiling(judges: DigitReaders, bucket: Bucket, clips: int = 297) -> Scores:
     """Scores real clips of held-out handwriting: the upper limit for a model."""
     real = MovingDigits("heldout", clips, seed=1, shapes={bucket: 1})
     labels = [real.labels(index) for index in range(clips)]

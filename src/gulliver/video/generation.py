@@ -37,7 +37,7 @@ from gulliver.parallel.sequence.layout import SequencePlan, make_groups
 from gulliver.video.config import SamplingConfig
 from gulliver.video.media import check_pixels, fit
 from gulliver.video.requests import Request
-from gulliver.video.text_encoders import EncodedText, TextEncoder, padded, said_of
+from gulliver.video.text_encoders import EncodedText, TextEncoder, encoding_of, padded
 
 if TYPE_CHECKING:
     from gulliver.video.pipeline import VideoPipeline
@@ -197,7 +197,7 @@ CALM = 0.8
 """Fraction of the free memory that a prediction may use."""
 
 
-class Room:
+class SharedDevice:
     """A device on which one network at a time is loaded."""
 
     def __init__(self, device: torch.device, keep: bool = False) -> None:
@@ -222,9 +222,9 @@ class Room:
 
 
 class PipelinePart(Generic[T]):
-    """A network of a `Room`; calling it loads it."""
+    """A network of a `SharedDevice`; calling it loads it."""
 
-    def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
+    def __init__(self, room: SharedDevice, load: Callable[[torch.device], T]) -> None:
         self._room, self._load = room, load
         self._filled: T | None = None
         self.after: Callable[[T], object] | None = None
@@ -262,7 +262,7 @@ class PartEncoder:
         for caption in dict.fromkeys(captions):
             if caption not in self._said:
                 # One at a time: an encoding must not depend on its padding.
-                self._said[caption] = said_of(self._part().encode([caption]))
+                self._said[caption] = encoding_of(self._part().encode([caption]))
         return padded([self._said[caption] for caption in captions])
 
 

@@ -3,7 +3,7 @@
 FOLDER/
   settings.json              settings of the latents; written first
   shards/DIGEST.safetensors  latents of up to `shard_clips` windows of one bucket, [N, C, t, h, w]
-  texts/                     caption embeddings, as stored by `KeptTexts`
+  texts/                     caption embeddings, as stored by `CachedTextEncoder`
   buckets.*                  the bucket configuration, if there was one
   index.json                 rows of the table, location of each window, broken clips; written last
 """
@@ -54,7 +54,7 @@ AGAIN = "run gulliver data encode again"
 # contiguous in a file, and a shard truncated during training is an error of one clip instead of a
 # SIGBUS.
 #
-# Start with `KeptLatents`, then `EncodedTable`. `preparation/encoding.py` writes the files.
+# Start with `LatentCache`, then `EncodedTable`. `preparation/encoding.py` writes the files.
 class ClipWindow(NamedTuple):
     """A window of a clip: the digest of its file, its bucket, and its first frame."""
 
@@ -139,7 +139,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class KeptText:
+class EncoderRecord:
     """Stored text encoder data: its fingerprint, and the digest of its files."""
 
     path: str
@@ -161,7 +161,7 @@ class Shard(NamedTuple):
     sums: list[int]
 
 
-class KeptLatents:
+class LatentCache:
     """A folder of stored latents, read by window."""
 
     def __init__(self, folder: Path) -> None:
@@ -186,9 +186,9 @@ class KeptLatents:
         }
 
     @property
-    def text(self) -> KeptText | None:
+    def text(self) -> EncoderRecord | None:
         """Stored text encoder data; None without texts."""
-        return KeptText(**self.content["text"]) if self.content["text"] else None
+        return EncoderRecord(**self.content["text"]) if self.content["text"] else None
 
     @property
     def buckets_path(self) -> Path | None:
@@ -242,22 +242,22 @@ class EncodedTable(ClipTable):
 
     def __init__(
         self,
-        kept: KeptLatents,
+        kept: LatentCache,
         buckets: Sequence[Bucket] | BucketConfig,
         seed: int,
         table: ClipTable | None = None,
     ) -> None:
         self.kept = kept
         if table is None:
-            self._take_rows(kept, buckets, seed)
+            self._pop_rows(kept, buckets, seed)
         else:
             vars(self).update(vars(copy.copy(table)))
             paths = [row.path for row in self.rows]
             self.clips = dict(zip((row.name for row in self.rows), digests(paths), strict=True))
         self._refuse_missing()
 
-    def _take_rows(
-        self, kept: KeptLatents, buckets: Sequence[Bucket] | BucketConfig, seed: int
+    def _pop_rows(
+        self, kept: LatentCache, buckets: Sequence[Bucket] | BucketConfig, seed: int
     ) -> None:
         self.table, self.frame_interval = kept.folder, kept.settings.frame_interval
         self.scores, self.windows, self.seed = kept.content["scores"], kept.settings.windows, seed

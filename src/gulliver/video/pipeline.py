@@ -47,7 +47,7 @@ from gulliver.video.generation import (
     PartAutoencoder,
     PartEncoder,
     PipelinePart,
-    Room,
+    SharedDevice,
     SharedModel,
     latent_noise,
     ranks_alike,
@@ -89,7 +89,7 @@ from gulliver.video.sources import (
     own_autoencoder,
 )
 from gulliver.video.text_encoders import (
-    KeptTexts,
+    CachedTextEncoder,
     TextEncoder,
     WordEncoder,
     check_encoder,
@@ -129,7 +129,7 @@ class VideoPipeline:
         load: Callable[[torch.device], nn.Module],
         autoencoder: Any,
         text: TextEncoder,
-        room: Room,
+        room: SharedDevice,
         fps: float | None = None,
     ) -> None:
         if fps is not None and not 0 < fps < math.inf:
@@ -180,13 +180,15 @@ class VideoPipeline:
         Raises:
             GulliverError: files are missing or not recognized, or parts are incompatible.
         """
-        room = Room(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), keep)
+        room = SharedDevice(
+            device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), keep
+        )
         outline = outline_model(model, dtype, **overrides)
         dtype = next(outline.parameters()).dtype
         read = text_reader(outline, text_encoder, clip, dtype)
 
         def load_texts(device: torch.device) -> TextEncoder:
-            return read(device) if texts is None else KeptTexts(read(device), texts)
+            return read(device) if texts is None else CachedTextEncoder(read(device), texts)
 
         def fill(device: torch.device) -> nn.Module:
             return load_model(model, device, dtype, **overrides)
@@ -207,7 +209,7 @@ class VideoPipeline:
         """Creates a pipeline of networks in memory; options as for the class."""
         check_latents(model, autoencoder)
         check_encoder(text, *text_size(model))
-        room = Room(next(model.parameters()).device, keep=True)
+        room = SharedDevice(next(model.parameters()).device, keep=True)
         return cls(model, lambda _: model.eval(), autoencoder, text, room, **options)
 
     def described(self) -> str:
@@ -529,7 +531,7 @@ class VideoModel(VideoPipeline):
 
     def __init__(self, config: TrainConfig, model: Any, autoencoder: Any, fps: float = FPS) -> None:
         words = WordEncoder(config.model.text_channels, config.model.text_length)
-        room = Room(next(model.parameters()).device, keep=True)
+        room = SharedDevice(next(model.parameters()).device, keep=True)
         super().__init__(model, lambda _: model.eval(), autoencoder.eval(), words, room, fps)
         self.config, self.model = config, model.eval()
         self.flow = flow_of(model, make_flow(config.flow, autoencoder))

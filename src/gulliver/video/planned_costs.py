@@ -70,7 +70,7 @@ class ClipOrder:
         if not self.is_dealt:
             buckets = [self._dataset.bucket_of(row) for row in range(len(self._dataset))]
             return list(range(len(buckets))), buckets
-        dealt = self._dataset.deal(epoch)
+        dealt = self._dataset.assign(epoch)
         rows = [row for row, bucket in enumerate(dealt) if bucket is not None]
         draw = np.random.Generator(np.random.Philox(key=[abs(self._seed), epoch]))
         rows = draw.permutation(np.array(rows, dtype=np.int64)).tolist()

@@ -74,7 +74,7 @@ class PlannedTrainer(Trainer):
         self.shapes = ClipShapes.of_buckets(
             order.buckets(), model, autoencoder, not dataset.encoded
         )
-        made_up = partial(_made_up_losses, self, model, autoencoder)
+        made_up = partial(_placeholder_losses, self, model, autoencoder)
         costs, lines = ready_costs(config, self.run.folder, model, self.shapes, made_up, self.world)
         planner = DataCentricPlanner(
             costs,
@@ -90,7 +90,7 @@ class PlannedTrainer(Trainer):
             seed=derive(config.seed, 6),
             stages=config.pp_size,
         )
-        left_out = _unfit(planner, order, self.shapes) if order.is_dealt else planner.left_out
+        left_out = _unfit_clips(planner, order, self.shapes) if order.is_dealt else planner.left_out
         skipped = [f"{n:,} of {shape}" for shape, n in left_out.items()]
         if skipped:
             lines.append(f"clips that fit at no degree are skipped: {', '.join(skipped)}")
@@ -255,7 +255,7 @@ def budget_of(config: TrainConfig) -> Budget:
     return Samples(config.data.batch_size)
 
 
-def _unfit(
+def _unfit_clips(
     planner: DataCentricPlanner, order: ClipOrder, shapes: ClipShapes
 ) -> Counter[SampleShape]:
     """Clips of the first epochs that fit at no degree."""
@@ -287,7 +287,7 @@ def _generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(derive(*key))
 
 
-def _made_up_losses(
+def _placeholder_losses(
     trainer: PlannedTrainer, model: Any, autoencoder: Autoencoder, bucket: Bucket, count: int
 ) -> Tensor:
     """Losses [count] of dummy clips, with the computation of real ones."""

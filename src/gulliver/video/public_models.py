@@ -28,7 +28,7 @@ from gulliver.data.clips import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models.autoencoder import VideoAutoencoder
 from gulliver.models.autoencoders import Autoencoder
-from gulliver.models.clips import pack_latents, places_of, unpack_latents
+from gulliver.models.clips import pack_latents, token_positions, unpack_latents
 from gulliver.models.configurations import CONFIGS, CONFIGURATIONS, make_of_fields
 from gulliver.models.identify import autoencoder_fields_of, fields_of, public_name
 from gulliver.models.mmdit import MMDiT
@@ -148,9 +148,9 @@ class Denoiser:
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
         """Predicts for latents x [B, C, T, H, W] at levels [B]."""
         known = {name: value for name, value in inputs.items() if name in self._takes}
-        return self.model(x, timestep, **known, **self._beside(x, inputs))
+        return self.model(x, timestep, **known, **self._condition_inputs(x, inputs))
 
-    def _beside(self, x: Tensor, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    def _condition_inputs(self, x: Tensor, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """Returns 1.3's inputs for given frames."""
         held, latents = inputs.get("held"), inputs.get("latents")
         if held is None or latents is None or not bool(held.any()):
@@ -181,7 +181,7 @@ class PackedDenoiser(Denoiser):
         text = y.squeeze(1)
         packed: dict[str, Any] = {
             "img": pack_latents(x, size),
-            "img_ids": places_of(len(x), sizes, size, x.device),
+            "img_ids": token_positions(len(x), sizes, size, x.device),
             "txt": text,
             "txt_ids": torch.zeros(*text.shape[:2], 3, dtype=torch.long, device=x.device),
             "timesteps": timestep / 1000,

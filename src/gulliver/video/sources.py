@@ -51,7 +51,7 @@ from gulliver.video.kept_latents import (
     AGAIN,
     TEXTS,
     EncodedTable,
-    KeptLatents,
+    LatentCache,
     folder_digest,
     weights_digest,
 )
@@ -67,7 +67,7 @@ from gulliver.video.public_models import (
 )
 from gulliver.video.run import Run
 from gulliver.video.text_encoders import (
-    KeptTexts,
+    CachedTextEncoder,
     TextEncoder,
     WordEncoder,
     load_text_encoder,
@@ -82,7 +82,7 @@ def with_encoded(config: TrainConfig) -> TrainConfig:
     """Fills in the settings of stored latents, if the run uses any."""
     if config.data.encoded is None:
         return config
-    kept = KeptLatents(config.data.encoded)
+    kept = LatentCache(config.data.encoded)
     model, path = config.model, config.autoencoder.path
     if path is None and not (config.resume and own_autoencoder(Run(config.out)) is not None):
         path = _recorded(kept.content["autoencoder"], "--autoencoder.path")
@@ -97,7 +97,7 @@ def with_encoded(config: TrainConfig) -> TrainConfig:
     )
 
 
-def _with_data(data: DataConfig, kept: KeptLatents) -> DataConfig:
+def _with_data(data: DataConfig, kept: LatentCache) -> DataConfig:
     default = DataConfig()
     asked = {
         name: getattr(data, name)
@@ -135,15 +135,15 @@ def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
     path = config.autoencoder.path
     used = load_autoencoder(path, dtype=torch.float32) if path else own_autoencoder(run)
     asked = weights_digest(used)
-    KeptLatents(config.data.encoded).refuse_differences({"autoencoder": asked})
+    LatentCache(config.data.encoded).refuse_differences({"autoencoder": asked})
 
 
 def encoded_texts(
     config: TrainConfig, channels: int, max_length: int, captions: list[str]
-) -> KeptTexts | None:
+) -> CachedTextEncoder | None:
     """Returns the caption embeddings stored with the latents of a run; None if there are none."""
     folder = config.data.encoded
-    text = None if folder is None else KeptLatents(folder).text
+    text = None if folder is None else LatentCache(folder).text
     if folder is None or text is None:
         return None
     named = config.model.text_encoder
@@ -159,7 +159,7 @@ def encoded_texts(
             f"vectors of width {text.channels}, the model needs {max_length} of {channels}; "
             f"{AGAIN} with its encoder and --text-length {max_length}"
         )
-    kept = KeptTexts.of_folder(folder / TEXTS, text.fingerprint, channels, max_length)
+    kept = CachedTextEncoder.of_folder(folder / TEXTS, text.fingerprint, channels, max_length)
     missing = kept.missing(captions)
     if missing:
         raise GulliverError(
@@ -309,16 +309,16 @@ def ready_texts(
     ready = encoded_texts(config, *text_size(model), captions)
     if ready is not None:
         return ready
-    kept: KeptTexts | None = None
+    kept: CachedTextEncoder | None = None
     if world.is_main:
-        kept = KeptTexts(make_text(config, model), folder)
+        kept = CachedTextEncoder(make_text(config, model), folder)
         with Display("encoding captions", len(captions)) as display:
             for caption in captions:
                 kept.encode([caption])
                 display.advance()
         kept.encoder = None
     fingerprint = broadcast_object(kept.fingerprint if kept else None)
-    return kept or KeptTexts.of_folder(folder, fingerprint, *text_size(model))
+    return kept or CachedTextEncoder.of_folder(folder, fingerprint, *text_size(model))
 
 
 def _captions(datasets: Sequence[Any]) -> list[str]:
@@ -364,7 +364,7 @@ def make_dataset(
     if config.table is not None:
         table = _open_table(config.table, buckets, config, show, derive(seed, 9))
     if config.encoded is not None:
-        table = EncodedTable(KeptLatents(config.encoded), buckets, derive(seed, 9), table)
+        table = EncodedTable(LatentCache(config.encoded), buckets, derive(seed, 9), table)
     assert table is not None, "the digits are generated"
     if show:
         console().print(table.report())
@@ -447,7 +447,7 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
     seed = derive(config.seed, 6)
     if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
         sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
-        return BucketSampler(dataset.deal, sizes, *place, seed)
+        return BucketSampler(dataset.assign, sizes, *place, seed)
     buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
     return BucketSampler(buckets, config.data.batch_size, *place, seed)
 

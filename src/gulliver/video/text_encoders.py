@@ -4,8 +4,8 @@
     embeddings, mask, vector = encoder.encode(["a cat on a roof"])
 
 T5 returns a vector per token, CLIP a single one for the whole caption; a `TextPair` returns both.
-Encoders are frozen. `KeptTexts` caches embeddings on disk, by a fingerprint of the encoder and the
-caption, so each caption is encoded once.
+Encoders are frozen. `CachedTextEncoder` caches embeddings on disk, by a fingerprint of the encoder
+and the caption, so each caption is encoded once.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class TextPair:
         return EncodedText(embeddings, mask, self.whole.encode(captions).vector)
 
 
-class KeptTexts:
+class CachedTextEncoder:
     """A text encoder with a disk cache: one file per caption, by fingerprint.
 
     The encoder runs for captions without a file. Files are written atomically, so several processes
@@ -261,7 +261,7 @@ class KeptTexts:
             if self.encoder is None:
                 raise GulliverError(f"{self.folder} has no embedding of {caption[:60]!r}")
             # One at a time: an encoding must not depend on its padding.
-            said = said_of(self.encoder.encode([caption]))
+            said = encoding_of(self.encoder.encode([caption]))
             write_tensors(files[caption], {**said, "mask": said["mask"].to(torch.uint8)})
         if not captions:
             raise GulliverError("there is no caption to encode")
@@ -288,7 +288,7 @@ def _read_kept(file: Path) -> dict[str, Tensor]:
     return said
 
 
-def said_of(text: EncodedText) -> dict[str, Tensor]:
+def encoding_of(text: EncodedText) -> dict[str, Tensor]:
     """Returns the encoding of one caption in stored form."""
     said = {"embeddings": text.embeddings[0, 0], "mask": text.mask[0]}
     return said if text.vector is None else {**said, "vector": text.vector[0]}

@@ -245,14 +245,14 @@ class Trainer(TrainingLoop):
         dataset = self.maker.dataset
         if not isinstance(dataset, ClipTable):
             return
-        found = gather_objects((dataset.broken, dataset.misstated))
-        broken, misstated = (
+        found = gather_objects((dataset.broken, dataset.misdescribed))
+        broken, misdescribed = (
             {one for part in parts for one in part} for parts in zip(*found, strict=True)
         )
         if broken and self.world.is_main:
             console().print(listing(broken))
-        if misstated and self.world.is_main:
-            console().print(listing(misstated, "differ from the table, and were used"))
+        if misdescribed and self.world.is_main:
+            console().print(listing(misdescribed, "differ from the table, and were used"))
 
     def _refuse_lost_data(self, problem: str) -> None:
         """Stops a run with too many lost clips, after saving its state. A collective call."""

@@ -108,7 +108,7 @@ def _module_of(hook: Any) -> str:
     return str(getattr(hook, "__module__", ""))
 
 
-class HooksLast:
+class TrailingHooks:
     """Runs a user's hooks on outputs after ours, which are registered later.
 
     Logits are brought together, and losses computed, by hooks of ours.

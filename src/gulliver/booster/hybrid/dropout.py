@@ -29,8 +29,8 @@ from gulliver.booster.hybrid.mesh import HybridMesh
 from gulliver.comm.collectives import broadcast
 from gulliver.errors import GulliverError
 from gulliver.families.loss import hugging_face_of
-from gulliver.layout.even import deal
-from gulliver.parallel.dropout import Along, attention_with_dropout, drop, mix, word_of
+from gulliver.layout.even import split_evenly
+from gulliver.parallel.dropout import Along, attention_with_dropout, drop, hash_text, mix
 from gulliver.parallel.tensor.entry import SharedSequence
 from gulliver.parallel.tensor.layers import ColumnLinear, RowLinear
 from gulliver.parallel.tensor.styles import DRAWN_ALIKE, DROPOUTS, TensorPlan, dropouts_of
@@ -117,7 +117,7 @@ class ActivationParts:
         shared = next((s for stack, s in self.shared.items() if path.startswith(f"{stack}.")), None)
         if shared is None:
             return
-        lengths = shared.ask(x) if shared.lengths is None else shared.lengths
+        lengths = shared.gather_lengths(x) if shared.lengths is None else shared.lengths
         if lengths:
             place = shared.rank_group.rank
             start = sum(lengths[:place])
@@ -131,7 +131,7 @@ class ActivationParts:
         groups = next((n for p, n in self.attention.items() if f"{path}.".startswith(f"{p}.")), 0)
         if groups:
             # Where key-value heads are copied, each rank has as many query heads as the others.
-            dealt = deal(max(groups, rank_group.size), rank_group.size)
+            dealt = split_evenly(max(groups, rank_group.size), rank_group.size)
             if x.dim() != 4 or x.shape[1] % dealt[rank_group.rank]:
                 raise _unknown_part(path, x, "[batch, heads, queries, keys]")
             heads = x.shape[1] // dealt[rank_group.rank]
@@ -386,7 +386,7 @@ class _Site(TorchFunctionMode):
 
     def __init__(self, path: str, drops: PositionDropout) -> None:
         super().__init__()
-        self.path, self.drops, self.word, self.repeated = path, drops, word_of(path), False
+        self.path, self.drops, self.word, self.repeated = path, drops, hash_text(path), False
         self.module: nn.Module | None = None
 
     def __deepcopy__(self, memo: Any) -> _Site:

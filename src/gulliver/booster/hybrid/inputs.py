@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.families.loss import OwnLoss
+from gulliver.families.loss import ModelLoss
 from gulliver.families.record import Sequences
 from gulliver.parallel.sequence.attend import attention
 from gulliver.parallel.sequence.layout import SequenceGroups, Tail
@@ -280,7 +280,7 @@ class CallArguments:
                 return tensor.shape[0], tensor.shape[1], tensor.device
         raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
 
-    def refuse_rest(self, known: tuple[str, ...]) -> None:
+    def check_all_known(self, known: tuple[str, ...]) -> None:
         """Refuses what no part of the library understands."""
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
@@ -296,7 +296,7 @@ class CallArguments:
             )
 
 
-def take_targets(batch: CallArguments, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
+def sharded_labels(batch: CallArguments, groups: SequenceGroups, own: ModelLoss) -> Targets | None:
     """The labels of this rank's tokens, shifted before they are cut."""
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
     ignore = batch.take("ignore_index", -100)

@@ -35,7 +35,7 @@ from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import all_to_all_seconds, linear_seconds, resharding_bytes
 from gulliver.hardware.probe import current_cluster
 from gulliver.models.blocks import CaptionEmbedder, Mix
-from gulliver.models.stdit import FinalLayer, Given, Grid, STDiT3, STDiTBlock
+from gulliver.models.stdit import ConditionFrames, FinalLayer, Grid, STDiT3, STDiTBlock
 from gulliver.parallel.sequence.attend import attention
 from gulliver.parallel.sequence.choice import predict, volume
 from gulliver.parallel.sequence.layout import SequenceGroups, SequencePlan
@@ -304,7 +304,7 @@ def wire_stdit(
     put_degree(model, degree)
     if groups.all.size * tensor.size > 1:
         for embedder in _of_kind(model.y_embedder, CaptionEmbedder):
-            embedder.register_forward_pre_hook(adapter.drop_alike)
+            embedder.register_forward_pre_hook(adapter.draw_caption_drops)
     if groups.all.size == 1:
         return
     model.register_forward_pre_hook(adapter.enter, with_kwargs=True)
@@ -397,7 +397,7 @@ class ClipAdapter:
         """Forgets the groups; called too when a forward is left in the middle."""
         self._opened = None
 
-    def drop_alike(
+    def draw_caption_drops(
         self, embedder: nn.Module, args: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
         """Draws which captions are dropped for all ranks: as the first rank draws."""
@@ -427,7 +427,7 @@ class ShardedBlock(STDiTBlock):
         modulation: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         grid: Grid,
-        given: Given | None = None,
+        given: ConditionFrames | None = None,
     ) -> Tensor:
         assert given is None, "models with image_conditioning are not wired"
         cut = self.adapter.scheme(x, grid).cut

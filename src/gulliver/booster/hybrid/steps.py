@@ -27,8 +27,8 @@ from gulliver.errors import GulliverError
 from gulliver.families.lookup import is_hugging_face
 from gulliver.families.loss import hugging_face_of, own_loss
 from gulliver.families.record import SHARED_BY_TENSOR
-from gulliver.parallel.optimizer import named_groups, take_new_state
-from gulliver.parallel.pipeline.batches import agree
+from gulliver.parallel.optimizer import move_state_to_replacements, named_groups
+from gulliver.parallel.pipeline.batches import compare_batches
 from gulliver.parallel.pipeline.pipeline import Pipeline
 from gulliver.parallel.pipeline.stage import Stage, checkpoint_blocks, make_stage
 from gulliver.parallel.tensor.apply import apply_tensor
@@ -101,7 +101,7 @@ def watch_batches(
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         device = given[0].device if given else torch.device("cpu")
-        agree({"args": args, **kwargs}, "", readers(), device, check=True)
+        compare_batches({"args": args, **kwargs}, "", readers(), device, check=True)
         names = inspect.signature(module.forward).parameters
         vocabulary.check({**dict(zip(names, args, strict=False)), **kwargs})
 
@@ -235,7 +235,9 @@ def rewrite_groups(
         present.setdefault(whole.aliases[name], parameter)
     for group, members in zip(optimizer.param_groups, whole.groups, strict=True):
         group["params"] = [present[name] for name in members if name in present]
-    take_new_state(optimizer, {p: present.get(name) for p, name in whole.trained.items()})
+    move_state_to_replacements(
+        optimizer, {p: present.get(name) for p, name in whole.trained.items()}
+    )
     trained = {name for group in whole.groups for name in group}
     return {p: name for name, p in present.items() if name in trained}
 

@@ -43,14 +43,14 @@ from gulliver.booster.hybrid.inputs import (
     leave,
     leave_tail,
     mean_over_ranks,
-    take_targets,
+    sharded_labels,
     token_losses,
 )
 from gulliver.booster.hybrid.mesh import Degree, put_degree
 from gulliver.comm.groups import ALONE, RankGroup
 from gulliver.errors import GulliverError
 from gulliver.families.lookup import all_families, family_of, type_of
-from gulliver.families.loss import OwnLoss, asks_routers, has_known_forward, own_loss, router_loss
+from gulliver.families.loss import ModelLoss, asks_routers, has_known_forward, own_loss, router_loss
 from gulliver.families.record import Sequences
 from gulliver.parallel.sequence.layout import SequenceGroups, Tail
 from gulliver.parallel.sequence.sharding import shard
@@ -179,12 +179,12 @@ class SequenceAdapter:
         opened.as_tuple = not batch.take("return_dict", _returns_dict(module))
         own = self._own_loss(module, batch)
         if own is not None:
-            opened.targets = take_targets(batch, self.groups, own)
+            opened.targets = sharded_labels(batch, self.groups, own)
         if self.shared and self.known.entry is None:
             opened.call = cut_tokens(batch, self.groups, self.known)
         if self.shared:
             known = (*ALONG_TOKENS, *WHOLE, "logits_to_keep")
-            batch.refuse_rest(known)
+            batch.check_all_known(known)
             self._keep_tail(batch, opened)
             batch.kwargs[KEY] = opened.call
         opened.hold = opened.targets is not None and module.training and not self.keeps_logits
@@ -229,7 +229,7 @@ class SequenceAdapter:
         output.last_hidden_state = leave(output.last_hidden_state, call.groups, call.length)
         return output
 
-    def _own_loss(self, module: nn.Module, batch: CallArguments) -> OwnLoss | None:
+    def _own_loss(self, module: nn.Module, batch: CallArguments) -> ModelLoss | None:
         """The loss computed from pieces; None where the model has its own, of whole logits."""
         if not self.task:
             return None

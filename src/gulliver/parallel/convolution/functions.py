@@ -29,7 +29,7 @@ from gulliver.parallel.convolution.sharded import (
     own_of,
     own_run,
     parts_in,
-    refuse,
+    reject,
     window_rows,
 )
 
@@ -58,7 +58,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     x = max(given, key=lambda part: part.cut.extent)
     for part in given:
         if part.cut.dim - part.dim() != x.cut.dim - x.dim():
-            refuse("an operation on activations that are cut along different dims", x)
+            reject("an operation on activations that are cut along different dims", x)
     alike = x.holder.align(given, ("align", 0)) if len(given) > 1 else given
     x = max(alike, key=lambda part: part.cut.extent)
     found = dict(zip(map(id, given), alike, strict=True))
@@ -81,7 +81,7 @@ def _own_share(t: Tensor, x: Sharded) -> Tensor:
         return t
     cut = replace(x.cut, dim=dim % t.dim())
     if t.shape[dim] != cut.length:
-        refuse(f"an operation with a tensor {tuple(t.shape)}", x)
+        reject(f"an operation with a tensor {tuple(t.shape)}", x)
     return own_of(t, cut, x.holder)
 
 
@@ -90,7 +90,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     x, *given = args
     p, training = given_of(given, kwargs, ("p", 0.5), ("training", True))
     if p and training:
-        refuse("dropout", x, "every rank would draw others; call eval(), or set it to 0")
+        reject("dropout", x, "every rank would draw others; call eval(), or set it to 0")
     return x
 
 
@@ -102,10 +102,10 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     place = 1 if name in ("normalize", "norm", "vector_norm") else 0
     dims = given[place] if len(given) > place else kwargs.get("dim")
     if dims is None:
-        refuse(f"torch's {name} over all dims", x)
+        reject(f"torch's {name} over all dims", x)
     dims = [d % x.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])]
     if x.cut.dim in dims:
-        refuse(f"torch's {name} along the cut dim", x)
+        reject(f"torch's {name} along the cut dim", x)
     made = func(x.local, *given, **kwargs)
     fewer = sum(d < x.cut.dim for d in dims) if made.dim() < x.dim() else 0
     return like(x, made, replace(x.cut, dim=x.cut.dim - fewer))
@@ -116,7 +116,7 @@ def _layer_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     (shape,) = given_of(given[:1], kwargs, ("normalized_shape", None))
     if x.cut.dim >= x.dim() - len(shape):
-        refuse(f"torch's {func.__name__} over the cut dim", x)
+        reject(f"torch's {func.__name__} over the cut dim", x)
     return like(x, func(x.local, *given, **kwargs))
 
 
@@ -125,7 +125,7 @@ def _batch_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x = first(args, kwargs)
     (training,) = given_of(args[5:6], kwargs, ("training", False))
     if training or x.cut.dim == 1:
-        refuse("batch norm that counts statistics", x, "call eval(), or use group norms")
+        reject("batch norm that counts statistics", x, "call eval(), or use group norms")
     return like(x, func(*locals_of(args, _local), **locals_of(kwargs, _local)))
 
 
@@ -134,7 +134,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     weight, bias = given_of(given, kwargs, ("weight", None), ("bias", None))
     if x.cut.dim == x.dim() - 1:
-        refuse("a linear layer over the cut dim", x)
+        reject("a linear layer over the cut dim", x)
     return like(x, func(x.local, weight, bias))
 
 
@@ -142,7 +142,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Sharded:
 def _matmul(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, other = args
     if not isinstance(x, Sharded) or isinstance(other, Sharded) or x.cut.dim == x.dim() - 1:
-        refuse(f"torch's {func.__name__}", first(args))
+        reject(f"torch's {func.__name__}", first(args))
     return like(x, func(x.local, other))
 
 
@@ -159,7 +159,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     pads = padding_of(padding, kernel, dilation)
     rest = {"call": kwargs["call"]} if "call" in kwargs else {}
     if x.dim() != space + 2:
-        refuse("a convolution without a dim of samples", x)
+        reject("a convolution without a dim of samples", x)
 
     def convolve(local: Tensor, weight: Tensor, bias: Tensor | None, pads: Any) -> Tensor:
         if any(a != b for a, b in pads):
@@ -170,7 +170,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     if x.cut.dim == 0:
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
     if x.cut.dim == 1:
-        refuse("a convolution over the cut dim", x)
+        reject("a convolution over the cut dim", x)
     at = x.cut.dim - 2
     if kernel[at] == stride[at] == 1 and pads[at] == (0, 0):
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
@@ -245,7 +245,7 @@ def _pool(func: Any, args: Any, kwargs: Any) -> Sharded:
     if any(pads) or any(value not in (None, True, False, 1) for value in rest) or kwargs.get(
         "ceil_mode", func.__name__.startswith("avg") and given[3:4] == [True]
     ):  # fmt: skip
-        refuse(f"torch's {func.__name__} with more than a kernel size and a stride", x)
+        reject(f"torch's {func.__name__} with more than a kernel size and a stride", x)
     at = x.cut.dim - (x.dim() - space)
     if at < 0:
         return _of_samples(x, lambda local: func(local, size, stride))
@@ -270,7 +270,7 @@ def _resampled(func: Any, args: Any, kwargs: Any) -> Sharded:
     ]  # fmt: skip
     times = round(factors[at])
     if not mode.startswith("nearest") or times != factors[at] or times < 1 or not is_plain(x):
-        refuse(f"interpolate by {factors[at]:g} in mode {mode}", x,
+        reject(f"interpolate by {factors[at]:g} in mode {mode}", x,
                "the nearest of a whole number of times is exact")  # fmt: skip
     held = x.local.shape[x.cut.dim]
     wanted = [round(n * f) for n, f in zip(lengths, factors, strict=True)]
@@ -296,9 +296,9 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Sharded:
     if (before, after) == (0, 0):
         return _of_samples(x, lambda t: func(t, pads, mode, value))
     if before < 0 or after < 0 or not is_plain(x):
-        refuse("cropping by pad", x)
+        reject("cropping by pad", x)
     if mode not in ("constant", "replicate"):
-        refuse(f"padding in mode {mode} along the cut dim", x, "zeros and replicate are exact")
+        reject(f"padding in mode {mode} along the cut dim", x, "zeros and replicate are exact")
     before, after = x.holder.at_ends(x, before, after, mode)
     sizes = list(x.cut.sizes)
     held = [rank for rank, size in enumerate(sizes) if size]
@@ -337,13 +337,13 @@ def _spread(value: int | Sequence[Any], count: int) -> tuple[Any, ...]:
 def _group_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     if func.__name__ == "instance_norm":
-        refuse("instance norm", x)
+        reject("instance norm", x)
     names = ("num_groups", None), ("weight", None), ("bias", None), ("eps", 1e-5)
     groups, weight, bias, eps = given_of(given, kwargs, *names)
     if x.cut.dim == 0:
         return like(x, func(x.local, groups, weight, bias, eps))
     if x.cut.dim == 1:
-        refuse("a group norm over the cut dim", x)
+        reject("a group norm over the cut dim", x)
     name = ("group_norm", 0 if weight is None else id(weight))
     local = _GroupNorm.apply(x.local, weight, bias, groups, eps, x, name)
     return like(x, local)
@@ -439,10 +439,9 @@ def _by_channel(values: Tensor, x: Tensor, groups: int) -> Tensor:
 
 # Attention over tokens of which this process holds a part, and without a mask of their square.
 #
-# Keys and values are gathered (`Holder.whole`): the middle of an autoencoder works at the size of
-# the latents, a hundredth of what its outer layers hold. Queries stay where they are, and are
-# taken some rows at a time, so that no more than `SCORES` scores exist at once where a kernel
-# keeps them.
+# Keys and values are gathered (`PartLayout.whole`), as the middle of an autoencoder works at the
+# size of the latents, a hundredth of that of its outer layers. Queries stay sharded and are
+# processed some rows at a time, so that a kernel that stores scores holds at most `SCORES`.
 #
 # `frame_causal_attention` is what HunyuanVideo's autoencoder asks for with a mask of tokens x
 # tokens (198 GiB for 129 frames of 720p): every frame sees itself and those before it, so it is
@@ -467,7 +466,7 @@ def frame_causal_attention(
 def _frame_causal(func: Any, args: Any, kwargs: Any) -> Sharded:
     q, k, v, tokens, scale = args
     if q.cut.dim > 2:
-        refuse("frame-causal attention with cut features", q)
+        reject("frame-causal attention with cut features", q)
     if q.cut.dim < 2:  # attention within each sample or head is local
         return like(q, func(q.local, k.local, v.local, tokens, scale))
     whole = [t.holder.whole(t, (name, 0)) for t, name in ((k, "keys"), (v, "values"))]
@@ -482,14 +481,14 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Sharded:
         ("scale", None),
     )  # fmt: skip
     if dropout:
-        refuse("attention dropout", q)
+        reject("attention dropout", q)
     at = q.cut.dim - q.dim()
     if at < -2:
         return _of_rows(q, k, v, mask, causal, scale)
     if at == -1:
-        refuse("attention with cut features", q)
-    if not causal and not hasattr(q.holder, "relay"):
-        refuse("attention over frames that are still to come", q, "it must be causal")
+        reject("attention with cut features", q)
+    if not causal and not hasattr(q.holder, "resplit"):
+        reject("attention over frames that are still to come", q, "it must be causal")
     keys, values = q.holder.whole(k, ("keys", 0)), q.holder.whole(v, ("values", 0))
     if causal:
         return like(q, _causal(q.local, keys, values, _runs_of(q), 1, scale))
@@ -503,7 +502,7 @@ def _of_rows(
 ) -> Sharded:
     """Samples or heads are cut: attention within each is local."""
     if mask is not None and mask.dim() + q.cut.dim - q.dim() >= 0:
-        refuse("attention with a mask of its own for each cut sample", q)
+        reject("attention with a mask of its own for each cut sample", q)
     if not q.local.numel():
         return like(q, q.local + 0 * (k.local + v.local))
     options = {"attn_mask": mask, "is_causal": causal, "scale": scale}

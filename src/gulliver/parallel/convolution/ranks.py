@@ -1,11 +1,11 @@
-"""Parts that lie on ranks: halos, gathers and sums, with their adjoints.
+"""Halo exchanges, gathers and sums of activations sharded over ranks, with their adjoints.
 
-There is one primitive. Every rank *has* an interval of positions and *wants* one; `fetch` brings
-each what it wants, and its adjoint `give_back` adds what all ranks hold of an interval up where it
-belongs. A halo is a fetch of a little more than one has, a gather a fetch of everything, a
-reduce-scatter the adjoint of a gather. Intervals follow from sizes that all ranks know, so nobody
-asks; extents that do not divide, a halo longer than the neighbour's part and ranks without work are
-nothing special.
+There is one primitive. Every rank *has* an interval of positions and *wants* one; `fetch` sends
+each rank the interval it wants, and its adjoint `sum_on_owners` adds up all ranks' values of an
+interval on its owner. A halo is a fetch of a few more positions, a gather a fetch of all of them,
+and a reduce-scatter the adjoint of a gather. Intervals follow from sizes that all ranks know, so no
+sizes are exchanged. Uneven extents, halos longer than the neighbour's shard and empty ranks need no
+special case.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import exchange
 from gulliver.errors import once_differentiable
-from gulliver.layout.even import Interval, deal, intervals
+from gulliver.layout.even import Interval, intervals, split_evenly
 from gulliver.parallel.convolution.chunked import IDENTITY, SlidingWindow, overlap
 from gulliver.parallel.convolution.functions import merged
 from gulliver.parallel.convolution.sharded import (
-    Holder,
     Key,
+    PartLayout,
     Rows,
     Sharded,
     ShardedDim,
@@ -34,7 +34,7 @@ from gulliver.parallel.convolution.sharded import (
     is_plain,
     like,
     opened,
-    refuse,
+    reject,
 )
 
 
@@ -43,7 +43,7 @@ from gulliver.parallel.convolution.sharded import (
 # the same on all ranks as long as each makes the same nodes. A rank without work therefore computes
 # one window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part
 # of the graph, not an empty tensor.
-class Ranks(Holder):
+class Ranks(PartLayout):
     """Parts of an activation on the ranks of a group."""
 
     where = "ranks"
@@ -65,7 +65,7 @@ class Ranks(Holder):
 
     def layout(self, extent: int) -> Sizes:
         """Returns the sizes of all parts of an extent."""
-        return deal(extent, self.size)
+        return split_evenly(extent, self.size)
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding that there is before the first position and behind the last."""
@@ -116,7 +116,7 @@ class Ranks(Holder):
         found.insert(self.rank, local.narrow(dim, first, own[1] - own[0]))
         return found
 
-    def give_back(
+    def sum_on_owners(
         self, grad: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
     ) -> Tensor:
         """Sums what the ranks hold of each position on its owner: the adjoint of `parts`."""
@@ -162,12 +162,12 @@ class Ranks(Holder):
             parts.append((size * each, of_mean, of_squares))
         return merged(parts)
 
-    def relay(self, x: Sharded, sizes: Sizes) -> Sharded:
+    def resplit(self, x: Sharded, sizes: Sizes) -> Sharded:
         """Returns the same activation in parts of other sizes."""
         if x.cut.sizes == sizes:
             return x
         if not is_plain(x):
-            refuse("a new layout", x)
+            reject("a new layout", x)
         rows = self.rows_for(x, IDENTITY, sizes)
         start, stop = rows.outputs
         local = rows.take(start, stop) if start < stop else torch.cat(rows.parts, rows.dim)
@@ -179,11 +179,13 @@ class Ranks(Holder):
             return list(parts)
         longest = max(part.cut.extent for part in parts)
         sizes = self.layout(longest)
-        return [self.relay(p, sizes) if p.cut.extent == longest else self._spread(p) for p in parts]
+        return [
+            self.resplit(p, sizes) if p.cut.extent == longest else self._spread(p) for p in parts
+        ]
 
     def _spread(self, x: Sharded) -> Sharded:
         if x.cut.extent != 1:
-            refuse("an operation on different extents", x)
+            reject("an operation on different extents", x)
         # Everybody has the only position: it is broadcast as a size of one is.
         ones = ShardedDim(x.cut.dim, (1,) * self.size)
         return like(x, self.whole(x, ("align", 0)), ones)
@@ -199,7 +201,7 @@ class _Fetch(torch.autograd.Function):
     @once_differentiable("a convolution that is shared by ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         dim, have, wants, ranks = ctx.how
-        return ranks.give_back(grad, dim, have, wants), None, None, None, None
+        return ranks.sum_on_owners(grad, dim, have, wants), None, None, None, None
 
 
 def _resized(x: Tensor, dim: int, size: int) -> torch.Size:

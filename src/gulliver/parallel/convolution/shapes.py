@@ -23,7 +23,7 @@ from gulliver.parallel.convolution.sharded import (
     like,
     own_of,
     parts_in,
-    refuse,
+    reject,
     window_rows,
 )
 
@@ -40,7 +40,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
         alone = extent == 1 and shape[dim] == 1 and below == inside
         if alone or (below <= inside < above and inside * extent <= above):
             if inside % below or (extent and above % (inside * extent)):
-                refuse(f"a view as {tuple(shape)}", x)
+                reject(f"a view as {tuple(shape)}", x)
             x = _in_blocks(x, block)
             outer = above // (inside * extent) if extent else 1
             return _viewed(x, shape, ShardedDim(dim, x.cut.sizes, outer, inside // below))
@@ -48,7 +48,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
             # The positions go on in the dim before: whole blocks of them stay together.
             block, extent, inside = block * (above // inside), extent // (above // inside), above
         below = above
-    return refuse(f"a view as {tuple(shape)}", x)
+    return reject(f"a view as {tuple(shape)}", x)
 
 
 def _in_blocks(x: Sharded, block: int) -> Sharded:
@@ -56,7 +56,7 @@ def _in_blocks(x: Sharded, block: int) -> Sharded:
     if block == 1:
         return x
     if x.cut.extent % block and hasattr(x.holder, "layout"):
-        refuse(f"a view that splits dim {x.cut.dim} in blocks of {block}", x)
+        reject(f"a view that splits dim {x.cut.dim} in blocks of {block}", x)
     if any(size % block for size in x.cut.sizes):
         rows, sizes = window_rows(x, SlidingWindow(0, block, block), 0, "view")
         start, stop = rows.outputs
@@ -128,7 +128,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     (dim,) = given_of(given, kwargs, ("dim", None))
     if dim is None:
-        refuse("squeeze without a dim", x)
+        reject("squeeze without a dim", x)
     dim %= x.dim()
     if x.shape[dim] != 1:
         return x
@@ -141,7 +141,7 @@ def _elsewhere(x: Sharded, dim: int) -> Sharded:
     """Returns the only position of a cut dim as a factor of another dim."""
     # Parts that do not hold it then hold nothing of the other dim.
     if not is_plain(x) or x.cut.extent != 1:
-        refuse("dropping the cut dim", x)
+        reject("dropping the cut dim", x)
     at = x.cut.dim
     if dim < at:
         merged = x.local.movedim(at, dim + 1).flatten(dim, dim + 1)
@@ -155,7 +155,7 @@ def _back_to(x: Sharded, dim: int) -> Sharded:
     if x.cut.dim == dim:
         return x
     if x.cut.extent != 1 or x.cut.inner != 1 or x.shape[dim] != 1:
-        refuse("joining activations that are cut along different dims", x)
+        reject("joining activations that are cut along different dims", x)
     held = x.cut.sizes[x.holder.rank]
     at = x.cut.dim - (dim < x.cut.dim)
     local = x.local.squeeze(dim).unflatten(at, (x.cut.outer, held)).movedim(at + 1, dim)
@@ -185,7 +185,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Sharded:
         or dim is None
         or (dim % x.dim() == x.cut.dim and not is_plain(x))
     ):
-        refuse("repeat_interleave", x)
+        reject("repeat_interleave", x)
     cut = x.cut.resized(x.cut.sizes, times) if dim % x.dim() == x.cut.dim else x.cut
     return like(x, x.local.repeat_interleave(times, dim), cut)
 
@@ -194,11 +194,11 @@ def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
     """Returns some positions of the cut dim, in the layout of their number."""
     extent = x.cut.extent
     if not is_plain(x):
-        refuse("a slice along a merged dim", x)
+        reject("a slice along a merged dim", x)
     if (start, stop, step) == (0, extent, 1) and not x.holder.grows:
         return x
     if step < 1:
-        refuse("a slice with a negative step", x)
+        reject("a slice with a negative step", x)
     rows, sizes = window_rows(x, SlidingWindow(start, step), stop - extent, "slice")
     low, high = rows.outputs
     # What no part is asked for stays in the graph: backward has the same messages everywhere.
@@ -213,7 +213,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     x: Any = args[0]
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(not (i is None or i is Ellipsis or isinstance(i, int | slice)) for i in index):
-        refuse("indexing with tensors", x)
+        reject("indexing with tensors", x)
     named = sum(i is not None and i is not Ellipsis for i in index)
     spread = [slice(None)] * (x.dim() - named)
     at = index.index(Ellipsis) if Ellipsis in index else len(index)
@@ -286,7 +286,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Sharded:
     given = [t for t in given if t.shape != (0,)]
     if any(not isinstance(t, Sharded) for t in given):
         if dim == x.cut.dim:
-            refuse("cat with a tensor that is not cut", x)
+            reject("cat with a tensor that is not cut", x)
         given = [
             t if isinstance(t, Sharded) else like(x, own_of(t, x.cut, x.holder)) for t in given
         ]
@@ -307,13 +307,13 @@ def _joined(given: list[Sharded], dim: int) -> Sharded:
 def _one_behind(x: Sharded, after: Sharded, dim: int) -> Sharded:
     held = [[rank for rank, size in enumerate(t.cut.sizes) if size] for t in (x, after)]
     if held[0] and held[1] and held[0][-1] > held[1][0]:
-        if not hasattr(x.holder, "relay"):
-            refuse("cat behind frames that are still coming", x)
+        if not hasattr(x.holder, "resplit"):
+            reject("cat behind frames that are still coming", x)
         # Each rank takes its run of the whole, some of the one and some of the other.
         ends, border = x.holder.layout(x.cut.extent + after.cut.extent), x.cut.extent
         before = tuple(_below(ends, rank, border) for rank in range(len(ends)))
         behind = tuple(size - part for size, part in zip(ends, before, strict=True))
-        x, after = x.holder.relay(x, before), x.holder.relay(after, behind)
+        x, after = x.holder.resplit(x, before), x.holder.resplit(after, behind)
     sizes = tuple(a + b for a, b in zip(x.cut.sizes, after.cut.sizes, strict=True))
     return like(x, torch.cat([x.local, after.local], dim), ShardedDim(dim, sizes))
 

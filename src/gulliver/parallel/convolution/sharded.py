@@ -77,7 +77,7 @@ class ShardedDim:
         return replace(self, sizes=tuple(size * times for size in sizes))
 
 
-class Holder(ABC):
+class PartLayout(ABC):
     """The layout of the parts, and how they exchange data."""
 
     rank: int  # Number of the part that is held here
@@ -163,7 +163,7 @@ class Sharded(Tensor):
     aliased: bool
 
     @staticmethod
-    def __new__(cls, local: Tensor, cut: ShardedDim, holder: Holder) -> Sharded:
+    def __new__(cls, local: Tensor, cut: ShardedDim, holder: PartLayout) -> Sharded:
         """Makes the shell, of the shape of the whole."""
         if cut.outer == 1 and cut.inner > 1:
             cut = ShardedDim(cut.dim, tuple(size * cut.inner for size in cut.sizes))
@@ -174,7 +174,7 @@ class Sharded(Tensor):
         made.local, made.cut, made.holder, made.aliased = local, cut, holder, False
         return made
 
-    def __init__(self, local: Tensor, cut: ShardedDim, holder: Holder) -> None:
+    def __init__(self, local: Tensor, cut: ShardedDim, holder: PartLayout) -> None:
         pass
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -196,7 +196,7 @@ class Sharded(Tensor):
                 return func(*args, **kwargs)
         handler, x = HANDLERS.get(name), first(args, kwargs)
         if handler is None:
-            refuse(f"torch's {name}", x)
+            reject(f"torch's {name}", x)
         _keep_gradients(name, x, (args, kwargs))
         target = _written(func, name, x, args, kwargs)
         try:
@@ -205,9 +205,9 @@ class Sharded(Tensor):
             # Others are ours, torch's signal to stop recomputing, or those of a device or a link.
             if type(error).__module__ != "builtins" or _of_messages(error):
                 raise
-            refuse(f"this form of torch's {name} ({type(error).__name__}: {error})", x, cause=error)
+            reject(f"this form of torch's {name} ({type(error).__name__}: {error})", x, cause=error)
         if target is not None and made is not target:
-            refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+            reject(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
         if name in ALIASING:
             for part in (x, *parts_in(made)):
                 part.aliased = True
@@ -229,7 +229,7 @@ def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
     tensors: list[Tensor] = []
     locals_of(given, tensors.append)
     if any((t.local if isinstance(t, Sharded) else t).requires_grad for t in tensors):
-        refuse(
+        reject(
             f"torch's {name} while gradients are off inside of the module", x,
             "an autograd.Function, a reentrant checkpoint or a no_grad block loses gradients here; "
             "checkpoint(..., use_reentrant=False) does not",
@@ -249,7 +249,7 @@ def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> Sharde
     # ranks), so what a write changes elsewhere is not what it changes in the whole.
     target = args[0] if in_place(func, kwargs) else None
     if kwargs.get("out") is not None or (target is not None and _is_aliased(target)):
-        refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+        reject(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
     return target
 
 
@@ -273,7 +273,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-def refuse(what: str, x: Sharded, right: str = "", cause: BaseException | None = None) -> NoReturn:
+def reject(what: str, x: Sharded, right: str = "", cause: BaseException | None = None) -> NoReturn:
     """Raises an error about an operation that cannot be exact."""
     fix = right or "leave this module plain, or cut another dim"
     raise GulliverError(
@@ -329,7 +329,7 @@ def own_run(x: Sharded) -> Interval:
     return intervals(x.cut.sizes)[x.holder.rank]
 
 
-def own_of(whole: Tensor, cut: ShardedDim, holder: Holder) -> Tensor:
+def own_of(whole: Tensor, cut: ShardedDim, holder: PartLayout) -> Tensor:
     """Returns the part of a whole that belongs here; a view where nothing is outside."""
     start, stop = intervals(cut.sizes)[holder.rank]
     parts = opened(whole, cut, cut.extent).narrow(cut.dim + 1, start, stop - start)
@@ -339,7 +339,7 @@ def own_of(whole: Tensor, cut: ShardedDim, holder: Holder) -> Tensor:
 def window_rows(
     x: Sharded, window: SlidingWindow, after: int, name: str, weight: Tensor | None = None
 ) -> tuple[Rows, Sizes]:
-    """Returns the input of windows along the cut dim; see `Holder.rows`."""
+    """Returns the input of windows along the cut dim; see `PartLayout.rows`."""
     if not is_plain(x):
-        refuse(f"torch's {name} along a merged dim", x)
+        reject(f"torch's {name} along a merged dim", x)
     return x.holder.rows(x, window, after, (name, 0 if weight is None else id(weight)))

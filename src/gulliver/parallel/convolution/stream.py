@@ -39,15 +39,15 @@ from gulliver.parallel.convolution.networks import (
     without_masks,
 )
 from gulliver.parallel.convolution.sharded import (
-    Holder,
     Key,
+    PartLayout,
     Rows,
     Sharded,
     ShardedDim,
     Sizes,
     Statistics,
     like,
-    refuse,
+    reject,
 )
 
 Norms = Literal["refuse", "passes"]
@@ -154,7 +154,7 @@ class _Counted(Exception):
 
 
 @dataclass
-class KeptRows:
+class RowCache:
     """Rows that a layer keeps from stretch to stretch."""
 
     window: SlidingWindow
@@ -164,10 +164,10 @@ class KeptRows:
     bound: int | None = None  # Position that a slice ends at
 
 
-Kept = KeptRows | list[KeptRows] | Tensor
+Kept = RowCache | list[RowCache] | Tensor
 
 
-class FrameStream(Holder):
+class FrameStream(PartLayout):
     """Parts of an activation in time: what came before is part 0, what is new part 1."""
 
     rank = 1
@@ -189,7 +189,7 @@ class FrameStream(Holder):
         # Frames that gave nothing yet.
         self.waiting: Tensor | None = None
 
-    def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
+    def with_kept(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
         """Returns a copy of the stream with other kept tensors."""
         other = FrameStream(self.counted, self.counting)
         other.kept, other.waiting, other._past = kept, waiting, self._past
@@ -221,9 +221,9 @@ class FrameStream(Holder):
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
         """Puts the kept frames before the new ones, and keeps those that later outputs need."""
         name = self._name(key)
-        kept = self.kept.get(name) or KeptRows(window)
+        kept = self.kept.get(name) or RowCache(window)
         if kept.window != window:
-            refuse(f"torch's {key[0]} counted from the end", x)
+            reject(f"torch's {key[0]} counted from the end", x)
         local, start, stop = self._joined(x, kept.tail, kept.start)
         # Padding behind the last frame is only there when the last frame is.
         count = max(kept.done, window.count(stop, after if self.final else min(after, 0)))
@@ -233,10 +233,10 @@ class FrameStream(Holder):
         if after < 0 and bound == kept.bound and x.cut.sizes[1]:
             keep = stop  # frames came and the slice ends where it did: it is complete
         tail = local.narrow(x.cut.dim, max(0, keep - start), stop - max(keep, start)).clone()
-        self._new[name] = KeptRows(window, count, max(keep, start), tail, bound)
+        self._new[name] = RowCache(window, count, max(keep, start), tail, bound)
         needs = window.needs(kept.done, count) if kept.done < count else (start, start)
         if max(0, needs[0]) < start:
-            refuse(f"torch's {key[0]} that goes back", x)
+            reject(f"torch's {key[0]} that goes back", x)
         return Rows([local], start, x.cut.dim, needs, (kept.done, count)), (
             kept.done,
             count - kept.done,
@@ -250,7 +250,7 @@ class FrameStream(Holder):
         """Returns all frames so far, and keeps them."""
         name = self._name(key)
         if x.cut.outer != 1:
-            refuse("attention over a merged dim", x)
+            reject("attention over a merged dim", x)
         tail = self.kept.get(name)
         local = x.local if tail is None else torch.cat([tail, x.local], x.cut.dim)
         self._new[name] = local
@@ -261,7 +261,7 @@ class FrameStream(Holder):
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         name = self._name(key)
-        kept = self.kept.get(name) or [KeptRows(SlidingWindow()) for _ in parts]
+        kept = self.kept.get(name) or [RowCache(SlidingWindow()) for _ in parts]
         done, ready = kept[0].done, min(part.cut.extent for part in parts)
         if not ready:
             raise _Starved
@@ -274,14 +274,14 @@ class FrameStream(Holder):
                      part.cut.resized((done, ready - done)))
             )  # fmt: skip
             tail = local.narrow(dim, ready - start, stop - ready).clone()
-            news.append(KeptRows(SlidingWindow(), ready, ready, tail))
+            news.append(RowCache(SlidingWindow(), ready, ready, tail))
         self._new[name] = news
         return made
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding before, and that behind once the last frame is there."""
         if after and self.final and not x.local.shape[x.cut.dim]:
-            refuse("padding behind the last frame", x, "end with a longer stretch")
+            reject("padding behind the last frame", x, "end with a longer stretch")
         return before, after if self.final else 0
 
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
@@ -289,10 +289,10 @@ class FrameStream(Holder):
         name = self._name(key)
         if name in self.counted:
             if self.graded:
-                refuse("training through a group norm over time", x, "share the autoencoder")
+                reject("training through a group norm over time", x, "share the autoencoder")
             return self.counted[name]
         if not self.counting:
-            refuse(
+            reject(
                 "a group norm over time", x,
                 "its statistics are of frames still to come; norms='passes' counts them exactly",
             )  # fmt: skip
@@ -398,7 +398,7 @@ def _with_tails(stream: FrameStream, tails: Iterator[Tensor]) -> FrameStream:
     """Returns a copy of a stream with other tensors in the places of `tails_of`."""
     kept = {name: _refilled(value, tails) for name, value in stream.kept.items()}
     waiting = None if stream.waiting is None else next(tails)
-    return stream.taken_up(kept, waiting)
+    return stream.with_kept(kept, waiting)
 
 
 def _refilled(kept: Kept, tails: Iterator[Tensor]) -> Any:

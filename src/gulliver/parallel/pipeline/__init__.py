@@ -11,7 +11,7 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.parallel.pipeline.batches import split
     from gulliver.parallel.pipeline.pipeline import Pipeline
-    from gulliver.parallel.pipeline.schedules import STYLES, deal
+    from gulliver.parallel.pipeline.schedules import STYLES, stages_by_rank
     from gulliver.parallel.pipeline.stack import cut, stack_of
     from gulliver.parallel.pipeline.stage import Stage, checkpoint_blocks, make_stage
 
@@ -21,10 +21,10 @@ __all__ = [
     "Stage",
     "checkpoint_blocks",
     "cut",
-    "deal",
     "make_stage",
     "split",
     "stack_of",
+    "stages_by_rank",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -32,7 +32,11 @@ __getattr__, __dir__ = lazy_exports(
     {
         "gulliver.parallel.pipeline.batches": ["split"],
         "gulliver.parallel.pipeline.pipeline": ["Pipeline"],
-        "gulliver.parallel.pipeline.schedules": ["STYLES", "deal"],
+        "gulliver.parallel.pipeline.schedules": [
+            "STYLES",
+            "stages_by_rank",
+            "stages_by_rank as deal",
+        ],
         "gulliver.parallel.pipeline.stack": ["cut", "stack_of"],
         "gulliver.parallel.pipeline.stage": ["Stage", "checkpoint_blocks", "make_stage"],
     },

@@ -17,7 +17,7 @@ from torch import Tensor
 from gulliver.comm.collectives import all_gather
 from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError, nearest
-from gulliver.families.loss import OwnLoss
+from gulliver.families.loss import ModelLoss
 
 IGNORED = -100
 """The label that Hugging Face's losses leave out."""
@@ -125,7 +125,7 @@ UNEVEN = (
 def weigh(
     micros: Sequence[MicroBatch],
     by: str | Callable[[Any], float] | None,
-    own: OwnLoss | None,
+    own: ModelLoss | None,
     criterion: bool = False,
 ) -> Weights:
     """Returns the weight of each micro-batch's loss in the batch's."""
@@ -184,7 +184,7 @@ def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = Fals
     return True
 
 
-def _counts_of(micros: Sequence[MicroBatch], own: OwnLoss) -> list[float]:
+def _counts_of(micros: Sequence[MicroBatch], own: ModelLoss) -> list[float]:
     """Returns how many labels a model's own loss counts; samples where they are no classes."""
     given = micros[0].given
     ignored = given.get("ignore_index", IGNORED) if isinstance(given, Mapping) else IGNORED
@@ -333,7 +333,7 @@ SAMPLED = 2**20
 """Bytes looked at of a large tensor, spread over it evenly."""
 
 
-def agree(
+def compare_batches(
     batch: Any,
     state: str,
     rank_groups: Sequence[RankGroup],

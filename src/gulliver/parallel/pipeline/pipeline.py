@@ -29,7 +29,7 @@ from gulliver.parallel.pipeline.batches import (
     Losses,
     MicroBatch,
     Weights,
-    agree,
+    compare_batches,
     leaves,
     merge,
     split,
@@ -51,7 +51,7 @@ class Pipeline:
     """Runs batches through the stages of a model, as one model would take them.
 
     Args:
-        stage: this rank's part of the model, with stages dealt as `deal(style, ...)` says.
+        stage: this rank's part of the model, with its stages as of `stages_by_rank(style, ...)`.
         style: name of the schedule, ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv``
             or ``dualpipev``.
         micro_batches: number of micro-batches that a batch is cut into; None: two for each stage.
@@ -135,7 +135,7 @@ class Pipeline:
         # A message that is awaited from a rank that failed never comes, so a failure is final.
         self._check_alive()
         with guard():
-            states = self._agree(batch, forward_only)
+            states = self._compare_batches(batch, forward_only)
             if self.look is not None:
                 self.look(batch)
             micros = split(self._complete(batch), self.micro_batches)
@@ -184,7 +184,7 @@ class Pipeline:
                 f"{' or '.join(map(repr, ANY_COUNT))} where each step has its own"
             )
         with guard():
-            states = self._agree(list(batches), False)
+            states = self._compare_batches(list(batches), False)
             if self.look is not None:
                 for batch in batches:
                     self.look(batch)
@@ -226,14 +226,14 @@ class Pipeline:
         """Runs micro-batches through the stages, and gives all ranks the loss."""
         self._failed = True
         with together():
-            self._go(run, losses, forward_only)
+            self._execute(run, losses, forward_only)
             if losses.given is None:
                 self._refuse_uncounted(losses)
             loss = self._share(losses) if return_loss else None
         self._failed = False
         return loss
 
-    def _go(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
+    def _execute(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
         if self.stage.rank_group.size == 1 and self.stage.cut.stages == 1:
             self._alone(run, losses, forward_only)
             return
@@ -311,7 +311,7 @@ class Pipeline:
 
     def _share(self, losses: Losses) -> Tensor | None:
         """Returns the batch's loss on every rank."""
-        mine = self.stage.rank_group.rank == self.stage.last_place
+        mine = self.stage.rank_group.rank == self.stage.last_stage_rank
         # Whether there is a loss at all, and of which dtype, the last stage alone knows.
         found = torch.zeros(2, dtype=torch.float64, device=self._device())
         total = losses.total()
@@ -324,16 +324,16 @@ class Pipeline:
         """Broadcasts from the rank of the last stage."""
         rank_group = self.stage.rank_group
         if rank_group.size > 1:
-            source = sorted(rank_group.ranks).index(rank_group.ranks[self.stage.last_place])
+            source = sorted(rank_group.ranks).index(rank_group.ranks[self.stage.last_stage_rank])
             broadcast(found, source, rank_group.process_group)
 
-    def _agree(self, batch: Batch, forward_only: bool) -> str:
+    def _compare_batches(self, batch: Batch, forward_only: bool) -> str:
         frozen = "".join("01"[p.requires_grad] for p in self.model.parameters())
         device = self._device()
         cast = torch.is_autocast_enabled(device.type)
         kind = torch.get_autocast_dtype(device.type) if cast else None
         state = f"{self.model.training} {forward_only} {kind} {frozen}"
-        return _short(agree(batch, state, self.readers(), device, self.check_batch))
+        return _short(compare_batches(batch, state, self.readers(), device, self.check_batch))
 
     def _added(self, batch: Batch) -> dict[str, Any]:
         """Turns off caches of keys and values, which only generation reads."""

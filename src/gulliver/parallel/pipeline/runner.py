@@ -46,7 +46,7 @@ class _Group:
 
 
 @dataclass
-class Rest:
+class WeightBackward:
     """The part of a backward that remains after the gradients of the inputs."""
 
     groups: list[_Group]
@@ -83,13 +83,13 @@ def backward_of_inputs(
     gradients: Sequence[Tensor] | None,
     inputs: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
-) -> Rest:
+) -> WeightBackward:
     """Adds the gradients of inputs to their ``grad`` and leaves the weights alone."""
     given = [torch.ones_like(outputs[0])] if gradients is None else list(gradients)
     roots = [get_gradient_edge(output) for output in outputs]
     above = _above([root.node for root in roots])
     between = _climb([get_gradient_edge(t).node for t in inputs], above, set())[0]
-    rest = Rest(_groups(weights, above, between))
+    rest = WeightBackward(_groups(weights, above, between))
     ends = set().union(*(group.ends for group in rest.groups))
     for root, gradient in zip(roots, given, strict=True):
         # Of an output that no input leads to, backward of the inputs sees nothing.
@@ -162,7 +162,7 @@ def _groups(
     return groups
 
 
-def _note(rest: Rest, end: Node) -> Callable[[tuple[Tensor, ...]], None]:
+def _note(rest: WeightBackward, end: Node) -> Callable[[tuple[Tensor, ...]], None]:
     def note(gradients: tuple[Tensor, ...]) -> None:
         rest.noted[end] = gradients
 
@@ -280,7 +280,7 @@ class StageMessages:
         known = self.metas(self.stage, kind)
         if known is None:
             peer = self._peer(self.stage - 1)
-            assert peer is not None, "stages of one rank tell each other by `hand_over`"
+            assert peer is not None, "stages of one rank tell each other by `hand_over_local`"
             header = torch.empty(HEADER, dtype=torch.int64)
             post(
                 [(peer, header)],
@@ -291,7 +291,7 @@ class StageMessages:
             known = self._known[self.stage, kind] = _decode(header)
         return known
 
-    def hand_over(self, kind: str, tensors: Sequence[Tensor]) -> None:
+    def hand_over_local(self, kind: str, tensors: Sequence[Tensor]) -> None:
         """Records what the stage before, on this rank, hands over."""
         self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
 
@@ -495,7 +495,7 @@ class StageRunner:
 
     def set_local_fwd_input(self, outputs: Any, micro: int) -> None:
         """Takes a micro-batch from the stage before, which lies on this rank."""
-        self.messages.hand_over(self._run.kinds[micro], outputs)
+        self.messages.hand_over_local(self._run.kinds[micro], outputs)
         self._received[micro] = tuple(t.detach() for t in outputs)
 
     def forward_one_chunk(

@@ -62,7 +62,7 @@ def style_of(name: str, chunks: int | None = None) -> Style:
     return style
 
 
-def deal(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
+def stages_by_rank(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Returns the numbers of the stages that each of `ranks` ranks holds.
 
     A folded schedule's rank has one stage of either half, so that the last rank hands the middle
@@ -132,7 +132,7 @@ def predict(
 ) -> Prediction:
     """Predicts the seconds of a step and the share that ranks wait."""
     stages = len(forward)
-    numbers = deal(style, ranks, stages // ranks)
+    numbers = stages_by_rank(style, ranks, stages // ranks)
     assert sum(map(len, numbers)) == stages, "stages lie on the ranks evenly"
     check_counts(style, stages, ranks, micro_batches)
     if backward is None:

@@ -61,7 +61,7 @@ class Stage:
         return self.numbers[self.rank_group.rank]
 
     @property
-    def last_place(self) -> int:
+    def last_stage_rank(self) -> int:
         """Rank in the group that has the last stage."""
         return next(p for p, held in enumerate(self.numbers) if self.cut.stages - 1 in held)
 
@@ -261,7 +261,9 @@ def _replace(
         own_memory(stage_forward, paths[stack.memory])
     if stack.first_only is not None:
         for first, row in _rows(stack):
-            _lend(model, stack, first, [b for b in row if stack.blocks[b] in kept and b != first])
+            _share_position_bias(
+                model, stack, first, [b for b in row if stack.blocks[b] in kept and b != first]
+            )
 
 
 def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
@@ -287,7 +289,7 @@ class _Lent:
         return getattr(self._model.get_submodule(self._path), name)
 
 
-def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
+def _share_position_bias(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
     """Gives blocks the module with which the first of their list computes the position bias."""
     # They do so only when they are handed none, as the first block of a stage is.
     inner, _, name = (stack.first_only or "").rpartition(".")

@@ -246,7 +246,7 @@ class StageForward:
             return self._run(number, call, args, kwargs)
         state = self.running(self.stack.blocks[number])
         if not state.start <= number < state.stop:
-            return self.pass_by(block, self.stack.blocks[number], args, kwargs)
+            return self.skip_block(block, self.stack.blocks[number], args, kwargs)
         if number == state.start:
             args, kwargs = self._enter(state, block, args, kwargs)
         if state.look:
@@ -273,7 +273,7 @@ class StageForward:
             return call(*args, **kwargs)
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
-    def pass_by(self, block: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+    def skip_block(self, block: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         """Returns a passed-by block's hidden state, in the form of its own output."""
         if self.extra == -1:
             self.extra = find_form(to_meta(block), path, args, kwargs)
@@ -469,7 +469,7 @@ class PlaceholderBlock(EmptyModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the hidden state, in the form in which the block would return its own."""
         self._stage_forward.running(self._path)
-        return self._stage_forward.pass_by(self._original.module, self._path, args, kwargs)
+        return self._stage_forward.skip_block(self._original.module, self._path, args, kwargs)
 
 
 def own(stage_forward: StageForward, number: int, block: nn.Module) -> None:

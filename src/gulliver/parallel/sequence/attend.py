@@ -22,9 +22,9 @@ from gulliver.parallel.sequence.heads import Heads, Swap, ToHeads, ToSequence, d
 from gulliver.parallel.sequence.kernels import (
     DTYPES,
     HALVES,
-    How,
-    asked_of,
+    BlockOptions,
     readable,
+    requirements_of,
     select,
 )
 from gulliver.parallel.sequence.layout import Layout, SequenceGroups
@@ -109,8 +109,11 @@ def _attention(
     )
     if kernel is not None:
         # Refused at once on all ranks, not where its first block happens to be computed.
-        _ = [select(asked_of(q, v, kind, deterministic), kernel) for kind in _kinds(mask, queries)]
-    how = How(
+        _ = [
+            select(requirements_of(q, v, kind, deterministic), kernel)
+            for kind in _kinds(mask, queries)
+        ]
+    how = BlockOptions(
         1 / math.sqrt(q.shape[3]) if scale is None else scale,
         mask.rules(q.shape[0], queries.length, keys.length),
         heads.runs(groups.ulysses.rank),
@@ -184,7 +187,7 @@ def _layouts(
     """Returns the layouts of queries and keys, checked against the lengths that ranks hold."""
     own = {groups.rank: (q.shape[2], k.shape[2])}
     if length is None:
-        held = dict(enumerate(_agree(q, k, v, groups, mask)))
+        held = dict(enumerate(_compare_lengths(q, k, v, groups, mask)))
         length = sum(of_q for of_q, _ in held.values())
         asked = sum(of_k for _, of_k in held.values())
         key_length = asked if key_length is None else key_length
@@ -204,7 +207,7 @@ def _layouts(
     return layouts
 
 
-def _agree(
+def _compare_lengths(
     q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask
 ) -> list[tuple[int, int]]:
     """Gathers all ranks' lengths of queries and keys, and compares what must be equal on all."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import exchange
 from gulliver.errors import GulliverError, once_differentiable
-from gulliver.layout.even import Interval, deal, intervals
+from gulliver.layout.even import Interval, intervals, split_evenly
 
 Run = tuple[slice, slice]
 """Query heads, and the KV heads that serve them in equal numbers."""
@@ -71,9 +71,9 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
         )
     group = heads // kv_heads
     if kv_heads % ranks == 0:
-        keys = intervals(deal(kv_heads, ranks))
+        keys = intervals(split_evenly(kv_heads, ranks))
         return Heads(tuple((a * group, b * group) for a, b in keys), keys, group)
-    queries = intervals(deal(heads, ranks))
+    queries = intervals(split_evenly(heads, ranks))
     used = tuple((a // group, -(-b // group)) for a, b in queries)
     return Heads(queries, used, group)
 

@@ -38,7 +38,7 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 # refuses with the reason. The CUDA kernels are written to the operators' signatures and have not
 # run yet.
 @dataclass(frozen=True)
-class Asked:
+class KernelRequirements:
     """The requirements that a kernel has to meet."""
 
     device: str  # Type of the tensors' device, "cpu" or "cuda"
@@ -86,7 +86,7 @@ class Kernel:
     # dq, dk and dv.
     backward: Callable[[Tensor, AttentionBlock, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     # Function of the requirements that returns what it cannot do; None if it can.
-    lacks: Callable[[Asked], str | None]
+    lacks: Callable[[KernelRequirements], str | None]
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
@@ -99,7 +99,7 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def select(asked: Asked, name: str | None = None) -> Kernel:
+def select(asked: KernelRequirements, name: str | None = None) -> Kernel:
     """Returns the kernel that is named, or the first that can do what is asked."""
     if asked.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -116,10 +116,14 @@ def select(asked: Asked, name: str | None = None) -> Kernel:
     return KERNELS[name]
 
 
-def asked_of(q: Tensor, v: Tensor, kind: Kind = "plain", deterministic: bool = False) -> Asked:
+def requirements_of(
+    q: Tensor, v: Tensor, kind: Kind = "plain", deterministic: bool = False
+) -> KernelRequirements:
     """Returns the requirements that follow from tensors."""
     arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
-    return Asked(q.device.type, q.dtype, q.shape[-1], v.shape[-1], kind, deterministic, arch)
+    return KernelRequirements(
+        q.device.type, q.dtype, q.shape[-1], v.shape[-1], kind, deterministic, arch
+    )
 
 
 def _reference_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
@@ -231,20 +235,20 @@ def _aligned(block: AttentionBlock) -> Tensor | None:
     return padded.expand(block.q.shape[0], block.q.shape[1], -1, -1)
 
 
-def _cpu_lacks(asked: Asked) -> str | None:
+def _cpu_lacks(asked: KernelRequirements) -> str | None:
     if asked.device != "cpu":
         return f"it is for the CPU, not for {asked.device}"
     return _unequal(asked)
 
 
-def _unequal(asked: Asked) -> str | None:
+def _unequal(asked: KernelRequirements) -> str | None:
     if asked.head_dim != asked.value_dim:
         return f"values of {asked.value_dim} dimensions do not match keys of {asked.head_dim}"
     return None
 
 
 def _cuda_lacks(
-    asked: Asked, op: str, dtypes: tuple[torch.dtype, ...], largest: int, masks: bool
+    asked: KernelRequirements, op: str, dtypes: tuple[torch.dtype, ...], largest: int, masks: bool
 ) -> str | None:
     """Returns what keeps a CUDA kernel from meeting requirements; None if nothing does."""
     if asked.device != "cuda":
@@ -260,13 +264,13 @@ def _cuda_lacks(
     return _unequal(asked)
 
 
-def _flash_lacks(asked: Asked) -> str | None:
+def _flash_lacks(asked: KernelRequirements) -> str | None:
     if asked.device == "cuda" and asked.arch < (8, 0):
         return "it needs compute capability 8.0"
     return _cuda_lacks(asked, "_scaled_dot_product_flash_attention", HALVES, 256, False)
 
 
-def _efficient_lacks(asked: Asked) -> str | None:
+def _efficient_lacks(asked: KernelRequirements) -> str | None:
     if asked.deterministic:
         return "it is not deterministic"
     dtypes = (torch.float32, *HALVES)
@@ -297,7 +301,7 @@ KERNELS = {kernel.name: kernel for kernel in ORDER}
 # sigmoid of ``lse_B - lse_A``: nothing grows with the logits, and a part without any key (minus
 # infinity) has no weight. Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867).
 @dataclass(frozen=True)
-class How:
+class BlockOptions:
     """The options that all blocks of a call share."""
 
     scale: float
@@ -334,10 +338,12 @@ class Partial:
         own_lse.copy_(torch.logaddexp(own_lse, lse))
 
 
-def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile], how: How) -> None:
+def attend(
+    into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockOptions
+) -> None:
     """Merges the attention of local queries to a block of keys."""
     for tile in found:
-        kernel = select(asked_of(q, v, tile.kind, how.deterministic), how.kernel)
+        kernel = select(requirements_of(q, v, tile.kind, how.deterministic), how.kernel)
         bias, unseen = _bias(tile, q, how.rules)
         for heads, kv_heads in how.runs:
             block = _block(tile, q, k, v, heads, kv_heads, bias, how)
@@ -371,11 +377,11 @@ class Gradients:
 
 
 def attend_backward(
-    into: Gradients, rows: Rows, k: Tensor, v: Tensor, found: Iterable[Tile], how: How
+    into: Gradients, rows: Rows, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockOptions
 ) -> None:
     """Adds the gradients of `attend`."""
     for tile in found:
-        kernel = select(asked_of(rows.q, v, tile.kind, how.deterministic), how.kernel)
+        kernel = select(requirements_of(rows.q, v, tile.kind, how.deterministic), how.kernel)
         bias, _ = _bias(tile, rows.q, how.rules)
         (first, last), (k_first, k_last) = tile.q, tile.k
         for heads, kv_heads in how.runs:
@@ -399,7 +405,7 @@ def _block(
     heads: slice,
     kv_heads: slice,
     bias: Tensor | None,
-    how: How,
+    how: BlockOptions,
 ) -> AttentionBlock:
     (first, last), (k_first, k_last) = tile.q, tile.k
     return AttentionBlock(

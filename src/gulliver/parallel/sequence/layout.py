@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gulliver.comm.groups import ALONE, RankGroup, shared_rank_group
 from gulliver.errors import GulliverError, nearest
-from gulliver.layout.even import Interval, deal, intervals
+from gulliver.layout.even import Interval, intervals, split_evenly
 from gulliver.precision.wire.formats import IDENTITY, WireFormat
 
 LayoutName = Literal["contiguous", "zigzag"]
@@ -52,15 +52,15 @@ class Layout:
     def of_place(self, place: int) -> tuple[Interval, ...]:
         """Returns the positions that a ring rank holds, in the order in which it holds them."""
         if self.name == "contiguous":
-            return _joined([intervals(deal(self.length, self.ring))[place]])
-        parts = intervals(deal(self.length, 2 * self.ring))
+            return _joined([intervals(split_evenly(self.length, self.ring))[place]])
+        parts = intervals(split_evenly(self.length, 2 * self.ring))
         return _joined([parts[place], parts[2 * self.ring - 1 - place]])
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
         """Returns the positions that a rank holds; ranks of a Ulysses group follow each other."""
         place, member = divmod(rank, self.ulysses)
         held = self.of_place(place)
-        return part_of(held, *intervals(deal(size_of(held), self.ulysses))[member])
+        return part_of(held, *intervals(split_evenly(size_of(held), self.ulysses))[member])
 
     def sizes(self) -> list[int]:
         """Returns the number of tokens of each rank."""

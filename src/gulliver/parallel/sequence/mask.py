@@ -7,9 +7,9 @@
 The parts of a mask all have to allow a pair. A query that may see no key gives zeros, and zero
 gradients.
 
-`Mask` is what users write, over positions of the whole sequence. `Rules` is a mask made ready for
-one call: `judge` says of a rectangle of positions whether all of it, nothing of it or something of
-it is allowed without looking at every pair; `dense` looks at every pair.
+`Mask` is what users write, over positions of the whole sequence. `Rules` is a mask prepared for one
+call: `classify` returns whether a rectangle of positions is allowed in full, in part or not at all,
+without checking every pair; `dense` checks every pair.
 
 A dense mask would have the square of the length, and a rank whose tokens are not consecutive (see
 `layout.py`) could not use a kernel's own causal mask, which goes by local indices.
@@ -161,7 +161,7 @@ class Rules:
         default_factory=dict, repr=False, compare=False
     )
 
-    def judge(self, queries: Interval, keys: Interval) -> Verdict:
+    def classify(self, queries: Interval, keys: Interval) -> Verdict:
         """Judges a rectangle; "something" may be said where it is all or nothing."""
         # That costs a dense mask for a tile, but is never wrong.
         verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
@@ -320,7 +320,7 @@ def _pieces(
 
 def _cut(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
     queries, keys = _positions(tile)
-    verdict = rules.judge(queries, keys)
+    verdict = rules.classify(queries, keys)
     if verdict is Verdict.NOTHING:
         return
     if verdict is Verdict.ALL:

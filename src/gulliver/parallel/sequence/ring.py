@@ -23,8 +23,8 @@ from gulliver.comm.messages import Messages, shift
 from gulliver.errors import once_differentiable
 from gulliver.layout.even import Interval
 from gulliver.parallel.sequence.kernels import (
+    BlockOptions,
     Gradients,
-    How,
     Partial,
     Rows,
     attend,
@@ -210,7 +210,7 @@ class _Trip:
                 total = yield from self._rest(ring.visit(a, 0, held, 1), first, arriving)
                 if flight is not None:
                     total.add_(flight.wait())
-                flight = self._send_home(outer, total, ring.origin(a + 1, 0))
+                flight = self._send_sum(outer, total, ring.origin(a + 1, 0))
                 yield None
             if ahead is not None:
                 held = ahead.wait()
@@ -236,7 +236,7 @@ class _Trip:
             part = yield ring.visit(a, b, block)
             if arriving is not None:
                 part.add_(arriving.wait())
-            arriving = self._send_home(inner, part, ring.origin(a, b + 1))
+            arriving = self._send_sum(inner, part, ring.origin(a, b + 1))
         yield None
         return first, arriving
 
@@ -247,7 +247,7 @@ class _Trip:
         total = first.add_((yield visit))
         return total if arriving is None else total.add_(arriving.wait())
 
-    def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Messages:
+    def _send_sum(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Messages:
         """Sends a sum after its block; what comes in is the sum for the next one."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
         return shift(
@@ -280,7 +280,7 @@ class RingCall:
     groups: SequenceGroups
     queries: Layout
     keys: Layout
-    how: How
+    how: BlockOptions
 
     def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
         """Returns the tiles to compute for a piece that has arrived."""

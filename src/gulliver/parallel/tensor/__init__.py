@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.layout.even import deal
+    from gulliver.layout.even import split_evenly
     from gulliver.parallel.tensor.apply import apply_tensor
     from gulliver.parallel.tensor.collectives import split
     from gulliver.parallel.tensor.loss import cross_entropy
     from gulliver.parallel.tensor.plan import plan_tensor
     from gulliver.parallel.tensor.styles import STYLES
 
-__all__ = ["STYLES", "apply_tensor", "cross_entropy", "deal", "plan_tensor", "split"]
+__all__ = ["STYLES", "apply_tensor", "cross_entropy", "plan_tensor", "split", "split_evenly"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "gulliver.layout.even": ["deal"],
+        "gulliver.layout.even": ["split_evenly", "split_evenly as deal"],
         "gulliver.parallel.tensor.apply": ["apply_tensor"],
         "gulliver.parallel.tensor.collectives": ["split"],
         "gulliver.parallel.tensor.loss": ["cross_entropy"],

@@ -1,7 +1,7 @@
 """Hooks on modules of the model: where an input is entered once, and where the sequence is cut.
 
 *Sites* are modules whose input goes into several columns, such as attention and gated MLPs: where
-the sequence is sharded, `take_in_once` lets all of them share one entry. *Stacks* are lists of
+the sequence is sharded, `enter_once` lets all of them share one entry. *Stacks* are lists of
 blocks: `guard_stack` cuts the sequence at the entry of the first block and joins it at the exit of
 the last, and says inside how long it is. A block of another pipeline stage does neither; what its
 neighbours get is then a piece already.
@@ -23,10 +23,10 @@ from gulliver._compat import share_forward_hooks
 from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError, nearest
 from gulliver.families.lookup import family_of, type_of
-from gulliver.layout.even import Interval, deal, intervals
+from gulliver.layout.even import Interval, intervals, split_evenly
 from gulliver.memory.parts import Region, region_of, set_region
 from gulliver.parallel.tensor.collectives import copy, copy_region, gather, split, summed
-from gulliver.parallel.tensor.entry import UNCUT, Arriving, SharedSequence, enter
+from gulliver.parallel.tensor.entry import UNCUT, GatheringTensor, SharedSequence, enter
 from gulliver.parallel.tensor.layers import (
     ColumnEmbedding,
     ColumnLinear,
@@ -37,7 +37,7 @@ from gulliver.parallel.tensor.styles import (
     HIDDEN,
     REPEATED,
     SCALED,
-    Placed,
+    ShardedModule,
     TensorPlan,
     layer_of,
     rotary_width,
@@ -47,11 +47,11 @@ from gulliver.parallel.tensor.styles import (
 from gulliver.precision.fp8.conversion import is_transposed
 
 
-def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
+def enter_once(site: nn.Module, shared: SharedSequence) -> None:
     """Enters a module's hidden states once for all its columns; it sees the shape of the whole."""
 
     def entered(value: Any) -> Any:
-        if shared.inside or not isinstance(value, Tensor) or isinstance(value, Arriving):
+        if shared.inside or not isinstance(value, Tensor) or isinstance(value, GatheringTensor):
             return value
         cut = shared.cut_of(value)
         return value if cut is None else enter(value, shared.rank_group, cut)
@@ -170,7 +170,7 @@ class _Guard:
     def _entered(self, hidden: Tensor) -> Tensor:
         shared = self.shared
         if self.first:
-            shared.lengths = shared.deal(hidden.shape[1], torch.is_grad_enabled())
+            shared.lengths = shared.piece_lengths(hidden.shape[1], torch.is_grad_enabled())
             if shared.lengths != UNCUT:
                 hidden = split(hidden, 1, shared.lengths, shared.rank_group)
                 vars(hidden)["_lengths"] = shared.lengths
@@ -178,7 +178,7 @@ class _Guard:
             # None where it comes from another stage: the ranks then ask each other.
             shared.lengths = vars(hidden).get("_lengths")
             if shared.lengths is None:
-                shared.lengths = shared.ask(hidden)
+                shared.lengths = shared.gather_lengths(hidden)
         return hidden
 
     def after(self, block: nn.Module, args: Any, output: Any) -> Any:
@@ -305,7 +305,7 @@ class _Applied:
             scale_heads(self.modules[path], self.rank_group, groups)
         self._hook(shared)
 
-    def _cut_inside(self, path: str, module: nn.Module, placed: Placed) -> None:
+    def _cut_inside(self, path: str, module: nn.Module, placed: ShardedModule) -> None:
         """Cuts the parameters of a module in place."""
         if id(module) in self.replaced:
             return
@@ -320,7 +320,11 @@ class _Applied:
             share_rotary(module, width, self.rank_group)
 
     def _cut(
-        self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
+        self,
+        path: str,
+        module: nn.Module,
+        placed: ShardedModule,
+        shared: Mapping[str, SharedSequence],
     ) -> nn.Module:
         runs = placed.runs(self.rank_group.size, self.rank_group.rank)
         parameters = {
@@ -336,7 +340,7 @@ class _Applied:
     def _module(
         self,
         module: Any,
-        placed: Placed,
+        placed: ShardedModule,
         runs: tuple[Interval, ...],
         parameters: dict[str, Any],
         shared: SharedSequence | None,
@@ -380,13 +384,13 @@ class _Applied:
         for path in plan.sites:
             sequence = _stack_of(path, shared)
             if sequence is not None:
-                take_in_once(self.modules[path], sequence)
+                enter_once(self.modules[path], sequence)
         for path in filter(self._in_site, plan.replicated):
             sequence = _stack_of(path, shared)
             if sequence is not None:
                 expect_whole(path, self.modules[path], sequence)
         for path, names in plan.sliced.items():
-            spans = intervals(deal(plan.attention[path], rank_group.size))
+            spans = intervals(split_evenly(plan.attention[path], rank_group.size))
             slice_heads(self.modules[path], names, plan.attention[path], spans[rank_group.rank])
         inside = [
             module
@@ -449,7 +453,9 @@ def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> Non
     """Scales an attention module's counts of heads to this rank's share, as it reshapes by them."""
     copied = rank_group.size > groups
     local, of = (
-        (1, rank_group.size) if copied else (deal(groups, rank_group.size)[rank_group.rank], groups)
+        (1, rank_group.size)
+        if copied
+        else (split_evenly(groups, rank_group.size)[rank_group.rank], groups)
     )
     for name in (*SCALED, REPEATED) if copied else SCALED:
         count = vars(attention).get(name)

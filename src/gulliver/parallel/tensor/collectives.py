@@ -18,7 +18,7 @@ from torch.autograd import Function
 from gulliver.comm.collectives import all_gather, all_reduce, reduce_scatter
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import Messages, post
-from gulliver.layout.even import Interval, deal, intervals
+from gulliver.layout.even import Interval, intervals, split_evenly
 from gulliver.memory.parts import Region
 from gulliver.precision.wire.formats import IDENTITY, WireFormat
 
@@ -28,7 +28,7 @@ def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tup
     # A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
     # their keys, so each block is dealt by itself.
     width, block = total // (units * blocks), total // blocks
-    start, stop = intervals(deal(units, size))[place]
+    start, stop = intervals(split_evenly(units, size))[place]
     return tuple((b * block + start * width, b * block + stop * width) for b in range(blocks))
 
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.layout.even import deal
+from gulliver.layout.even import split_evenly
 from gulliver.parallel.tensor.collectives import (
     Reduction,
     Wait,
@@ -105,9 +105,9 @@ class Sum:
 # after all of them, ends what was begun. So a column whose output is not used, or not
 # differentiated, changes nothing.
 #
-# Until it is gathered a cut input is an `Arriving` tensor: it has the shape of the whole, and any
-# operation that reads more than that waits for it first. As everywhere, what such an operation sees
-# is whole, and so is the gradient that it gives: each rank keeps its piece of it.
+# Until it is gathered, a sharded input is a `GatheringTensor`: it has the full shape, and any
+# operation that reads more than the shape waits for the data first. Such an operation sees the full
+# tensor and returns a full gradient, of which each rank keeps its shard.
 @dataclass(frozen=True)
 class SequenceCut:
     """The sharding of a sequence over ranks."""
@@ -135,7 +135,7 @@ def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
     if cut is None:
         vars(token)["_arrival"] = arrival
         return token
-    arriving = token.as_subclass(Arriving)
+    arriving = token.as_subclass(GatheringTensor)
     vars(arriving).update(_arrival=arrival, _token=token, _piece=x)
     return arriving
 
@@ -409,7 +409,7 @@ SHAPES = (
 """Attributes that an input has before it is gathered."""
 
 
-class Arriving(Tensor):
+class GatheringTensor(Tensor):
     """A whole tensor that is being gathered; everything but its `SHAPES` waits for it."""
 
     @classmethod
@@ -417,7 +417,7 @@ class Arriving(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls `func` with plain tensors."""
-        look = token_of if func in SHAPES else _looked_at
+        look = token_of if func in SHAPES else _gathered_view
         given = {name: _plain(value, look) for name, value in (kwargs or {}).items()}
         return func(*(_plain(value, look) for value in args), **given)
 
@@ -432,16 +432,16 @@ def source_of(x: Tensor) -> Tensor:
     return vars(x).get("_piece", x)
 
 
-def _looked_at(x: Tensor) -> Tensor:
+def _gathered_view(x: Tensor) -> Tensor:
     arrival = arrival_of(x)
     assert arrival is not None
     return _Look.apply(vars(x)["_piece"], arrival)
 
 
 def _plain(value: Any, look: Any) -> Any:
-    if isinstance(value, Arriving):
+    if isinstance(value, GatheringTensor):
         return look(value)
-    if isinstance(value, list | tuple) and any(isinstance(item, Arriving) for item in value):
+    if isinstance(value, list | tuple) and any(isinstance(item, GatheringTensor) for item in value):
         return type(value)(_plain(item, look) for item in value)
     return value
 
@@ -476,10 +476,10 @@ class SharedSequence:
         # A process group cannot be copied; nothing lasts here from call to call.
         return memo.setdefault(id(self), SharedSequence(self.rank_group, self.ring))
 
-    def deal(self, length: int, training: bool) -> tuple[int, ...]:
+    def piece_lengths(self, length: int, training: bool) -> tuple[int, ...]:
         """Returns the lengths of the pieces of a sequence; `UNCUT` for one that is too short."""
         if length >= self.rank_group.size:
-            return deal(length, self.rank_group.size)
+            return split_evenly(length, self.rank_group.size)
         if training:
             size = self.rank_group.size
             raise GulliverError(
@@ -488,7 +488,7 @@ class SharedSequence:
             )
         return UNCUT
 
-    def ask(self, piece: Tensor) -> tuple[int, ...]:
+    def gather_lengths(self, piece: Tensor) -> tuple[int, ...]:
         """Returns the lengths of all ranks' pieces; one small all-gather."""
         return gather_sizes(piece.shape[1], self.rank_group, piece.device)
 
@@ -512,6 +512,6 @@ class SharedSequence:
         if self.lengths == UNCUT:
             return None
         if whole.dim() > 2:
-            return SequenceCut(1, deal(whole.shape[1], self.rank_group.size), self.ring)
+            return SequenceCut(1, split_evenly(whole.shape[1], self.rank_group.size), self.ring)
         assert sum(self._rows) == len(whole), "rows leave a block as they entered"
         return SequenceCut(0, self._rows, self.ring)

@@ -18,7 +18,7 @@ from typing import NoReturn
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.tensor.styles import STYLES, Placed, head_groups, layer_of
+from gulliver.parallel.tensor.styles import STYLES, ShardedModule, head_groups, layer_of
 from gulliver.precision.fp8.conversion import is_transposed
 
 
@@ -27,14 +27,14 @@ class Choices:
     """The decisions of a plan so far, and what is known about the model."""
 
     modules: Mapping[str, nn.Module]
-    placed: Mapping[str, Placed]  # Path to its sharding
+    placed: Mapping[str, ShardedModule]  # Path to its sharding
     stacks: tuple[str, ...]  # Paths of the lists of blocks
     size: int
     # Path to the style it has without the user's rule; None where the user gave none, or nothing is
     # known.
     known: Callable[[str], str | None]
     # Path and sharding of a layer to its sharding in whole heads.
-    by_heads: Callable[[str, Placed], Placed]
+    by_heads: Callable[[str, ShardedModule], ShardedModule]
     attention: Callable[[str], str]  # Path to that of the attention module whose heads these are
 
     def shown(self, path: str) -> str:

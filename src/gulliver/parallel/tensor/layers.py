@@ -13,7 +13,7 @@ from torch.autograd import Function
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import ALONE, RankGroup
 from gulliver.errors import GulliverError
-from gulliver.layout.even import Interval, deal
+from gulliver.layout.even import Interval, split_evenly
 from gulliver.parallel.tensor.collectives import (
     Reduction,
     copy,
@@ -162,7 +162,7 @@ class ColumnLinear(_Sharded):
     def _gathered(self, y: Tensor) -> Tensor:
         if not self.gather_output or self.rank_group.size == 1:
             return y
-        lengths = deal(self.total, self.rank_group.size)
+        lengths = split_evenly(self.total, self.rank_group.size)
         return gather(y, y.dim() - 1, lengths, self.rank_group)
 
 
@@ -193,7 +193,9 @@ class RowLinear(_Sharded):
         if self.rank_group.size == 1 and state is None:
             return product(x, weight, bias, self.transposed)
         if self.split_input:
-            x = split(x, x.dim() - 1, deal(self.total, self.rank_group.size), self.rank_group)
+            x = split(
+                x, x.dim() - 1, split_evenly(self.total, self.rank_group.size), self.rank_group
+            )
         if state is not None:
             y = fp8.linear(x, self.weight, None, state, self.transposed)
             y = reduce(y, self.rank_group)
@@ -445,5 +447,5 @@ class ColumnEmbedding(_Embedding):
         vectors = F.embedding(ids, self.weight, self.padding_idx)
         if not self.gather_output:
             return vectors
-        lengths = deal(self.total, self.rank_group.size)
+        lengths = split_evenly(self.total, self.rank_group.size)
         return gather(vectors, vectors.dim() - 1, lengths, self.rank_group)

@@ -25,7 +25,7 @@ from gulliver.parallel.tensor.styles import (
     KV_HEADS,
     STYLES,
     ParameterCut,
-    Placed,
+    ShardedModule,
     TensorPlan,
     best_match,
     cut_dims,
@@ -100,7 +100,7 @@ class _Planner:
             self._refuse_dropout()
 
     def plan(self) -> TensorPlan:
-        placed: dict[str, Placed] = {}
+        placed: dict[str, ShardedModule] = {}
         replicated: list[str] = []
         unknown: list[str] = []
         for path, module in self.modules.items():
@@ -158,7 +158,7 @@ class _Planner:
         )
 
     def _whole(
-        self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
+        self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> tuple[str, ...]:
         """Modules that need the whole sequence instead of a piece."""
         found = [path for path, one in placed.items() if one.how.kind in ("experts", "latent")]
@@ -178,7 +178,7 @@ class _Planner:
         """Whether a Hugging Face model is cut by what is known of it."""
         return bool(self.own) or (self.known is not None and self.known.rest)
 
-    def _keep_scaled(self, placed: dict[str, Placed], replicated: list[str]) -> None:
+    def _keep_scaled(self, placed: dict[str, ShardedModule], replicated: list[str]) -> None:
         """Keeps embeddings whole that do more than look up, and everything tied to them."""
         whole = {
             id(module._parameters.get("weight"))
@@ -197,7 +197,7 @@ class _Planner:
                 replicated.append(path)
 
     def _gather_opaque(
-        self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
+        self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
         """Cuts modules that are not understood so that the result is exact in any surroundings."""
         # [Note: opaque modules] Where something between columns and rows works on all features,
@@ -216,7 +216,7 @@ class _Planner:
             norms = [r for r in whole if self._is_head_norm(r, site)]
             if norms == whole:
                 for path in norms:
-                    placed[path] = Placed("summed", STYLES["summed"], {})
+                    placed[path] = ShardedModule("summed", STYLES["summed"], {})
                     replicated.remove(path)
                 continue
             self.opaque.append(site)
@@ -240,7 +240,7 @@ class _Planner:
             replicated.remove(path)
             self.opaque.append(path)
 
-    def _gather(self, placed: dict[str, Placed], path: str, replicated: list[str]) -> None:
+    def _gather(self, placed: dict[str, ShardedModule], path: str, replicated: list[str]) -> None:
         style = GATHERED.get(placed[path].how.kind)
         if style is None or placed[path].how.gather or placed[path].how.split:
             if placed[path].how.kind in ("parameters", "latent", "summed"):
@@ -313,20 +313,22 @@ class _Planner:
         by_heads = {"column": "column by heads", "row": "row by heads"}
         return by_heads.get(style, style) if head_groups(parent) else style
 
-    def _place(self, path: str, module: nn.Module, style: str) -> Placed:
+    def _place(self, path: str, module: nn.Module, style: str) -> ShardedModule:
         how = STYLES[style]
         if how.kind == "latent":
             rotary_width(path, module, self.modules[path.rpartition(".")[0]])
         if how.kind in ("summed", "latent"):
-            return Placed(style, how, {})
+            return ShardedModule(style, how, {})
         if how.kind == "experts":
             parts = parts_of_experts(path, module, self.size)
-            return Placed(style, how, {n: part.dim for n, part in parts.items()}, parts=parts)
+            return ShardedModule(
+                style, how, {n: part.dim for n, part in parts.items()}, parts=parts
+            )
         if how.kind == "parameters":
             held = {n: p.shape[0] for n, p in module._parameters.items() if p is not None}
             units = self._units(f"{path}.", max(held.values()))[0]
             parts = {n: ParameterCut(0, count, units) for n, count in held.items()}
-            return Placed(style, how, dict.fromkeys(parts, 0), parts=parts)
+            return ShardedModule(style, how, dict.fromkeys(parts, 0), parts=parts)
         dims = cut_dims(path, module, how)
         total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]
         units, copies = total // how.blocks, 1
@@ -342,12 +344,12 @@ class _Planner:
                 f"{path} has {units} features, fewer than {self.size} tensor ranks: "
                 f"tp_size from 1 to {units} would do"
             )
-        return Placed(style, how, dims, total, units, copies)
+        return ShardedModule(style, how, dims, total, units, copies)
 
     def _attention_of(self, path: str) -> str:
         return self._attention(path)[0]
 
-    def _by_heads(self, path: str, one: Placed) -> Placed:
+    def _by_heads(self, path: str, one: ShardedModule) -> ShardedModule:
         """Returns how a layer would be dealt in whole heads."""
         units, copies = self._units(path, one.total, one.how.blocks)
         return replace(one, units=units, copies=copies)
@@ -394,7 +396,7 @@ class _Planner:
         """Whether all parameters of a module are those of modules that are cut."""
         return all(id(p) in cut for p in self.modules[path].parameters(recurse=False))
 
-    def _check_ties(self, placed: dict[str, Placed]) -> None:
+    def _check_ties(self, placed: dict[str, ShardedModule]) -> None:
         """Refuses tied parameters that would be cut differently."""
         seen: dict[int, tuple[str, Any]] = {}
         for path, module in self.modules.items():
@@ -411,7 +413,7 @@ class _Planner:
                         "differently: give both the same style"
                     )
 
-    def _stacks(self, placed: dict[str, Placed]) -> tuple[str, ...]:
+    def _stacks(self, placed: dict[str, ShardedModule]) -> tuple[str, ...]:
         """Paths of the outermost lists of blocks with sharded modules inside."""
         found: list[str] = []
         for path, module in self.modules.items():
@@ -423,7 +425,7 @@ class _Planner:
                 found.append(path)
         return tuple(found)
 
-    def _sites(self, placed: dict[str, Placed], stacks: tuple[str, ...]) -> tuple[str, ...]:
+    def _sites(self, placed: dict[str, ShardedModule], stacks: tuple[str, ...]) -> tuple[str, ...]:
         """Parents of columns, except blocks, whose input also goes elsewhere."""
         parents = {
             layer_of(path)[0].rpartition(".")[0]: None
@@ -433,7 +435,7 @@ class _Planner:
         return tuple(p for p in parents if p.rpartition(".")[0] not in stacks)
 
     @staticmethod
-    def _local_sites(placed: dict[str, Placed]) -> set[str]:
+    def _local_sites(placed: dict[str, ShardedModule]) -> set[str]:
         """Parents whose tensors are each rank's own: not all of their columns are gathered."""
         return {
             layer_of(path)[0].rpartition(".")[0]

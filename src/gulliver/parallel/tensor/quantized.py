@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import RankGroup
 from gulliver.errors import GulliverError
-from gulliver.layout.even import deal
+from gulliver.layout.even import split_evenly
 from gulliver.parallel.tensor.collectives import gather, split
 from gulliver.parallel.tensor.layers import ColumnLinear, OnLine, RowLinear
 from gulliver.precision.int8.formats import GROUP
 from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.precision.int8.products import largest_in_rows
-from gulliver.precision.int8.replace import GROUPED, REPLACED, Ways, matrix_of
+from gulliver.precision.int8.replace import GROUPED, REPLACED, QuantizeOptions, matrix_of
 
 
 # [Note: as one rank] A rank's outputs of a column layer are one rank's: rows of a weight are
@@ -43,7 +43,9 @@ class QuantizedColumn(_Sharded):
         y = self.multiply(x, self.bias)
         if not self.gather_output:
             return y
-        return gather(y, y.dim() - 1, deal(self.total, self.rank_group.size), self.rank_group)
+        return gather(
+            y, y.dim() - 1, split_evenly(self.total, self.rank_group.size), self.rank_group
+        )
 
 
 class QuantizedRow(_Sharded):
@@ -56,7 +58,7 @@ class QuantizedRow(_Sharded):
         """Returns the output, whole on all ranks."""
         group = self.rank_group
         if self.split_input and group.size > 1:
-            x = split(x, x.dim() - 1, deal(self.total, group.size), group)
+            x = split(x, x.dim() - 1, split_evenly(self.total, group.size), group)
         largest = None
         if self.mode != "int8":
             largest = _joined(largest_in_rows(x.reshape(-1, self.inputs), self.threshold), group)
@@ -72,13 +74,13 @@ def _joined(largest: Tensor, group: RankGroup) -> Tensor:
     return largest
 
 
-def _column(layer: Any, ways: Ways) -> nn.Module:
+def _column(layer: Any, ways: QuantizeOptions) -> nn.Module:
     made = _made(QuantizedColumn, layer, ways, *ways.quantised(matrix_of(layer), ways.mode))
     made.total, made.gather_output = layer.total, layer.gather_output
     return made
 
 
-def _row(layer: Any, ways: Ways) -> nn.Module:
+def _row(layer: Any, ways: QuantizeOptions) -> nn.Module:
     group: RankGroup = layer.rank_group
 
     def joined(largest: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ def _grouped(layer: Any, path: str) -> bool:
     )
 
 
-def _made(kind: Any, layer: Any, ways: Ways, values: Tensor, scales: Tensor) -> Any:
+def _made(kind: Any, layer: Any, ways: QuantizeOptions, values: Tensor, scales: Tensor) -> Any:
     if layer.shared is not None:
         raise GulliverError(
             f"{ways.path} works on a sequence that is sharded between blocks, which quantised "

@@ -34,7 +34,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True)
-class How:
+class ModuleSharding:
     """How a module is cut."""
 
     # Outputs (column), inputs (row), rows of an embedding (vocabulary) or its columns (embedding);
@@ -50,25 +50,25 @@ class How:
     split: bool = False  # The input is whole on all ranks
 
 
-STYLES: dict[str, How] = {
-    "column": How("column"),
-    "column, gathered": How("column", gather=True),
-    "column, packed": How("column", blocks=2),
-    "column by heads": How("column", heads=True),
-    "q; k; v by heads": How("column", heads=True, blocks=3),
-    "k; v by heads": How("column", heads=True, blocks=2),
-    "row": How("row"),
-    "row by heads": How("row", heads=True),
-    "row, split": How("row", split=True),
-    "vocabulary": How("vocabulary"),
-    "head": How("column", gather=True),
-    "embedding, gathered": How("embedding", gather=True),
-    "embedding by heads": How("embedding", heads=True),
-    "experts": How("experts"),
-    "parameters by heads": How("parameters"),
-    "latent": How("latent"),
-    "summed": How("summed"),
-    "replicate": How("replicate"),
+STYLES: dict[str, ModuleSharding] = {
+    "column": ModuleSharding("column"),
+    "column, gathered": ModuleSharding("column", gather=True),
+    "column, packed": ModuleSharding("column", blocks=2),
+    "column by heads": ModuleSharding("column", heads=True),
+    "q; k; v by heads": ModuleSharding("column", heads=True, blocks=3),
+    "k; v by heads": ModuleSharding("column", heads=True, blocks=2),
+    "row": ModuleSharding("row"),
+    "row by heads": ModuleSharding("row", heads=True),
+    "row, split": ModuleSharding("row", split=True),
+    "vocabulary": ModuleSharding("vocabulary"),
+    "head": ModuleSharding("column", gather=True),
+    "embedding, gathered": ModuleSharding("embedding", gather=True),
+    "embedding by heads": ModuleSharding("embedding", heads=True),
+    "experts": ModuleSharding("experts"),
+    "parameters by heads": ModuleSharding("parameters"),
+    "latent": ModuleSharding("latent"),
+    "summed": ModuleSharding("summed"),
+    "replicate": ModuleSharding("replicate"),
 }
 
 HUGGING_FACE: dict[str, str] = {
@@ -216,7 +216,7 @@ def is_scaled(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
 
 
-def cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
+def cut_dims(path: str, module: nn.Module, how: ModuleSharding) -> dict[str, int]:
     """Returns the dim along which each parameter is sharded, by name."""
     transposed = is_transposed(module)
     linear = transposed or type(module).forward is nn.Linear.forward
@@ -358,11 +358,11 @@ def _copied(value: Any, rank_group: RankGroup) -> Any:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardedModule:
     """The sharding of one module."""
 
     style: str
-    how: How
+    how: ModuleSharding
     # Parameter to the dim that is sharded; those that are whole are not named.
     dims: Mapping[str, int]
     total: int = 0  # Features along it
@@ -386,7 +386,7 @@ class TensorPlan:
 
     size: int
     # Path to its sharding, of modules that are cut or whose gradients are partial.
-    modules: Mapping[str, Placed]
+    modules: Mapping[str, ShardedModule]
     attention: Mapping[str, int]  # Path of an attention module to how many head groups it has
     sites: tuple[str, ...]  # Modules whose input goes into several columns, and is taken in once
     stacks: tuple[str, ...]  # Paths of the lists of blocks

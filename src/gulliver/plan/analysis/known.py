@@ -83,7 +83,7 @@ class Known:
             vars(fake)[KEPT] = value
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def readable_values(self) -> Iterator[None]:
         """Lets transformers read known values, as it does outside of a trace."""
         module = sys.modules.get("transformers.utils.import_utils")
         if module is None or not hasattr(module, "is_fake_tensor"):

@@ -205,7 +205,7 @@ class Recorder(StorageCounter):
         """Name of the tensor that owned a memory before the step; empty for new memory."""
         return self._names.get(serial, "")
 
-    def was_there(self, tensor: Tensor) -> bool:
+    def existed_before(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory existed before the step."""
         return tensor.untyped_storage()._cdata not in self._held
 
@@ -232,7 +232,9 @@ class Recorder(StorageCounter):
         if self.quiet or not (given or _changed(func)):
             return
         if self.made is not None:
-            self.made += [weakref.ref(tensor) for tensor in given if not self.was_there(tensor)]
+            self.made += [
+                weakref.ref(tensor) for tensor in given if not self.existed_before(tensor)
+            ]
         node, phase = self._node_of()
         if phase == BACKWARD:
             # Checkpoints stop recomputing early, without running the exit hooks of modules.
@@ -329,7 +331,7 @@ class Recorder(StorageCounter):
     def _value(self, tensor: Tensor) -> Value:
         storage = self.serial(tensor)
         writer = self._writers.get(storage, -1)
-        producer = self._views.get(storage, {}).get(_look(tensor), writer)
+        producer = self._views.get(storage, {}).get(_view_of(tensor), writer)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Value(tuple(tensor.shape), dtype, storage, producer, self.name(storage))
 
@@ -339,7 +341,7 @@ class Recorder(StorageCounter):
         if changed or storage not in self._writers:
             # Existing views show what is written now.
             self._writers[storage], self._views[storage] = index, {}
-        self._views[storage][_look(tensor)] = index
+        self._views[storage][_view_of(tensor)] = index
 
     def given_by(self, tensor: Tensor, index: int) -> None:
         """Records an operator of another call as the producer of a tensor."""
@@ -374,7 +376,7 @@ class Recorder(StorageCounter):
         self._saved(tensor, self.serial(tensor), tensor.untyped_storage().nbytes())
 
     def _saved(self, value: Tensor, serial: int, nbytes: int) -> None:
-        outside = self.was_there(value)
+        outside = self.existed_before(value)
         name = self.name(serial) or ("outside" if outside else "")
         self.packed.append(Packed(serial, nbytes, name))
         if serial in self.kept:
@@ -428,7 +430,7 @@ class Recorder(StorageCounter):
         self.path = self._running[-1].path if self._running else ""
 
     def _accumulated(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and not self.was_there(parameter.grad):
+        if parameter.grad is not None and not self.existed_before(parameter.grad):
             self.gradients += parameter.grad.untyped_storage().nbytes()
             self.drop_tensor(parameter.grad)
 
@@ -438,7 +440,7 @@ class Recorder(StorageCounter):
         self.moment(replayed=(what, backward))
         self._spans(owner, BACKWARD if backward else FORWARD)
 
-    def stand_in(self, operator: Operator) -> None:
+    def record_placeholder(self, operator: Operator) -> None:
         """Records an operator in place of a module."""
         operator.live, self._before = self.live, self.live
         self._operator_calls.append(self.running)
@@ -446,7 +448,7 @@ class Recorder(StorageCounter):
         self.moment(len(self.operators) - 1)
 
 
-def _look(tensor: Tensor) -> tuple[Any, ...]:
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
     """Offset, shape, strides and dtype of a tensor."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 

@@ -175,7 +175,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Opaque:
+class UntracedModule:
     """A module that could not be followed."""
 
     # Path of the module; empty for the model.
@@ -221,7 +221,7 @@ class Analysis:
     # Bytes of each memory that the step computes and autograd keeps, by its number.
     kept: Mapping[int, int] = field(default_factory=dict)
     # Modules that could not be followed.
-    opaque: tuple[Opaque, ...] = ()
+    opaque: tuple[UntracedModule, ...] = ()
     # Remarks about unexpected behaviour.
     notes: tuple[str, ...] = ()
 

@@ -23,7 +23,7 @@ from gulliver.plan.analysis.records import FORWARD
 
 
 @dataclass(frozen=True)
-class Given:
+class CallOutput:
     """An output tensor of a call."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Given:
     producer: int
 
     @classmethod
-    def of(cls, tensor: Tensor, producer: int) -> Given:
+    def of(cls, tensor: Tensor, producer: int) -> CallOutput:
         """Describes a tensor."""
         place = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
         return cls(*place, tensor.requires_grad, producer)
@@ -89,7 +89,7 @@ def replay(recorder: Recorder, template: Template, tensors: Sequence[Tensor]) ->
         recorder.quiet = quiet
     leaves = []
     for leaf in template.leaves:
-        if isinstance(leaf, Given):
+        if isinstance(leaf, CallOutput):
             leaves.append(made.pop(0))
             recorder.given_by(leaves[-1], leaf.producer)
         else:
@@ -104,7 +104,7 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any, recorder: Recorder, template: Template, anchor: Tensor, *tensors: Tensor
     ) -> Any:
-        given = [leaf for leaf in template.leaves if isinstance(leaf, Given)]
+        given = [leaf for leaf in template.leaves if isinstance(leaf, CallOutput)]
         made = [leaf.make() for leaf in given]
         ctx.mark_non_differentiable(
             *(t for t, leaf in zip(made, given, strict=True) if not leaf.requires_grad)
@@ -294,7 +294,7 @@ class Repeats:
             found.operators = operators, len(recorder.operators)
             trained = (p for p in module.parameters() if p.requires_grad)
             found.gradients = sum(p.nbytes for p in trained)
-            held = sum(_nbytes(leaf) for leaf in found.leaves if isinstance(leaf, Given))
+            held = sum(_nbytes(leaf) for leaf in found.leaves if isinstance(leaf, CallOutput))
             if ran != kind.first:
                 found = "its first calls differ"
             elif recorder.live - live != held + found.inside:
@@ -322,14 +322,14 @@ def _left(
         if same is not None:
             found.append(same)
         elif isinstance(leaf, Tensor):
-            found.append(Given.of(leaf, recorder.producer(leaf)))
+            found.append(CallOutput.of(leaf, recorder.producer(leaf)))
             fresh.append(leaf)
         elif isinstance(leaf, PLAIN) or any(leaf is other for other in leaves):
             found.append((leaf,))
         else:
             return f"it returns a {type(leaf).__name__}"
     own = {recorder.serial(t): n for n, t in enumerate(fresh)}
-    dense = all(t.untyped_storage().nbytes() == _nbytes(Given.of(t, -1)) for t in fresh)
+    dense = all(t.untyped_storage().nbytes() == _nbytes(CallOutput.of(t, -1)) for t in fresh)
     if len(own) < len(fresh) or own.keys() & storages.keys() or not dense:
         return "its output is a view"
     alive = [tensor for ref in made if (tensor := ref()) is not None]
@@ -417,7 +417,7 @@ def _comparable(value: Any) -> Any:
     return id(getattr(value, "around", getattr(value, "__func__", value)))
 
 
-def _nbytes(given: Given) -> int:
+def _nbytes(given: CallOutput) -> int:
     count = 1
     for size in given.shape:
         count *= size

@@ -32,11 +32,11 @@ from gulliver.plan.analysis.records import (
     Analysis,
     Cost,
     ModuleCosts,
-    Opaque,
     Operator,
     Saved,
+    UntracedModule,
 )
-from gulliver.plan.analysis.repeats import Given, Repeats, Template, calls_through, replay
+from gulliver.plan.analysis.repeats import CallOutput, Repeats, Template, calls_through, replay
 
 # Builds an `Analysis` from the record of a step.
 
@@ -234,8 +234,8 @@ OURS = Path(__file__).parents[2]
 
 
 def widened(
-    model: nn.Module, known: Mapping[str, Opaque], error: Exception, running: str
-) -> dict[str, Opaque]:
+    model: nn.Module, known: Mapping[str, UntracedModule], error: Exception, running: str
+) -> dict[str, UntracedModule]:
     """Adds the module that made a step fail to those that are not followed."""
     where, line = _where(error), str(error).strip().split("\n")[0]
     if needs_data(error):
@@ -253,10 +253,10 @@ def widened(
     alike = [p for p, m in model.named_modules() if type(m) is kind] if path else [""]
     found = {p: one for p, one in known.items() if not any(_inside(p, a) for a in alike)}
     reason = f"{type(error).__name__}: {line}"
-    return found | {p: Opaque(p, kind.__name__, where, reason) for p in alike}
+    return found | {p: UntracedModule(p, kind.__name__, where, reason) for p in alike}
 
 
-def _around(running: str, known: Mapping[str, Opaque]) -> str:
+def _around(running: str, known: Mapping[str, UntracedModule]) -> str:
     """The innermost module that contains the running module and one that is not followed."""
     parts = running.split(".") if running else []
     for end in range(len(parts), 0, -1):
@@ -286,7 +286,7 @@ def _where(error: Exception) -> str:
 
 
 def left_out(
-    model: nn.Module, recorder: Recorder, opaque: Mapping[str, Opaque]
+    model: nn.Module, recorder: Recorder, opaque: Mapping[str, UntracedModule]
 ) -> AbstractContextManager[None]:
     """Context in which modules are replaced by placeholders."""
     paths = {model.get_submodule(path): path for path in opaque}
@@ -312,10 +312,10 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
         raise ValueError(f"what {path} gives is not known")
     forward, backward = operators_of(module, path, tensors, first)
     forward.inputs = recorder.values(tensors)
-    recorder.stand_in(forward)
+    recorder.record_placeholder(forward)
     trained = [p for p in module.parameters() if p.requires_grad]
     grads = torch.is_grad_enabled() and bool(trained or any(t.requires_grad for t in tensors))
-    like = replace(Given.of(first, len(recorder.operators) - 1), requires_grad=grads)
+    like = replace(CallOutput.of(first, len(recorder.operators) - 1), requires_grad=grads)
     kept = [n for n, t in enumerate(tensors) if t.is_floating_point()] if grads else []
     template = Template(
         path,
@@ -323,7 +323,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
         [like],
         kept,
         gradients=sum(p.nbytes for p in trained),
-        on_backward=lambda: recorder.stand_in(backward),
+        on_backward=lambda: recorder.record_placeholder(backward),
     )
     output = replay(recorder, template, tensors)
     forward.outputs = recorder.values([output])
@@ -383,7 +383,7 @@ def analyse(
         GulliverError: the model does not run on this batch.
     """
     step = _Step(model, batch, criterion, autocast, kernels, prepare)
-    opaque = dict[str, Opaque]()
+    opaque = dict[str, UntracedModule]()
     while True:
         recorder = _Ran()
         try:
@@ -435,7 +435,7 @@ class _Step:
         args = (batch if isinstance(batch, tuple) else (batch,)) if plain else ()
         self.batch: tuple[tuple[Any, ...], dict[str, Any]] = (args, {} if plain else dict(batch))
 
-    def followed(self, ran: _Ran, opaque: Mapping[str, Opaque], repeats: bool) -> Analysis:
+    def followed(self, ran: _Ran, opaque: Mapping[str, UntracedModule], repeats: bool) -> Analysis:
         """Follows the step with fake tensors."""
         with without_traces(self.model, hooks=False), fake_mode(), kernels_of(self.kernels):
             fakes = FakeTensors("cpu")
@@ -454,7 +454,7 @@ class _Step:
             recorder = self._recorder(self.model, args, kwargs, known)
             ran.recorder = recorder
             with ExitStack() as stack:
-                stack.enter_context(known.answering())
+                stack.enter_context(known.readable_values())
                 if equal is not None:
                     stack.enter_context(equal.replaying(recorder))
                 stack.enter_context(left_out(self.model, recorder, opaque))
@@ -477,7 +477,7 @@ class _Step:
             "is known on a GPU alone",
         )
 
-    def whole(self, opaque: Opaque) -> Analysis:
+    def whole(self, opaque: UntracedModule) -> Analysis:
         """Costs of a model of which only parameters and batch are known."""
         tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
         first = max(tensors, key=Tensor.numel)

@@ -27,7 +27,7 @@ from gulliver.hardware.offload import rate_text, seconds_text
 from gulliver.options import LARGEST, byte_size, size_at_least, size_text
 from gulliver.planner.predict import free_share
 from gulliver.planner.search.facts import Axes, Facts, Grid, axes_of, facts_of, grids_of
-from gulliver.planner.search.offload import Least, Offloader, least_offloaded, with_offload
+from gulliver.planner.search.offload import MinimumOffload, Offloader, least_offloaded, with_offload
 from gulliver.planner.search.rank_bytes import WIDE
 from gulliver.planner.search.score import Scored, Scorer
 from gulliver.planner.tiers import NOTHING, OffloadTiers
@@ -62,7 +62,7 @@ class Found:
     # Memory behind that of the ranks, which state may leave for.
     behind: OffloadTiers = NOTHING
     # Least memory that suffices with offloading, if nothing was found.
-    offloaded: Least | None = None
+    offloaded: MinimumOffload | None = None
     # Offloading grids that were not replayed, to save time.
     unlooked: int = 0
 
@@ -144,7 +144,7 @@ def search_grids(
     free = free_share(cluster.device, cluster.size)
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
     possible, refused = _possible(scorer)
-    looked = _look(scorer, possible, limit, best)
+    looked = _view_of(scorer, possible, limit, best)
     offloader = Offloader(scorer, behind, limit)
     ranked, unlooked, offloaded = _with_offloaded(offloader, possible, looked.ranked, best, explain)
     return Found(
@@ -168,7 +168,7 @@ def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
     facts, ranks = scorer.facts, scorer.cluster.size
     blocks = len(facts.blocks) if facts.has_stack else 0
     meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
-    refusals = {axes: scorer.refuses(axes) for axes in meshes}
+    refusals = {axes: scorer.why_unsupported(axes) for axes in meshes}
     possible = [axes for axes, why in refusals.items() if not why]
     refused = {axes_text(axes): why for axes, why in refusals.items() if why}
     if not possible:
@@ -186,7 +186,7 @@ class _Looked(NamedTuple):
     meshes: int
 
 
-def _look(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
+def _view_of(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
     """Prices the grids of meshes in the order of their bounds, and keeps the fastest of each."""
     facts, tie = scorer.facts, itertools.count()
     chosen: list[tuple[float, int, Scored]] = []
@@ -225,7 +225,7 @@ def _with_offloaded(
     ranked: tuple[Scored, ...],
     best: int,
     explain: bool,
-) -> tuple[tuple[Scored, ...], int, Least | None]:
+) -> tuple[tuple[Scored, ...], int, MinimumOffload | None]:
     """Grids including offloading ones, how many were skipped, and the least memory if none fits."""
     behind, unlooked, offloaded = offloader.behind, 0, None
     if behind:
@@ -304,7 +304,7 @@ class MinimumResources:
     # Fewest ranks that the model fits on; 0 if none of those tried.
     ranks: int
     # Least memory that suffices with offloading; None if that is not less.
-    offloaded: Least | None = None
+    offloaded: MinimumOffload | None = None
     # First and last number of ranks below `ranks` that were not tried.
     unlooked: tuple[int, int] | None = None
 
@@ -373,7 +373,7 @@ def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
     return steps[limit] - steps[limit + GIB]
 
 
-def enough(found: Found, samples: int) -> MinimumResources:
+def minimum_resources(found: Found, samples: int) -> MinimumResources:
     """The least memory on this cluster and the fewest ranks that suffice."""
     least, grid = least_bytes(found.facts, found.cluster, samples)
     offloaded = _offloaded(found, samples)
@@ -382,7 +382,7 @@ def enough(found: Found, samples: int) -> MinimumResources:
     return replace(_enough(found, samples, least, grid), offloaded=offloaded)
 
 
-def _offloaded(found: Found, samples: int) -> Least | None:
+def _offloaded(found: Found, samples: int) -> MinimumOffload | None:
     """The least memory that suffices with offloading."""
     if found.offloaded is not None or found.facts.optimizer is None:
         return found.offloaded
@@ -396,7 +396,7 @@ def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
     blocks = len(facts.blocks) * facts.has_stack
     meshes = axes_of(cluster.size, samples, blocks, modes_of(facts))
-    return scorer, [axes for axes in meshes if not scorer.refuses(axes)]
+    return scorer, [axes for axes in meshes if not scorer.why_unsupported(axes)]
 
 
 def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResources:

@@ -47,7 +47,7 @@ MICRO_BATCHES = 16
 # never makes a step faster. That gives a cheap lower bound of each grid's seconds; grids are
 # replayed in its order until it is no better than what was found.
 @dataclass(frozen=True)
-class Least:
+class MinimumOffload:
     """The least memory that suffices with offloading."""
 
     # Bytes of a rank.
@@ -84,7 +84,7 @@ class Offloader:
         self.scorer, self.behind, self.limit = scorer, behind, limit
         self.looked = self.replayed = 0
 
-    def may_pay(self, grid: Grid) -> bool:
+    def needs_offload(self, grid: Grid) -> bool:
         """Whether a grid fits only with offloading."""
         if smallest_limit(0, self.scorer.other_bytes(grid)) > self.limit:
             return False
@@ -147,7 +147,7 @@ class Offloader:
         plugin, plan = self._choices(grid)
         return plugin.for_model(plan, facts.model, facts.optimizer, cluster)
 
-    def least(self, grid: Grid) -> Least | None:
+    def least(self, grid: Grid) -> MinimumOffload | None:
         """The least memory of a grid; None if it cannot run."""
         facts, model = self.scorer.facts, self.scorer.facts.model
         self._count(grid, 1)
@@ -168,7 +168,7 @@ class Offloader:
         other = other_bytes(tiers, rank_work(found))
         held = max(least_bytes(state, tiers) for state in states)
         leaves = max(state.reserved for state in states)
-        return Least(smallest_limit(held, other), replace(grid, offload=""), leaves)
+        return MinimumOffload(smallest_limit(held, other), replace(grid, offload=""), leaves)
 
     def _count(self, grid: Grid, ranks: int) -> None:
         self.looked, self.replayed = self.looked + 1, self.replayed + ranks * grid.micro_batches
@@ -202,7 +202,9 @@ def with_offload(
     """The fastest grids, one per mesh, offloading ones included; and how many were skipped."""
     scorer, fastest = offloader.scorer, {scored.grid.axes: scored for scored in found}
     grids = [g for axes in meshes for g in offloaded_grids(scorer, axes, offloader.behind)]
-    bounds = sorted((offloader.bound(grid), grid) for grid in filter(offloader.may_pay, grids))
+    bounds = sorted(
+        (offloader.bound(grid), grid) for grid in filter(offloader.needs_offload, grids)
+    )
     for number, (bound, grid) in enumerate(bounds):
         steps = sorted(scored.seconds.step for scored in fastest.values())
         if len(steps) >= best and bound >= steps[best - 1]:
@@ -222,7 +224,7 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
     return tuple(sorted(found, key=lambda scored: scored.seconds.step)[:best])
 
 
-def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
+def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> MinimumOffload | None:
     """The least memory of a rank that suffices with unlimited memory behind it."""
     # Grids are tried in the order of their bytes that are not state. The search ends when these
     # alone exceed the best total, or after `ASKED` micro-batches.
@@ -232,7 +234,7 @@ def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> Least | None:
     )
     asked = Offloader(scorer, behind, ENDLESS)
     grids = [grid for axes in meshes for grid in offloaded_grids(scorer, axes, behind)]
-    best: Least | None = None
+    best: MinimumOffload | None = None
     for grid in sorted(grids, key=scorer.other_bytes):
         if asked.replayed >= ASKED or (best is not None and scorer.other_bytes(grid) >= best.bytes):
             break

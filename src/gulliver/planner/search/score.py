@@ -104,7 +104,7 @@ class Scorer:
         """What the tensor ranks of a mesh share; None if they cannot."""
         return self.facts.shared(axes.tensor)
 
-    def refuses(self, axes: Axes) -> str:
+    def why_unsupported(self, axes: Axes) -> str:
         """Why a model cannot run on a mesh; empty if it can."""
         shared = self.shared(axes)
         if shared is None:
@@ -143,7 +143,7 @@ class Scorer:
 
     def score(self, grid: Grid) -> Scored:
         """Prices a grid, with its best chunk size."""
-        grid = self.settled(grid)
+        grid = self.with_best_chunk_size(grid)
         axes = grid.axes
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
@@ -187,7 +187,7 @@ class Scorer:
 
     def bytes_of(self, grid: Grid) -> int:
         """Bytes of the fullest rank."""
-        memory, working = self._held(self.settled(grid))
+        memory, working = self._held(self.with_best_chunk_size(grid))
         return sum(vars(memory).values()) + working
 
     def other_bytes(self, grid: Grid) -> int:
@@ -237,7 +237,7 @@ class Scorer:
     def _share(self, axes: Axes, shared: TensorShares) -> float:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
-    def settled(self, grid: Grid) -> Grid:
+    def with_best_chunk_size(self, grid: Grid) -> Grid:
         """The grid with the chunk size that exposes the least communication."""
         alone = grid.axes.data * grid.axes.sequence == 1
         if grid.chunk_mb or self.facts.chunk_bytes or alone:
@@ -354,7 +354,7 @@ class Scorer:
 
     def state_of(self, grid: Grid) -> MemoryPlan:
         """Peak bytes of model state of the fullest rank."""
-        grid = self.settled(grid)
+        grid = self.with_best_chunk_size(grid)
         every = [self._bytes.state(grid, stage) for stage in self._stages(grid)]
         return max(every, key=lambda found: found.total)
 

@@ -122,7 +122,7 @@ class Rounded:
 
 
 @dataclass
-class Ways:
+class QuantizeOptions:
     """Settings of a quantisation."""
 
     mode: str  # One of `MODES`
@@ -160,7 +160,7 @@ class Ways:
         return known
 
 
-Make = Callable[[Any, Ways], nn.Module]
+Make = Callable[[Any, QuantizeOptions], nn.Module]
 REPLACED: dict[type[nn.Module], Make] = {}
 """Class of a layer to what makes a quantised one of it; for layers of other packages."""
 GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
@@ -210,8 +210,8 @@ def replace_module(
     """
     _check(model, mode, outlier_threshold)
     threshold = math.inf if outlier_threshold is None else float(outlier_threshold)
-    ways = Ways(mode, threshold, load, errors, rounded or {})
-    replacing = _Replacing(model, ways, embeddings, convolutions)
+    options = QuantizeOptions(mode, threshold, load, errors, rounded or {})
+    replacing = _Replacing(model, options, embeddings, convolutions)
     replacing.match(list(exclude), None if only is None else list(only))
     replacing.run()
     return model
@@ -223,7 +223,7 @@ def linear_modes(
     """Returns the modes that `replace_module` would give to linear layers, by path."""
     # Those whose weights other layers share are not among them, nor are layers of other packages.
     _check(model, mode, None)
-    replacing = _Replacing(model, Ways(mode, math.inf), False, False)
+    replacing = _Replacing(model, QuantizeOptions(mode, math.inf), False, False)
     replacing.match(list(exclude), None)
     users = Counter(id(p) for m in replacing.modules.values() for p in m._parameters.values())
     found: dict[str, str] = {}
@@ -274,12 +274,14 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
 
 
 class _Replacing:
-    def __init__(self, model: nn.Module, ways: Ways, embeddings: bool, convolutions: bool) -> None:
-        self.model, self.ways = model, ways
+    def __init__(
+        self, model: nn.Module, options: QuantizeOptions, embeddings: bool, convolutions: bool
+    ) -> None:
+        self.model, self.options = model, options
         self.embeddings, self.convolutions = embeddings, convolutions
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.exclude: set[str] = set()
-        self.report = Report(ways.mode, before=model_bytes(model))
+        self.report = Report(options.mode, before=model_bytes(model))
 
     def match(self, exclude: Sequence[str], only: Sequence[str] | None) -> None:
         """Finds the paths that patterns keep; one that matches nothing is refused."""
@@ -294,7 +296,7 @@ class _Replacing:
     def run(self) -> None:
         for path, module in self.modules.items():
             if type(module) in GROUPED and not self._why_kept(path, module)[0]:
-                _fitting(self.ways.mode, module, path)  # refused before anything is read
+                _fitting(self.options.mode, module, path)  # refused before anything is read
         new: dict[int, nn.Module | None] = {}
         layers: list[tuple[str, nn.Module, nn.Module]] = []
         for path, module in self.modules.items():
@@ -350,7 +352,7 @@ class _Replacing:
     def _why_kept(self, path: str, module: nn.Module) -> tuple[str, str]:
         """Returns why a layer is kept, or an empty text, and the mode that it will be in."""
         parent = self.modules.get(path.rpartition(".")[0]) if path else None
-        mode = self.ways.mode
+        mode = self.options.mode
         if path in self.exclude:
             return "excluded", mode
         if not path:
@@ -375,13 +377,13 @@ class _Replacing:
         self, path: str, module: Any, mode: str, weight: Tensor
     ) -> tuple[nn.Module | None, str]:
         """Makes the quantised layer of one on meta, which is filled only meanwhile."""
-        self.ways.path, self.ways.key, self.ways.error = path, id(weight), None
-        if self.ways.load is not None:
-            self.ways.load(path, module)
+        self.options.path, self.options.key, self.options.error = path, id(weight), None
+        if self.options.load is not None:
+            self.options.load(path, module)
         made, why = self._made(module, mode)
-        if self.ways.load is not None:
+        if self.options.load is not None:
             module._parameters["weight"] = weight
-        if all((id(weight), int4) in self.ways.made for int4 in (True, False)):
+        if all((id(weight), int4) in self.options.made for int4 in (True, False)):
             why = "; ".join(filter(None, (why, "untied: the other layer's weight is not " + mode)))
         return made, why
 
@@ -390,23 +392,23 @@ class _Replacing:
         if isinstance(module, nn.Embedding):
             return self._embedding(module)
         if type(module) in CONVOLUTIONS:
-            values, scales = self.ways.quantised(module.weight.detach().flatten(1), "int8")
+            values, scales = self.options.quantised(module.weight.detach().flatten(1), "int8")
             values = values.view(module.weight.shape)
-            note = "" if self.ways.mode == "int8" else "weights only"
-            return QuantizedConvolution(module, self.ways.path, values, scales), note
-        if _fitting(mode, module, self.ways.path) != mode:
+            note = "" if self.options.mode == "int8" else "weights only"
+            return QuantizedConvolution(module, self.options.path, values, scales), note
+        if _fitting(mode, module, self.options.path) != mode:
             mode, why = "int8", f"int8: {GROUP} does not divide its inputs"
-        self.ways.mode, asked = mode, self.ways.mode
+        self.options.mode, asked = mode, self.options.mode
         try:
-            return REPLACED.get(type(module), quantized_linear)(module, self.ways), why
+            return REPLACED.get(type(module), quantized_linear)(module, self.options), why
         finally:
-            self.ways.mode = asked
+            self.options.mode = asked
 
     def _embedding(self, module: Any) -> tuple[nn.Module | None, str]:
         if module.max_norm is not None or type(module).forward is not nn.Embedding.forward:
             return None, "it does more than look up"
-        values, scales = self.ways.quantised(module.weight.detach(), "int8")
-        made = (self.ways.path, values, scales, module.weight.dtype, module.padding_idx)
+        values, scales = self.options.quantised(module.weight.detach(), "int8")
+        made = (self.options.path, values, scales, module.weight.dtype, module.padding_idx)
         return QuantizedEmbedding(*made), ""
 
     def _note(
@@ -416,15 +418,15 @@ class _Replacing:
         after = sum(layer_bytes(m) for m in inside) if made else weight.nbytes
         mode = inside[0].mode if inside else ""
         said = path, type(module).__name__, tuple(weight.shape), mode, weight.nbytes, after
-        self.report.layers.append(Layer(*said, why, self.ways.error if made else None))
+        self.report.layers.append(Layer(*said, why, self.options.error if made else None))
 
 
-def quantized_linear(module: Any, ways: Ways) -> nn.Module:
+def quantized_linear(module: Any, options: QuantizeOptions) -> nn.Module:
     """Makes a quantised linear layer of `nn.Linear` or transformers' Conv1D."""
     weight = matrix_of(module)
-    values, scales = ways.quantised(weight, ways.mode)
+    values, scales = options.quantised(weight, options.mode)
     return QuantizedLinear(
-        ways.path, ways.mode, values, scales, weight.shape[1], module.bias, ways.threshold
+        options.path, options.mode, values, scales, weight.shape[1], module.bias, options.threshold
     )
 
 

@@ -70,7 +70,7 @@ class Controller:
         # Ends first: an unresponsive rank is how a lost node is noticed.
         causes = self._follow_ends(now) + self._follow_nodes() + self._follow_submissions(now)
         causes += self._follow_reports(now)
-        causes += self._follow_wishes(now) + self._follow_time(now)
+        causes += self._apply_requests(now) + self._follow_time(now)
         due = self.wake is not None and now >= self.wake
         if causes or due:
             self._decide(now, "; ".join(causes) or "the policy woke")
@@ -160,7 +160,7 @@ class Controller:
 
     def _over(self, job: LiveJob, now: float) -> list[str]:
         """Handles the end of an attempt: the job is done, has left, or has failed."""
-        self._hear(job, now)
+        self._read_progress(job, now)
         left = bool(job.progress.get("leaving")) and job.progress.get("attempt") == job.attempt
         job.held, job.asked = (), None
         if job.stopping:
@@ -169,7 +169,7 @@ class Controller:
             return self._failed(job, now)
         if left:
             job.saving = max(0.0, now - (job.progress["time"] - self.begun))
-            job.go(Phase.WAITING, "saved and left its slots")
+            job.set_phase(Phase.WAITING, "saved and left its slots")
             self.changed = True
             return []
         return self._ended(job, now)
@@ -188,7 +188,7 @@ class Controller:
         return self._finish(job, Phase.ENDED, now, note)
 
     def _finish(self, job: LiveJob, phase: Phase, now: float, note: str) -> list[str]:
-        job.go(phase, note)
+        job.set_phase(phase, note)
         job.ended, job.assigned = now, ()
         job.state.slots, job.state.batch = (), 0
         if phase is Phase.ENDED and job.submission.samples is not None:
@@ -205,7 +205,7 @@ class Controller:
             return self._finish(
                 job, Phase.FAILED, now, f"failed {times} times from the same checkpoint: {why}"
             )
-        job.go(Phase.WAITING, f"restarts from its last checkpoint: {why}")
+        job.set_phase(Phase.WAITING, f"restarts from its last checkpoint: {why}")
         self.changed = True
         return []
 
@@ -214,10 +214,10 @@ class Controller:
             cause
             for job in self.jobs.values()
             if job.phase in (Phase.STARTING, Phase.RUNNING, Phase.LEAVING)
-            for cause in self._hear(job, now)
+            for cause in self._read_progress(job, now)
         ]
 
-    def _hear(self, job: LiveJob, now: float) -> list[str]:
+    def _read_progress(self, job: LiveJob, now: float) -> list[str]:
         """Reads a job's progress."""
         report = read_object(self.spool.job(job.name) / "progress.json")
         if report is None or report == job.progress or report.get("attempt") != job.attempt:
@@ -241,10 +241,10 @@ class Controller:
             self.measured.resizes.append(job.resizes[-1])
         job.saving = None
         if job.phase is Phase.STARTING:
-            job.go(Phase.RUNNING, f"running after {begun:.4g} s")
+            job.set_phase(Phase.RUNNING, f"running after {begun:.4g} s")
         self.changed = True
 
-    def _follow_wishes(self, now: float) -> list[str]:
+    def _apply_requests(self, now: float) -> list[str]:
         causes = []
         for job in self.jobs.values():
             if job.phase.over or job.stopping or not (self.spool.job(job.name) / "stop").is_file():
@@ -342,12 +342,12 @@ class Controller:
             ):
                 job.asked = now
                 wanted = "to stop" if job.stopping else f"to resize to {len(job.assigned)} slots"
-                job.go(Phase.LEAVING, f"asked to save and leave, {wanted}")
-                self._ask(job, True)
+                job.set_phase(Phase.LEAVING, f"asked to save and leave, {wanted}")
+                self._request_change(job, True)
             elif job.phase is Phase.RUNNING and job.progress.get("batch") != job.batch:
-                self._ask(job, False)
+                self._request_change(job, False)
 
-    def _ask(self, job: LiveJob, leave: bool) -> None:
+    def _request_change(self, job: LiveJob, leave: bool) -> None:
         asked = {"attempt": job.attempt, "leave": leave, "batch": job.batch}
         path = self.spool.job(job.name) / "control.json"
         if read_object(path) != asked:
@@ -359,7 +359,7 @@ class Controller:
         job.held, job.alive = job.assigned, set(range(len(job.assigned)))
         job.codes, job.heard, job.silent = {}, False, False
         job.looked, job.launched = 0, now
-        job.go(Phase.STARTING, f"starting on {len(job.held)} slots")
+        job.set_phase(Phase.STARTING, f"starting on {len(job.held)} slots")
         self.backend.start(
             Launch(
                 job.run, job.attempt, job.held, job.batch, job.submission, self.spool.job(job.name)

@@ -53,7 +53,7 @@ class Forker:
                     elif not self._take():
                         self._end()
                         return
-                self._reap()
+                self._reap_children()
 
     def _take(self) -> bool:
         """Reads commands; False at the end of the input."""
@@ -80,9 +80,9 @@ class Forker:
         os.close(self.answers)
         die_with_parent(parent)
         os.setsid()
-        _become(rank)
+        _run_rank(rank)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         while self.keys:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -119,7 +119,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _become(rank: dict[str, Any]) -> None:
+def _run_rank(rank: dict[str, Any]) -> None:
     """Turns this process into a rank: runs its script and exits."""
     code = 1
     try:

@@ -18,7 +18,7 @@ from gulliver.schedule.live.tracking import (
     write_object,
 )
 from gulliver.schedule.policies import make_policy
-from gulliver.schedule.report import schedule_page, told_change
+from gulliver.schedule.report import describe_change, schedule_page
 from gulliver.schedule.simulator import Change, Result, Round, Segment, follow
 
 PLAIN = (
@@ -235,7 +235,7 @@ def _reasons(rounds: Sequence[Round], name: str) -> list[str]:
         lines.append(f"decided at {entry.time:.4g} s ({entry.cause}): {entry.why[name]}")
     for entry in reversed(rounds):
         if any(change.job == name for change in entry.changes):
-            return [*lines, told_change(entry, name)]
+            return [*lines, describe_change(entry, name)]
     return lines
 
 

@@ -114,7 +114,7 @@ class Agent:
             self._ended |= dict.fromkeys(self._running, KILLED)
             self._running.clear()
 
-    def _say(self, **command: Any) -> None:
+    def _describe(self, **command: Any) -> None:
         assert self._program is not None
         assert self._program.stdin is not None
         with suppress(BrokenPipeError):
@@ -133,7 +133,7 @@ class Agent:
         with self._lock:
             self._running |= {rank.key for rank in ranks}
         for rank in ranks:
-            self._say(start=asdict(rank))
+            self._describe(start=asdict(rank))
 
     def ended(self) -> dict[str, int]:
         """Exit codes of the ranks that ended since the last call."""
@@ -145,7 +145,7 @@ class Agent:
         """Kills ranks and the processes they have started."""
         if self._program is not None:
             for key in keys:
-                self._say(kill=key)
+                self._describe(kill=key)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls a method, like `RayNode.call`."""
@@ -210,7 +210,7 @@ class Nodes:
             for node in dict.fromkeys(run.nodes):
                 self.nodes[node].call("start", self._ranks(launch, run, node, host, port))
         except NodeLost as lost:
-            self.lose(str(lost))
+            self.remove_lost(str(lost))
             self.kill(launch.run)
             # Some were never started, and no agent would report their end.
             for rank in sorted(run.alive):
@@ -253,7 +253,7 @@ class Nodes:
             try:
                 codes = self.nodes[name].call("ended")
             except NodeLost:
-                self.lose(name)
+                self.remove_lost(name)
                 continue
             for key, code in codes.items():
                 run, _, rank = key.rpartition(":")
@@ -270,7 +270,7 @@ class Nodes:
             del self.runs[name]
         return [RankEnd(name, rank, code, why)]
 
-    def lose(self, node: str) -> None:
+    def remove_lost(self, node: str) -> None:
         """Removes a lost node with its slots and ranks."""
         self.nodes.pop(node, None)
         self.places = {slot: where for slot, where in self.places.items() if where != node}
@@ -288,7 +288,7 @@ class Nodes:
                 try:
                     self.nodes[node].call("kill", keys)
                 except NodeLost:
-                    self.lose(node)
+                    self.remove_lost(node)
 
     def close(self) -> None:
         """Stops all agents, and so all ranks."""
@@ -344,12 +344,12 @@ def require_ray() -> None:
 class Holder:
     """Actor that identifies the scheduler to a second one."""
 
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(self, scheduler: str) -> None:
+        self._scheduler = scheduler
 
-    def who(self) -> str:
+    def scheduler(self) -> str:
         """Folder and host of the scheduler."""
-        return self._who
+        return self._scheduler
 
 
 class RayNode:
@@ -387,7 +387,7 @@ class RayNodes(Nodes):
     """Slots of a Ray cluster."""
 
     def __init__(
-        self, address: str | None, slots: int | None, who: str, dashboard: bool = False
+        self, address: str | None, slots: int | None, scheduler: str, dashboard: bool = False
     ) -> None:
         require_ray()
         super().__init__()
@@ -395,7 +395,7 @@ class RayNodes(Nodes):
         self._pending: dict[str, tuple[Any, Any]] = {}
         self._looked = 0.0
         self._connect(address, slots, dashboard)
-        self._hold(who)
+        self._hold(scheduler)
 
     def _connect(self, address: str | None, slots: int | None, dashboard: bool) -> None:
         if address is not None:
@@ -422,18 +422,18 @@ class RayNodes(Nodes):
         self.address: str = context.address_info.get("gcs_address") or str(address)
         self.dashboard: str | None = context.dashboard_url or None
 
-    def _hold(self, who: str) -> None:
+    def _hold(self, scheduler: str) -> None:
         import ray
 
         kind = ray.remote(Holder)
         try:
-            self._holder: Any = kind.options(name=SCHEDULER, num_cpus=0).remote(who)
-            ray.get(self._holder.who.remote(), timeout=START_S)
+            self._holder: Any = kind.options(name=SCHEDULER, num_cpus=0).remote(scheduler)
+            ray.get(self._holder.scheduler.remote(), timeout=START_S)
         except ValueError:
             other = "an unresponsive one"
             with suppress(Exception):
                 found: Any = ray.get_actor(SCHEDULER)
-                other = ray.get(found.who.remote(), timeout=ANSWER_S)
+                other = ray.get(found.scheduler.remote(), timeout=ANSWER_S)
             self.close()
             raise GulliverError(
                 f"the cluster at {self.address} already has a scheduler: {other}; submit to that "
@@ -444,24 +444,24 @@ class RayNodes(Nodes):
         """The available slots with their nodes."""
         if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
-            self._look()
+            self._poll_nodes()
         return self.places
 
-    def _look(self) -> None:
+    def _poll_nodes(self) -> None:
         """Starts agents on new nodes, adopts existing ones, and drops lost nodes."""
         import ray
 
         there = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
         unit = "GPU" if any(n["Resources"].get("GPU") for n in there.values()) else "CPU"
         for node in [n for n in self.nodes if n not in there]:
-            self.lose(node)
+            self.remove_lost(node)
         for node, reason in there.items():
             count = int(reason["Resources"].get(unit, 0))
             count = count if self._most is None else min(count, self._most)
             if count and node not in self.nodes and node not in self._pending:
                 self._begin(node, count, unit)
         for node, (actor, ref) in list(self._pending.items()):
-            self._take_up(node, actor, ref, unit)
+            self._adopt_node(node, actor, ref, unit)
 
     def _begin(self, node: str, count: int, unit: str) -> None:
         import ray
@@ -478,7 +478,7 @@ class RayNodes(Nodes):
             first = max(used, default=-1) + 1
             self._numbers[node] = list(range(first, first + count))
 
-    def _take_up(self, node: str, actor: Any, ref: Any, unit: str) -> None:
+    def _adopt_node(self, node: str, actor: Any, ref: Any, unit: str) -> None:
         import ray
         from ray.exceptions import RayError
 

@@ -199,7 +199,7 @@ class LiveJob:
     submission: Submission
     # Time of submission.
     arrival: float
-    # Its phase; changed by `go`.
+    # Its phase; changed by `set_phase`.
     phase: Phase = Phase.WAITING
     # Its last event, for display.
     note: str = ""
@@ -268,7 +268,7 @@ class LiveJob:
         """Name of the attempt."""
         return f"{self.name}/{self.attempt}"
 
-    def go(self, phase: Phase, note: str = "") -> None:
+    def set_phase(self, phase: Phase, note: str = "") -> None:
         """Changes its phase."""
         assert phase in TRANSITIONS[self.phase], f"{self.name}: {self.phase} to {phase}"
         self.phase, self.note = phase, note or self.note

@@ -174,7 +174,7 @@ class Elastic:
         if self._step is None:
             raise GulliverError("report must be called exactly once in each step of job.steps")
         count = len(self.share()) if samples is None else samples
-        leave, batch = self._asked()
+        leave, batch = self._read_requests()
         # While it cannot be measured, the last known value is kept.
         noise = float(noise) if noise is not None and math.isfinite(noise) else self.noise
         drawn, mean, leave, batch, self.noise = _agree(count, loss, leave, batch, noise)
@@ -210,9 +210,9 @@ class Elastic:
         self.drawn, self.done = broadcast_object(counted)
         self._pace.begin(_world().size, first)
         if self.folder is not None and _world().is_main:
-            self._tell()
+            self._report_step()
 
-    def _asked(self) -> tuple[bool, int]:
+    def _read_requests(self) -> tuple[bool, int]:
         """The scheduler's requests, read by rank 0: to leave, and another batch size."""
         if self.folder is None or not _world().is_main:
             return False, 0
@@ -236,9 +236,9 @@ class Elastic:
         Log(self.folder / "curve.jsonl").append(line)
         self._pace.step(now)
         if self._leaving or self._complete() or self._pace.due(now):
-            self._tell()
+            self._report_step()
 
-    def _tell(self) -> None:
+    def _report_step(self) -> None:
         assert self.folder is not None
         progress = {"attempt": self.attempt, "drawn": self.drawn, "done": self.done}
         progress |= {"noise": self.noise, "batch": self.batch, "leaving": self._leaving}

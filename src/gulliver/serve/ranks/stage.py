@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gulliver.comm.groups import ALONE, RankGroup
 from gulliver.errors import GulliverError
-from gulliver.layout.even import deal
+from gulliver.layout.even import split_evenly
 from gulliver.parallel.pipeline.stack import Stack, cut, stack_of
 from gulliver.parallel.pipeline.stage import make_stage
 from gulliver.parallel.tensor.apply import apply_tensor
@@ -190,7 +190,7 @@ class StageModel:
         mine = {}
         for path, value in slopes.items():
             if hasattr(kept.get(path), "num_heads"):
-                sizes = deal(len(value), group.size)
+                sizes = split_evenly(len(value), group.size)
                 mine[path] = value.split(list(sizes))[group.rank]
         return mine
 

@@ -29,8 +29,8 @@ from gulliver.video.preparation.scanning import FACTS, FPS
 from gulliver.video.preparation.scenes import (
     SUFFIXES,
     ClipWriter,
-    Footage,
     SourceError,
+    SourceScenes,
     clip_size,
     rate_of,
     slots,
@@ -56,7 +56,7 @@ VERSION = 3
 # its final name when it is complete, so the next run only writes clips in the plan that do not
 # exist.
 @dataclass(frozen=True)
-class Left:
+class UnusedFrames:
     """Frames of a source that are in no clip; None: the whole source."""
 
     path: str
@@ -76,7 +76,7 @@ class CutReport:
 
     table: Table
     sources: int
-    left_out: list[Left]
+    left_out: list[UnusedFrames]
     # List of skipped frames; None if nothing was skipped.
     listed: Path | None
 
@@ -150,7 +150,7 @@ def cut(
         ):
             if row not in found:
                 twin = clips[first[_identity(path)]][0]
-                left.append(Left(name, None, None, f"is the same file as {twin}"))
+                left.append(UnusedFrames(name, None, None, f"is the same file as {twin}"))
                 continue
             cells = {name: record[name] for name in kept}
             cells["source"] = os.path.relpath(path.absolute(), out.absolute().parent)
@@ -261,7 +261,7 @@ def _read_plan(file: Path, key: str) -> Plan | None:
     return Plan(found["frames"], Fraction(found["rate"]), clips, left)
 
 
-def make_plan(footage: Footage, stem: str, settings: CutSettings) -> Plan:
+def make_plan(footage: SourceScenes, stem: str, settings: CutSettings) -> Plan:
     """Divides the scenes of a source into clips within the length limits."""
     rate = rate_of(footage, settings)
     most = int(round(settings.max_seconds * float(rate), 6))
@@ -343,7 +343,7 @@ def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> 
             continue
         try:
             with (
-                _told_what_stays(folder),
+                _with_written_clips(folder),
                 atomic_file(final) as partial_path,
                 ClipWriter(partial_path, final.suffix, clip.size, plan.rate, settings) as writer,
             ):
@@ -355,7 +355,7 @@ def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> 
 
 
 @contextmanager
-def _told_what_stays(folder: Path) -> Iterator[None]:
+def _with_written_clips(folder: Path) -> Iterator[None]:
     """Adds to a write error that finished clips are kept."""
     try:
         yield
@@ -417,21 +417,21 @@ def _rows(outcome: FileOutcome, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _left(name: str, outcome: FileOutcome, record: dict[str, Any]) -> list[Left]:
+def _left(name: str, outcome: FileOutcome, record: dict[str, Any]) -> list[UnusedFrames]:
     """Lists the frames of a source that are in no clip."""
     # A truncated file may decode without an error: frames counted in the table that do not exist
     # are listed, too.
     if outcome.problem is not None:
-        return [Left(name, None, None, outcome.problem)]
-    left = [Left(name, *one) for one in outcome.values["left"]]
+        return [UnusedFrames(name, None, None, outcome.problem)]
+    left = [UnusedFrames(name, *one) for one in outcome.values["left"]]
     frames, stated = outcome.values["frames"], record.get("num_frames")
     if stated is not None and stated > frames + 1:
         reason = f"missing: the table states {stated:g} frames, the file has {frames}"
-        left.append(Left(name, frames, int(stated), reason))
+        left.append(UnusedFrames(name, frames, int(stated), reason))
     return left
 
 
-def write_left_out(table: Path, left: Sequence[Left]) -> Path | None:
+def write_left_out(table: Path, left: Sequence[UnusedFrames]) -> Path | None:
     """Lists skipped frames next to a table, or removes the list if there are none."""
     path = table.with_name(f"{table.stem}.left_out.csv")
     if not left:

@@ -49,8 +49,8 @@ from gulliver.video.kept_latents import (
     SHARDS,
     TEXTS,
     ClipWindow,
-    KeptLatents,
-    KeptText,
+    EncoderRecord,
+    LatentCache,
     Settings,
     Shard,
     digest,
@@ -60,7 +60,7 @@ from gulliver.video.kept_latents import (
 )
 from gulliver.video.public_models import load_autoencoder
 from gulliver.video.sources import make_dataset
-from gulliver.video.text_encoders import KeptTexts, load_text_encoder
+from gulliver.video.text_encoders import CachedTextEncoder, load_text_encoder
 
 AHEAD = 3
 """Number of clips decoded ahead."""
@@ -211,7 +211,7 @@ class _Job:
         with together():
             todo = broadcast_object(self._plan() if self.world.is_main else None)
         planned, old, missing = todo
-        self._tell_size(missing)
+        self._report_size(missing)
         with together():
             made = self._encode(missing[self.world.rank :: self.world.size], stop)
             text = self._encode_texts(stop)
@@ -223,14 +223,14 @@ class _Job:
                 outcome = self._write_index(planned, old, text, made)
         outcome = broadcast_object(outcome)
         if self.world.is_main:
-            self._tell_end(outcome)
+            self._report_end(outcome)
         return outcome
 
     def _plan(self) -> tuple[list[PlannedShard], list[Shard], list[PlannedShard]]:
         """Plans new shards; returns all shards, existing ones, and missing ones."""
         old: list[Shard] = []
         if (self.config.out / INDEX).is_file():
-            kept = KeptLatents(self.config.out)
+            kept = LatentCache(self.config.out)
             old = [shard for shard in kept.shards if _read_shard(self._file(shard.file))]
         known = {ClipWindow(clip, one.bucket, start) for one in old for clip, start in one.members}
         by_bucket: dict[Bucket, list[tuple[ClipWindow, PlannedWindow]]] = {}
@@ -298,13 +298,13 @@ class _Job:
         window = item[1]
         return self.table.read(window.row, window.seed, window.bucket)
 
-    def _encode_texts(self, stop: StopRequest) -> KeptText | None:
+    def _encode_texts(self, stop: StopRequest) -> EncoderRecord | None:
         """Encodes this rank's share of the captions without a file."""
         folder = self.config.text_encoder
         if folder is None:
             return None
         encoder = load_text_encoder(folder, self.config.text_length, self.world.device)
-        kept = KeptTexts(encoder, self.config.out / TEXTS)
+        kept = CachedTextEncoder(encoder, self.config.out / TEXTS)
         captions = sorted({row.text for row in self.table.rows} | {OF_NO_SAMPLE})
         captions = captions[self.world.rank :: self.world.size]
         with Display("encoding captions", len(captions), enabled=self.world.is_main) as display:
@@ -314,10 +314,10 @@ class _Job:
                 kept.encode([caption])
                 display.advance()
         files, path = folder_digest(folder), str(folder.absolute())
-        return KeptText(path, files, kept.fingerprint, kept.channels, kept.max_length)
+        return EncoderRecord(path, files, kept.fingerprint, kept.channels, kept.max_length)
 
     def _write_index(
-        self, planned: list[PlannedShard], old: list[Shard], text: KeptText | None, made: int
+        self, planned: list[PlannedShard], old: list[Shard], text: EncoderRecord | None, made: int
     ) -> Encoded:
         """Writes the index, and removes files that are not in it."""
         shards, broken = list(old), []
@@ -365,7 +365,7 @@ class _Job:
     def _latent_shape(self, bucket: Bucket) -> tuple[int, ...]:
         return self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
 
-    def _tell_size(self, missing: list[PlannedShard]) -> None:
+    def _report_size(self, missing: list[PlannedShard]) -> None:
         """Warns in advance if the disk is too small."""
         count = [(len(plan.windows), plan.windows[0][1].bucket) for plan in missing]
         itemsize = DTYPES[self.settings.dtype].itemsize
@@ -377,7 +377,7 @@ class _Job:
                 "encoding will stop when the disk is full, and can be continued"
             )
 
-    def _tell_end(self, outcome: Encoded) -> None:
+    def _report_end(self, outcome: Encoded) -> None:
         out, made = self.config.out, outcome.made
         if not outcome.finished:
             console().print(f"stopped after {made} windows; the same command continues in {out}")

@@ -165,7 +165,7 @@ def read_packets(path: Path) -> Packets:
             stated=stated,
             seconds=float(seconds),
             # If times restart, FFmpeg computes a rate that no part has.
-            rate=_usual(times) if restarts else _said_rate(stream),
+            rate=_usual(times) if restarts else _declared_rate(stream),
             format=container.format.name,
             restarts=restarts,
             missing=max(0.0, missing),
@@ -202,7 +202,7 @@ def as_fraction(rate: float) -> Fraction:
     return Fraction(rate).limit_denominator(1001)
 
 
-def _said_rate(stream: Any) -> float:
+def _declared_rate(stream: Any) -> float:
     return float(stream.average_rate or stream.guessed_rate or 0)
 
 

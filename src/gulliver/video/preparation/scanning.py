@@ -42,7 +42,7 @@ FPS = 0.1, 1000.0
 # header, are not frames in the file's codec, or are damaged, the frames are decoded and counted.
 # The first frame is always decoded, to check the decoder and to find the rotation.
 @dataclass(frozen=True)
-class Scanned:
+class ScanResult:
     """Result of a scan."""
 
     table: Table
@@ -53,7 +53,7 @@ class Scanned:
 
 def scan(
     folder: Path, out: Path, decode: bool = False, again: bool = False, workers: int = 0
-) -> Scanned:
+) -> ScanResult:
     """Writes a table of the clips and pictures in a folder, recursively.
 
     Captions are read from a text file next to the clip (clip.txt), else taken from the words of its
@@ -95,7 +95,7 @@ def scan(
         columns = list(dict.fromkeys((*COLUMNS, *FACTS, *(name for row in rows for name in row))))
         table = Table.of_rows([row for row in rows if row], out, columns, stamp).write()
         write_broken(out, "scan", broken)
-    return Scanned(table, broken, ignored)
+    return ScanResult(table, broken, ignored)
 
 
 def _rows_of(table: Table) -> dict[str, dict[str, Any]]:

@@ -44,7 +44,7 @@ class SourceError(GulliverError):
 
 
 @dataclass(frozen=True)
-class Footage:
+class SourceScenes:
     """Scenes and times of a file."""
 
     # First frames of the scenes; the first is 0.
@@ -69,7 +69,7 @@ class Footage:
         return zip(self.starts, (*self.starts[1:], self.frames), self.sizes, strict=True)
 
 
-def survey(path: Path, settings: CutSettings) -> Footage:
+def survey(path: Path, settings: CutSettings) -> SourceScenes:
     """Decodes a file once; detects its scenes and measures its frame times."""
     try:
         packets = read_packets(path)
@@ -99,7 +99,7 @@ def survey(path: Path, settings: CutSettings) -> Footage:
     ordered = sorted(starts)
     changes = np.array(sorted(sizes))
     held = [sizes[int(changes[np.searchsorted(changes, n, "right") - 1])] for n in ordered]
-    return Footage(tuple(ordered), tuple(held), *_measured(times, stays, packets))
+    return SourceScenes(tuple(ordered), tuple(held), *_measured(times, stays, packets))
 
 
 def source_frames(path: Path) -> Iterator[Frame]:
@@ -236,14 +236,14 @@ SUFFIXES = {"h264": ".mp4", "ffv1": ".mkv"}
 FORMATS = {".mp4": "mp4", ".mkv": "matroska"}
 
 
-def rate_of(footage: Footage, settings: CutSettings) -> Fraction:
+def rate_of(footage: SourceScenes, settings: CutSettings) -> Fraction:
     """Returns the frame rate for the clips of a file."""
     if settings.fps is None:
         return footage.rate
     return Fraction(settings.fps).limit_denominator(1001)
 
 
-def slots(footage: Footage, first: int, end: int, rate: Fraction) -> np.ndarray:
+def slots(footage: SourceScenes, first: int, end: int, rate: Fraction) -> np.ndarray:
     """Selects the frames of a scene at a constant rate."""
     if footage.constant and footage.rate == rate:
         return np.arange(first, end)
@@ -316,7 +316,7 @@ class ClipWriter:
         stream = self._container.add_stream(codec, rate=self.rate, options=options)
         stream.height, stream.width = self.size
         stream.pix_fmt = _pixels(frame, self.size, self.settings.codec)
-        if _goes_through(frame, self.size):
+        if _passes_through(frame, self.size):
             for name in ("colorspace", "color_primaries", "color_trc"):
                 setattr(stream.codec_context, name, getattr(frame.decoded, name))
         self._stream = stream
@@ -346,7 +346,7 @@ def _is_cropped(frame: Frame, size: tuple[int, int]) -> bool:
     return max(spare) == 1 and min(spare) >= 0
 
 
-def _goes_through(frame: Frame, size: tuple[int, int]) -> bool:
+def _passes_through(frame: Frame, size: tuple[int, int]) -> bool:
     return frame.turn.is_upright and not _is_cropped(frame, size)
 
 
@@ -358,5 +358,5 @@ def _pixels(frame: Frame, size: tuple[int, int], codec: str) -> str:
         return "yuv420p"
     known: Any = av.Codec("ffv1", "w").video_formats
     name = frame.decoded.format.name
-    kept = _goes_through(frame, size) and name in {found.name for found in known}
+    kept = _passes_through(frame, size) and name in {found.name for found in known}
     return name if kept else "bgr0"

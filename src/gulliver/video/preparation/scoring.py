@@ -190,7 +190,7 @@ def _loaded(point: EntryPoint) -> Scorer:
     try:
         function = point.load()
     except Exception as error:
-        raise GulliverError(f"{where} cannot be imported: {_told(error)}") from error
+        raise GulliverError(f"{where} cannot be imported: {_one_line(error)}") from error
     if not callable(function):
         raise GulliverError(f"{where} is not a function: its entry point refers to {function!r}")
     return function
@@ -242,7 +242,7 @@ def score_file(path: Path, scorers: dict[str, Scorer]) -> FileOutcome:
         try:
             values[name] = _plain(name, scorer(samples))
         except Exception as error:
-            problems.append(f"{name}: {_told(error)}")
+            problems.append(f"{name}: {_one_line(error)}")
     return FileOutcome(values, "; ".join(problems) or None)
 
 
@@ -256,7 +256,7 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Formats an error in one line."""
     kind = "" if isinstance(error, GulliverError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())

@@ -366,12 +366,12 @@ def _typed(path: Path, name: str, column: Any) -> Any:
         except pa.ArrowInvalid:
             continue
         # 007, 1e5, 1.10 and TRUE may be names: they would not round-trip.
-        if known or name in OURS or _comes_back(cast, column):
+        if known or name in OURS or _round_trips(cast, column):
             return cast
     return _fractions(path, name, column) if known else column
 
 
-def _comes_back(cast: Any, text: Any) -> bool:
+def _round_trips(cast: Any, text: Any) -> bool:
     """Whether a typed column is written as the original text; nan may be a word, too."""
     pa = arrow()
     finite = pa.types.is_boolean(cast.type) or pa.compute.all(pa.compute.is_finite(cast)).as_py()
