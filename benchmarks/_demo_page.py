@@ -16,7 +16,7 @@ MARKS = re.compile(r"(<!-- demo -->\n).*?(<!-- /demo -->)", re.DOTALL)
 def main(demo: Path, root: Path) -> None:
     lines = (demo / "report.md").read_text(encoding="utf-8").splitlines()
     chosen = [line for line in lines if line.startswith(("|", "- autoencoder", "- training"))]
-    chosen += [line for line in lines if line.startswith(("- all in", "- machine"))]
+    chosen += [line for line in lines if line.startswith(("- total", "- machine"))]
     table = [line for line in chosen if line.startswith("|")]
     facts = [line for line in chosen if line.startswith("-")]
     text = "\n".join([*table, "", *facts]) + "\n"

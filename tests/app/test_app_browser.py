@@ -110,7 +110,7 @@ def test_a_prompt_becomes_a_clip_that_plays_and_another_seed_another_clip(
     tab.fill(prompt="the digit 3 moving left", steps=40, seed=1)
     tab.make()
     tab.tab.wait_for_selector("#frames img[src^='data:image/gif']")
-    tab.told("Made in .* with step-00000001")
+    tab.told("Generated in .* with step-00000001")
     first = tab.playing()
     assert "seed 1" in tab.tab.inner_text("#facts")
     tab.fill(seed=2, steps=4)
@@ -135,7 +135,7 @@ def test_a_prompt_becomes_a_clip_that_plays_and_another_seed_another_clip(
     tab.tab.set_input_files("#picture input[type=file]", broken)
     tab.tab.wait_for_selector("#picture img", state="attached")
     tab.make()
-    tab.told("is no readable image")
+    tab.told("is not a readable image")
     # Nothing is fetched from elsewhere.
     assert {re.match(r"data:|blob:|http://127\.0\.0\.1:", url) is None for url in tab.asked} == {
         False
@@ -150,7 +150,7 @@ def test_two_users_at_once_get_their_own_clips(tab: Tab, browser: Any, page: Pag
     tab.make()
     other.make()
     for one, words in ((other, "the digit 2 moving down"), (tab, "the digit 1 moving up")):
-        one.told("Made in")
+        one.told("Generated in")
         one.playing()
         assert one.tab.inner_text("#facts").startswith(words)
     other.context.close()
@@ -185,7 +185,7 @@ def test_stop_and_a_closed_tab_end_sampling(tab: Tab, browser: Any, page: Page) 
     tab.make()
     tab.told("Waiting: 1 clip is made before")
     leaving.context.close()
-    tab.told("Made in")
+    tab.told("Generated in")
 
 
 @pytest.mark.full

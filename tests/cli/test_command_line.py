@@ -72,14 +72,14 @@ def test_a_table_is_filtered_without_torch(tmp_path: Path) -> None:
         ("generate --prompt x --guidance-image 2", "image guidance 2 without given frames"),
         (
             "generate --prompt x --guidance-image 2 --guidance-ranks 2",
-            "--guidance-ranks 2 with image guidance: it asks the model three times",
+            "--guidance-ranks 2 does not support image guidance",
         ),
         ("train --data.frame-interval 2", "--data.frame-interval is 2: it is for the clips of a"),
         ("generate --prompt x --resolution 60000", "at scale 4 has 7.5e+11 pixels"),
         ("train --flow.masks image_head:0.6 extend:0.6", "it must be at most 1"),
         ("train --flow.masks image_head:0.6 randon:0.1", "unknown strategy 'randon'"),
         ("train --flow.shift-by-size --flow.shift-rule 1.2", "a clip of 4 has none"),
-        ("train --data.shapes 13x32x32 13x32x32:2", "it is named twice"),
+        ("train --data.shapes 13x32x32 13x32x32:2", "it occurs twice"),
     ],
 )
 def test_numbers_that_cannot_be_end_in_one_line(

@@ -48,7 +48,7 @@ WAYS = {
     "decayed": Asked(
         image=3.0, text_oscillation=3, image_oscillation=2, decay=True, ratios=RATIOS, negative=True
     ),
-    "by inputs": Asked(image=3.0, decay=True, by_inputs=True),
+    "needs given frames": Asked(image=3.0, decay=True, by_inputs=True),
 }
 
 

@@ -86,7 +86,7 @@ def test_the_median_of_repeats_counts_and_the_first_run_does_not() -> None:
     ("points", "told"),
     [
         ([SamplePoint(SampleShape(8, 1.0), b, 1, 1.0, 9) for b in (1, 2)], "two depths"),
-        ([SamplePoint(SampleShape(8, 1.0), 1, d, 1.0, 9) for d in (1, 2)], "two sizes of batch"),
+        ([SamplePoint(SampleShape(8, 1.0), 1, d, 1.0, 9) for d in (1, 2)], "two batch sizes"),
         (
             [SamplePoint(SampleShape(8, 1.0), b, b, math.nan, 9) for b in (1, 2)],
             "seconds and bytes above 0",
@@ -160,7 +160,7 @@ def test_a_file_is_good_for_its_model_and_machine_only(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match=r"another version of torch \(1.0, here"):
         load_samples(path, MODEL)
     path.write_text("{}")
-    with pytest.raises(GulliverError, match="holds no costs of samples"):
+    with pytest.raises(GulliverError, match="has no sample costs"):
         load_samples(path, MODEL)
     with pytest.raises(GulliverError, match="No such file"):
         load_samples(tmp_path / "none", MODEL)
@@ -214,7 +214,7 @@ def test_tables_that_contradict_themselves_are_refused(
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"cost_table": {}}')
-    with pytest.raises(GulliverError, match="is no cost table"):
+    with pytest.raises(GulliverError, match="is not a cost table"):
         TableCosts.load(path)
     with pytest.raises(GulliverError, match="No such file"):
         TableCosts.load(tmp_path / "none.json")

@@ -274,9 +274,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "all weights, velocity, Min-SNR": ("sd2", {"method": "full", "snr_gamma": GAMMA}),
     "all weights of three networks": ("sdxl", {"method": "full", "text_encoder": True}),
-    "a flow": ("sd3", {}),
+    "flow model": ("sd3", {}),
 }
-LONG = ("all weights of three networks", "a flow")
+LONG = ("all weights of three networks", "flow model")
 """Cases of the full grid."""
 
 

@@ -112,7 +112,7 @@ def test_captions_beside_pictures_are_taken(tmp_path: Path, base: Path) -> None:
     (subject / "2.txt").write_text(" \n")
     found, told = _read(_config(base, subject, tmp_path / "out"))
     assert [one.text for one in found] == ["a sks in the snow", "a dog", None]
-    assert told == ["1.txt does not name sks: what it says is learnt without it"]
+    assert told == ["1.txt does not name sks"]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_captions_beside_pictures_are_taken(tmp_path: Path, base: Path) -> None:
     [
         ({"class_word": "", "prior_pictures": 3}, "needs --class-word"),
         ({"prompt": "a photo of a dog"}, "does not name the subject: put {token} into it"),
-        ({"token": "two words"}, "is no word"),
+        ({"token": "two words"}, "is not a single word"),
         ({"method": "full", "lora_rank": 8}, "--lora-rank is 8: it is of adapters"),
         ({"plugin": "zero3", "memory": "1GiB"}, "leave --plugin at auto"),
-        ({"precision": "bf16", "plugin": "ddp"}, "take --plugin zero1"),
+        ({"precision": "bf16", "plugin": "ddp"}, "use --plugin zero1"),
         ({"resolution": 18}, "must be a multiple of 4"),
         ({"lora_targets": ("to_kk",)}, "no such layer"),
         ({"learn_token": True, "token": "a"}, "--token a is a word of the base already"),
@@ -146,7 +146,7 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
     ("part", "values", "told"),
     [
         ("model_index.json", {"_class_name": "KandinskyPipeline"}, "is a KandinskyPipeline"),
-        ("unet/config.json", {"in_channels": 9}, "takes 9 channels and gives 4"),
+        ("unet/config.json", {"in_channels": 9}, "has 9 input and 4 output channels"),
         ("scheduler/scheduler_config.json", {"prediction_type": "sample"}, "prediction_type"),
         ("vae/config.json", {"_class_name": "AutoencoderTiny"}, "AutoencoderTiny"),
         ("model_index.json", {"text_encoder_3": ["transformers", "T5EncoderModel"]}, "(T5)"),
@@ -192,7 +192,7 @@ def test_prior_pictures_are_made_once_and_refused_where_they_are_of_something_el
     with pytest.raises(GulliverError, match="lora_rank was 4, is 2"):
         dreambooth(replace(config, resume=True, lora_rank=2))
     save_subject(subject, 2)
-    with pytest.raises(GulliverError, match="--subject, or the prior pictures, are not those"):
+    with pytest.raises(GulliverError, match="--subject or the prior pictures are not those"):
         dreambooth(replace(config, resume=True))
 
 
@@ -206,9 +206,9 @@ def test_an_adapter_of_another_base_is_refused_with_the_tensor_that_differs(
     assert result is not None
     with pytest.raises(GulliverError, match=r"of another model: trained\.down_blocks\.0\.\S+ is"):
         dreambooth(_config(wide, subject, tmp_path / "two", adapter=result))
-    with pytest.raises(GulliverError, match="of another base: it was trained with"):
+    with pytest.raises(GulliverError, match="trained on another base"):
         dreambooth(_config(same, subject, tmp_path / "two", adapter=result))
-    with pytest.raises(GulliverError, match="is none of diffusers"):
+    with pytest.raises(GulliverError, match="is not a diffusers adapter"):
         dreambooth(_config(base, subject, tmp_path / "two", adapter=subject))
     assert not (tmp_path / "two").exists()
 

@@ -233,7 +233,7 @@ def test_pictures_in_motion_resume_and_are_loaded_by_the_command(
     told[2] = str(other)
     with pytest.raises(SystemExit):
         main([*told, "--prompt", "the digit sks", "--out", str(tmp_path / "b.gif")])
-    assert "is of another base: it was trained with" in capsys.readouterr().err
+    assert "trained on another base" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["STDiT3", "STDiT2"])
@@ -253,7 +253,7 @@ def test_runs_of_public_weights_learn_clips_and_refuse_a_word_of_their_own(
     }
     options["prior_prompt"] = usual.prior_prompt
     config = config_for(tmp_path / "run", subject, tmp_path / "out", **options)
-    with pytest.raises(GulliverError, match="does not learn: leave --learn-token out"):
+    with pytest.raises(GulliverError, match="omit --learn-token"):
         dreambooth(config)
     outcome = dreambooth(replace(config, learn_token=False, token_rate=usual.token_rate))
     assert outcome.result is not None
@@ -276,7 +276,7 @@ def test_an_adapter_for_other_layers_is_refused_by_their_name(run: Path, tmp_pat
     write_json(tmp_path / "adapter_config.json", {"r": 2, "lora_alpha": 2})
     with pytest.raises(GulliverError, match=r"spatial_blocks\.0\.attn\.proj of \(64, 64\)"):
         load_adapter(open_run(run), tmp_path)
-    with pytest.raises(GulliverError, match="holds nothing"):
+    with pytest.raises(GulliverError, match="not written by"):
         load_adapter(open_run(run), tmp_path / "none")
 
 

@@ -240,16 +240,18 @@ def test_a_forward_without_gradients_goes_in_parts_where_that_was_chosen() -> No
     table = CachedEmbeddingBag(50, 4, mode="sum", _weight=first, cache=6, split=True)
     with torch.no_grad():
         assert torch.equal(table(ids), whole(ids))
-        with pytest.raises(GulliverError, match="different rows does not fit a cache of 6 slots"):
+        with pytest.raises(
+            GulliverError, match="distinct rows does not fit into a cache of 6 slots"
+        ):
             table(torch.arange(7)[None])
 
 
 BAD: dict[str, tuple[Any, str]] = {
     "too large": (
         lambda t: t({"a": torch.tensor([1, 10]), "b": torch.tensor([0])}),
-        "'a' has the rows 0 to 9: id 10, number 1",
+        "'a' has rows 0 to 9; id 10 at position 1",
     ),
-    "negative": (lambda t: t(torch.tensor([[1, -2]])), "'b' has the rows 0 to 19: id -2"),
+    "negative": (lambda t: t(torch.tensor([[1, -2]])), "'b' has rows 0 to 19; id -2"),
     "unknown": (lambda t: t({"a": torch.tensor([[1]]), "c": torch.tensor([[1]])}), "no table 'c'"),
     "missing": (lambda t: t({"a": torch.tensor([[1]])}), "'b' has no ids"),
 }
@@ -322,12 +324,12 @@ def test_what_would_not_be_exact_is_refused_by_name() -> None:
         optimizer.step()
     with pytest.raises(GulliverError, match="closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(GulliverError, match="stays on its device"):
+    with pytest.raises(GulliverError, match="cannot change its device"):
         table.double()
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "weight": ({"_weight": torch.ones(3, 4)}, r"_weight is \(3, 4\), the table \(10, 4\)"),
+    "weight": ({"_weight": torch.ones(3, 4)}, r"_weight has shape \(3, 4\), the table \(10, 4\)"),
     "slots": ({"cache": 11}, "give 1 to 10"),
     "padding": ({"padding_idx": 10}, "0 to 9"),
     "padding below": ({"padding_idx": -11}, "-1 to -10"),

@@ -223,7 +223,7 @@ def test_batches_are_announced_over_ranks_and_first_values_do_not_depend_on_them
         ("columns", "did you mean 'column'"),
         ("whole", "did you mean 'whole:0'"),
         ("whole:1", "the ranks 0 to 0"),
-        ({"a": "row"}, "placement of table 'b'"),
+        ({"a": "row"}, "unknown table 'b' in placement"),
     ],
 )
 def test_unknown_placements_are_refused(given: Any, message: str) -> None:
@@ -281,11 +281,11 @@ def test_what_is_wrong_on_one_rank_is_told_by_all_which_then_go_on(where: Any, p
     for rank in range(2):
         bad, missing, announced, small = one[0][4 * rank : 4 * rank + 4]
         who = f"rank {rank}: "
-        assert bad.startswith(who + "table 'b' has the rows 0 to 39: id 40, number 0 of 2")
-        assert missing == who + "table 'b' has no ids: give empty bags"
+        assert bad.startswith(who + "table 'b' has rows 0 to 39; id 40 at position 0 of 2")
+        assert missing == who + "table 'b' has no ids"
         assert announced == bad
-        assert "different rows does not fit a cache of" in small
-    assert "the ids are not those that were announced next" in one[0][-1]
+        assert "distinct rows does not fit into a cache of" in small
+    assert "not the next announced batch" in one[0][-1]
     table = torch.arange(52.0 * DIM).view(52, DIM)
     for rank, (_, (output,)) in enumerate((one, two)):
         ids = torch.tensor([[1, 14], [3, 16]]) + rank

@@ -68,10 +68,10 @@ def test_lines_of_json_survive_marks_line_ends_and_blank_lines(tmp_path: Path) -
     assert good == [("one", f"{path}:1"), ("two", f"{path}:4"), ("last", f"{path}:10")]
     bad = [(row.source[-2:], row.reason) for row in rows if isinstance(row, BadRow)]
     assert bad == [
-        (":5", "no JSON"),
-        (":6", "a NUL byte"),
-        (":7", "no UTF-8"),
-        (":8", "no JSON object"),
+        (":5", "invalid JSON"),
+        (":6", "NUL byte"),
+        (":7", "invalid UTF-8"),
+        (":8", "not a JSON object"),
     ]
 
 
@@ -93,9 +93,9 @@ def test_a_table_has_quotes_line_breaks_and_rows_that_do_not_fit(tmp_path: Path)
     ]
     bad = [(row.source, row.reason) for row in rows if isinstance(row, BadRow)]
     assert bad == [
-        (f"{path}:5", "another number of fields"),
-        (f"{path}:6", "another number of fields"),
-        (f"{path}:8", "no row of a table"),
+        (f"{path}:5", "wrong number of fields"),
+        (f"{path}:6", "wrong number of fields"),
+        (f"{path}:8", "not a table row"),
     ]
 
 
@@ -143,7 +143,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     rows = list(read_rows([tmp_path]))
     assert [row.values["text"] for row in rows if isinstance(row, Row)] == ["# first", "print(1)\n"]
     assert [str(row) for row in rows if isinstance(row, BadRow)] == [
-        f"{tmp_path / 'c.png'}: a NUL byte: at byte 6"
+        f"{tmp_path / 'c.png'}: NUL byte: at byte 6"
     ]
     (tmp_path / "empty").mkdir()
     with pytest.raises(GulliverError, match="has no files"):
@@ -219,15 +219,15 @@ def test_bad_rows_are_counted_listed_and_skipped_or_refused(tmp_path: Path) -> N
     lines = [int(row.source.rpartition(":")[2]) for row in data.bad]
     assert lines == [15, *range(2, 12), 13, 14, 12]
     assert data.facts["bad"] == {
-        "no JSON": 1,
-        "no list of messages": 2,
-        "no JSON in messages": 1,
-        "a message without a role": 1,
+        "invalid JSON": 1,
+        "not a list of messages": 2,
+        "invalid JSON in messages": 1,
+        "message without role": 1,
         "no answer": 1,
-        "an empty answer": 1,
-        "a message without content": 1,
+        "empty answer": 1,
+        "message without content": 1,
         "no text": 2,
-        "a message that is not all text": 1,
+        "message with content other than text": 1,
         "no message": 1,
         "not of the form messages": 1,
         "begins with an answer": 1,
@@ -236,7 +236,9 @@ def test_bad_rows_are_counted_listed_and_skipped_or_refused(tmp_path: Path) -> N
     with pytest.raises(GulliverError, match=r":15: no JSON.*--bad-rows skip"):
         read(path, bad_rows="refuse")
     only = written(tmp_path, [{"messages": one} for one in bad[2:4]], "only.jsonl")
-    with pytest.raises(GulliverError, match=r"no text is left.*2 rows are bad.*a message without"):
+    with pytest.raises(
+        GulliverError, match=r"no training text is left.*2 rows are bad.*message without"
+    ):
         read(only)
 
 
@@ -251,7 +253,7 @@ def test_empty_answers_and_values_that_are_no_text_are_bad(tmp_path: Path, form:
     path = written(tmp_path, [{ask: q, answer: a} for q, a in values])
     data, _ = read(path)
     assert len(data.train) == 1
-    empty = "an empty text" if form == "text" else "an empty answer"
+    empty = "empty text" if form == "text" else "empty answer"
     assert data.facts["bad"] == {empty: 2, "no text": 2}
 
 
@@ -354,7 +356,7 @@ def test_a_template_that_is_missing_is_refused_and_can_be_given(tmp_path: Path) 
     data, said = read(path, load_tokenizer(folder, tmp_path / "template.jinja"))
     tokenizer = tokenizer_of()
     assert learnt_text(tokenizer, data.train[0]) == "forty-two!<|end|>sleeps.<|end|>"
-    assert "marks of the template" in said[1]
+    assert "template marks" in said[1]
     with pytest.raises(GulliverError, match=r"--chat-template .*none"):
         load_tokenizer(folder, tmp_path / "none")
 
@@ -376,7 +378,7 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -
     path = written(tmp_path, [{"messages": CHAT}, {"messages": strange}])
     data, _ = read(path, tokenizer_of(template=STRICT))
     assert [str(row) for row in data.bad] == [
-        f"{path}:2: the chat template refuses it: the user begins"
+        f"{path}:2: the chat template rejects it: the user begins"
     ]
 
 
@@ -424,18 +426,18 @@ def test_long_texts_are_split_and_long_conversations_cut_or_skipped(tmp_path: Pa
         tokenizer("the fox")["input_ids"]
     )
     assert max(map(len, data.train)) == 20
-    assert "1 texts are longer than 20 tokens: split into windows" in said
+    assert "1 texts are longer than 20 tokens" in said
     chat = [*CHAT[:3], {"role": "assistant", "content": "x" * 60}]
     late = [{"role": "user", "content": "y" * 60}, CHAT[1]]
     path = written(tmp_path, [{"messages": CHAT}, {"messages": chat}, {"messages": late}])
     data, said = read(path, tokenizer, length=40)
     assert [len(one) <= 40 for one in data.train] == [True, True]
     assert data.facts["cut"] == 1, "the one that is left out is not counted"
-    assert "1 conversations are longer than 40 tokens: cut there" in said
-    assert data.facts["bad"] == {"no answer within the length": 1}
+    assert "1 conversations are longer than 40 tokens" in said
+    assert data.facts["bad"] == {"no answer within the first": 1}
     data, _ = read(path, tokenizer, length=40, long_chats="skip")
-    assert data.facts["bad"] == {"a conversation too long": 2}
-    with pytest.raises(GulliverError, match="--length is 40: the model's context has 30 tokens"):
+    assert data.facts["bad"] == {"conversation too long": 2}
+    with pytest.raises(GulliverError, match="--length 40 exceeds the model's context of 30 tokens"):
         read_text(DataConfig((path,), length=40), tokenizer, print, context=30)
 
 

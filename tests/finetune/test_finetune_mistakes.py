@@ -45,9 +45,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
             "a.csv: no UTF-8: .* save the table",
         ),
         ("a.json", b'[{"text": "a"}, {"te', "a.json is no JSON list, or was cut off"),
-        ("a.json", b'[{"text": "\xff"}]', r"a.json: no UTF-8: 0xff at byte 11: a list is read"),
+        ("a.json", b'[{"text": "\xff"}]', r"a.json: invalid UTF-8: 0xff at byte 11"),
         ("a.jsonl", b'{\n"text": "a"\n}', r"3 rows are bad, the first is .*a.jsonl:1: no JSON"),
-        ("a.txt", b"a\0b", r"1 rows are bad, the first is .*a.txt: a NUL byte: at byte 1"),
+        ("a.txt", b"a\0b", r"1 rows are bad, the first is .*a.txt: NUL byte: at byte 1"),
     ],
     ids=str,
 )
@@ -66,7 +66,9 @@ def test_a_row_that_says_something_twice_is_bad(tmp_path: Path) -> None:
     ]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data, _ = read(tmp_path / "b.jsonl")
-    assert [row.why for row in data.bad] == ["two columns for one thing: completion and response"]
+    assert [row.why for row in data.bad] == [
+        "two columns for the same field: completion and response"
+    ]
     assert len(data.train) == 1
 
 
@@ -80,7 +82,7 @@ def test_a_run_folder_is_not_that_of_the_model_or_the_data(
     for changes, message in (
         ({"out": model}, "is --model"),
         ({"out": link}, "is --model"),
-        ({"out": model / "run"}, "or lies in it"),
+        ({"out": model / "run"}, "or inside it"),
         ({"out": model.parent}, "has --model"),
         ({"out": data}, "is --data"),
         ({"out": data.parent / "run", "data": (data.parent,)}, "is --data"),
@@ -112,7 +114,7 @@ def test_where_the_start_was_best_the_result_is_the_start(
     assert "| held-out loss of these weights | 1.0000 |" in card
     resumed = finetune(replace(config, resume=True))
     assert resumed.best == 1.0
-    with pytest.raises(GulliverError, match="model is written already, and save_dtype was 'auto'"):
+    with pytest.raises(GulliverError, match="model already exists, and save_dtype was 'auto'"):
         finetune(replace(config, resume=True, save_dtype="bf16"))
     (config.out / "model").rename(tmp_path / "away")
     finetune(replace(config, resume=True, save_dtype="bf16"))
@@ -176,7 +178,7 @@ def test_a_small_disk_and_samples_of_stages_are_told_of_before_anything_is_writt
         finetune(config)
     assert list(tmp_path.iterdir()) == []
     finetune(small(example, tmp_path / "run", dry_run=True, pp=2, ranks=2))
-    assert "generate, --samples and --prompt are left out" in capsys.readouterr().err
+    assert "--samples and --prompt are ignored" in capsys.readouterr().err
 
 
 def test_an_adapter_goes_on_as_it_is(tmp_path: Path, example: Example) -> None:
@@ -184,7 +186,7 @@ def test_an_adapter_goes_on_as_it_is(tmp_path: Path, example: Example) -> None:
     adapter = finetune(config).result
     again = replace(config, out=tmp_path / "again", adapter=adapter)
     for changes, message in (
-        ({"lora_rank": 8}, r"--lora-rank is 8, and --adapter .* has 2"),
+        ({"lora_rank": 8}, r"--lora-rank is 8, but --adapter .* has 2"),
         ({"lora_targets": ("q_proj",)}, "--lora-targets is"),
     ):
         with pytest.raises(GulliverError, match=message):

@@ -90,7 +90,7 @@ def test_clusters_have_short_names_with_a_count(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     Cluster("c", DEVICE, (Axis("node", 2, SLOW),)).save(file)
     assert named_cluster(str(file), 4).size == 4
-    for text, message in (("h10x4", "h100"), ("h100x0", "take 1 to"), ("x8", "no cluster")):
+    for text, message in (("h10x4", "h100"), ("h100x0", "use 1 to"), ("x8", "unknown cluster")):
         with pytest.raises(GulliverError, match=message):
             named_cluster(text)
     with pytest.raises(GulliverError, match="8 were asked"):

@@ -202,8 +202,8 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case({"stage": 1}, given={"optimizer_cls_and_kwargs": (torch.optim.SparseAdam, {})}),
         "SparseAdam",
     ),
-    "twice": (Case({"stage": 3}, {"gulliver": {"stage": 2}}), "differ: say it once"),
-    "clipped twice": (Case({"max_norm": 0.1}), "say it as max_grad_norm"),
+    "twice": (Case({"stage": 3}, {"gulliver": {"stage": 2}}), "differ; set one of them"),
+    "clipped twice": (Case({"max_norm": 0.1}), "use max_grad_norm"),
 }
 
 

@@ -190,7 +190,7 @@ def alone(world: World, folder: str) -> None:
         rates.append([module.lr, *module.losses])
     assert torch.allclose(*(torch.tensor(found) for found in rates))
     options = {"callbacks": [LearningRateFinder(num_training_steps=6)]}
-    with pytest.raises(GulliverError, match="take up folders only"):
+    with pytest.raises(GulliverError, match="only load folders"):
         trainer_of(world, "gulliver", default_root_dir=folder, **options).fit(Tuned())
     refusals(world, folder)
 
@@ -286,7 +286,7 @@ def test_announced_names_choose_the_plugin() -> None:
         ({"plugin": HybridParallelPlugin(tp_size=1)}, "cannot run a LightningModule"),
         ({"plugin": "zero"}, "cannot run a LightningModule"),
         ({"checkpoint": "files"}, "'file' or 'folder'"),
-        ({"checkpoint": "file", "use_async": True}, "writes folders"),
+        ({"checkpoint": "file", "use_async": True}, "needs folders"),
     ],
 )
 def test_arguments_without_a_counterpart_are_refused(options: Any, match: str) -> None:

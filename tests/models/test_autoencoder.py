@@ -94,7 +94,7 @@ def test_other_files_are_no_autoencoders(tmp_path: Path) -> None:
     from gulliver.checkpoint.files import write_tensors
 
     write_tensors(tmp_path / "x.safetensors", {"a": torch.ones(1)})
-    with pytest.raises(GulliverError, match="no video autoencoder"):
+    with pytest.raises(GulliverError, match="not a video autoencoder"):
         load_autoencoder(tmp_path / "x.safetensors")
     with pytest.raises(GulliverError, match="does not exist"):
         load_autoencoder(tmp_path / "y.safetensors")

@@ -200,5 +200,5 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         model(**dict(inputs, x=torch.zeros(2, 4, 2, 4, 4)), **sides)
     with pytest.raises(GulliverError, match="x_mask has shape"):
         model(**dict(inputs, x_mask=torch.ones(2, 3, dtype=torch.bool)), **sides)
-    with pytest.raises(GulliverError, match="longer than model_max_length"):
+    with pytest.raises(GulliverError, match="exceeds model_max_length"):
         model(**dict(inputs, y=torch.zeros(2, 1, 9, 10), mask=None), **sides)

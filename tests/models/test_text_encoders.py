@@ -121,32 +121,32 @@ def test_captions_are_encoded_once_and_kept_by_fingerprint(tmp_path: Path) -> No
     assert asked == CAPTIONS
     for file in (tmp_path / "kept").iterdir():
         file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(GulliverError, match="delete this kept text, it is made again"):
+    with pytest.raises(GulliverError, match="delete this file"):
         words.encode(["a cat"])
     for file in (tmp_path / "kept").iterdir():
         write_tensors(file, {"mask": torch.ones(2)})
-    with pytest.raises(GulliverError, match="keeps no text: delete it, it is made again"):
+    with pytest.raises(GulliverError, match="is not an encoded caption"):
         words.encode(["a cat"])
 
 
 def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_t5(tmp_path / "t5")
     encoder = T5TextEncoder(tmp_path / "t5", 4)
-    with pytest.raises(GulliverError, match=r"7 tokens are more than this model reads \(4\)"):
+    with pytest.raises(GulliverError, match=r"7 tokens exceed this model's limit of 4"):
         encoder.encode(CAPTIONS)
     assert T5TextEncoder(tmp_path / "t5", 4, cut=True).encode(CAPTIONS).mask.shape == (3, 4)
     with pytest.raises(GulliverError, match="no caption"):
         encoder.encode([])
-    with pytest.raises(GulliverError, match="16 wide, the model reads 4096"):
+    with pytest.raises(GulliverError, match="width 16, the model needs 4096"):
         check_encoder(encoder, 4096, 300)
-    with pytest.raises(GulliverError, match="up to 4 tokens, the model reads 3: pass max_length=3"):
+    with pytest.raises(GulliverError, match="pass max_length=3"):
         check_encoder(encoder, 16, 3)
     save_clip(tmp_path / "clip")
     for length in (0, -3, 1.5):
         for folder in ("t5", "clip"):
-            with pytest.raises(GulliverError, match=f"max_length is {length}: expected"):
+            with pytest.raises(GulliverError, match=f"max_length={length}: expected"):
                 load_text_encoder(tmp_path / folder, length)  # type: ignore[arg-type]
-    with pytest.raises(GulliverError, match="max_length is 9: this CLIP reads up to 8 tokens"):
+    with pytest.raises(GulliverError, match="max_length=9 exceeds this CLIP's limit of 8 tokens"):
         load_text_encoder(tmp_path / "clip", 9)
     clip = load_text_encoder(tmp_path / "clip")
     assert clip.max_length == 8
@@ -156,7 +156,7 @@ def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_text_encoder(tmp_path / "none")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(GulliverError, match="holds a bert model: expected a T5 or a CLIP"):
+    with pytest.raises(GulliverError, match="holds a bert model"):
         load_text_encoder(tmp_path / "other")
 
 
@@ -229,7 +229,7 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match="has no field 'hiden_size'"):
         load_model(folder)
     (folder / "config.json").write_text('{"model_type": "STDiT2"}')
-    with pytest.raises(GulliverError, match=r"says model_type 'STDiT2', the .* an STDiT3"):
+    with pytest.raises(GulliverError, match=r"has model_type 'STDiT2', .* an STDiT3"):
         load_model(folder)
     (folder / "config.json").write_text('{"depth": "two"}')
     with pytest.raises(GulliverError, match=r"folder: .*depth is 'two'"):
@@ -249,7 +249,7 @@ def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
             load_model(path, dtype=dtype)
     low = state[name].to(torch.float8_e4m3fn)
     write_tensors(path, {**state, name: low})
-    with pytest.raises(GulliverError, match=r"is float8_e4m3fn, .*: pass dtype=torch\.bfloat16"):
+    with pytest.raises(GulliverError, match=r"is float8_e4m3fn, .* pass dtype=torch\.bfloat16"):
         load_model(path)
     found = load_model(path, dtype=torch.bfloat16).state_dict()[name]
     assert torch.equal(found, low.to(torch.bfloat16))

@@ -141,14 +141,14 @@ def test_a_quantised_folder_comes_back_bit_for_bit(
         load_quantized(other, tmp_path / "saved")
         assert torch.equal(other(PROMPT).logits, whole(PROMPT).logits)
         assert model_bytes(other) == model_bytes(whole)
-        with pytest.raises(GulliverError, match="quantised already"):
+        with pytest.raises(GulliverError, match="already quantized"):
             load_quantized(other, tmp_path / "saved")
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
 def test_files_of_another_model_are_refused(folder: Path, tmp_path: Path):
-    with pytest.raises(GulliverError, match="not quantised: gulliver quantize"):
+    with pytest.raises(GulliverError, match="not quantized"):
         load_quantized(build("gpt2", torch.float32), folder / "gpt2")
     save_quantized(gulliver.replace_module(build("gpt2", torch.float32)), tmp_path / "gpt2")
     with pytest.raises(GulliverError, match="another model"):
@@ -166,10 +166,10 @@ def test_files_of_another_model_are_refused(folder: Path, tmp_path: Path):
 def test_a_folder_that_is_quantised_is_not_quantised_again(folder: Path, tmp_path: Path):
     small = tmp_path / "small"
     save_quantized(gulliver.replace_module(build("llama", torch.float32), mode="int8"), small)
-    with pytest.raises(GulliverError, match="is quantised already"):
+    with pytest.raises(GulliverError, match="is already quantized"):
         stream_quantized(on_meta("llama"), small)
     for report in (False, True):
-        with pytest.raises(GulliverError, match="is quantised already"):
+        with pytest.raises(GulliverError, match="is already quantized"):
             quantize_folder(small, tmp_path / "again", report=report)
     assert not (tmp_path / "again").exists()
 
@@ -228,9 +228,9 @@ def test_a_pipeline_is_quantised_pictured_and_comes_back(
     apart = pictures[1] - pictures[0]
     assert float(found[1]) == pytest.approx(-10 * apart.square().mean().log10().item(), abs=0.06)
     assert float(found[2]) == pytest.approx(apart.abs().max().item(), rel=0.01)
-    with pytest.raises(GulliverError, match="quantised already"):
+    with pytest.raises(GulliverError, match="already quantized"):
         quantize_pipeline(out, tmp_path / "other")
-    with pytest.raises(GulliverError, match="not quantised: gulliver quantize"):
+    with pytest.raises(GulliverError, match="not quantized"):
         load_pipeline(folder)
     with pytest.raises(GulliverError, match=r"no module of .*unet.* matches 'con_out'"):
         quantize_pipeline(folder, tmp_path / "other", exclude=["con_out"])
@@ -256,7 +256,7 @@ def test_gptq_of_a_folder_is_that_of_the_model_and_errs_less(
     with torch.no_grad():
         assert torch.equal(loaded(PROMPT).logits, whole(PROMPT).logits)
     # From what was written no half is left where something is refused.
-    for words, why in ((("--rounding", "gptq"), "name a text with --calibration"),):
+    for words, why in ((("--rounding", "gptq"), "give a text with --calibration"),):
         assert ran(str(folder / "gpt2"), "--out", str(tmp_path / "no"), *words) == 1
         assert why in capsys.readouterr().err
     assert not (tmp_path / "no").exists()

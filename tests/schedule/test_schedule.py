@@ -358,7 +358,7 @@ def test_why_says_who_holds_the_slots_and_when_a_job_should_end() -> None:
     jobs = [job("a", 0, 40, 4), job("b", 10, 20, 4), job("c", 20, 1, 4)]
     told = why(jobs, JobCluster(4), make_policy("fifo"), "b", 12.0)
     assert "waits: 4 of 4 slots are held (a 4)" in told[0]
-    assert told[-1].startswith("should end at 60 s, in 48 s, if no job comes")
+    assert told[-1].startswith("expected to end at 60 s, in 48 s, if no job arrives")
     told = why(jobs, JobCluster(4), Rollout(), "a", 15.0)
     assert any("was paused at 10 s from 4 to 0 slots, when b arrived" in line for line in told)
     with pytest.raises(GulliverError, match="no job 'd'"):

@@ -47,8 +47,8 @@ def test_measured_points_become_costs(tmp_path: Path) -> None:
         ({"slots": 1.5}, "slots is 1.5: it must be of type int"),
         ({"slot": 1}, "unknown column 'slot': did you mean 'slots'"),
         ({"batch": None}, "batch is missing"),
-        ({"least_batch": 64}, "batch 32 is outside of its limits 64 to 32"),
-        ({"most_slots": 1}, "asks for 2 slots and runs on 1 at most"),
+        ({"least_batch": 64}, "batch 32 is outside of 64 to 32"),
+        ({"most_slots": 1}, "requests 2 slots but can use at most 1"),
         ({"sample_seconds": 0}, "a step takes no time"),
         ({"arrival": 9, "deadline": 5}, "deadline is 5.0"),
         ({"announced": "perhaps"}, "announced is 'perhaps': it must be of type bool"),
@@ -66,11 +66,11 @@ def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: s
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     for name, text, told in (
         ("a.json", "{", "cannot be read"),
-        ("b.json", "3", "give a list of jobs"),
+        ("b.json", "3", "has no list of jobs"),
         ("c.json", "[]", "has no jobs"),
         ("d.csv", "name,arival\na,0\n", "unknown column 'arival': did you mean 'arrival'"),
         ("e.csv", "name,arrival\na,0\n", "samples is missing"),
-        ("f.txt", "", "must end in .csv or .json"),
+        ("f.txt", "", "use .csv or .json"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(GulliverError, match=told):

@@ -149,7 +149,7 @@ def test_a_script_with_an_error_is_given_up_with_its_line(tmp_path: Path, agent:
     cluster.until(lambda: bool(cluster.control.jobs) and cluster.control.jobs["a"].phase.over)
     job = cluster.control.jobs["a"]
     assert job.phase is Phase.FAILED
-    assert job.note.startswith("failed 2 times from one checkpoint: rank 0 ended with code")
+    assert job.note.startswith("failed 2 times from the same checkpoint: rank 0 exited with code")
 
 
 def test_a_second_scheduler_in_a_folder_is_refused(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_without_a_scheduler_a_job_runs_to_its_end(tmp_path: Path) -> None:
     assert seen == [0, 1, 2]
     with pytest.raises(GulliverError, match=r"step 0 was not reported: call job\.report"):
         list(elastic(tmp_path, batch=4).steps(0, 2))
-    with pytest.raises(GulliverError, match="nothing says when the job ends"):
+    with pytest.raises(GulliverError, match="the job has no length"):
         next(elastic(tmp_path, batch=4).steps())
-    with pytest.raises(GulliverError, match="the batch size is not known"):
+    with pytest.raises(GulliverError, match="the batch size is unknown"):
         elastic(tmp_path).share()
 
 

@@ -198,7 +198,7 @@ def test_a_job_that_fails_again_and_again_is_given_up_with_its_last_line(tmp_pat
     cluster.finish()
     assert cluster.phase("a") is Phase.FAILED
     assert cluster.jobs["a"].note == (
-        "failed 3 times from one checkpoint: rank 0 ended with code 1: ValueError: no data"
+        "failed 3 times from the same checkpoint: rank 0 exited with code 1: ValueError: no data"
     )
 
 
@@ -251,7 +251,7 @@ def test_a_script_that_never_reports_is_named_and_keeps_its_slots(tmp_path: Path
     assert "a" not in expected_ends(history_of(cluster))
     cluster.finish()
     assert job.phase is Phase.ENDED
-    assert "ended without having reported" in job.note
+    assert "ended without a report" in job.note
 
 
 def test_a_job_that_does_not_leave_is_ended_and_goes_on_from_its_checkpoint(
@@ -296,11 +296,11 @@ def test_jobs_that_the_cluster_can_never_run_are_refused_by_name(tmp_path: Path)
     ("changed", "told"),
     [
         ({"name": "a/b"}, "job name 'a/b': give letters"),
-        ({"script": "none.py"}, "there is no script"),
+        ({"script": "none.py"}, "does not exist"),
         ({"samples": None}, "give samples, or epoch"),
         ({"batch": 0}, "batch is 0"),
-        ({"least_batch": 32}, "batch 16 is outside of its limits 32 to 16"),
-        ({"slots": 20}, "asks for 20 slots and runs on 16 at most"),
+        ({"least_batch": 32}, "batch 16 is outside of 32 to 16"),
+        ({"slots": 20}, "requests 20 slots but can use at most 16"),
         ({"tries": 0}, "tries is 0"),
     ],
 )
@@ -315,7 +315,7 @@ def test_bad_submissions_are_refused_in_one_line(tmp_path: Path, changed: dict, 
 def test_two_jobs_of_one_name_are_refused(tmp_path: Path) -> None:
     cluster = FakeCluster(tmp_path)
     cluster.submit("a")
-    with pytest.raises(GulliverError, match="there is a job 'a'"):
+    with pytest.raises(GulliverError, match="job 'a' already exists"):
         cluster.submit("a")
 
 
@@ -334,7 +334,7 @@ def test_why_tells_reason_measured_seconds_and_an_end_that_comes_true(tmp_path: 
     text = "\n".join(live_why(history, "a"))
     assert "policy rollout" in text
     assert "its start took 1" in text
-    assert f"should end at {ends['a']:.4g} s" in text
+    assert f"expected to end at {ends['a']:.4g} s" in text
     cluster.finish()
     for name, end in ends.items():
         assert cluster.jobs[name].ended == pytest.approx(end, rel=0.05)

@@ -199,15 +199,14 @@ def _refused(world: World, run: Path) -> list[str]:
 def test_what_ranks_cannot_make_together_is_refused_on_all(pool: Pool, run: Path) -> None:
     for said in pool.run(_refused, 2, run):
         assert said == [
-            "--sequence 2 x --guidance-ranks 2 = 4 ranks, but there are 2: start as many, or leave "
-            "one of the two out",
-            "guidance 1 has one branch only, and the ranks are shared between two: share the "
-            "model with guidance_ranks=1",
-            "image guidance on 2 guidance ranks: it asks the model three times in a step, for "
-            "which there is no even share; use 1 guidance rank, and let the others share the "
-            "sequence",
-            "rank 1 was asked for other clips than rank 0, and they make them together: give all "
-            "ranks the same requests",
+            "--sequence 2 x --guidance-ranks 2 = 4 ranks, but there are 2; start as many, or omit "
+            "one of the options",
+            "guidance 1 has a single branch, but two guidance ranks share it; share the model with "
+            "guidance_ranks=1",
+            "image guidance does not support 2 guidance ranks: it needs three model calls per step, "
+            "which two ranks cannot share evenly; use 1 guidance rank, and sequence parallelism for "
+            "the others",
+            "rank 1 has other requests than rank 0; pass the same requests on all ranks",
         ]
 
 

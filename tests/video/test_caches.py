@@ -354,12 +354,12 @@ def test_ranks_that_make_a_clip_together_decide_as_one(
 def test_training_and_what_cannot_be_is_refused() -> None:
     model, x, run = made("third")
     with cache_blocks(model, "first-block"):
-        with pytest.raises(GulliverError, match=r"is for sampling: call model\.eval\(\)"):
+        with pytest.raises(GulliverError, match=r"is for sampling; call model\.eval\(\)"):
             run(500.0, x)
         model.train()
         with torch.no_grad(), pytest.raises(GulliverError, match="is for sampling"):
             run(500.0, x)
-        with pytest.raises(GulliverError, match="caches already"):
+        with pytest.raises(GulliverError, match="already has a cache"):
             cache_blocks(model, "broadcast").__enter__()
     with pytest.raises(GulliverError, match="a Linear has no cache"):
         cache_blocks(nn.Linear(1, 1), "broadcast")

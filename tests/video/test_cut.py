@@ -328,7 +328,7 @@ def test_a_file_that_crashes_its_process_costs_that_file_only() -> None:
 
 
 def test_what_cannot_be_meant_is_refused(mess: Mess, tmp_path: Path) -> None:
-    with pytest.raises(GulliverError, match="is the table itself"):
+    with pytest.raises(GulliverError, match="is the input table"):
         run(mess, mess.table)
     with pytest.raises(GulliverError, match="less than --min-seconds"):
         run(mess, tmp_path / "o.csv", CutSettings(min_seconds=2, max_seconds=1))

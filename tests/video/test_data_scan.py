@@ -72,7 +72,7 @@ def test_no_file_is_lost(mess: Mess, scanned: ScanResult) -> None:
     for clip in mess.of_kind("broken"):
         # One that is cut short has frames at its beginning, and a note that it breaks off.
         told = {os.path.basename(name): reason for name, reason in scanned.broken}.get(clip.path)
-        assert told or "breaks off after" in str(facts(scanned)[clip.path]["note"]), clip
+        assert told or "is truncated after" in str(facts(scanned)[clip.path]["note"]), clip
     listed = [(name, reason) for name, step, reason in read_broken(scanned.table.path)]
     assert listed == scanned.broken
 
@@ -104,7 +104,7 @@ def test_an_avi_that_states_ten_times_its_frames_is_counted(tmp_path: Path) -> N
     found = read_facts(path)
     assert found["num_frames"] == 20
     assert found["fps"] == pytest.approx(25)
-    assert "is said to have 200 frames, 20 are there" in found["note"]
+    assert "should have 200 frames, but has 20" in found["note"]
 
 
 def test_damage_in_the_middle_is_found_by_decoding(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_the_command_says_what_is_there_and_what_is_not(
     folder = tmp_path / "clips"
     folder.mkdir()
     assert run(folder) == 1
-    assert "holds no clip or picture" in capsys.readouterr().err
+    assert "has no clips or pictures" in capsys.readouterr().err
     assert run(tmp_path / "none") == 1
-    assert "is no folder: name the folder of the clips" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     write_film(folder / "a.mp4", moving(20), Fraction(10))
     (folder / "b.mp4").write_bytes(b"")
     (folder / "notes.md").write_text("x")

@@ -227,7 +227,7 @@ def test_a_scorer_that_cannot_be_had_is_refused_before_anything_is_read(
 def test_a_score_that_is_no_number_is_listed(table: Table) -> None:
     found = score(table, ("several",))
     assert found.table.column("several") == [None] * 5
-    assert dict(found.broken)["a.mkv"] == "several: gives list: give a number, text or None"
+    assert dict(found.broken)["a.mkv"] == "several: returns list; return a number, text or None"
 
 
 def test_scores_that_are_there_stay_and_what_is_missing_is_scored(

@@ -163,16 +163,16 @@ def test_a_condition_keeps_the_rows_that_a_loop_in_python_keeps(tmp_path: Path) 
     ("condition", "message"),
     [
         ("motoin > 2", '"motoin" not found .* "motion"'),
-        ('text = "cat"', r"\(text stands in single quotes\)"),
-        ("fps >", "is no condition: .*syntax error"),
-        ("", "is no condition"),
+        ('text = "cat"', r"\(put text in single quotes\)"),
+        ("fps >", "is not a condition: .*syntax error"),
+        ("", "is not a condition"),
         ("fps", "gives float64, not true or false"),
-        ("avg(fps) > 2", "is not of each row by itself"),
-        ("fps > 'fast'", "cannot be worked out"),
+        ("avg(fps) > 2", "does not give a value per row"),
+        ("fps > 'fast'", "cannot be evaluated"),
         ("exists (select * from read_csv('/etc/passwd'))", "disabled by configuration"),
-        ("1 = 1) from clips union select (2 = 2", "is no condition"),
-        ("true), (false", "is no condition"),
-        ("true); drop table clips; select (true", "is no condition"),
+        ("1 = 1) from clips union select (2 = 2", "is not a condition"),
+        ("true), (false", "is not a condition"),
+        ("true); drop table clips; select (true", "is not a condition"),
     ],
 )
 def test_what_is_no_condition_is_refused_in_one_line(
@@ -207,5 +207,5 @@ def test_the_command_filters_and_never_over_its_own_table(
     with out.open(newline="") as file:
         assert [row["path"] for row in csv.DictReader(file)] == ["a.mp4"]
     assert run(table, "aes > 5", "--out", table) == 1
-    assert "is the table itself" in capsys.readouterr().err
+    assert "is the input table" in capsys.readouterr().err
     assert table.read_text() == OPEN_SORA

@@ -179,7 +179,7 @@ def test_a_full_disk_is_one_line_and_what_was_done_stays(
     with pytest.raises(GulliverError, match=r"no space left .*; 8 of 27 windows .* done and stay"):
         encode(config)
     assert len(list((config.out / "shards").iterdir())) == 4
-    with pytest.raises(GulliverError, match="kept is not finished: run gulliver data encode"):
+    with pytest.raises(GulliverError, match="kept is not finished; run gulliver data encode"):
         LatentCache(config.out)
     monkeypatch.undo()
     assert encode(config).made == 27 - 8
@@ -194,7 +194,7 @@ def test_latents_of_another_model_or_other_settings_are_not_mixed(
         encode(options(parts, kept, autoencoder=parts / "vae4.safetensors"))
     with pytest.raises(GulliverError, match="windows was 3, is 2; dtype was float32, is float16"):
         encode(options(parts, kept, windows=2, dtype="float16"))
-    with pytest.raises(GulliverError, match="name either --shapes"):
+    with pytest.raises(GulliverError, match="give either --shapes"):
         encode(options(parts, kept, shapes=()))
     assert bytes_of(kept) == whole
 
@@ -220,7 +220,7 @@ def test_a_table_that_grows_keeps_what_is_there_and_half_precision_rounds(
     path = config.out / "shards" / rounded.shards[0].file
     path.write_bytes(path.read_bytes()[:-10])
     clip, start = rounded.shards[0].members[-1]
-    with pytest.raises(GulliverError, match="is cut off, or another file: run gulliver"):
+    with pytest.raises(GulliverError, match="is truncated or was replaced; run gulliver"):
         rounded.read(ClipWindow(clip, rounded.shards[0].bucket, start))
 
 
@@ -356,9 +356,12 @@ def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
             {"frame_interval": 2, "windows": 2},
             "frame_interval is 2 in this run, 1 .*; windows",
         ),
-        ({"scores": "1.2"}, "scores is 1.2 in this run, none of the latents"),
-        ({"shapes": ("9x32x32", "5x16x16")}, "kept in other shapes than .* run gulliver data enc"),
-        ({"encoded": Path("nowhere")}, "nowhere holds no kept latents"),
+        ({"scores": "1.2"}, "scores is 1.2 in this run, but none in the latents"),
+        (
+            {"shapes": ("9x32x32", "5x16x16")},
+            "stored with other shapes than .* run gulliver data enc",
+        ),
+        ({"encoded": Path("nowhere")}, "nowhere holds no stored latents"),
     ],
 )
 def test_latents_that_do_not_fit_a_run_are_refused(
@@ -397,6 +400,6 @@ def test_the_command_encodes_and_says_what_is_broken(
         main([str(part) for part in command])
     told_to = capsys.readouterr().err
     assert ended.value.code == 0, told_to
-    assert "24 windows are kept in" in told_to
+    assert "24 windows are stored in" in told_to
     assert told_to.count("broken.mp4: ") == 1
     assert bytes_of(out) == bytes_of(kept)

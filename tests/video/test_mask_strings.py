@@ -100,11 +100,11 @@ def test_strings_mean_what_they_say(
         ("0,0,0.5", "whole numbers"),
         ("0,0,1_0", "whole numbers"),
         ("0,0,0,0,1,1.5", "between 0 .* and 1 .*, not 1.5"),
-        ("0,0,0,0,0", "length is 0, it must be at least 1"),
+        ("0,0,0,0,0", "length is 0, but must be at least 1"),
         ("i2v_haed", "did you mean 'i2v_head'"),
-        ("2", "names loop 2: the first is 0, there are 2"),
+        ("2", "uses loop 2, but there are 2"),
         ("0,-2", "names reference -2"),
-        ("", "references without a mask strategy"),
+        ("", "references need a mask strategy"),
     ],
 )
 def test_strings_that_cannot_be_are_refused(text: str, message: str) -> None:
@@ -153,7 +153,9 @@ def test_short_forms_give_the_frames_that_their_names_say() -> None:
     head, tail = given_by("v2v_head", [one], 11), given_by("v2v_tail", [one], 11)
     assert (list(head), list(tail)) == (list(range(9)), list(range(2, 11)))
     assert (head[0], head[8], tail[10]) == ([0], [29, 30, 31, 32], [33, 34, 35, 36])
-    with pytest.raises(GulliverError, match="v2v_head_easy gives 65 frames, the reference has 37"):
+    with pytest.raises(
+        GulliverError, match="v2v_head_easy uses 65 frames, but the reference has 37"
+    ):
         cut_references("v2v_head_easy", [one], unit=4)
     assert set(SHORT_FORMS) >= {"i2v_head", "i2v_tail", "i2v_loop", "v2v_head", "v2v_tail"}
 
@@ -164,9 +166,9 @@ def test_prompts_of_loops() -> None:
     for prompt, message in (
         ("  ", "prompt is empty"),
         ("|0||1|up", "prompt is empty"),
-        ("|1|up", r"names loops \[1\]: they begin at 0 and ascend"),
+        ("|1|up", r"has loops \[1\]"),
         ("|0|a|0|b", "ascend"),
-        ("|0|a|3|b", "names loop 3"),
+        ("|0|a|3|b", "uses loop 3"),
         ("|0", "is not |0|sentence|2|sentence"),
         ("|a|b", "is not |0|sentence|2|sentence"),
     ):
@@ -185,7 +187,7 @@ def test_json_in_prompts() -> None:
     for text, message in (
         ('up {"mask_strategie": "0"}', "'mask_strategie': did you mean 'mask_strategy'"),
         ('up {"mask_strategy": 0}', "must be text, not 0"),
-        ('up {"mask_strategy": "0"', "ends in no JSON"),
+        ('up {"mask_strategy": "0"', "ends in invalid JSON"),
     ):
         with pytest.raises(GulliverError, match=message):
             read_prompt(text)

@@ -135,7 +135,7 @@ def test_samples_that_cannot_be_are_refused_before_training(
         (SamplesConfig(every=1, shape="5x16x17"), "--samples.shape 5x16x17 is not one"),
         (SamplesConfig(every=1, prompts=tmp_path / "none.txt"), "does not exist"),
         (SamplesConfig(every=1, prompts=long), "9 words"),
-        (SamplesConfig(every=1, prompts=references), "names references"),
+        (SamplesConfig(every=1, prompts=references), "uses references"),
     ):
         with pytest.raises(GulliverError, match=message):
             train(sampled(tmp_path / "run", autoencoder, samples=samples))

@@ -228,7 +228,7 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
         ("spatial_vae.module.encoder.conv_in.weight", "picture half of Open-Sora 1.2"),
         ("encoder.mid.attn_1.q.weight", "first layout, not diffusers'"),
         ("encoder.down_blocks.0.resnets.0.conv1.conv.weight", "folder with its config.json"),
-        ("spatial_blocks.0.attn.qkv.weight", "it looks like nothing known"),
+        ("spatial_blocks.0.attn.qkv.weight", "it looks like an unknown model"),
         ("double_blocks.0.img_attn.qkv.weight", "a FLUX.1 model"),
         ("encoder.block.0.layer.0.SelfAttention.q.weight", "a T5 text encoder"),
     ):
@@ -254,14 +254,14 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make_it", "message"),
     [
-        (lambda: make("causal").latent_shape(18, 8, 8), r"18 frames.*4 k \+ 1 do, such as 17"),
+        (lambda: make("causal").latent_shape(18, 8, 8), r"18 frames.*4 k \+ 1, such as 17"),
         (lambda: make("pipeline").encode(torch.zeros(1, 3, 5, 9, 8)), "such as 8x8"),
-        (lambda: make("frames").latent_shape(0, 8, 8), "it needs one"),
-        (lambda: make("causal").decode(torch.zeros(1, 8, 2, 2, 2)), "another autoencoder"),
+        (lambda: make("frames").latent_shape(0, 8, 8), "at least one"),
+        (lambda: make("causal").decode(torch.zeros(1, 8, 2, 2, 2)), "do not belong to this autoencoder"),
         (lambda: make("pipeline").decode(torch.zeros(1, 4, 6, 2, 2), 17), "17 frames, which has 5"),
         (lambda: VideoAutoencoder(width=8).decode(torch.zeros(1, 8, 2, 2, 2), 9), "which has 3"),
         (lambda: build_autoencoder("SD-VEA"), "did you mean 'SD-VAE'"),
-        (lambda: build_autoencoder("SD-VAE", foo=1), "FrameAutoencoder has these fields: .*foo"),
+        (lambda: build_autoencoder("SD-VAE", foo=1), "FrameAutoencoder cannot have these fields: .*foo"),
         (lambda: build_autoencoder("SD-VAE", norm_num_groups=5), "5 does not divide block_out"),
         (lambda: build_autoencoder("OpenSora-VAE-v1.3", num_groups=5), "no CausalAutoencoder has"),
         (lambda: build_autoencoder("Wan2.1-VAE"), "class of diffusers"),

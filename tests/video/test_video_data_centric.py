@@ -237,9 +237,9 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
             {"planner": PlannerConfig(tokens=9, seconds=1.0), "data": DataConfig()},
             "exclude each other",
         ),
-        ({"planner": PlannerConfig(tokens=9)}, "--data.batch-size is 7: leave it out"),
+        ({"planner": PlannerConfig(tokens=9)}, "--data.batch-size is 7: omit it"),
         ({"planner": PlannerConfig(degree=2)}, "add --planner.no-intra"),
-        ({"planner": PlannerConfig(intra=False)}, "needs a --planner.degree"),
+        ({"planner": PlannerConfig(intra=False)}, "needs --planner.degree"),
         (
             {"data_centric": False, "planner": PlannerConfig(unfit="skip")},
             "--planner.unfit is skip: add --data-centric",
@@ -267,9 +267,9 @@ def test_costs_and_clips_that_do_not_fit_are_refused(
     other = tmp_path / "other.json"
     other.write_text(json.dumps(values))
     config = uneven(tmp_path / "run", autoencoder, planner=PlannerConfig(costs=other))
-    with pytest.raises(GulliverError, match=r"--planner.costs: .*is of another machine"):
+    with pytest.raises(GulliverError, match=r"--planner.costs .*is for another machine"):
         train(config)
-    with pytest.raises(GulliverError, match=r"--planner.costs: .*No such file"):
+    with pytest.raises(GulliverError, match=r"--planner.costs .*No such file"):
         train(replace(config, planner=PlannerConfig(costs=tmp_path / "none.json")))
     costs = alone / "costs.json"
     saved = read_samples(costs)

@@ -265,7 +265,7 @@ def test_latents_are_packed_by_square_and_unpacked() -> None:
     assert torch.equal(tokens[1, 6 + 3 + 2], x[1, :, 1, 2:4, 4:6].reshape(-1))
     assert token_positions(1, (2, 4, 6))[0, 11].tolist() == [1, 1, 2]
     assert torch.equal(unpack_latents(tokens, (2, 4, 6)), x)
-    with pytest.raises(GulliverError, match="3 x 6 do not divide by patch_size 2"):
+    with pytest.raises(GulliverError, match="3 x 6 are not divisible by patch_size=2"):
         pack_latents(x[:, :, :, :3])
 
 
@@ -443,13 +443,13 @@ def third(**changes: Any) -> dict[str, Any]:
     [
         (lambda: build("STDiT3-XL"), "did you mean 'STDiT3-XL/2'"),
         (lambda: build("STDiT3-XL/2", depht=1), "has no field 'depht': did you mean 'depth'"),
-        (lambda: STDiT(**SMALL, input_size=(2, 5, 4)), "does not divide by patch_size"),
+        (lambda: STDiT(**SMALL, input_size=(2, 5, 4)), "is not divisible by patch_size"),
         (lambda: STDiT2(**{**SMALL, "hidden_size": 32}), "multiple of 3"),
         (lambda: STDiT3(**SMALL, kernel_size=(8, 0, -1)), "at least 1, or -1 for all"),
-        (lambda: MMDiT(**{**JOINT, "axes_dim": (4, 4, 8)}), "must add up to a head"),
+        (lambda: MMDiT(**{**JOINT, "axes_dim": (4, 4, 8)}), "must add up to the head size"),
         (
             lambda: STDiT(**SMALL, input_size=(2, 6, 6))(**_smoke_inputs(STDiT)),
-            "2x6x4 latents: this STDiT has positions for input_size 2x6x6 alone",
+            "2x6x4 latents, but this STDiT only has positions for input_size=2x6x6",
         ),
         (
             lambda: STDiT2(**SMALL)(**{**_smoke_inputs(STDiT2), "ar": None}),
@@ -457,13 +457,13 @@ def third(**changes: Any) -> dict[str, Any]:
         ),
         (
             lambda: STDiT3(**SMALL)(**third(y=torch.zeros(2, 1, 7, 12))),
-            "captions are 12 wide, the model was made for caption_channels = 10",
+            "captions have width 12, but the model has caption_channels=10",
         ),
         (
             lambda: STDiT3(**SMALL, image_conditioning=True)(
                 **third(mask_index=[2], cond=drawn(2, 3, 2, 6, 4), cond_mask=drawn(2, 3, 2, 6, 4))
             ),
-            "names frame 2: the clip has frames 0 to 1",
+            "contains frame 2; the clip has frames 0 to 1",
         ),
         (
             lambda: STDiT3(**SMALL, kernel_size=(2, 2, -1), compat=())(
@@ -473,7 +473,7 @@ def third(**changes: Any) -> dict[str, Any]:
         ),
         (
             lambda: MMDiT(**JOINT)(**{**_smoke_inputs(MMDiT), "txt": torch.zeros(2, 5, 11)}),
-            r"txt is of shape \(2, 5, 11\): expected \[2, N, 10\]",
+            r"txt is of shape \(2, 5, 11\); expected \[2, N, 10\]",
         ),
         (
             lambda: MMDiT(**JOINT, cond_embed=True)(**_smoke_inputs(MMDiT)),
@@ -493,7 +493,7 @@ def test_state_dicts_of_others_are_named() -> None:
         ("transformer_blocks.0.attn1.to_q.weight", "the layout of diffusers"),
         ("temporal_vae.encoder.conv1.conv.weight", "a video autoencoder of Open-Sora 1.2"),
         ("encoder.block.0.layer.0.SelfAttention.q.weight", "a T5 text encoder"),
-        ("wte.weight", "looks like nothing known"),
+        ("wte.weight", "is not recognized"),
     ):
         with pytest.raises(GulliverError, match=told):
             fields_of({name: (2, 2)})

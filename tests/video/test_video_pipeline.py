@@ -362,7 +362,7 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
     save_autoencoder(tmp_path / "four.safetensors", VideoAutoencoder(latent_channels=4, width=8))
     load = VideoPipeline.load
     refused(
-        r"wide holds a T5 whose vectors are 24 wide, this STDiT3 reads 16: take the encoder",
+        r"wide holds a T5 of width 24, but this STDiT3 needs width 16",
         lambda: load(folders / "1.2", vae, tmp_path / "wide"),
     )
     refused(
@@ -374,12 +374,12 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
         r"stands for 4x4x4 pixels, one of this STDiT2 of Open-Sora 1\.1 for 1x8x8",
         lambda: load(tmp_path / "published", tmp_path / "four.safetensors", t5),
     )
-    refused("reads no vector of a CLIP: leave", lambda: load(folders / "1.2", vae, t5, clip))
+    refused("does not use a CLIP", lambda: load(folders / "1.2", vae, t5, clip))
     joint = {"axes_dim": (4, 4, 4)}
     refused(
         "reads a CLIP's single vector, 12 wide", lambda: load(folders / "2.0", vae, t5, **joint)
     )
-    refused("t5 holds a T5 whose .* of a CLIP", lambda: load(folders / "2.0", vae, t5, t5, **joint))
+    refused("t5 holds a T5 .* needs a CLIP", lambda: load(folders / "2.0", vae, t5, t5, **joint))
     refused("looks like a T5 text encoder", lambda: load(t5, vae, t5))
     for fps in (0, -3.0, float("nan"), float("inf")):
         refused("fps is .*above 0", lambda fps=fps: loaded(folders, "1.2", fps=fps))
@@ -392,14 +392,16 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
     refused("32x50 does not fit", lambda: pipeline.generate([Request("a", Bucket(17, 32, 50))]))
     alone = loaded(folders, "1.0")
     refused(
-        "this STDiT makes clips of 20x32x48 alone, not of 17x32x32",
+        "this STDiT only generates clips of 20x32x48, not of 17x32x32",
         lambda: alone.generate([Request("a", Bucket(17, 32, 32))]),
     )
     given = {"given": torch.zeros(3, 1, 32, 48)}
-    refused("takes no given frames", lambda: alone.generate([Request("a", BUCKET, **given)]))
+    refused(
+        "does not support given frames", lambda: alone.generate([Request("a", BUCKET, **given)])
+    )
     edit = {"references": (torch.zeros(3, 1, 32, 48),), "mask_strategy": "0,0,0,0,1,0.5"}
     refused(
-        r"edit ratios are for models of Open-Sora 1\.2: this STDiT3 of Open-Sora 1\.3",
+        r"edit ratios need a model of Open-Sora 1\.2; with this STDiT3 of Open-Sora 1\.3",
         lambda: loaded(folders, "1.3").generate([Request("a", BUCKET, **edit)]),
     )
     refused(

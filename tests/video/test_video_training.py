@@ -305,7 +305,7 @@ def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path
         (["train", "--data.table", "x", "--data.shapes", "4x32x32"], "such as 5x32x32"),
         (["train", "--data.held-out", "12:9"], "is not digit:direction"),
         (["train", "--autoencoder.path", "no.safetensors"], "no.safetensors does not exist"),
-        (["generate", "--run", "nowhere", "--prompt", "x"], "holds no training run"),
+        (["generate", "--run", "nowhere", "--prompt", "x"], "has no training run"),
         (["generate", "--prompt", "x", "--out", "a.avi"], "cannot write 'a.avi'"),
         (["generate"], "nothing to show"),
     ],
@@ -332,19 +332,22 @@ TABLE = DataConfig(table=Path("x.csv"))
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_size": 7}, "--pp-size is 7: model 'tiny' has 6 blocks"),
+        ({"pp_size": 7}, "--pp-size 7 exceeds the 6 blocks of model 'tiny'"),
         ({"tp_size": 8}, "model 'tiny' has 4 heads"),
         ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
-        ({"sequence_parallelism_mode": "ring_attn"}, "needs an --sp-size of at least 2"),
-        ({"resume_step": 7}, "--resume-step 7 says where to continue: add --resume"),
+        ({"sequence_parallelism_mode": "ring_attn"}, "needs --sp-size 2"),
+        ({"resume_step": 7}, "--resume-step 7 needs --resume"),
         ({"samples": SamplesConfig(clips=3)}, "--samples.clips is 3: add --samples.every"),
         ({"data": replace(TABLE, clips=9)}, "--data.clips is 9: it is for the moving digits"),
-        ({"data": replace(TABLE, shapes=("9x32x32:2",))}, "weights are for the moving digits"),
+        (
+            {"data": replace(TABLE, shapes=("9x32x32:2",))},
+            "weights only apply to the moving digits",
+        ),
         ({"data": replace(TABLE, bucket_ranks=2)}, "add --data.buckets"),
         ({"data": DataConfig(scores="1.2")}, "--data.scores is 1.2: it is for the clips"),
         ({"validation": ValidationConfig(share=0.1)}, "the moving digits have held-out"),
         ({"validation": ValidationConfig(every=5), "data": TABLE}, "add a --validation.share"),
-        ({"flow": FlowConfig(shift_rule="2.0")}, "add --flow.shift-by-size"),
+        ({"flow": FlowConfig(shift_rule="2.0")}, "it needs --flow.shift-by-size"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
@@ -368,8 +371,8 @@ def test_names_are_shown_as_they_are(
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"continue with --resume --out {folder}"]
     for arguments, message in (
-        (["generate", "--run", str(folder), "--prompt", "x"], f"{folder} holds no training run"),
-        (["evaluate", "--run", str(folder)], f"{folder} holds no training run"),
+        (["generate", "--run", str(folder), "--prompt", "x"], f"{folder} has no training run"),
+        (["evaluate", "--run", str(folder)], f"{folder} has no training run"),
         (["generate", "--prompts", str(folder / "prompts.txt")], f"{name}/prompts.txt, line 1"),
         (["train", "--data.table", str(folder / "no.csv")], f"table {folder}/no.csv does not"),
         (["train", "--autoencoder.path", str(folder)], f"{folder} "),
