@@ -203,9 +203,9 @@ def test_what_ranks_cannot_make_together_is_refused_on_all(pool: Pool, run: Path
             "one of the options",
             "guidance 1 has a single branch, but two guidance ranks share it; share the model with "
             "guidance_ranks=1",
-            "image guidance does not support 2 guidance ranks: it needs three model calls per step, "
-            "which two ranks cannot share evenly; use 1 guidance rank, and sequence parallelism for "
-            "the others",
+            "image guidance does not support 2 guidance ranks: it needs three model calls per "
+            "step, which two ranks cannot share evenly; use 1 guidance rank, and sequence "
+            "parallelism for the others",
             "rank 1 has other requests than rank 0; pass the same requests on all ranks",
         ]
 

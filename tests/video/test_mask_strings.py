@@ -97,13 +97,13 @@ def test_strings_mean_what_they_say(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0,0,0.5", "whole numbers"),
-        ("0,0,1_0", "whole numbers"),
+        ("0,0,0.5", "integers"),
+        ("0,0,1_0", "integers"),
         ("0,0,0,0,1,1.5", "between 0 .* and 1 .*, not 1.5"),
         ("0,0,0,0,0", "length is 0, but must be at least 1"),
         ("i2v_haed", "did you mean 'i2v_head'"),
         ("2", "uses loop 2, but there are 2"),
-        ("0,-2", "names reference -2"),
+        ("0,-2", "uses reference -2"),
         ("", "references need a mask strategy"),
     ],
 )
@@ -121,7 +121,7 @@ def test_frames_and_references_that_are_not_there_are_named() -> None:
             place(parse_mask_strategy(text), [3], 5)
     with pytest.raises(GulliverError, match="aligned: 4"):
         place(parse_mask_strategy("0,0,0,3,5"), [5], 8, align=4)
-    with pytest.raises(GulliverError, match="reference 1 is in no rule"):
+    with pytest.raises(GulliverError, match="reference 1 is not used"):
         check_rules(parse_mask_strategy("0"), references=2, loops=1)
     with pytest.raises(GulliverError, match="there are 0"):
         check_rules(parse_mask_strategy("0"), references=0, loops=1)
@@ -167,7 +167,7 @@ def test_prompts_of_loops() -> None:
         ("  ", "prompt is empty"),
         ("|0||1|up", "prompt is empty"),
         ("|1|up", r"has loops \[1\]"),
-        ("|0|a|0|b", "ascend"),
+        ("|0|a|0|b", "must begin at 0"),
         ("|0|a|3|b", "uses loop 3"),
         ("|0", "is not |0|sentence|2|sentence"),
         ("|a|b", "is not |0|sentence|2|sentence"),
