@@ -706,7 +706,7 @@ def test_submissions_that_make_no_sense_are_refused(make: Make, tmp_path: Path) 
         with pytest.raises(GulliverError, match=words):
             call()
     page = engine.acquire()
-    with pytest.raises(GulliverError, match="of a page"):
+    with pytest.raises(GulliverError, match="exceed the page"):
         engine.write_page(file, 0, page, PAGE + 1)
     engine.release(page)
 

@@ -447,7 +447,7 @@ def test_no_space_is_said_before_anything_is_written(
     save_file({"a": torch.randn(400)}, tmp_path / "x.safetensors")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 0, 10))
-    with pytest.raises(GulliverError, match="needs .* free"):
+    with pytest.raises(GulliverError, match=r"needs .* free"):
         export_huggingface(tmp_path / "x.safetensors", tmp_path / "hf")
     assert files_in(tmp_path) == ["x.safetensors"]
 

@@ -66,9 +66,9 @@ def test_a_table_is_filtered_without_torch(tmp_path: Path) -> None:
     [
         ("generate --prompt x --fps 0", "--fps is 0.0: it must be positive, at most 1000"),
         ("generate --prompt x --condition-frames 5", "--condition-frames is for --extend"),
-        ("generate --prompt x --loops 2", "2 loops need a number of frames"),
+        ("generate --prompt x --loops 2", "2 loops need frames"),
         ("generate --prompt x --negative-prompt y --guidance 1", "no effect with guidance 1"),
-        ("generate --prompt x --mask-strategy 0", "names reference 0"),
+        ("generate --prompt x --mask-strategy 0", "uses reference 0"),
         ("generate --prompt x --guidance-image 2", "image guidance 2 without given frames"),
         (
             "generate --prompt x --guidance-image 2 --guidance-ranks 2",

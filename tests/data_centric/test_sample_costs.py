@@ -126,7 +126,7 @@ def test_tensor_ranks_share_blocks_and_sum_their_outputs() -> None:
     rest = alone.seconds[0] - alone.communication[0] - blocks
     assert two.seconds[0] - two.communication[0] == pytest.approx(rest + blocks / 2)
     assert two.bytes.tolist() == alone.bytes.tolist()
-    with pytest.raises(GulliverError, match="tensor=2: give the cluster"):
+    with pytest.raises(GulliverError, match="tensor=2 needs the cluster"):
         replace(costs, cluster=None).batches(shape, 1)
 
 

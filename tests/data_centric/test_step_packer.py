@@ -171,5 +171,5 @@ def test_without_the_extension_steps_are_packed_by_the_fallback(
     monkeypatch.setattr(tables_module, "_not_built", lambda: "its extension is not built")
     assert isinstance(step_tables(2, True), FallbackTables)
     monkeypatch.setenv("GULLIVER_PACKER", "native")
-    with pytest.raises(GulliverError, match=r"native cannot be met: its extension is not built"):
+    with pytest.raises(GulliverError, match=r"native is not possible: its extension is not built"):
         step_tables(2, True)

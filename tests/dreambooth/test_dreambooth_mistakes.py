@@ -75,7 +75,7 @@ def test_a_broken_picture_is_named_and_refused_or_skipped(tmp_path: Path, base: 
 
 def test_a_folder_without_pictures_is_refused(tmp_path: Path, base: Path) -> None:
     (tmp_path / "subject").mkdir()
-    with pytest.raises(GulliverError, match="has no picture: put some in"):
+    with pytest.raises(GulliverError, match="has no picture"):
         _read(_config(base, tmp_path / "subject", tmp_path / "out"))
     (tmp_path / "subject" / "a.png").write_bytes(b"")
     with pytest.raises(GulliverError, match=r"no picture that can be read \(a\.png"):

@@ -122,7 +122,7 @@ def test_a_table_that_grows_is_one_that_was_as_large_from_the_start(name: str) -
     with pytest.raises(GulliverError, match="give a larger number"):
         table.grow(ROWS)
     several = CachedEmbeddingBag({"a": 5, "b": 5}, 4, cache=3)
-    with pytest.raises(GulliverError, match="only the last table, 'b', can grow"):
+    with pytest.raises(GulliverError, match="only the last one, 'b', can grow"):
         several.grow({"a": 9})
 
 

@@ -127,7 +127,7 @@ def test_a_parquet_file_has_nested_messages(tmp_path: Path) -> None:
     assert [one.ids.tolist() for one in data.train] == [one.ids.tolist() for one in twice.train]
     assert data.train[1].source == f"{path}#2"
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(GulliverError, match=r"b\.parquet is no readable Parquet file"):
+    with pytest.raises(GulliverError, match=r"b\.parquet is not a readable Parquet file"):
         list(read_rows([tmp_path / "b.parquet"]))
 
 
@@ -226,13 +226,13 @@ def test_bad_rows_are_counted_listed_and_skipped_or_refused(tmp_path: Path) -> N
         "no answer": 1,
         "empty answer": 1,
         "message without content": 1,
-        "no text": 2,
+        "not text": 2,
         "message with content other than text": 1,
-        "no message": 1,
+        "not a message": 1,
         "not of the form messages": 1,
-        "begins with an answer": 1,
+        "begins with an answer; it needs a message before it": 1,
     }
-    assert "14 bad rows are left out" in said[-1]
+    assert "14 bad rows were skipped" in said[-1]
     with pytest.raises(GulliverError, match=r":15: no JSON.*--bad-rows skip"):
         read(path, bad_rows="refuse")
     only = written(tmp_path, [{"messages": one} for one in bad[2:4]], "only.jsonl")
@@ -254,7 +254,7 @@ def test_empty_answers_and_values_that_are_no_text_are_bad(tmp_path: Path, form:
     data, _ = read(path)
     assert len(data.train) == 1
     empty = "empty text" if form == "text" else "empty answer"
-    assert data.facts["bad"] == {empty: 2, "no text": 2}
+    assert data.facts["bad"] == {empty: 2, "not text": 2}
 
 
 def test_an_instruction_is_written_as_alpaca_does(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused_by_name(tmp_path: P
     # Where nothing is dropped, and in conversations of one answer, it is as good as any.
     read(written(tmp_path, [{"messages": CHAT}, {"messages": thinking[:2]}]), tokenizer)
     path = written(tmp_path, [{"messages": CHAT}, {"messages": thinking}])
-    with pytest.raises(GulliverError, match=r"jsonl:2: the chat template writes.*generation"):
+    with pytest.raises(GulliverError, match=r"jsonl:2: the chat template renders.*generation"):
         read(path, tokenizer)
     data, _ = read(path, tokenizer, answers_only="no")
     assert [one.learnt for one in data.train] == [len(one) - 1 for one in data.train]

@@ -357,9 +357,9 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--loss.adversarial 1 --loss.adversarial-start 10", "the run ends at step 10"),
+        ("--loss.adversarial 1 --loss.adversarial-start 10", "end of the run at step 10"),
         ("--loss.perceptual nowhere:vgg", "No module named 'nowhere'"),
-        ("--data.shapes 5x8x8", r"SSIM's window has 11x11 pixels.*at least 16"),
+        ("--data.shapes 5x8x8", r"SSIM window of 11x11 pixels.*at least 16"),
         ("--model.size huge", "unknown autoencoder size 'huge'"),
         ("--segment-frames 6", "multiple of 4, such as 8"),
         ("--segment-frames 8 --share-ranks 2", "exclude each other"),
@@ -369,7 +369,7 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
         ("--loss.no-adaptive", "--loss.no-adaptive: there is no discriminator"),
         ("--data.scores 1.2 --data.table x", "--data.scores is 1.2"),
         ("--data.held-out-frames 0.1", "--data.held-out-frames is 0.1: it is for the clips"),
-        ("--model.init x --model.latent-channels 5", "is 5: --model.init settles it"),
+        ("--model.init x --model.latent-channels 5", "is 5: --model.init determines it"),
     ],
 )
 def test_options_that_cannot_be_end_early_in_one_line(
@@ -386,7 +386,7 @@ def test_options_that_cannot_be_end_early_in_one_line(
 def test_nothing_held_out_and_other_ranks_are_refused(films: Path, tmp_path: Path) -> None:
     table = ClipTable(films, (Bucket(5, 32, 32),))
     data = AutoencoderDataConfig(table=films, held_out_frames=0.0)
-    with pytest.raises(GulliverError, match="nothing is held out: 2 clips"):
+    with pytest.raises(GulliverError, match="no clips are held out: of 2 clips"):
         make_sources(table, data, 0)
     config = small(tmp_path, share_ranks=2)
     sources = make_sources(make_dataset(config.data, 9), config.data, 0)

@@ -441,5 +441,5 @@ def test_prompts_that_cannot_be_read_are_refused() -> None:
     encoder = WordEncoder(16, 3)
     with pytest.raises(GulliverError, match="empty"):
         encoder.encode([" ... "])
-    with pytest.raises(GulliverError, match="4 words are more than this model reads"):
+    with pytest.raises(GulliverError, match="4 words exceed"):
         encoder.encode(["one two three four"])

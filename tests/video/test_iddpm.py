@@ -192,7 +192,7 @@ def test_what_the_process_cannot_do_is_refused() -> None:
     noise, y = drawn(SHAPE, 1), {"y": drawn((2, 1, 3, 5), 2)}
     with pytest.raises(GulliverError, match="1 sampling steps are not possible"):
         IDDPM().sample(model, noise, y, steps=1)
-    with pytest.raises(GulliverError, match="image guidance 3 is for models of rectified flow"):
+    with pytest.raises(GulliverError, match="image guidance 3 needs a rectified flow model"):
         IDDPM().sample(model, noise, y, cfg_scale=Guidance(image=3.0))
     with pytest.raises(GulliverError, match="edit ratios need a rectified flow model"):
         IDDPM().sample(model, noise, y, given=noise, mask=torch.full((2, 3), 0.5))

@@ -384,9 +384,9 @@ def test_latents_of_another_autoencoder_or_of_another_file_are_refused(
         shutil.copy(path, tmp_path / path.name)
     write_video(tmp_path / "4.mp4", 13, 16, 16, rate=9)
     table = replace(config, data=replace(config.data, table=tmp_path / "clips.csv"))
-    with pytest.raises(GulliverError, match=r"3 of 30 windows.*clip '4.mp4' is new, or another"):
+    with pytest.raises(GulliverError, match=r"3 of 30 windows.*clip '4.mp4' is new or was changed"):
         train(table)
-    with pytest.raises(GulliverError, match=r"--data.encoded .* an autoencoder learns from pixels"):
+    with pytest.raises(GulliverError, match=r"--data.encoded .* an autoencoder trains on pixels"):
         check_autoencoder_config(TrainAutoencoderConfig(data=AutoencoderDataConfig(encoded=kept)))
 
 

@@ -376,9 +376,7 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
     )
     refused("does not use a CLIP", lambda: load(folders / "1.2", vae, t5, clip))
     joint = {"axes_dim": (4, 4, 4)}
-    refused(
-        "reads a CLIP's single vector, 12 wide", lambda: load(folders / "2.0", vae, t5, **joint)
-    )
+    refused("needs a CLIP of width 12", lambda: load(folders / "2.0", vae, t5, **joint))
     refused("t5 holds a T5 .* needs a CLIP", lambda: load(folders / "2.0", vae, t5, t5, **joint))
     refused("looks like a T5 text encoder", lambda: load(t5, vae, t5))
     for fps in (0, -3.0, float("nan"), float("inf")):
@@ -405,7 +403,7 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
         lambda: loaded(folders, "1.3").generate([Request("a", BUCKET, **edit)]),
     )
     refused(
-        "take multiples of 8 for the height and of 8 for the width",
+        "use multiples of 8 for the height and of 8 for the width",
         lambda: loaded(folders, "2.0").generate([Request("a", Bucket(17, 36, 32))]),
     )
 
