@@ -158,7 +158,7 @@ def test_files_that_are_left_out_and_captions_of_several_are_told(
     (folder / "sub").mkdir()
     read_pictures(config, said.append)
     assert [line.partition(" (")[0] for line in said] == [
-        "left out: clip.mp4, more.heic, orphan.txt, sub/",
+        "ignored: clip.mp4, more.heic, orphan.txt, sub/",
         "0.txt is the caption of 0.png and 0.webp",
     ]
 

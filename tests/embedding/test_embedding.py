@@ -252,7 +252,10 @@ BAD: dict[str, tuple[Any, str]] = {
         "'a' has rows 0 to 9; id 10 at position 1",
     ),
     "negative": (lambda t: t(torch.tensor([[1, -2]])), "'b' has rows 0 to 19; id -2"),
-    "unknown": (lambda t: t({"a": torch.tensor([[1]]), "c": torch.tensor([[1]])}), "no table 'c'"),
+    "unknown": (
+        lambda t: t({"a": torch.tensor([[1]]), "c": torch.tensor([[1]])}),
+        "unknown table 'c'",
+    ),
     "missing": (lambda t: t({"a": torch.tensor([[1]])}), "'b' has no ids"),
 }
 
@@ -267,7 +270,7 @@ def test_bad_ids_are_named_by_table(case: str) -> None:
 
 
 OFFSETS: dict[str, tuple[list[int] | None, bool, str]] = {
-    "falling": ([0, 2, 1], False, "number 2 does: 1 follows 2"),
+    "falling": ([0, 2, 1], False, "offset 2 does: 1 follows 2"),
     "too far": ([0, 9], False, "last offset is 9: it must be at most 4"),
     "last": ([0, 3], True, "it must be 4, the number of ids"),
 }
@@ -330,7 +333,7 @@ def test_what_would_not_be_exact_is_refused_by_name() -> None:
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "weight": ({"_weight": torch.ones(3, 4)}, r"_weight has shape \(3, 4\), the table \(10, 4\)"),
-    "slots": ({"cache": 11}, "give 1 to 10"),
+    "slots": ({"cache": 11}, "use 1 to 10"),
     "padding": ({"padding_idx": 10}, "0 to 9"),
     "padding below": ({"padding_idx": -11}, "-1 to -10"),
     "disk": ({"disk": "/nowhere/at/all"}, "does not exist"),

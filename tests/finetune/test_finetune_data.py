@@ -230,7 +230,7 @@ def test_bad_rows_are_counted_listed_and_skipped_or_refused(tmp_path: Path) -> N
         "message with content other than text": 1,
         "not a message": 1,
         "not of the form messages": 1,
-        "begins with an answer; it needs a message before it": 1,
+        "begins with an answer": 1,
     }
     assert "14 bad rows were skipped" in said[-1]
     with pytest.raises(GulliverError, match=r":15: no JSON.*--bad-rows skip"):
@@ -426,15 +426,15 @@ def test_long_texts_are_split_and_long_conversations_cut_or_skipped(tmp_path: Pa
         tokenizer("the fox")["input_ids"]
     )
     assert max(map(len, data.train)) == 20
-    assert "1 texts are longer than 20 tokens" in said
+    assert "1 texts are longer than 20 tokens and were split into windows" in said
     chat = [*CHAT[:3], {"role": "assistant", "content": "x" * 60}]
     late = [{"role": "user", "content": "y" * 60}, CHAT[1]]
     path = written(tmp_path, [{"messages": CHAT}, {"messages": chat}, {"messages": late}])
     data, said = read(path, tokenizer, length=40)
     assert [len(one) <= 40 for one in data.train] == [True, True]
     assert data.facts["cut"] == 1, "the one that is left out is not counted"
-    assert "1 conversations are longer than 40 tokens" in said
-    assert data.facts["bad"] == {"no answer within the first": 1}
+    assert "1 conversations are longer than 40 tokens and were truncated" in said
+    assert data.facts["bad"] == {"no answer within the length": 1}
     data, _ = read(path, tokenizer, length=40, long_chats="skip")
     assert data.facts["bad"] == {"conversation too long": 2}
     with pytest.raises(GulliverError, match="--length 40 exceeds the model's context of 30 tokens"):

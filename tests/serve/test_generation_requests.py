@@ -205,7 +205,7 @@ REFUSED = [
     ({}, {"guidance_image": 2.0}, "image guidance 2 without given frames"),
     ({}, {"guidance": 1.0, "guidance_oscillation": 3}, "--guidance-oscillation with --guidance 1"),
     ({}, {"guidance": 1.0, "guidance_rescale": 0.7}, "--guidance-rescale has no effect"),
-    ({}, {"guidance_oscillation": 6}, "effect with --steps 7: give less than 6, or leave it out"),
+    ({}, {"guidance_oscillation": 6}, "effect with --steps 7: give less than 6, or omit it"),
     ({"seed": 1.5}, {}, "seed=1.5 must be an integer"),
     ({"loops": 0}, {}, "loops=0"),
     ({"loops": 2}, {}, "2 loops need frames"),

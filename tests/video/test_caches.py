@@ -361,7 +361,7 @@ def test_training_and_what_cannot_be_is_refused() -> None:
             run(500.0, x)
         with pytest.raises(GulliverError, match="already has a cache"):
             cache_blocks(model, "broadcast").__enter__()
-    with pytest.raises(GulliverError, match="a Linear has no cache"):
+    with pytest.raises(GulliverError, match="a Linear does not support caching"):
         cache_blocks(nn.Linear(1, 1), "broadcast")
     one = STDiT(**{**SMALL, "depth": 1}, input_size=(2, 6, 4))
     with pytest.raises(GulliverError, match="at least two blocks"):

@@ -71,7 +71,7 @@ def test_a_caption_of_several_lines_is_one_line_of_csv(tmp_path: Path) -> None:
         ("file,text\na,b\n", "table t.csv has no column 'path': choose from 'file', 'text'"),
         ("paht,text\na,b\n", "has no column 'path': did you mean 'paht'"),
         ("path,path\na,b\n", "has the column 'path' twice"),
-        ("path,fps\na,1\nb,fast\n", "row 2: fps is 'fast', which is no number"),
+        ("path,fps\na,1\nb,fast\n", "row 2: fps is 'fast', which is not a number"),
         ("path,text\na,b,c\n", "Expected 2 columns, got 3"),
         ('path,text\na,"b\nc,d\n', "t.csv"),
         ('path,text\na,"b\nc"\n', "row 1: text goes on over several lines: is a quote left open"),

@@ -226,7 +226,7 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
     [
         (
             {"pp_size": 2, "planner": PlannerConfig(inter=False)},
-            "--planner.no-inter: leave it out: stages of a pipeline need several",
+            "--planner.no-inter: omit it: pipeline stages need several",
         ),
         ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
         (

@@ -71,7 +71,7 @@ def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[s
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
     if answers_only and not answers:
-        raise BadChat("begins with an answer; it needs a message before it")
+        raise BadChat("begins with an answer: no message before it")
     for number in answers if answers_only else ():
         asked = _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True)
         is_last = number + 1 == count
@@ -273,7 +273,7 @@ class Encoder:
             self.counts["cut"] += len(ids) > self.length
             return [found]
         within = f"{len(ids)} tokens" if len(ids) > self.length else "empty answers"
-        return BadRow(sample.source, f"no answer within the first {within} tokens")
+        return BadRow(sample.source, f"no answer within the length: {within}")
 
     def _answers(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
         prompts = self._tokens([sample.prompt for sample in samples])
