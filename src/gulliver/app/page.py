@@ -222,7 +222,6 @@ def _make_tab(parts: Parts) -> tuple[list[Any], Any]:
 
 
 def _fields(parts: Parts) -> list[Any]:
-    """Builds the settings fields, in the order of `_values`."""
     first = parts.first
 
     def number(name: str, value: float) -> gr.Number:
@@ -303,7 +302,6 @@ def _user(request: gr.Request) -> str:
 
 
 def _values(settings: Settings) -> list[Any]:
-    """Lists settings in the order of the fields."""
     s = settings
     picture = None if s.picture is None or not s.picture.is_file() else str(s.picture)
     shape = s.frames, s.height, s.width
@@ -311,7 +309,6 @@ def _values(settings: Settings) -> list[Any]:
 
 
 def _settings(values: list[Any]) -> Settings:
-    """Parses the fields into settings."""
     prompt, negative, frames, height, width, steps, guidance, seed, picture = values
     if guidance is None:
         raise GulliverError("guidance is empty; enter a number such as 2")
@@ -326,7 +323,6 @@ def _settings(values: list[Any]) -> Settings:
 
 
 def _plain(number: Any) -> Any:
-    """A number as typed: browsers send 2 as 2.0."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -349,7 +345,6 @@ def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ..
 
 
 def _shown(parts: Parts, settings: Settings, event: Event) -> tuple[Any, ...]:
-    """Renders an event."""
     same = gr.skip()
     match event:
         case ClipQueued(before):
@@ -397,7 +392,6 @@ def _notice(service: Service) -> str:
 
 
 def _facts(entry: Entry) -> str:
-    """Lists the settings and the path of a clip."""
     facts, negative = entry.facts, entry.settings.negative_prompt
     lines = [
         entry.caption + (f" · not: {negative}" if negative else ""),

@@ -159,7 +159,6 @@ def is_local(host: str) -> bool:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Returns a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

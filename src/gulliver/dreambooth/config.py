@@ -276,7 +276,6 @@ def _check_motion(config: DreamboothConfig) -> None:
 
 
 def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
-    """Options by the option they require, and the remedy."""
     lora, limited = config.method == "lora", config.memory is not None
     adapters = "it only applies to adapters; add --method lora or omit it"
     moved = "it only applies to animated pictures; add --motion or omit it"

@@ -82,7 +82,6 @@ def write_trained(base: DiffusersBase, folder: Path, learnt: TrainedParts) -> No
 
 
 def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
-    """PEFT's configurations, keyed by network."""
     about: dict[str, Any] = {}
     for side, values in adapters.items():
         places = [base.kind.network] if side == "trained" else list(base.kind.encoders)
@@ -172,7 +171,6 @@ class TextEncoders(nn.Module):
             self.add_module(name, encoder)
 
     def forward(self, ids: Sequence[Tensor]) -> list[Any]:
-        """Outputs of all encoders, including hidden states."""
         answers = []
         for encoder, one in zip(self.children(), ids, strict=True):
             mask = one.new_ones(one.shape) if _wants_mask(encoder) else None
@@ -254,7 +252,6 @@ class DiffusersBase:
         return read_json(files[0])
 
     def _network(self, name: str) -> nn.Module:
-        """Loads a network of the pipeline, frozen."""
         kind = _class(*self.index[name])
         where: AbstractContextManager[Any] = torch.device("meta") if self.on_meta else nullcontext()
         with where, _quiet():
@@ -511,7 +508,6 @@ def _levels(picture: Tensor) -> np.ndarray:
 
 
 def _class(library: str, name: str) -> Any:
-    """A class named in a pipeline's index."""
     import diffusers
     import transformers
 

@@ -150,7 +150,6 @@ def _of_two(outputs: Sequence[Any], config: Any) -> Conditions:
 
 
 def _of_three(outputs: Sequence[Any], config: Any) -> Conditions:
-    """Two CLIPs, and zeros in place of T5."""
     found = _of_two(outputs, config)
     states = found["states"]
     width = config.joint_attention_dim

@@ -151,7 +151,6 @@ def fingerprint(pictures: Sequence[Picture]) -> str:
 
 
 def _caption(config: DreamboothConfig, path: Path, say: Callable[[str], Any]) -> str | None:
-    """The caption of a picture; None if it has none."""
     caption = path.with_suffix(".txt")
     if not caption.is_file():
         return None

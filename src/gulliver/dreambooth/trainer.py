@@ -188,7 +188,6 @@ def _plan(
     ranks: int,
     say: Any,
 ) -> PlannedRun:
-    """Plans with the base on meta, and prints the plan."""
     outline = open_base(config, world, precision, on_meta=True)
     planned = plan_run(config, plugin, outline, ranks)
     count = -(-per_step(config) // (ranks * planned.accumulate))

@@ -65,7 +65,6 @@ class TrainedWords(nn.Module):
         return self.words.fingerprint
 
     def forward(self, captions: list[str]) -> EncodedText:
-        """Encodes sentences, as `WordEncoder.encode`."""
         # Read at each call: sharded parameters are only whole during the call.
         self.words.teach(self.token, self.rows[0])
         return self.words.encode(captions)
@@ -202,7 +201,6 @@ class VideoBase:
     def _alike(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """Losses of samples of one length."""
         flow: Any = self.maker.flow
         latents = latents if _without_values(latents) else latents.to(self.device)
         bucket, share = self.bucket, float(self.config["flow"]["drop_caption"])
@@ -297,7 +295,6 @@ class LowRank(nn.Module):
         return self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the sum of the layer and its adapter."""
         low = nn.functional.linear(nn.functional.linear(x, self.down), self.up)
         return self.layer(x) + low * self.scale
 
@@ -332,7 +329,6 @@ def load_adapter(maker: VideoPipeline, folder: Path) -> None:
 def _placed(
     network: nn.Module, tensors: Mapping[str, Tensor], folder: Path
 ) -> dict[str, tuple[nn.Linear, Tensor, Tensor]]:
-    """The adapted layers, and their matrices."""
     found: dict[str, tuple[nn.Linear, Tensor, Tensor]] = {}
     layers = dict(network.named_modules())
     for name, down in tensors.items():

@@ -492,7 +492,6 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 
 def _real(rows: Tensor) -> Tensor:
-    """Returns the rows without padding."""
     return rows[rows >= 0] if len(rows) and int(rows.min()) < 0 else rows
 
 

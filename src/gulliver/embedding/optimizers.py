@@ -351,7 +351,6 @@ class AttachedOptimizer:
 
 
 def _in_order(gradient: Tensor) -> Tensor:
-    """Sums the values of each row in the given order."""
     if not gradient._nnz():
         return gradient.coalesce()
     rows, order = gradient._indices()[0].sort(stable=True)

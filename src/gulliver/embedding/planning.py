@@ -303,7 +303,6 @@ def _names(job: TablesJob) -> list[str]:
 
 
 def _shape(job: TablesJob, rows: int, name: str, rank: int) -> tuple[int, float]:
-    """Returns the rows and columns of a table on a rank."""
     if name == "row":
         begin, stop = share(rows, rank, job.ranks)
         return stop - begin, job.dim

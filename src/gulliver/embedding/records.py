@@ -57,7 +57,6 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._values.nbytes
 
     @property

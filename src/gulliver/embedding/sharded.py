@@ -307,7 +307,6 @@ class ShardedEmbeddingBag(nn.Module):
         return self.placements[table.name].kind
 
     def _rows(self, table: Table) -> tuple[int, int]:
-        """Returns this rank's rows of a table."""
         place, rank = self.placements[table.name], self.group.rank
         if place.kind == "row":
             return share(table.rows, rank, self.group.size)
@@ -359,7 +358,6 @@ class ShardedEmbeddingBag(nn.Module):
     # Ids
 
     def _tried(self, ids: Given, offsets: Given | None) -> tuple[list[Bags], GulliverError | None]:
-        """Returns the bags of each table, or None and the error."""
         try:
             return self._own(ids, offsets), None
         except GulliverError as error:
@@ -415,7 +413,6 @@ class ShardedEmbeddingBag(nn.Module):
         return bags, everyone, error
 
     def _gather(self, own: list[Bags], error: GulliverError | None) -> list[list[Bags]]:
-        """Gathers the bags of all ranks: by rank, then by table."""
         if self.group.size == 1:
             if error is not None:
                 raise error
@@ -547,7 +544,6 @@ class ShardedEmbeddingBag(nn.Module):
         return torch.stack(made, 1)
 
     def _pooled(self, table: Table, bags: Bags, rows: Tensor) -> Tensor:
-        """Reduces bags of rows received in rank order."""
         ends = torch.tensor(
             [share(table.rows, r, self.group.size)[1] for r in range(self.group.size)]
         )

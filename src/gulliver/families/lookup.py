@@ -28,7 +28,6 @@ _added: list[Family] = []
 # used. Without a match the record is `HUGGING_FACE` for a transformers model, else `UNKNOWN`.
 @cache
 def _shipped() -> tuple[Family, ...]:
-    """The records of this package, most specific first."""
     known = [record for record in vars(records).values() if isinstance(record, Family)]
     return (*sorted(known, key=lambda record: record.name.lower()), HUGGING_FACE, *TYPES)
 
@@ -68,7 +67,6 @@ def register(family: Family) -> None:
 
 @cache
 def _named() -> tuple[dict[str, Family], dict[str, Family]]:
-    """Records by model type, and by class name."""
     kinds: dict[str, Family] = {}
     classes: dict[str, Family] = {}
     for family in all_families():

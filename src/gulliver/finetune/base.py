@@ -72,7 +72,6 @@ def map_weights(
 
 
 def _reserved(like: Iterable[Tensor], scratch: Path) -> dict[Tensor, Tensor | None]:
-    """Memory for tensors, as views of an unlinked file."""
     starts, size = dict[Tensor, int](), 0
     for tensor in like:
         starts[tensor] = size
@@ -200,7 +199,6 @@ def fingerprint_of(folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences progress bars and advice of transformers."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

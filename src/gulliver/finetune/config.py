@@ -229,7 +229,6 @@ def _check_out(config: FinetuneConfig, model: Path) -> None:
 
 
 def _check_adapters(config: FinetuneConfig) -> None:
-    """Raises an error for adapter options without adapters."""
     if config.method == "lora":
         return
     default = FinetuneConfig()

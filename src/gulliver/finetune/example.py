@@ -92,7 +92,6 @@ def _tokenizer() -> Any:
 
 
 def _conversation(draw: random.Random) -> list[dict[str, str]]:
-    """One or two questions with answers."""
     messages = []
     for _ in range(draw.choice((1, 1, 2))):
         word = "".join(draw.choices(SYLLABLES, k=draw.randint(2, 5)))

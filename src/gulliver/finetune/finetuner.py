@@ -100,7 +100,6 @@ class Finetuner(TrainingLoop):
         )
 
     def _load(self, world: World) -> nn.Module:
-        """Loads the model with its weights and adapters."""
         config, plan = self.config, self.job.planned.plan
         scratch = (self.job.planned.disk or self.job.run.folder) if plan.limited else None
         dtype = DTYPES[self.job.recipe.precision]

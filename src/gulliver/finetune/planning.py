@@ -163,7 +163,6 @@ def plan_run(
 
 
 def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[int]:
-    """Numbers of micro-batches to try, fewest first."""
     most = shape.per_micro(places, 1)
     if config.micro_tokens is not None:
         yield math.ceil(most / max(1, config.micro_tokens // shape.length))
@@ -177,7 +176,6 @@ def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[i
 
 
 def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plugin]:
-    """Plugins to try, fastest first."""
     half = None if precision == "fp32" else precision
     limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
     if config.memory is not None and config.disk is None and torch.cuda.is_available():

@@ -215,7 +215,6 @@ def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
 
 
 def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) -> None:
-    """Raises an error for tokens without an embedding."""
     table = model.get_input_embeddings()  # type: ignore[operator]
     if data.facts["highest"] >= (rows := len(table.weight)):
         raise GulliverError(
@@ -226,7 +225,6 @@ def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) 
 
 
 def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any) -> bool:
-    """Whether to pack texts."""
     if config.packing == "no":
         return False
     reason = packing_support(model, data.facts["length"])
@@ -320,6 +318,5 @@ def _bytes_of_run(job: FinetuneJob) -> int:
 
 
 def _device(path: Path) -> int:
-    """The disk of a path, which may not exist yet."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev

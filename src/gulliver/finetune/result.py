@@ -85,7 +85,6 @@ def _result(
 
 
 def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
-    """Facts and options of the run, as in `config.json`."""
     facts, config, plan = job.data.facts, job.config, job.planned.plan
     bad = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items()) or "none"
     rows: list[tuple[str, Any]] = [

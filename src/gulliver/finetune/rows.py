@@ -94,7 +94,6 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _check_encoding(file: Path) -> None:
-    """Raises an error for a file in another encoding."""
     with file.open("rb") as opened:
         if opened.read(2) in WIDE_MARKS:
             raise GulliverError(
@@ -103,7 +102,6 @@ def _check_encoding(file: Path) -> None:
 
 
 def _decoded(content: bytes, source: str) -> str | BadRow:
-    """Decodes bytes, without a byte order mark."""
     if b"\0" in content:
         return BadRow(source, f"NUL byte: at byte {content.index(0)}")
     try:
@@ -147,7 +145,6 @@ def _row(value: Any, source: str) -> Row | BadRow:
 
 
 def _json(file: Path) -> Rows:
-    """A list of objects, or JSON Lines under another name."""
     with file.open("rb") as opened:
         start = opened.read(64).removeprefix(MARK).lstrip()
     if not start.startswith(b"["):
@@ -439,7 +436,6 @@ def _messages(row: Row, columns: tuple[str, ...]) -> TextSample:
 
 
 def _from_json(value: Any, column: str) -> Any:
-    """Parses a value that tables store as JSON text."""
     if not isinstance(value, str):
         return value
     try:

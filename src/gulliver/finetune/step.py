@@ -166,7 +166,6 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Unwraps the model from torch's DDP."""
     inner = getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) else model
 

@@ -168,7 +168,6 @@ def divide(
 
 
 def _hash(content: bytes) -> float:
-    """Maps a text to a number from 0 to 1."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
@@ -211,7 +210,6 @@ def _facts(
 
 
 def _lines(data: TextData) -> Iterator[str]:
-    """Lines that describe a data set to the user."""
     facts = data.facts
     texts, form = facts["texts"], NAMES[facts["form"]]
     kept = f"{texts['held_out']:,} held out"

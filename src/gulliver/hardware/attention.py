@@ -150,7 +150,6 @@ class AttentionBytes:
 
     @property
     def forward(self) -> float:
-        """Bytes of the whole forward."""
         return self.ulysses_forward + self.inner_forward + self.outer_forward
 
     @property

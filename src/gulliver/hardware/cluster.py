@@ -471,7 +471,6 @@ def _factor(value: str) -> float | None:
 
 
 def _rate(value: str, unit: str) -> float:
-    """Parses FLOP/s, or bytes/s that may be given in bits."""
     found = _RATE.fullmatch(value)
     try:
         number = float(found[1]) if found else 0.0

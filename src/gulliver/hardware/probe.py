@@ -410,8 +410,6 @@ def processor() -> str:
 
 
 def _matmul_curve(device: torch.device, dtype: torch.dtype) -> Curve:
-    """Seconds by operations."""
-
     def product(a: Tensor, b: Tensor) -> Callable[[], object]:
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
@@ -444,7 +442,6 @@ def _square_curve(
 
 
 def _memory_curve(device: torch.device) -> Curve:
-    """Seconds by bytes read and written."""
     sums: dict[int, Callable[[], object]] = {}
     for count in TENSOR_BYTES:
         x, y = (torch.ones(count // 4, device=device) for _ in range(2))
@@ -468,7 +465,6 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _empty_file_seconds(folder: Path) -> float:
-    """Seconds until a one-byte file is synced."""
     begun = time.perf_counter()
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(b"0")

@@ -214,7 +214,6 @@ def _nothing(kinds: int) -> BatchCosts:
 
 
 def _tokens(shape: str, resolutions: Mapping[str, Sequence[int]]) -> int:
-    """Tokens per sample of a shape named resolution/frames."""
     name, _, frames = shape.partition("/")
     height, width = resolutions[name]
     count = int(frames)

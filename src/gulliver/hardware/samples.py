@@ -336,7 +336,6 @@ def _byte_terms(point: SamplePoint) -> list[float]:
 
 
 def _left_out(rows: np.ndarray, seconds: np.ndarray, place: int) -> float:
-    """Relative error of a point that is left out of the fit."""
     others = np.arange(len(seconds)) != place
     scaled = rows[others] / seconds[others, None]
     rates = _not_negative(scaled, np.ones(int(others.sum())))
@@ -474,7 +473,6 @@ def _read(path: Path | str) -> dict[str, Any]:
 
 
 def _fit(path: Path | str, rates: Mapping[str, Any]) -> SampleFit:
-    """The rates of a file."""
     try:
         fit = SampleFit(**{name: float(rate) for name, rate in rates.items()})
     except (TypeError, ValueError) as error:

@@ -145,7 +145,6 @@ class GulliverStrategy(DDPStrategy):
         self._fill(False)
 
     def _boost(self, fits: bool) -> None:
-        """Boosts the module with each optimizer."""
         self._booster, model = Booster(plugin=self._plugin), self._module
         given, stepped = self.optimizers if fits else [], list[Any]()
         if fits:
@@ -166,7 +165,6 @@ class GulliverStrategy(DDPStrategy):
             forbid_moves(self._module, self._told)
 
     def _choose_form(self) -> None:
-        """Selects files or folders, unless specified."""
         sixteen, limited = self._sixteen_bits(), getattr(self._plugin, "memory", None) is not None
         self._saves = self._form or ("folder" if self._stays or sixteen else "file")
         if self._saves == "file" and (limited or sixteen):

@@ -149,7 +149,6 @@ class _Boosted(_Base):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Loads the trained parameters of the best checkpoint."""
         folder = Path(self.state.best_model_checkpoint or "")
         if (folder / FOLDER).is_dir():
             self.accelerator.load_boosted(folder, frozen=False, optimizers=False)

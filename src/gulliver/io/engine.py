@@ -80,7 +80,6 @@ class StridedView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return math.prod(self.sizes) * self.itemsize
 
 

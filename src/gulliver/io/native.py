@@ -288,7 +288,6 @@ def _named(failure: tuple[str, int, int], path: Path) -> IoError:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises the extension's errors as `GulliverError`."""
     try:
         yield
     except (GulliverError, TimeoutError):

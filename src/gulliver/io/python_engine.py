@@ -295,7 +295,6 @@ class PythonEngine(Engine):
         return ticket
 
     def _run(self) -> None:
-        """Serves disk requests until the engine is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: (self._for_disk and not self._held) or self._closed)
@@ -314,7 +313,6 @@ class PythonEngine(Engine):
                 self._finish(ticket)
 
     def _attempt(self, ticket: PythonTicket) -> None:
-        """Performs the request; repeats short reads and writes."""
         request, file, done = ticket.request, ticket.file, 0
         if request.kind == "sync":
             if file.error is not None:
@@ -447,7 +445,6 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def _elements(view: StridedView) -> np.flatiter:
-    """Returns the elements of a view in row-major order."""
     # Opaque elements: numpy has no bfloat16, and a copy only needs their size.
     kind = np.dtype((np.void, view.itemsize))
     spans = zip(view.sizes, view.strides, strict=True)

@@ -60,7 +60,6 @@ class Residual(nn.Module):
         self.second = CausalConv3d(channels, channels, taps=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the convolutions' output to `x` [B, T, C, H, W]."""
         return x + self.second(F.silu(self.first(F.silu(x))))
 
 

@@ -41,7 +41,6 @@ class CausalConv(nn.Module):
         self.conv = nn.Conv3d(inputs, outputs, kernel, stride, around, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves ``[B, C, T, H, W]``."""
         return self.conv(F.pad(x, (0, 0, 0, 0, self.before, 0)) if self.before else x)
 
 
@@ -61,7 +60,6 @@ class CausalResidual(nn.Module):
             self.add_module(shortcut, CausalConv(inputs, outputs, 1, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the convolutions' output."""
         h = self.conv1(F.silu(self.norm1(x)))
         h = self.conv2(F.silu(self.norm2(h)))
         shortcut = getattr(self, self.shortcut, None)
@@ -150,7 +148,6 @@ class CausalAttention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the attention's output."""
         shape = tuple(x.shape[2:])
         h = self.norm(x)
         q, k, v = (
@@ -167,7 +164,6 @@ class SpatialDownsample(FrameDownsample):
     """Halves the rows and columns of every frame."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Resamples ``[B, C, T, H, W]``."""
         return on_frames(super().forward, x)
 
 
@@ -175,7 +171,6 @@ class SpatialUpsample(FrameUpsample):
     """Doubles the rows and columns of every frame."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Resamples ``[B, C, T, H, W]``."""
         return on_frames(super().forward, x)
 
 
@@ -201,7 +196,6 @@ class Upsample(nn.Module):
         self.conv3d = UpsampleResidual(channels, groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Resamples ``[B, C, T, H, W]``."""
         x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         return self.conv3d(x) + x
 
@@ -214,7 +208,6 @@ class Downsample(nn.Module):
         self.conv = CausalConv(channels, channels, stride=(2, 2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Resamples ``[B, C, T, H, W]``."""
         return self.conv(x)
 
 
@@ -257,7 +250,6 @@ class CausalEncoder(nn.Module):
         self.conv_out = CausalConv(widths[-1], outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encodes ``[B, 3, 4 k + 1, H, W]``."""
         x = self.conv_in(x)
         for level in self.down:
             x = through(level, x)
@@ -424,11 +416,9 @@ class CausalAutoencoder(nn.Module):
 
     @property
     def _piece(self) -> int:
-        """Latent frames of a full piece."""
         return (MICRO_FRAMES - 1) // self.compression[0] + 1
 
     def _statistics(self, x: Tensor) -> list[Tensor]:
-        """Means and deviations of the latents' channels."""
         tables = (VIDEO_MEANS, VIDEO_DEVIATIONS)
         return [
             torch.tensor(t, dtype=x.dtype, device=x.device).view(1, -1, 1, 1, 1) for t in tables

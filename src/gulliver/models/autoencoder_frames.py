@@ -32,7 +32,6 @@ class FrameResidual(nn.Module):
         self.conv_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the convolutions' output."""
         h = self.conv1(F.silu(self.norm1(x)))
         h = self.conv2(F.silu(self.norm2(h)))
         return h + (x if self.conv_shortcut is None else self.conv_shortcut(x))
@@ -48,7 +47,6 @@ class FrameAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the attention's output to ``[N, C, H, W]``."""
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         made = self.to_out[0](F.scaled_dot_product_attention(q, k, v).squeeze(1))
@@ -64,7 +62,6 @@ class FrameMiddle(nn.Module):
         self.attentions = nn.ModuleList([FrameAttention(channels, groups)] if attends else [])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the block."""
         x = self.resnets[0](x)
         for attention in self.attentions:
             x = attention(x)
@@ -79,7 +76,6 @@ class FrameDownsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Resamples ``[N, C, H, W]``."""
         return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
@@ -91,7 +87,6 @@ class FrameUpsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Resamples ``[N, C, H, W]``."""
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
@@ -136,7 +131,6 @@ class FrameEncoder(nn.Module):
         self.conv_out = nn.Conv2d(channels[-1], outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encodes pictures."""
         x = self.conv_in(x)
         for level in self.down_blocks:
             x = _through(level, "downsamplers", x)
@@ -168,7 +162,6 @@ class FrameDecoder(nn.Module):
         self.conv_out = nn.Conv2d(channels[0], outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Decodes to pictures."""
         x = self.mid_block(self.conv_in(x))
         for level in self.up_blocks:
             x = _through(level, "upsamplers", x)
@@ -198,7 +191,6 @@ class OnFrames(nn.Module):
         self.at_once = at_once
 
     def forward(self, clip: Tensor) -> Tensor:
-        """Calls the modules on every frame."""
         return on_frames(self.parts, clip, self.at_once)
 
 

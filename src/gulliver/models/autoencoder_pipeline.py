@@ -89,7 +89,6 @@ class TemporalDecoder(nn.Module):
         self.conv_out = CausalConv(widths[0], outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Decodes ``[B, C, k, h, w]`` to ``[B, C, 4 k, h, w]``."""
         x = through(self.res_blocks, self.conv1(x))
         for level in reversed(range(len(self.block_res_blocks))):
             x = through(self.block_res_blocks[level], x)
@@ -253,7 +252,6 @@ class PipelineAutoencoder(nn.Module):
         return self.networks["decoder"](raw, self._padding(frames))
 
     def _padding(self, frames: int | None) -> int:
-        """Returns the zero frames that pad a clip."""
         return -(frames or 1) % self.temporal_vae.step
 
     def _steps(self, frames: int) -> int:

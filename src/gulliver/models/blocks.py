@@ -55,7 +55,6 @@ class SelfAttention(nn.Module):
         rotation: Rotation | None = None,
         mix: Mix = F.scaled_dot_product_attention,
     ) -> Tensor:
-        """Attends among the tokens of each row."""
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = heads.unbind(0)
         if rotation is not None and self.rotate_first:
@@ -156,7 +155,6 @@ class CaptionEmbedder(nn.Module):
         self.drop = drop
 
     def forward(self, y: Tensor, drop_caption: Tensor | None) -> Tensor:
-        """Embeds captions."""
         if y.shape[2] != self.y_embedding.shape[1]:
             raise GulliverError(
                 f"captions have width {y.shape[2]}, but the model has "
@@ -510,7 +508,6 @@ class JointBlock(nn.Module):
         rotation: Rotation | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Computes one block."""
         table = self.scale_shift_table.view(6, 1, 1, 1, -1) + modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = table.unbind(0)
         attended = attend_along(self.attn, modulate(layer_norm(x), shift_msa, scale_msa), False)

@@ -46,7 +46,6 @@ class VectorEmbedder(nn.Module):
         self.out_layer = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embeds vectors."""
         return self.out_layer(F.silu(self.in_layer(x)))
 
 
@@ -59,7 +58,6 @@ class HeadNorms(nn.Module):
         self.key_norm = RMSNorm(head_size, name="scale")
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms heads [B, heads, N, head size]."""
         return self.query_norm(q), self.key_norm(k)
 
 
@@ -72,7 +70,6 @@ class Modulation(nn.Module):
         self.lin = nn.Linear(hidden_size, parts * hidden_size)
 
     def forward(self, vec: Tensor) -> tuple[Tensor, ...]:
-        """Projects a vector."""
         return self.lin(F.silu(vec))[:, None].chunk(self.parts, dim=-1)
 
 
@@ -134,7 +131,6 @@ class DoubleBlock(nn.Module):
     def forward(
         self, img: Tensor, txt: Tensor, vec: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor]:
-        """Computes one block."""
         streams = {"txt": txt, "img": img}
         parts = {name: self._part(name, "mod")(vec) for name in streams}
         seen = {name: modulate(layer_norm(x), *parts[name][:2]) for name, x in streams.items()}
@@ -223,7 +219,6 @@ class LastLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
 
     def forward(self, x: Tensor, vec: Tensor) -> Tensor:
-        """Projects tokens [B, N, C]."""
         shift, scale = self.adaLN_modulation(vec)[:, None].chunk(2, dim=-1)
         return self.linear(modulate(layer_norm(x), shift, scale))
 

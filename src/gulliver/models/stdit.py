@@ -277,7 +277,6 @@ class STDiT3(nn.Module):
             )
 
     def _positions(self, grid: Grid, scales: list[float], like: Tensor) -> Tensor:
-        """Codes of tokens [1 or B, 1 or T, S, C]."""
         positions = grid_positions(grid, scales, like)[:, None]
         if self.temporal_positions:
             places = torch.arange(grid.frames, device=like.device)
@@ -309,7 +308,6 @@ class STDiT3(nn.Module):
         y_mask: Tensor | None,
         frames: Sequence[int],
     ) -> ConditionFrames:
-        """The null caption for given frames."""
         if y_null is None:
             y_null = self.y_embedder.y_embedding[: y.shape[2]].expand_as(y)
         never = torch.zeros(len(y), dtype=torch.bool, device=y.device)

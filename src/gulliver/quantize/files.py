@@ -133,7 +133,6 @@ def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def _allocate(model: nn.Module) -> None:
-    """Allocates quantized layers, preserving ties."""
     made: dict[int, torch.Tensor] = {}
     for layer in model.modules():
         if isinstance(layer, QuantizedLayer):

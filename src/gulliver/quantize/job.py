@@ -335,7 +335,6 @@ def _tokens(folder: Path, text: Path, option: str) -> Tensor:
 
 
 def _window(model: Any) -> int:
-    """Number of tokens per text window."""
     return min(WINDOW, getattr(model.config, "max_position_embeddings", WINDOW))
 
 

@@ -66,7 +66,6 @@ class Estimator:
         return self._quantiles(state, draw.permutation((np.arange(count) + 0.5) / count))
 
     def _quantiles(self, state: JobState, at: np.ndarray) -> np.ndarray:
-        """Quantiles of a job's remaining samples."""
         least = state.job.epoch_samples * (1 - state.epochs % 1)
         fallen = _loss_fall(state)
         known = len(self.falls) >= LEAST and state.epochs >= 1 and fallen > FLAT

@@ -248,7 +248,6 @@ class Worlds:
         return np.nan_to_num(weights)
 
     def _advance(self, counts: np.ndarray) -> None:
-        """Advances every world to its next completion."""
         moved = (counts != self.held) & self.alive
         self.ready = np.where(moved & (counts > 0), self.resize, self.ready)
         self.held = np.where(self.alive, counts, 0)
@@ -347,7 +346,6 @@ def _arrivals(
 
 
 def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generator) -> np.ndarray:
-    """Samples of copies of jobs: their own if known."""
     return np.array(
         [
             state.job.samples
@@ -555,7 +553,6 @@ def _world(found: WorldsOutcome, place: int) -> WorldsOutcome:
 
 
 def _reasons(view: View, best: WorldsOutcome, stays: float) -> dict[str, str]:
-    """Describes the plan for every job."""
     why = {}
     gain = stays - float(best.cost[0])
     for place, state in enumerate(view.jobs):

@@ -224,7 +224,6 @@ def _chart(result: Result, end: float) -> str:
 
 
 def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for slot in sorted(slots):
         if runs and runs[-1][1] == slot - 1:

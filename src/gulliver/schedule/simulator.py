@@ -304,7 +304,6 @@ class _Simulation:
         return min(times)
 
     def _end(self, ends: dict[str, float]) -> str:
-        """Removes jobs that end now."""
         happened = ""
         for state in [s for s in self.present if ends.get(s.job.name, math.inf) <= self.now]:
             # By definition the last sample is done: rounding must not leave a remainder.
@@ -329,7 +328,6 @@ class _Simulation:
         return happened
 
     def _advance(self, to: float) -> None:
-        """Advances all jobs to time `to`."""
         for state in self.present:
             if not state.slots:
                 continue
@@ -362,7 +360,6 @@ class _Simulation:
         log.append(Segment(name, begun, ended, state.slots, state.batch, rate))
 
     def _apply(self, decision: Decision, cause: str) -> None:
-        """Applies a decision."""
         chosen = placed(self.present, decision, range(self.cluster.slots))
         if self.cluster.nodes > 1:
             chosen = on_nodes(self.present, chosen, self.cluster)
@@ -416,6 +413,5 @@ class _Simulation:
 
 
 def _drawn_per_sample(state: JobState) -> float:
-    """Samples processed per effective sample."""
     costs = state.scaling or state.job.scaling
     return costs.throughput(state.count, state.batch) / state.rate

@@ -282,7 +282,6 @@ def _need(state: _State, block: BlockActivations) -> int:
 
 
 def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
-    """The state after a block."""
     away = block.movable if choice == "offload" else 0
     rest = 0 if choice == "recompute" else block.saved - away
     return _State(

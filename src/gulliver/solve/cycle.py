@@ -220,7 +220,6 @@ class _Problem:
         return keep
 
     def _take(self, keep: Flags, slack: Floats, wanted: list[int]) -> None:
-        """Keeps all of some gaps, or none."""
         for place, number in enumerate(wanted):
             if not self.fits(slack, number):
                 for undone in wanted[:place]:
@@ -291,7 +290,6 @@ class _Search:
             self._choose(gap, stays, depth, bound)
 
     def _choose(self, gap: int, stays: bool, depth: int, bound: float) -> None:
-        """Continues with a gap that stays or leaves, if it fits."""
         if stays and not self._problem.fits(self._slack, gap):
             return
         period, nbytes = self._period[gap], self._nbytes[gap]
@@ -564,7 +562,6 @@ class Cycle:
     def _edges(
         self, gap: Gap, traffic: Sequence[int], margin: int, changes: bool
     ) -> tuple[int, int]:
-        """Returns the positions of the two margins of a gap."""
         if not margin:
             return 0, 0
         length = gap.end - gap.begin

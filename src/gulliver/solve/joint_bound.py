@@ -150,7 +150,6 @@ class Relaxation:
         return Bound(seconds, price, hidden, tuple(reversed(rest)), moments)
 
     def _matrix(self, cost: _Cost, entries: int) -> Floats:
-        """Priced seconds of a block, cached per price."""
         key = (id(cost.block), entries, cost.last, cost.later, cost.moments)
         if (cost.price, cost.hidden) != self._known_for:
             self._known, self._known_for = {}, (cost.price, cost.hidden)

@@ -223,7 +223,6 @@ def _guided(values: Floats) -> GuidedStates:
 
 
 def _picks(block: Block, number: int, allowed: Sequence[Choice]) -> list[tuple[int, Choice]]:
-    """The picks of an operator that differ in cost."""
     operator, found = block.operators[number], list[tuple[int, Choice]]()
     for (place, taken), choice in product(enumerate(operator.strategies), allowed):
         again = operator.recomputable and block.used_until(number, place) < len(block.operators)
@@ -251,7 +250,6 @@ def _placed(
     choices: Bytes,
     entries: int,
 ) -> tuple[Floats, Ints, Bytes, Bytes]:
-    """States after adding an operator with a given pick."""
     (place, choice), operator = pick, block.operators[number]
     taken = operator.strategies[place]
     forward, backward, saved = _passes(operator, taken, place, strategies, entries)
@@ -558,7 +556,6 @@ class _BlockChain:
         np.maximum(part.peak, hidden, out=part.peak)
 
     def _hopes(self, number: int, part: _States, budget: float, bound: Bound) -> Floats:
-        """Lower bounds of the final seconds of states."""
         if number == len(self._plans) - 1:
             return part.seconds
         rest = bound.rest[number + 1]

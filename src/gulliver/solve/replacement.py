@@ -293,7 +293,6 @@ class Replacement:
         return self.cycle if self.policy == "planned" and self.backed else None
 
     def _restart(self) -> None:
-        """Restarts lookahead from the cursor."""
         self._head = self._cursor
         for found in self._objects.values():
             found.claimed = False
@@ -301,7 +300,6 @@ class Replacement:
             self.cycle.slack[:] = self.cycle.base
 
     def _note(self, event: Event) -> None:
-        """Records an event, and locates it in the schedule."""
         self._clock += 1
         self._record.append(event)
         if len(self._record) >= LONGEST:
@@ -430,7 +428,6 @@ class Replacement:
         return -distance / (1 if found.stored else 2), found.last
 
     def _is_left(self, key: Hashable, found: _Object) -> bool:
-        """Whether a resident object has no planned use."""
         if self.cycle is None:
             return True
         return not found.claimed and not self.cycle.stays(key, self._cursor)

@@ -29,7 +29,6 @@ class DenseIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._slots.nbytes
 
     def lookup(self, keys: Keys) -> Values:
@@ -60,7 +59,6 @@ class HashIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
     def __len__(self) -> int:
@@ -193,7 +191,6 @@ class DecayedCounts:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.tables.nbytes
 
     def tick(self) -> float:
@@ -508,7 +505,6 @@ class HalfLifeTrial:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the small caches."""
         return sum(cache.nbytes + cache.index.nbytes for cache in self.caches)
 
     def see(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> int:

@@ -199,7 +199,6 @@ class StepSolver:
         self._learn(shape, 16)
 
     def _learn(self, shape: Hashable, count: int) -> None:
-        """Extends the tables of a shape to a number of samples."""
         if count <= self._known[shape]:
             return
         size = max(16, 1 << (count - 1).bit_length())
@@ -255,7 +254,6 @@ class StepSolver:
         return step
 
     def _dealt(self, found: _Found, counts: Mapping[Hashable, int]) -> BalancedStep:
-        """The groups of a solution."""
         shapes, (groups, rest) = found.shapes, found.answer.packed()
         left = {shape: n for shape, n in zip(shapes, rest, strict=True) if n}
         bound = self.bound(_less(counts, shapes, rest)) if left else found.bound
@@ -307,7 +305,6 @@ class StepSolver:
 def _less(
     counts: Mapping[Hashable, int], shapes: Iterable[Hashable], left: Iterable[int]
 ) -> dict[Hashable, int]:
-    """Assigned samples."""
     each = zip(shapes, left, strict=True)
     return {shape: counts[shape] - rest for shape, rest in each if counts[shape] > rest}
 

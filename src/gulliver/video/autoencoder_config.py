@@ -174,7 +174,6 @@ def check_latent_terms(config: TrainAutoencoderConfig, posterior: bool) -> None:
 
 
 def _needs(config: TrainAutoencoderConfig) -> dict[str, tuple[bool, str]]:
-    """Lists option requirements for `check_needs`."""
     loss = config.loss
     critic = loss.adversarial > 0, "there is no discriminator; add --loss.adversarial 0.5"
     made = config.model.init is None, "--model.init determines it; omit it"

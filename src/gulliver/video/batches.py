@@ -157,7 +157,6 @@ class MaskStrategies:
 
 
 def _rest(given: Tensor) -> Tensor:
-    """Returns the frames to generate; at least the last one."""
     made = ~given
     made[-1] |= not bool(made.any())
     return made

@@ -247,7 +247,6 @@ class BlockCache:
         self._undo.clear()
 
     def _forget(self) -> None:
-        """Drops kept tensors between samplings."""
         kept = sum(memory.nbytes for memory in self._memories.values())
         self.counts.nbytes = max(self.counts.nbytes, kept)
         self._memories.clear()
@@ -289,8 +288,6 @@ class BlockCache:
     def _kept(
         self, rule: Broadcast, kind: str, method: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
-        """Wraps a method whose output may be reused."""
-
         def kept(*args: Any, **kwargs: Any) -> Tensor:
             memory = self._memory
             if kept in memory.outputs and rule.reuses(kind, memory.number, *self._levels):
@@ -382,7 +379,6 @@ def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Lists the blocks of a model in running order."""
     if isinstance(model, STDiT3):
         pairs = zip(model.spatial_blocks, model.temporal_blocks, strict=True)
         return [block for pair in pairs for block in pair]
@@ -397,7 +393,6 @@ def _argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _video(out: Any) -> Tensor:
-    """Video tokens of a block's output."""
     return out[0] if isinstance(out, tuple) else out
 
 

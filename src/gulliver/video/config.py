@@ -436,7 +436,6 @@ SAMPLED = "add --samples.every, such as 200"
 
 
 def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Lists requirements of the other options."""
     return {
         "data.clips": (config.data.made, OF_DIGITS),
         "data.held_out": (config.data.made, OF_DIGITS),

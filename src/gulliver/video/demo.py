@@ -397,7 +397,6 @@ def _bar(name: str, value: float, bar: float) -> dict[str, Any]:
 
 
 def _report(figures: dict[str, Any]) -> str:
-    """Formats the report as Markdown."""
     evaluation = figures["evaluation"]
     machine = figures["machine"]
     rows = [("real held-out clips (upper limit)", evaluation["ceiling"])]

@@ -168,7 +168,6 @@ def _centre_padding(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 def _other_directions(digit: int, exclude: tuple[tuple[int, int], ...]) -> Tensor:
-    """Cycles through the allowed directions of a digit."""
     allowed = [d for d in range(len(DIRECTIONS)) if (digit, d) not in exclude]
     if not allowed:
         raise GulliverError(f"every direction of the digit {digit} is excluded; allow at least one")

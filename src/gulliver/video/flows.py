@@ -469,12 +469,10 @@ def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
 
 
 def _clean(kept: Tensor, x_t: Tensor, noise: Tensor) -> Tensor:
-    """Returns the clean data, given points and their noise."""
     return (1 / kept).sqrt() * x_t - (1 / kept - 1).sqrt() * noise
 
 
 def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits a model's output into noise and variance."""
     if output.shape[1] != 2 * x.shape[1]:
         raise GulliverError(
             f"the model returns {output.shape[1]} channels for latents of {x.shape[1]}; noise and "

@@ -269,7 +269,6 @@ def loss_curve(path: Path, steps: list[int], losses: list[float], norms: list[fl
 
 
 def _smooth(values: list[float], decay: float = 0.95) -> list[float]:
-    """Computes an exponential average with bias correction."""
     smooth, average, weight = [], 0.0, 0.0
     for value in values:
         average, weight = decay * average + (1 - decay) * value, decay * weight + 1 - decay

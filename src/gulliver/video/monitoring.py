@@ -203,7 +203,6 @@ class RunSamples:
 
 
 def _row(prompt: str, clip: Any) -> SheetRow:
-    """Arranges evenly spaced frames of a clip in a row."""
     length = clip.shape[1]
     shown = np.linspace(0, length - 1, min(length, STILLS)).round().astype(int).tolist()
     frames = [f"frame {n}" for n in shown] if length > 1 else [""]

@@ -444,7 +444,6 @@ class VideoPipeline:
         given: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
-        """Samples latents [B, C, T, H, W]."""
         filled, bucket = self._filled(), pieces[0].bucket
         shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
         like = filled.denoiser.like(self.device)

@@ -66,7 +66,6 @@ class ClipOrder:
         self.epoch = lru_cache(maxsize=3)(self._epoch)
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[Bucket]]:
-        """Rows of an epoch in order, and the bucket of each."""
         if not self.is_dealt:
             buckets = [self._dataset.bucket_of(row) for row in range(len(self._dataset))]
             return list(range(len(buckets))), buckets
@@ -339,7 +338,6 @@ def _point(
 
 
 def _input_bytes(model: Any) -> int:
-    """Bytes per token of a block's input."""
     return model.hidden_size * model.x_embedder.proj.weight.element_size()
 
 
@@ -386,7 +384,6 @@ class _Saved:
 
 @contextmanager
 def _shallow(model: Any, depth: int) -> Iterator[None]:
-    """Runs only the first blocks of each kind."""
     whole = {name: getattr(model, name) for name in kinds_of(model).values()}
     for name, blocks in whole.items():
         setattr(model, name, blocks[:depth])
@@ -399,7 +396,6 @@ def _shallow(model: Any, depth: int) -> Iterator[None]:
 
 @contextmanager
 def _recomputed(model: Any, kinds: tuple[str, ...]) -> Iterator[None]:
-    """Recomputes blocks of some kinds in backward."""
     changed = [b for kind in kinds for b in getattr(model, kinds_of(model)[kind])]
     for block in changed:
         vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)

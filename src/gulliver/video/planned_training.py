@@ -258,7 +258,6 @@ def budget_of(config: TrainConfig) -> Budget:
 def _unfit_clips(
     planner: DataCentricPlanner, order: ClipOrder, shapes: ClipShapes
 ) -> Counter[SampleShape]:
-    """Clips of the first epochs that fit at no degree."""
     costs, buckets = planner.costs, order.epoch(0)[1]
     fitting = {
         shape

@@ -151,7 +151,6 @@ class Denoiser:
         return self.model(x, timestep, **known, **self._condition_inputs(x, inputs))
 
     def _condition_inputs(self, x: Tensor, inputs: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """Returns 1.3's inputs for given frames."""
         held, latents = inputs.get("held"), inputs.get("latents")
         if held is None or latents is None or not bool(held.any()):
             return {}
@@ -401,7 +400,6 @@ def _read(
 
 
 def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
-    """Fields of the ``config.json`` next to the weights."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     # A config.json next to a single file may belong to something else.
     if not file.is_file() or (path.is_file() and path.suffix == ".safetensors"):
@@ -543,7 +541,6 @@ def load_autoencoder(
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder, or next to an index."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     content = read_json(file) if file.is_file() else {}
     if not isinstance(content, dict):

@@ -465,7 +465,6 @@ def given_latents(
 
 
 def _placements(piece: ClipPiece, lengths: Sequence[int], frames: int) -> list[FramePlacement]:
-    """Resolves the placements."""
     references = len(piece.references)
     found = place(piece.rules, lengths[:references], frames, piece.align)
     if piece.head is not None:

@@ -183,7 +183,6 @@ def make_optimizer(
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases, norms and tables do not."""
     decayed = [p for p in model.parameters() if p.ndim >= 2 and p.shape[0] > 6]
     others = [p for p in model.parameters() if not (p.ndim >= 2 and p.shape[0] > 6)]
     return [

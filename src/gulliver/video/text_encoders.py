@@ -161,7 +161,6 @@ class _FromFolder:
         return str(next(self.model.parameters()).dtype)
 
     def _tokens(self, captions: list[str]) -> dict[str, Tensor]:
-        """Token ids and mask of captions, padded to the longest."""
         if not captions:
             raise GulliverError("there is no caption to encode")
         found = self.tokenizer(

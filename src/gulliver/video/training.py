@@ -322,7 +322,6 @@ class Trainer(TrainingLoop):
 
     @torch.no_grad()
     def _loss_sum(self, batch: VideoBatch) -> Tensor:
-        """Computes the sum of a share's losses without backward."""
         if self.config.pp_size > 1:
             assert isinstance(self.flow, RectifiedFlow), "checked"
             how = self.flow, batch, self.config.micro_batches, 1.0

@@ -218,7 +218,6 @@ class Controller:
         ]
 
     def _read_progress(self, job: LiveJob, now: float) -> list[str]:
-        """Reads a job's progress."""
         report = read_object(self.spool.job(job.name) / "progress.json")
         if report is None or report == job.progress or report.get("attempt") != job.attempt:
             return []

@@ -56,7 +56,6 @@ class Forker:
                 self._reap_children()
 
     def _take(self) -> bool:
-        """Reads commands; False at the end of the input."""
         data = os.read(self.commands, 1 << 16)
         *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
@@ -158,7 +157,6 @@ def _leave(code: int) -> None:
 
 
 def _redirect(log: str) -> None:
-    """Redirects a rank's output to its log."""
     empty = os.open(os.devnull, os.O_RDONLY)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(empty, 0)

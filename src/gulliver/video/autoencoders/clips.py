@@ -87,7 +87,6 @@ class ClipWindows:
         return Clip(frames.float() / 127.5 - 1, row.text, row.probe.fps / interval, index)
 
     def _decoded(self, number: int, bucket: Bucket) -> Tensor | BrokenClip:
-        """Decodes all frames of a row, scaled to its bucket."""
         row, parts = self.table.rows[number], []
         try:
             frames = upright_frames(row.path)

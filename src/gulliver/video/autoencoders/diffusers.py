@@ -149,7 +149,6 @@ class DiffusersAutoencoder(nn.Module):
         return latents / scale + shift
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the shift and scale of latents."""
         config = self.module.config
         shift = config.get("latents_mean") or config.get("shift_factor") or 0.0
         spread = config.get("latents_std") or 1.0

@@ -74,7 +74,6 @@ def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
 
 
 def _finished(trainer: AutoencoderTrainer, path: Path) -> AutoencoderOutcome:
-    """Evaluates and writes the result."""
     main, step = trainer.world.is_main, trainer.step_number
     model, figures = trainer.finish()
     quality = Quality(figures["psnr"], figures["ssim"])

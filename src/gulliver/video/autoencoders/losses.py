@@ -91,7 +91,6 @@ class AutoencoderLoss(nn.Module):
     def forward(
         self, video: Tensor, decoded: Tensor, posterior: Posterior, replicas: int = 1
     ) -> Terms:
-        """Computes the terms."""
         error = pixel_error(video, decoded, self.config.reconstruction)
         figures = {self.config.reconstruction: error.detach()}
         network = self._perceptual[0]
@@ -271,7 +270,6 @@ def ssim(video: Tensor, decoded: Tensor) -> Tensor:
 
 
 def _frames(video: Tensor) -> Tensor:
-    """Returns the frames of all clips, [B * T, 3, H, W]."""
     return video.transpose(1, 2).flatten(0, 1)
 
 
@@ -350,7 +348,6 @@ class PatchDiscriminator(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, video: Tensor) -> Tensor:
-        """Returns a logit per patch."""
         return self.layers(video)
 
     def frozen(self, video: Tensor) -> Tensor:

@@ -361,7 +361,6 @@ class AutoencoderTrainer(TrainingLoop):
 
     @property
     def _judging(self) -> Adversary | None:
-        """The discriminator, once it has started."""
         begun = self.step_number >= self.config.loss.adversarial_start
         return self.adversary if begun else None
 
@@ -388,7 +387,6 @@ class AutoencoderTrainer(TrainingLoop):
         return self.loss(videos, decoded, posterior, self.replicas), decoded
 
     def _names(self) -> list[str]:
-        """Names of a step's metrics, equal on all ranks."""
         loss, adversarial = self.config.loss, self._judging is not None
         posterior = self.autoencoder.config.get("posterior", False)
         named = {

@@ -229,12 +229,10 @@ def _planned(path: Path, folder: Path, settings: CutSettings) -> Plan:
 
 
 def _literal(stem: str) -> str:
-    """Escapes glob characters."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in stem)
 
 
 def _key(path: Path, settings: CutSettings) -> str:
-    """Key of everything that a plan depends on."""
     try:
         found = path.stat()
     except OSError:
@@ -356,7 +354,6 @@ def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> 
 
 @contextmanager
 def _with_written_clips(folder: Path) -> Iterator[None]:
-    """Adds to a write error that finished clips are kept."""
     try:
         yield
     except SourceError:
@@ -395,7 +392,6 @@ def _is_inherited(name: str) -> bool:
 
 
 def _rows(outcome: FileOutcome, folder: Path) -> list[dict[str, Any]]:
-    """Cells of a source's clips that are not inherited."""
     rows: list[dict[str, Any]] = [
         {
             "path": f"{folder.name}/{name}",
@@ -418,7 +414,6 @@ def _rows(outcome: FileOutcome, folder: Path) -> list[dict[str, Any]]:
 
 
 def _left(name: str, outcome: FileOutcome, record: dict[str, Any]) -> list[UnusedFrames]:
-    """Lists the frames of a source that are in no clip."""
     # A truncated file may decode without an error: frames counted in the table that do not exist
     # are listed, too.
     if outcome.problem is not None:

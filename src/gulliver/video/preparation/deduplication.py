@@ -86,7 +86,6 @@ def deduplicate(table: Table, out: Path, alike: float = ALIKE, workers: int = 0)
 
 
 def _known_hashes(table: Table) -> list[str | None]:
-    """Returns the hash of each row, None if it has none yet."""
     if "phash" not in table.names:
         return [None] * len(table)
     column = table.column("phash")
@@ -205,7 +204,6 @@ def _best_of_groups(table: Table, pairs: Sequence[tuple[int, int]]) -> dict[int,
 
 
 def _worth(table: Table) -> list[tuple[float, ...]]:
-    """Quality of each clip: pixels, frames, bytes."""
     sizes = [
         table.column(name) if name in table.names else [0] * len(table)
         for name in ("height", "width", "num_frames")

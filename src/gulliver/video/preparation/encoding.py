@@ -366,7 +366,6 @@ class _Job:
         return self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
 
     def _report_size(self, missing: list[PlannedShard]) -> None:
-        """Warns in advance if the disk is too small."""
         count = [(len(plan.windows), plan.windows[0][1].bucket) for plan in missing]
         itemsize = DTYPES[self.settings.dtype].itemsize
         needed = sum(n * prod(self._latent_shape(bucket)) * itemsize for n, bucket in count)
@@ -398,7 +397,6 @@ def _read_shard(path: Path) -> dict[str, Any] | None:
 
 
 def _ahead(function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[tuple[Item, Made]]:
-    """Calls a function in threads, a few items ahead."""
     waiting: deque[tuple[Item, Any]] = deque()
     with ThreadPoolExecutor(AHEAD) as pool:
         for item in items:

@@ -78,7 +78,6 @@ def filter_table(table: Table, condition: str) -> Filtered:
 
 
 def _compared(table: Table) -> Any:
-    """Converts columns for comparison."""
     # CSV text is compared as numbers only if each cell is written as Python prints its number: then
     # different texts are different numbers.
     import pyarrow as pa
@@ -116,7 +115,6 @@ def _texts_of(data: Any, condition: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Formats an error in one line."""
     return " ".join(str(error).split())
 
 

@@ -174,7 +174,6 @@ def read_packets(path: Path) -> Packets:
 
 
 def _delayed(path: Path, times: np.ndarray, clock: float) -> np.ndarray:
-    """Returns presentation times, given decoding times."""
     try:
         first = next(upright_frames(path), None)
     except GulliverError:

@@ -76,7 +76,6 @@ def _page(table: Table, cards: Sequence[str]) -> Iterator[str]:
 
 
 def _numbers(table: Table) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the numeric columns that are not empty."""
     for name in table.names:
         kind = str(table.data.schema.field(name).type)
         if kind.startswith(("int", "uint", "float", "double", "halffloat")):
@@ -113,7 +112,6 @@ def _histogram(name: str, values: np.ndarray, width: int = 260, height: int = 90
 
 
 def _strip(path: Path) -> dict[str, Any]:
-    """Creates a JPEG of frames side by side."""
     from PIL import Image
 
     samples = take_samples(path, FRAMES, SIDE)

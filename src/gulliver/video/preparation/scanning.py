@@ -105,7 +105,6 @@ def _rows_of(table: Table) -> dict[str, dict[str, Any]]:
 def _row(
     name: str, before: dict[str, dict[str, Any]], fresh: dict[str, FileOutcome]
 ) -> dict[str, Any]:
-    """Returns the row of a file; None if it is unusable."""
     if name not in fresh:
         return before[name]
     found = fresh[name]
@@ -253,7 +252,6 @@ def _rate(counted: Packets, frames: int, first: Frame) -> float:
 
 
 def _degrees(frame: Frame) -> int:
-    """Clockwise rotation in degrees for display."""
     a, b, _, d = frame.turn
     if frame.turn.swaps:
         return 90 if b > 0 else 270

@@ -341,7 +341,6 @@ def fitted(frame: Frame, size: tuple[int, int], pixels: str) -> Any:
 
 
 def _is_cropped(frame: Frame, size: tuple[int, int]) -> bool:
-    """Whether only the last row or column must be cropped."""
     spare = frame.height - size[0], frame.width - size[1]
     return max(spare) == 1 and min(spare) >= 0
 
@@ -351,7 +350,6 @@ def _passes_through(frame: Frame, size: tuple[int, int]) -> bool:
 
 
 def _pixels(frame: Frame, size: tuple[int, int], codec: str) -> str:
-    """Selects the pixel format of a clip."""
     import av
 
     if codec == "h264":

@@ -108,7 +108,6 @@ def phash(samples: Samples) -> str:
 
 @cache
 def _cosines(side: int) -> np.ndarray:
-    """The orthonormal cosine transform (DCT-II) as a matrix."""
     place = np.arange(side)
     waves = np.cos(np.pi / side * (place + 0.5) * place[:, None]) * np.sqrt(2 / side)
     waves[0] /= np.sqrt(2)
@@ -257,6 +256,5 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    """Formats an error in one line."""
     kind = "" if isinstance(error, GulliverError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())

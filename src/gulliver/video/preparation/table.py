@@ -348,7 +348,6 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _typed(path: Path, name: str, column: Any) -> Any:
-    """Types a text column if all cells agree."""
     pa = arrow()
     goes_on = pa.compute.index(pa.compute.match_substring_regex(column, r"[\r\n]"), True).as_py()
     if goes_on >= 0:
@@ -395,5 +394,4 @@ def _fractions(path: Path, name: str, column: Any) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """Formats an error in one line."""
     return " ".join(str(error).split())
