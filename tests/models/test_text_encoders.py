@@ -144,7 +144,7 @@ def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_clip(tmp_path / "clip")
     for length in (0, -3, 1.5):
         for folder in ("t5", "clip"):
-            with pytest.raises(GulliverError, match=f"max_length={length}: expected"):
+            with pytest.raises(GulliverError, match=f"max_length={length} must"):
                 load_text_encoder(tmp_path / folder, length)  # type: ignore[arg-type]
     with pytest.raises(GulliverError, match="max_length=9 exceeds this CLIP's limit of 8 tokens"):
         load_text_encoder(tmp_path / "clip", 9)
@@ -245,7 +245,7 @@ def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_tensors(path, {**state, name: state[name].to(torch.int8)})
     for dtype in (None, torch.float32):
-        with pytest.raises(GulliverError, match=r"'t_block\.1\.weight' is int8: expected floating"):
+        with pytest.raises(GulliverError, match=r"'t_block\.1\.weight' is int8; expected floating"):
             load_model(path, dtype=dtype)
     low = state[name].to(torch.float8_e4m3fn)
     write_tensors(path, {**state, name: low})
