@@ -6,12 +6,13 @@ Nothing here imports torch: ``gulliver dreambooth --help`` reads this module.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from gulliver.errors import GulliverError
+from gulliver.io.hub import fetch
 from gulliver.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -23,6 +24,7 @@ from gulliver.options import (
     SHARE,
     Options,
     Range,
+    Tracker,
     check_needs,
 )
 
@@ -132,6 +134,8 @@ class DreamboothConfig(Options):
     """Weight of the prompt in sampling; by default 7.5, and 2 of a run of `gulliver train`."""
     save_every: Annotated[int | None, AT_LEAST_1] = None
     """Steps between checkpoints; by default as often as validation pictures."""
+    report_to: tuple[Tracker, ...] = ("tensorboard",)
+    """Experiment trackers that get losses and samples."""
     keep: Annotated[int, AT_LEAST_1] = 2
     """Number of newest checkpoints kept."""
     resume: bool = False
@@ -200,7 +204,7 @@ MAY_CHANGE = frozenset(
     {"out", "model", "subject", "adapter", "prior_folder"}  # compared by fingerprint
     | {"plugin", "memory", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
     | {"keep", "save_every", "validate_every", "validation_prompt", "validation_pictures"}
-    | {"on_broken"}
+    | {"on_broken", "report_to"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""
 
@@ -209,8 +213,9 @@ def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
     """Refuses options that no run could use, before anything is read."""
     if config.model is None:
         raise GulliverError("no base is named: give --model FOLDER, such as a diffusers pipeline")
-    if not config.model.is_dir():
-        raise GulliverError(f"--model {config.model} is no folder")
+    config = replace(config, model=(model := fetch(config.model)))
+    if not model.is_dir():
+        raise GulliverError(f"--model {model} is no folder")
     _check_subject(config)
     _check_words(config)
     _check_motion(config)

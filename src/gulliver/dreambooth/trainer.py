@@ -134,7 +134,7 @@ FINGERPRINTS = {
 
 def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcome:
     """Teaches a base a subject as `config` says, on every rank of the present world."""
-    check_dreambooth(config)
+    config = check_dreambooth(config)
     if config.motion and not config.plan:
         return in_motion(config, dreambooth, plugin)
     world = init_world()
@@ -246,6 +246,7 @@ class DreamBoothTrainer(TrainingLoop):
             stream=6,
             clip=config.clip,
             frozen=False,
+            report_to=config.report_to,
         )
         place = booster.plugin.data_place()
         super().__init__(run, world, options, booster, boosted, place)

@@ -5,12 +5,23 @@ Nothing here imports torch, so that `--help` does not either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SEED, SHARE, Options, Range
+from gulliver.io.hub import check_push, fetch
+from gulliver.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    RANKS,
+    RATE,
+    SEED,
+    SHARE,
+    Options,
+    Range,
+    Tracker,
+)
 
 FORMS = ("messages", "instruction", "completion", "text")
 LONGEST = 2**20
@@ -80,7 +91,7 @@ class FinetuneConfig(DataConfig):
     """Fine-tunes a language model on texts."""
 
     model: Path | None = None
-    """Hugging Face folder of the model to begin with: config.json, safetensors, tokenizer."""
+    """Model to begin with: a Hugging Face folder, or a name on the Hub such as org/name."""
     out: Path = Path("runs/finetune")
     """The run folder: config, plan, log, checkpoints, samples and the result."""
     method: Literal["full", "lora"] = "full"
@@ -153,8 +164,12 @@ class FinetuneConfig(DataConfig):
     """Number of newest checkpoints kept."""
     log_every: Annotated[int, AT_LEAST_1] = 1
     """Steps between lines of the log."""
+    report_to: tuple[Tracker, ...] = ("tensorboard",)
+    """Experiment trackers that get losses and samples."""
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the resulting weights; auto: that of the model to begin with."""
+    push_to_hub: str | None = None
+    """Repository of the Hub, org/name, that the result is uploaded to; a new one is private."""
     resume: bool = False
     """Continue from the newest checkpoint of the run folder, bit for bit."""
     dry_run: bool = False
@@ -169,7 +184,18 @@ class FinetuneConfig(DataConfig):
 MAY_CHANGE = frozenset(
     {"out", "model", "data", "held_out", "adapter", "chat_template"}  # compared by fingerprint
     | {"memory", "disk", "ranks", "tp", "pp", "sp", "activations", "micro_tokens", "resume"}
-    | {"dry_run", "keep", "log_every", "save_every", "merge", "save_dtype", "result", "bad_rows"}
+    | {
+        "dry_run",
+        "keep",
+        "log_every",
+        "save_every",
+        "merge",
+        "save_dtype",
+        "result",
+        "bad_rows",
+        "report_to",
+    }
+    | {"push_to_hub"}
     | {"samples", "sample_tokens", "prompt"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""
@@ -183,12 +209,12 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     """
     if config.model is None:
         raise GulliverError("no model is named: give --model FOLDER, a Hugging Face folder")
-    if not (config.model / "config.json").is_file():
-        raise GulliverError(
-            f"--model {config.model} is no Hugging Face folder: it has no config.json"
-        )
+    check_push(config.push_to_hub)
+    config = replace(config, model=(model := fetch(config.model)))
+    if not (model / "config.json").is_file():
+        raise GulliverError(f"--model {model} is no Hugging Face folder: it has no config.json")
     check_data(config)
-    _check_out(config, config.model)
+    _check_out(config, model)
     _check_adapters(config)
     if config.disk is not None and config.memory is None:
         raise GulliverError(f"--disk {config.disk} needs --memory: what fits that stays in memory")
