@@ -17,6 +17,7 @@ from gulliver.cli.dispatch import run
 from gulliver.io.hub import check_push, fetch, is_hub_name, push
 
 hub = pytest.importorskip("huggingface_hub")
+constants = pytest.importorskip("huggingface_hub.constants")
 SHA = "0" * 40
 
 
@@ -68,14 +69,14 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(
-            hub.constants,
+            constants,
             "HUGGINGFACE_CO_URL_TEMPLATE",
             address + "/{repo_id}/resolve/{revision}/{filename}",
         )
-        monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield Hub.files
         server.shutdown()
 
