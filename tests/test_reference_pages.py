@@ -47,7 +47,9 @@ def test_every_name_that_pages_import_is_in_the_reference() -> None:
     known = set(re.findall(r"[\w]+", reference))
     missing = []
     for page in DOCS.glob("*.md"):
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        for block in re.findall(
+            r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+        ):
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gulliver"):
                     missing += [(page.name, n.name) for n in node.names if n.name not in known]

@@ -15,7 +15,9 @@ NOTEBOOKS = {"first_run": "first-run", "finetune_and_chat": "finetune"}
 """Name of each notebook, and of the page that it is made of."""
 
 CELL = re.compile(r"<!-- cell -->\n```python\n(.*?)```\n", re.DOTALL)
-OWN_LINK = re.compile(r"\s*They are also a \[notebook\]\([^)]*\)\.|, and as a\s+\[notebook\]\([^)]*\)")
+OWN_LINK = re.compile(
+    r"\s*They are also a \[notebook\]\([^)]*\)\.|, and as a\s+\[notebook\]\([^)]*\)"
+)
 
 
 def cells(page: Path) -> list[tuple[str, str]]:

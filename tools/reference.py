@@ -44,10 +44,8 @@ def help_of(arguments: list[str]) -> str:
 
 def command_line() -> str:
     """Returns the page of the command line."""
-    parts = [
-        "# Command line\n",
-        "Written from the code by `make docs`. Exit codes: 0 success, 1 failure, 2 usage error.\n",
-    ]
+    codes = "Exit codes: 0 success, 1 failure, 2 usage error."
+    parts = ["# Command line\n", f"Written from the code by `make docs`. {codes}\n"]
     for name, command in COMMANDS.items():
         shown = help_of([name])
         parts.append(f"## gulliver {name}\n\n{_sentence(command.what)}\n\n```text\n{shown}\n```\n")
@@ -91,15 +89,17 @@ def errors() -> str:
     kinds = sorted(_subclasses(GulliverError), key=lambda kind: kind.__name__)
     lines = [
         "# Error index\n",
-        "Written from the code by `make docs`. Errors that you can fix are a `GulliverError` of one line: the",
-        "cause, then the remedy. Search this page for a part of the message without names and numbers; `...`",
-        "stands for those. The most common ones are explained in [troubleshooting](troubleshooting.md).\n",
+        "Written from the code by `make docs`. Errors that you can fix are a `GulliverError` of",
+        "one line: the cause, then the remedy. Search this page for a part of the message without",
+        "names and numbers; `...` stands for those. The most common ones are explained in",
+        "[troubleshooting](troubleshooting.md).\n",
         "| class | base | raised when |",
         "|---|---|---|",
     ]
     for kind in [GulliverError, *kinds]:
         what = (inspect.getdoc(kind) or "").partition("\n")[0]
-        lines.append(f"| `{kind.__module__}.{kind.__name__}` | `{kind.__base__.__name__}` | {what} |")
+        base = kind.__base__.__name__ if kind.__base__ else ""
+        lines.append(f"| `{kind.__module__}.{kind.__name__}` | `{base}` | {what} |")
     found: dict[str, set[str]] = {}
     for package, text in messages():
         found.setdefault(package, set()).add(text)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,15 @@ from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on
 from gulliver.comm.groups import release_groups
 from gulliver.comm.world import World, guard, init_world
 from gulliver.errors import GulliverError, first_difference
-from gulliver.jobs.display import Scalars
-from gulliver.jobs.trackers import track
 from gulliver.parallel.optimizer import BoostedOptimizer, refuse_extra_state
 from gulliver.plan.plan import Plan
 from gulliver.plan.results import Comparison
 from gulliver.planner.model import autocast_calls, check_precision, unwrapped
 from gulliver.precision.fp8.conversion import revert_fp8
 from gulliver.precision.int8.layers import QuantizedLayer
+
+if TYPE_CHECKING:
+    from gulliver.jobs.display import Scalars
 
 # What each tensor of a model is, by its name.
 Signature = dict[str, str]
@@ -258,6 +259,8 @@ class Booster(CheckpointIO):
         Raises:
             GulliverError: a tracker is unknown, or its package is not installed.
         """
+        from gulliver.jobs.trackers import track  # and with it rich, which no loop needs
+
         opened = track(names, Path(folder), step, init_world().is_main, config or {})
         self._scalars = self._tracking.enter_context(opened)
 

@@ -21,7 +21,6 @@ import torch
 
 from gulliver.errors import GulliverError
 from gulliver.finetune.encode import load_tokenizer
-from gulliver.io.hub import fetch
 from gulliver.serve.batch import Drafter, Runner
 from gulliver.serve.engine import Engine
 from gulliver.serve.local import LocalRunner
@@ -96,6 +95,8 @@ class LLM:
         given = replace(model_options or ModelOptions(), **fields)
         options = options or EngineOptions()
         if isinstance(model, (str, Path)):
+            from gulliver.io.hub import fetch
+
             folder = fetch(Path(model))
             if tokenizer is not None:
                 raise GulliverError("a folder has its own tokenizer: leave tokenizer out")

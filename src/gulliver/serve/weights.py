@@ -19,7 +19,6 @@ from gulliver.comm.groups import ALONE, RankGroup
 from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.finetune.encode import load_tokenizer
 from gulliver.hardware.probe import memory_bytes
-from gulliver.io.hub import fetch
 from gulliver.memory.parts import Part, Region, region_of
 from gulliver.options import byte_size, size_text
 from gulliver.parallel.tensor.apply import materialize
@@ -523,6 +522,8 @@ def load(
         GulliverError: the folder lacks something, the model is of a type that is not served, or
             there is too little memory; it says what would fit.
     """
+    from gulliver.io.hub import fetch
+
     folder, dtype = fetch(Path(folder)), dtype_name(dtype)
     check_options(folder, dtype, quantize)
     # Before the model: it is the quickest to be found missing.
