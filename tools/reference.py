@@ -50,7 +50,8 @@ def command_line() -> str:
         shown = help_of([name])
         parts.append(f"## gulliver {name}\n\n{_sentence(command.what)}\n\n```text\n{shown}\n```\n")
         found = CHOICES.match(shown)
-        for action in found[1].split(",") if found else []:
+        named = re.findall(rf"gulliver {name} (\w+) --help", shown)
+        for action in found[1].split(",") if found else named:
             shown = help_of([name, action])
             parts.append(f"### gulliver {name} {action}\n\n```text\n{shown}\n```\n")
     return "\n".join(parts)
