@@ -85,4 +85,4 @@ def test_the_notebook_that_fine_tunes_runs(pool: Pool, tmp_path: Path) -> None:
     (printed,) = pool.run(_cells, 1, DOCS / "notebooks" / "finetune_and_chat.ipynb", tmp_path)
     found = re.search(r"held-out loss ([\d.]+) after 60 steps", printed)
     assert found is not None
-    assert float(found[1]) < 2.5
+    assert float(found[1]) < 4
