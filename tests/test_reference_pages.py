@@ -17,6 +17,7 @@ from gulliver.cli.dispatch import COMMANDS
 from gulliver.comm import World
 from tests.pool import Pool
 
+IMPORT = re.compile(r"^from gulliver[\w.]* import (?:\([^)]*\)|.+)$", re.MULTILINE)
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
@@ -47,12 +48,10 @@ def test_every_name_that_pages_import_is_in_the_reference() -> None:
     known = set(re.findall(r"[\w]+", reference))
     missing = []
     for page in DOCS.glob("*.md"):
-        for block in re.findall(
-            r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
-        ):
-            for node in ast.walk(ast.parse(block)):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gulliver"):
-                    missing += [(page.name, n.name) for n in node.names if n.name not in known]
+        for found in IMPORT.findall(page.read_text(encoding="utf-8")):
+            (node,) = ast.parse(found).body
+            assert isinstance(node, ast.ImportFrom)
+            missing += [(page.name, n.name) for n in node.names if n.name not in known]
     assert missing == []
 
 
