@@ -61,6 +61,8 @@ parity: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m benchmarks._index docs/benchmarks.md
+	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/notebooks.py
 	$(BIN)/mkdocs build --strict
 
 $(PLAIN)/.installed: constraints.txt

@@ -73,6 +73,8 @@ RANKS = Range(0, 1024)
 """Range of numbers of processes on one machine."""
 SEED = Range(-(2**63), 2**63 - 1)
 GUIDANCE = Range(-1000, 1000)
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+"""An experiment tracker."""
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from gulliver.plan.results import Comparison
 from gulliver.planner.model import autocast_calls, check_precision, unwrapped
 from gulliver.precision.fp8.conversion import revert_fp8
 from gulliver.precision.int8.layers import QuantizedLayer
+
+if TYPE_CHECKING:
+    from gulliver.jobs.display import Scalars
 
 # What each tensor of a model is, by its name.
 Signature = dict[str, str]
@@ -114,6 +118,8 @@ class Booster(CheckpointIO):
         self.mixed_precision, self.gradient_noise = mixed_precision, gradient_noise
         self._noise: NoiseMeter | None = None
         self._last: Running | None = None
+        self._tracking = ExitStack()
+        self._scalars: Scalars | None = None
         super().__init__()
 
     @property
@@ -234,6 +240,49 @@ class Booster(CheckpointIO):
                     f"{world.device}: move the model there before its optimizer is made"
                 )
         return self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
+
+    def track(
+        self,
+        *names: str,
+        folder: str | Path = "runs",
+        config: Mapping[str, Any] | None = None,
+        step: int = 0,
+    ) -> None:
+        """Opens experiment trackers, for `log`; `close` ends them.
+
+        Args:
+            names: ``tensorboard``, ``wandb`` or ``mlflow``.
+            folder: folder of the run; a run of this folder that a tracker knows is continued.
+            config: hyperparameters to show.
+            step: last step before this call, when a run is resumed.
+
+        Raises:
+            GulliverError: a tracker is unknown, or its package is not installed.
+        """
+        from gulliver.jobs.trackers import track  # and with it rich, which no loop needs
+
+        opened = track(names, Path(folder), step, init_world().is_main, config or {})
+        self._scalars = self._tracking.enter_context(opened)
+
+    def log(self, figures: Mapping[str, float | Tensor], step: int) -> None:
+        """Writes the first rank's figures of a step to the trackers that `track` opened.
+
+        Example:
+            booster.log({"loss": loss}, step)
+        """
+        if self._scalars is None:
+            raise GulliverError("no tracker is open: call booster.track('tensorboard') first")
+        if init_world().is_main:
+            for name, value in figures.items():
+                self._scalars(name, float(value), step)
+
+    def close(self) -> None:
+        """Waits for checkpoints, frees the memory that saving has needed, and ends trackers."""
+        try:
+            super().close()
+        finally:
+            self._tracking.close()
+            self._scalars = None
 
     def noise_scale(self, batch: int) -> NoiseScale | None:
         """The gradient noise scale estimated so far; None before the first step.

@@ -74,13 +74,18 @@ def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
 def quantize_command(config: QuantizeConfig, arguments: list[str]) -> int:
     """Quantises a folder, and prints what became of it."""
     del arguments
+    from gulliver.io.hub import check_push, push
     from gulliver.quantize.job import quantize_folder
 
-    done = quantize_folder(**asdict(config))
+    options = asdict(config)
+    check_push(repository := options.pop("push_to_hub"))
+    done = quantize_folder(**options)
     for name, report in done.reports.items():
         print(f"{name}, {report}")
     for line in (*done.lines, f"{config.out}: written"):
         print(line)
+    if repository is not None:
+        print(f"pushed: {push(config.out, repository)}")
     return 0
 
 

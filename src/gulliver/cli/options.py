@@ -263,6 +263,8 @@ class QuantizeConfig(Options):
     """Prompts of the pictures that are compared; of pipelines."""
     steps: Annotated[int | None, AT_LEAST_1] = None
     """Steps of each picture; by default 20."""
+    push_to_hub: str | None = None
+    """Repository of the Hub, org/name, that --out is uploaded to; a new one is private."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from gulliver.checkpoint.weights import open_weights
 from gulliver.cli.models import inputs_of, tokens_of
 from gulliver.cli.options import Search
 from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.io.hub import fetch
 from gulliver.memory.symbolic import StorageCounter
 from gulliver.models.configurations import CONFIGURATIONS, build
 
@@ -74,7 +75,9 @@ def subject_of(options: Search) -> Subject:
         return _video(options)
     if name.lower() in PUBLIC:
         return _configured(PUBLIC[name.lower()], name.lower(), options)
-    path = Path(name)
+    hint, path = nearest(name, [*PUBLIC, *CONFIGURATIONS]), Path(name)
+    if not hint.startswith("did you mean"):
+        path = fetch(path, files=("*.json",))
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
@@ -82,11 +85,11 @@ def subject_of(options: Search) -> Subject:
         values = read_json(file)
         if not isinstance(values, Mapping):
             raise GulliverError(f"{file} is no configuration: it has fields such as model_type")
-        return _configured(values, path.name, options)
+        return _configured(values, Path(name).name, options)
     if re.fullmatch(r"[\w.]+:\w*", name):
         return _made(name, options)
     raise GulliverError(
-        f"there is no model {name!r}: {nearest(name, [*PUBLIC, *CONFIGURATIONS])}; or name a "
+        f"there is no model {name!r}: {hint}; or name a "
         "Hugging Face folder, a config.json, or module:function"
     )
 

@@ -6,12 +6,13 @@ Nothing here imports torch: ``gulliver dreambooth --help`` reads this module.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from gulliver.errors import GulliverError
+from gulliver.io.hub import fetch
 from gulliver.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -23,6 +24,7 @@ from gulliver.options import (
     SHARE,
     Options,
     Range,
+    Tracker,
     check_needs,
 )
 
@@ -135,6 +137,8 @@ class DreamboothConfig(Options):
     """Guidance scale; default: 7.5, or 2 for a run of `gulliver train`."""
     save_every: Annotated[int | None, AT_LEAST_1] = None
     """Steps between checkpoints; default: as for validation pictures."""
+    report_to: tuple[Tracker, ...] = ("tensorboard",)
+    """Experiment trackers that get losses and samples."""
     keep: Annotated[int, AT_LEAST_1] = 2
     """Number of checkpoints to keep."""
     resume: bool = False
@@ -203,7 +207,7 @@ MAY_CHANGE = frozenset(
     {"out", "model", "subject", "adapter", "prior_folder"}  # compared by fingerprint
     | {"plugin", "memory", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
     | {"keep", "save_every", "validate_every", "validation_prompt", "validation_pictures"}
-    | {"on_broken"}
+    | {"on_broken", "report_to"}
 )
 """Options that may change on resume because they do not affect the result."""
 
@@ -212,10 +216,10 @@ def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
     """Validates the options before anything is read."""
     if config.model is None:
         raise GulliverError("--model is missing; give a folder, such as a diffusers pipeline")
-    if not config.model.is_dir():
+    config = replace(config, model=(model := fetch(config.model)))
+    if not model.is_dir():
         raise GulliverError(
-            f"--model {config.model} is not a folder; give a diffusers pipeline or a run of "
-            "gulliver train"
+            f"--model {model} is not a folder; give a diffusers pipeline or a run of gulliver train"
         )
     _check_subject(config)
     _check_words(config)

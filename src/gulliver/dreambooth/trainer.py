@@ -133,7 +133,7 @@ FINGERPRINTS = {
 
 def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcome:
     """Trains a base on a subject as `config` says; called on every rank."""
-    check_dreambooth(config)
+    config = check_dreambooth(config)
     if config.motion and not config.plan:
         return in_motion(config, dreambooth, plugin)
     world = init_world()
@@ -247,6 +247,7 @@ class DreamBoothTrainer(TrainingLoop):
             stream=6,
             clip=config.clip,
             frozen=False,
+            report_to=config.report_to,
         )
         place = booster.plugin.data_place()
         super().__init__(run, world, options, booster, boosted, place)

@@ -5,12 +5,23 @@ Nothing here imports torch, so that `--help` is fast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SEED, SHARE, Options, Range
+from gulliver.io.hub import check_push, fetch
+from gulliver.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    RANKS,
+    RATE,
+    SEED,
+    SHARE,
+    Options,
+    Range,
+    Tracker,
+)
 
 FORMS = ("messages", "instruction", "completion", "text")
 LONGEST = 2**20
@@ -82,7 +93,7 @@ class FinetuneConfig(DataConfig):
     """Fine-tunes a language model on texts."""
 
     model: Path | None = None
-    """Hugging Face folder of the base model: config.json, safetensors, tokenizer."""
+    """Base model: a Hugging Face folder, or a name on the Hub such as org/name."""
     out: Path = Path("runs/finetune")
     """Run folder for config, plan, log, checkpoints, samples and the result."""
     method: Literal["full", "lora"] = "full"
@@ -155,8 +166,12 @@ class FinetuneConfig(DataConfig):
     """Number of checkpoints to keep."""
     log_every: Annotated[int, AT_LEAST_1] = 1
     """Steps between log lines."""
+    report_to: tuple[Tracker, ...] = ("tensorboard",)
+    """Experiment trackers that get losses and samples."""
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the resulting weights; auto: that of the base model."""
+    push_to_hub: str | None = None
+    """Hub repository, org/name, to upload the result to; a new one is private."""
     resume: bool = False
     """Resume from the newest checkpoint of the run folder; results are bitwise identical."""
     dry_run: bool = False
@@ -171,7 +186,18 @@ class FinetuneConfig(DataConfig):
 MAY_CHANGE = frozenset(
     {"out", "model", "data", "held_out", "adapter", "chat_template"}  # compared by fingerprint
     | {"memory", "disk", "ranks", "tp", "pp", "sp", "activations", "micro_tokens", "resume"}
-    | {"dry_run", "keep", "log_every", "save_every", "merge", "save_dtype", "result", "bad_rows"}
+    | {
+        "dry_run",
+        "keep",
+        "log_every",
+        "save_every",
+        "merge",
+        "save_dtype",
+        "result",
+        "bad_rows",
+        "report_to",
+    }
+    | {"push_to_hub"}
     | {"samples", "sample_tokens", "prompt"}
 )
 """Options that may change on resume because they do not affect the result."""
@@ -185,12 +211,12 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     """
     if config.model is None:
         raise GulliverError("--model is missing; give a Hugging Face folder")
-    if not (config.model / "config.json").is_file():
-        raise GulliverError(
-            f"--model {config.model} is not a Hugging Face folder: it has no config.json"
-        )
+    check_push(config.push_to_hub)
+    config = replace(config, model=(model := fetch(config.model)))
+    if not (model / "config.json").is_file():
+        raise GulliverError(f"--model {model} is not a Hugging Face folder: it has no config.json")
     check_data(config)
-    _check_out(config, config.model)
+    _check_out(config, model)
     _check_adapters(config)
     if config.disk is not None and config.memory is None:
         raise GulliverError(f"--disk {config.disk} needs --memory; state that fits stays in memory")

@@ -27,6 +27,8 @@ from gulliver.finetune.planning import as_values
 from gulliver.finetune.prepare import FinetuneJob, make_optimizer, prepare
 from gulliver.finetune.result import write_result
 from gulliver.finetune.step import FinetuneStep
+from gulliver.io.hub import push
+from gulliver.jobs.display import console
 from gulliver.jobs.loop import LoopOptions, Outcome, TrainingLoop, rate_factor
 from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
@@ -39,7 +41,7 @@ def finetune(config: FinetuneConfig) -> Outcome:
         GulliverError: the options, the model, the data or the machine do not allow it; nothing is
             written then. Or the loss is not finite, or another rank has failed.
     """
-    check_finetune(config)
+    config = check_finetune(config)
     world = init_world()
     with guard(), warnings.catch_warnings():
         # Deprecation warnings inside transformers, which users cannot fix.
@@ -49,7 +51,10 @@ def finetune(config: FinetuneConfig) -> Outcome:
             return Outcome(0, True)
         finetuner = Finetuner(job, world)
         with StopRequest().listening() as stop:
-            return finetuner.run_to_end(stop)
+            outcome = finetuner.run_to_end(stop)
+    if world.is_main and config.push_to_hub is not None and outcome.result is not None:
+        console().print(f"pushed: {push(outcome.result, config.push_to_hub)}")
+    return outcome
 
 
 class Finetuner(TrainingLoop):
@@ -84,6 +89,7 @@ class Finetuner(TrainingLoop):
             log_every=config.log_every,
             clip=config.clip,
             frozen=False,
+            report_to=config.report_to,
         )
         made = model, boosted, scheduler
         super().__init__(job.run, world, options, booster, made, place, config.ranks_of_a_model)

@@ -22,10 +22,11 @@ from torch import Tensor
 from gulliver.comm.collectives import all_reduce, barrier, broadcast_object
 from gulliver.comm.world import World
 from gulliver.errors import GulliverError
-from gulliver.jobs.display import Display, Scalars, console, memory_in_use, tensorboard
+from gulliver.jobs.display import Display, Scalars, console, memory_in_use
 from gulliver.jobs.log import derive
 from gulliver.jobs.run_folder import RunFolder
 from gulliver.jobs.stop import StopRequest
+from gulliver.jobs.trackers import track
 from gulliver.options import Options, size_text
 
 
@@ -63,6 +64,7 @@ class LoopOptions(Options):
         frozen: whether checkpoints hold the parameters that do not learn.
         use_async: whether checkpoints are written while training goes on.
         rate_option: option that a diverging run should lower.
+        report_to: names of the experiment trackers.
     """
 
     title: str
@@ -75,6 +77,7 @@ class LoopOptions(Options):
     frozen: bool = True
     use_async: bool = True
     rate_option: str = "--learning-rate"
+    report_to: tuple[str, ...] = ("tensorboard",)
 
 
 class TrainingLoop(ABC):
@@ -170,8 +173,10 @@ class TrainingLoop(ABC):
         """Steps until the end or a signal, and saves the last state; whether the run is over."""
         self.stop = stop
         options, main = self.options, self.world.is_main
+        facts = self.run.values().get("options", {}) if main else {}
+        folder, step = self.run.folder, self.step_number
         with (
-            tensorboard(self.run.folder / "tensorboard", self.step_number, main) as self.scalars,
+            track(options.report_to, folder, step, main, facts) as self.scalars,
             Display(options.title, options.steps, self.step_number, main) as self.display,
         ):
             if not self.begin() and not self.is_over:

@@ -14,6 +14,7 @@ from gulliver.checkpoint.loading import step_folder
 from gulliver.errors import GulliverError
 from gulliver.io.files import named_errors, require_space
 from gulliver.jobs.log import Log
+from gulliver.jobs.trackers import check_trackers
 from gulliver.options import differences, resolved
 
 
@@ -70,6 +71,7 @@ class RunFolder:
         self, config: Any, fingerprints: Mapping[str, str] | None = None, step: int | None = None
     ) -> Path | None:
         """Finds the checkpoint to continue from."""
+        check_trackers(getattr(config, "report_to", ()))
         newest = self.checkpoints.latest()
         if not config.resume:
             if newest is not None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gulliver.booster.hybrid.checks import lazy_parameters
 from gulliver.checkpoint.huggingface import float_config, load_huggingface
 from gulliver.errors import GulliverError, missing_extra
+from gulliver.io.hub import fetch
 from gulliver.options import size_text
 from gulliver.parallel.tensor.apply import materialize
 from gulliver.precision.int8.replace import Report, replace_module, report_of
@@ -251,6 +252,7 @@ def quantize_folder(
     **ways: Any,
 ) -> Quantized:
     """Quantizes a folder into a new one, which includes the tokenizer and all other files."""
+    folder = fetch(folder)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"{folder} {what}; give a folder with a config.json and weights")

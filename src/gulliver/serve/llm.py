@@ -78,7 +78,8 @@ class LLM:
         """Loads a model where it is given as a folder, and takes memory for its cache.
 
         Args:
-            model: folder that transformers wrote, or a causal language model of transformers.
+            model: folder that transformers wrote, a name on the Hub (``org/name``), or a causal
+                language model of transformers.
             tokenizer: tokenizer, where `model` is not a folder.
             options: limits of the engine.
             drafter: what guesses tokens, if any; `speculation` of the model's options names one.
@@ -94,7 +95,9 @@ class LLM:
         given = replace(model_options or ModelOptions(), **fields)
         options = options or EngineOptions()
         if isinstance(model, (str, Path)):
-            folder = Path(model)
+            from gulliver.io.hub import fetch
+
+            folder = fetch(Path(model))
             if tokenizer is not None:
                 raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
             check_options(folder, given.dtype, given.quantize)

@@ -522,7 +522,9 @@ def load(
         GulliverError: the folder lacks something, the model is of a type that is not served, or
             there is too little memory; it says what would fit.
     """
-    folder, dtype = Path(folder), dtype_name(dtype)
+    from gulliver.io.hub import fetch
+
+    folder, dtype = fetch(Path(folder)), dtype_name(dtype)
     check_options(folder, dtype, quantize)
     # Before the model: it is the quickest to be found missing.
     tokenizer = load_tokenizer(folder)

@@ -19,6 +19,7 @@ from gulliver.options import (
     SHARE,
     Options,
     Range,
+    Tracker,
     check_needs,
 )
 from gulliver.video.config import DataConfig, parse_shapes, table_needs
@@ -130,6 +131,8 @@ class TrainAutoencoderConfig(Options):
     """Write checkpoints asynchronously."""
     log_every: Annotated[int, AT_LEAST_1] = 10
     """Steps between log lines."""
+    report_to: tuple[Tracker, ...] = ("tensorboard",)
+    """Experiment trackers that get losses and samples."""
     report_every: Annotated[int, AT_LEAST_1] = 500
     """Steps between reports: PSNR and SSIM of held-out clips, and a picture of some."""
     data: AutoencoderDataConfig = field(default_factory=AutoencoderDataConfig)
@@ -139,7 +142,7 @@ class TrainAutoencoderConfig(Options):
 
 MAY_CHANGE_OF_AUTOENCODER = frozenset(
     {"out", "ranks", "resume", "resume_step", "save_every", "keep", "async_save", "log_every"}
-    | {"report_every", "segment_frames", "share_ranks", "share_dim"}
+    | {"report_every", "report_to", "segment_frames", "share_ranks", "share_dim"}
     | {"model.init", "data.unreadable_limit", "data.in_memory"}
 )
 """Options that may change on resume because they do not affect the result."""

@@ -21,6 +21,7 @@ from gulliver.options import (
     SHARE,
     Options,
     Range,
+    Tracker,
     check_needs,
 )
 
@@ -324,6 +325,8 @@ class TrainConfig(Options):
     """Write checkpoints asynchronously; otherwise training waits for each of them."""
     log_every: Annotated[int, AT_LEAST_1] = 10
     """Steps between log lines."""
+    report_to: tuple[Tracker, ...] = ("tensorboard",)
+    """Experiment trackers that get losses and samples."""
     data: DataConfig = field(default_factory=DataConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
@@ -387,7 +390,7 @@ class DemoConfig(Options):
 MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
-    | {"async_save"}
+    | {"async_save", "report_to"}
     | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit", "data.encoded"}
     | {"validation.every", "validation.clips", "validation.levels"}
     | {f"samples.{field.name}" for field in fields(SamplesConfig)}

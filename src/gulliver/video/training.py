@@ -198,6 +198,7 @@ class Trainer(TrainingLoop):
             clip=config.optimizer.clip,
             use_async=config.async_save,
             rate_option="--optimizer.learning-rate",
+            report_to=config.report_to,
         )
         whole = (boosted, optimizer, scheduler)
         super().__init__(run, world, options, booster, whole, self.place, replicas)

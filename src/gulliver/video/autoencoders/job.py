@@ -18,8 +18,9 @@ from typing import Any
 from gulliver.comm.collectives import barrier
 from gulliver.comm.world import guard, init_world
 from gulliver.errors import GulliverError
-from gulliver.jobs.display import console, tensorboard
+from gulliver.jobs.display import console
 from gulliver.jobs.stop import StopRequest
+from gulliver.jobs.trackers import track
 from gulliver.models.autoencoder import VideoAutoencoder
 from gulliver.options import MOST, resolved
 from gulliver.video.autoencoder_config import (
@@ -77,7 +78,8 @@ def _finished(trainer: AutoencoderTrainer, path: Path) -> AutoencoderOutcome:
     main, step = trainer.world.is_main, trainer.step_number
     model, figures = trainer.finish()
     quality = Quality(figures["psnr"], figures["ssim"])
-    with tensorboard(trainer.run.folder / "tensorboard", step, main) as trainer.scalars:
+    names, folder = trainer.options.report_to, trainer.run.folder
+    with track(names, folder, step, main, {}) as trainer.scalars:
         trainer.report(model, quality)
     if main:
         save_autoencoder(path, model, figures)

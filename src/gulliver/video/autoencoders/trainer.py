@@ -266,6 +266,7 @@ class AutoencoderTrainer(TrainingLoop):
             log_every=config.log_every,
             clip=config.clip,
             use_async=config.async_save,
+            report_to=config.report_to,
         )
         super().__init__(run, world, options, booster, self._boosted(booster), place, replicas)
         self.position = self.sampler.state_dict()
