@@ -15,6 +15,10 @@ class GulliverError(ValueError):
     """A user's mistake: one line says what is wrong and what would be right."""
 
 
+class UsageError(GulliverError):
+    """A mistake in the arguments of a command, which then exits with 2."""
+
+
 def missing_extra(what: str, extra: str) -> GulliverError:
     """Makes the error of a package that an extra of the installation has.
 

@@ -87,12 +87,6 @@ class Scheduler(SchedulerOptions):
     idle: Annotated[float, AT_LEAST_1] = 60.0
 
 
-def live_jobs(action: JobsFolder) -> int:
-    """Runs an action."""
-    doers = {Submit: submit, Listing: show, Logs: logs, Why: explain, Stop: stop, Scheduler: run}
-    return doers[type(action)](action)
-
-
 def _spool(config: JobsFolder) -> Spool:
     from gulliver.schedule.live.tracking import Spool
 
@@ -175,7 +169,7 @@ def show(config: Listing) -> int:
 
         with named_errors(config.html):
             write_text(config.html, live_page(history))
-        print(f"report: {config.html}", file=sys.stderr)
+        print(config.html, file=sys.stderr if config.json else sys.stdout)
     return 0
 
 
@@ -198,11 +192,10 @@ def _plain(history: ScheduleHistory, name: str, ends: dict[str, float]) -> dict[
 
 
 def _table(history: ScheduleHistory, ends: dict[str, float]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    width = None if sys.stdout.isatty() else 130
-    console = Console(markup=False, emoji=False, highlight=False, width=width)
+    from gulliver.jobs.display import report_console
+
     table = Table("job", "phase", "slots", "done", "attempts", "resizes s", "ends in", "what")
     for job in history.jobs.values():
         samples, done = job.submission.samples, job.progress.get("done", 0.0)
@@ -216,7 +209,7 @@ def _table(history: ScheduleHistory, ends: dict[str, float]) -> None:
             f"{ends[job.name] - history.now:.0f} s" if job.name in ends else "",
             job.note,
         )
-    console.print(table)
+    report_console().print(table)
 
 
 def logs(config: Logs) -> int:
@@ -286,10 +279,6 @@ def run(config: Scheduler) -> int:
 # Nothing here imports torch at its top: ``--help`` reads this module.
 
 
-WIDTH = 130
-"""Characters of a line where the output is no terminal."""
-
-
 @dataclass(frozen=True)
 class Simulate(Options):
     """Simulates jobs that share a cluster: when each ends, why it waits, and how good that is."""
@@ -325,33 +314,9 @@ class Simulate(Options):
     """Print JSON."""
 
 
-JobsAction = (
-    Annotated[Simulate, tyro.conf.subcommand("simulate", prefix_name=False)]
-    | Annotated[Submit, tyro.conf.subcommand("submit", prefix_name=False)]
-    | Annotated[Listing, tyro.conf.subcommand("list", prefix_name=False)]
-    | Annotated[Logs, tyro.conf.subcommand("logs", prefix_name=False)]
-    | Annotated[Why, tyro.conf.subcommand("why", prefix_name=False)]
-    | Annotated[Stop, tyro.conf.subcommand("stop", prefix_name=False)]
-    | Annotated[Scheduler, tyro.conf.subcommand("scheduler", prefix_name=False)]
-)
-
-
-@dataclass(frozen=True)
-class JobsConfig(Options):
-    """Runs jobs that share a cluster, or simulates them."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[JobsAction]] = tyro.MISSING
-
-
-def jobs_command(config: JobsConfig, arguments: list[str]) -> int:
-    """Simulates, or deals with real jobs."""
-    del arguments
-    action = config.action
-    return simulate_jobs(action) if isinstance(action, Simulate) else live_jobs(action)
-
-
 def simulate_jobs(config: Simulate) -> int:
     """Simulates, and prints a table, an explanation or JSON."""
+    from gulliver.jobs.display import working
     from gulliver.schedule.policies import POLICIES, make_policy
     from gulliver.schedule.report import why
     from gulliver.schedule.simulator import simulate
@@ -366,18 +331,24 @@ def simulate_jobs(config: Simulate) -> int:
     if config.save is not None:
         write_trace(config.save, jobs)
     if config.why is not None:
-        print("\n".join(why(jobs, cluster, policy, config.why, config.at)))
+        with working(f"simulating {len(jobs)} jobs"):
+            lines = why(jobs, cluster, policy, config.why, config.at)
+        print("\n".join(lines))
         return 0
     names = [config.policy]
     if config.compare:
         names += [name for name in POLICIES if name != config.policy]
-    results = [simulate(jobs, cluster, make_policy(name, config.seed)) for name in names]
+    results = []
+    with working(f"simulating {len(jobs)} jobs") as progress:
+        for name in names:
+            progress(f"policy {name}, {len(results) + 1} of {len(names)}")
+            results.append(simulate(jobs, cluster, make_policy(name, config.seed)))
     if config.json:
         print(json.dumps({result.policy: _result_values(result) for result in results}))
     else:
         _show(results)
     if config.html is not None:
-        _draw(config.html, config.trace, results, [_about(results[0])])
+        _draw(config.html, config.trace, results, [_about(results[0])], config.json)
     return 0
 
 
@@ -422,14 +393,12 @@ def _about(result: Result) -> str:
 
 
 def _show(results: list[Result]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from gulliver.jobs.display import report_console
     from gulliver.schedule.report import HEADS, summary_row
 
-    console = Console(
-        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH
-    )
+    console = report_console()
     console.print(_about(results[0]))
     table = Table(*HEADS, title="seconds from arrival to end; gap: plans over their bound, mean")
     for result in results:
@@ -442,10 +411,10 @@ def _result_values(result: Result) -> dict[str, object]:
     return {**found, "bound": result.bound, "ends": result.ends}
 
 
-def _draw(path: Path, trace: str, results: list[Result], lines: list[str]) -> None:
+def _draw(path: Path, trace: str, results: list[Result], lines: list[str], to_stderr: bool) -> None:
     from gulliver.io.files import named_errors, write_text
     from gulliver.schedule.report import schedule_page
 
     with named_errors(path):
         write_text(path, schedule_page(f"Jobs of {trace}", lines, results))
-    print(f"report: {path}")
+    print(path, file=sys.stderr if to_stderr else sys.stdout)

@@ -70,7 +70,7 @@ def subject_of(options: Search) -> Subject:
     """Makes the model that is asked for, and a sample of it."""
     name = options.model
     if name in CONFIGURATIONS:
-        _refuse(options, "is a model of video", "seq")
+        _refuse(options, "is a model of video", "seq_length")
         return _video(options)
     if name.lower() in PUBLIC:
         return _configured(PUBLIC[name.lower()], name.lower(), options)
@@ -95,9 +95,8 @@ def _refuse(options: Search, why: str, *names: str) -> None:
     """Refuses options that would change nothing of such a model."""
     for name in names:
         if getattr(options, name) is not None:
-            raise GulliverError(
-                f"--{name} changes nothing here: {options.model} {why}; leave it out"
-            )
+            flag = "--" + name.replace("_", "-")
+            raise GulliverError(f"{flag} has no effect: {options.model} {why}; leave it out")
 
 
 def _video(options: Search) -> Subject:
@@ -110,7 +109,7 @@ def _video(options: Search) -> Subject:
         raise GulliverError(f"{name} takes clips of {frames} x {height} x {width} alone")
     with torch.device("meta"):
         model = build(name)
-    batch = inputs_of(name, clip, 1, DTYPES[options.precision])
+    batch = inputs_of(name, clip, 1, DTYPES[options.dtype])
     return Subject(
         model, batch, name, f"a clip of {' x '.join(map(str, clip))}", tokens_of(name, clip)
     )
@@ -164,7 +163,7 @@ def _sample_of(
     """A sample of a model of transformers, what it is, its tokens, and what is worth knowing."""
     config = model.config
     _refuse(options, "takes no clips", "frames")
-    seq = options.seq or TOKENS
+    seq = options.seq_length or TOKENS
     ids = torch.zeros(1, seq, dtype=torch.long, device="meta")
     takes, main = signature(model.forward).parameters, getattr(model, "main_input_name", "")
     text, vision = (getattr(config, f"{part}_config", None) for part in ("text", "vision"))
@@ -179,13 +178,15 @@ def _sample_of(
         return batch, f"{sample} and {ids.shape[1]} tokens", 0, ()
     if main == "input_features" and hasattr(config, "max_source_positions"):
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
-        sound = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+        sound = torch.empty(shape, dtype=DTYPES[options.dtype], device="meta")
         ids = ids[:, : config.max_target_positions]
         last = "decoder_input_ids" if options.inference else "labels"
         batch = {main: sound, last: ids}
         return batch, f"{shape[2]} frames of sound and {ids.shape[1]} tokens", 0, ()
     if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
-        _refuse(options, "takes pictures alone, of the size that it is made for", "seq", "size")
+        _refuse(
+            options, "takes pictures alone, of the size that it is made for", "seq_length", "size"
+        )
         pixels, sample = _pixels(config, options)
         return {"pixel_values": pixels}, sample, 0, ()
     if main != "input_ids" or "input_ids" not in takes:
@@ -207,7 +208,7 @@ def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
     side = config.image_size
     rows, columns = (side, side) if isinstance(side, int) else side
     shape = (1, config.num_channels, rows, columns)
-    pixels = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+    pixels = torch.empty(shape, dtype=DTYPES[options.dtype], device="meta")
     return pixels, f"a picture of {rows} x {columns}"
 
 
@@ -248,10 +249,10 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     with torch.device("meta"):
         model: Any = UNet2DConditionModel.from_config(dict(values))
     config: Any = model.config
-    _refuse(options, "is a model of pictures", "seq", "frames")
+    _refuse(options, "is a model of pictures", "seq_length", "frames")
     side = config.sample_size
     rows, columns = (n // 8 for n in _size(options.size) or (8 * side, 8 * side))
-    dtype = DTYPES[options.precision]
+    dtype = DTYPES[options.dtype]
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(1, *shape, dtype=dtype, device="meta")
@@ -276,7 +277,7 @@ def _made(place: str, options: Search) -> Subject:
             f"{place} names no function: give {place}FUNCTION, which returns a model and an "
             "example batch"
         )
-    _refuse(options, "gives its own example batch", "seq", "frames", "size")
+    _refuse(options, "gives its own example batch", "seq_length", "frames", "size")
     sys.path.insert(0, "")
     try:
         make = getattr(import_module(module), function)
@@ -292,13 +293,13 @@ def _made(place: str, options: Search) -> Subject:
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
         raise GulliverError(f"{place} must return a model and an example batch")
     model, batch = found
-    dtype, notes = DTYPES[options.precision], ()
+    dtype, notes = DTYPES[options.dtype], ()
     floats = {t.dtype for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)}
     floats = {str(d).removeprefix("torch.") for d in floats if d.is_floating_point and d != dtype}
-    if floats and options.precision != "fp32":
+    if floats and options.dtype != "fp32":
         notes = (
-            f"{' and '.join(sorted(floats))} of the batch are taken as {options.precision}, as a "
-            "run turns them: --precision fp32 plans without",
+            f"{' and '.join(sorted(floats))} of the batch are taken as {options.dtype}, as a "
+            "run turns them: --dtype fp32 plans without",
         )
     return Subject(model, batch, place, "a sample of its batch", notes=notes)
 

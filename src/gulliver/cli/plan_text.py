@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from gulliver.cli.plan_models import Subject
 from gulliver.errors import GulliverError
 from gulliver.hardware.costs import all_reduce_seconds
 from gulliver.hardware.offload import flops_text, rate_text, seconds_text
+from gulliver.jobs.display import report_console
 from gulliver.options import size_at_least, size_text
 from gulliver.parallel.tensor.plan import plan_tensor
 from gulliver.plan.analysis.records import BACKWARD, FORWARD
@@ -145,7 +145,6 @@ class Answer:
 
 WIDTH = 50
 """Characters of a step's timeline."""
-COLUMNS = 120
 NOT_COUNTED = (
     "input",
     "what kernels work with inside",
@@ -161,9 +160,7 @@ HOUR, TRILLION = 3600.0, 1e12
 
 def show_answer(answer: Answer, options: Search) -> None:
     """Prints an answer."""
-    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = COLUMNS
+    console = report_console()
     found = answer.found
     for line in lines_of(answer, options):
         console.print(line)

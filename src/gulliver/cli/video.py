@@ -12,13 +12,8 @@ from typing import Any
 
 from gulliver.checkpoint.files import write_json
 from gulliver.cli.data import after_train, hint
-from gulliver.cli.options import (
-    CapabilitiesConfig,
-    DoctorConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    ProbeConfig,
-)
+from gulliver.cli.dispatch import STOPPED
+from gulliver.cli.options import EvaluateConfig, GenerateConfig
 from gulliver.comm.launcher import default_ranks, launch, under_launcher
 from gulliver.comm.world import guard, init_world
 from gulliver.data.clips import Bucket
@@ -57,10 +52,10 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
     if not under_launcher():
         check_ranks(config, ranks)
     if not under_launcher() and ranks > 1:
-        code = launch("gulliver.cli", ["train", *arguments], ranks)
+        code = launch("gulliver.cli", arguments, ranks)
     else:
         # Stopped by a signal: what was asked for is not there yet.
-        code = 0 if train(config).finished else 143
+        code = 0 if train(config).finished else STOPPED
     if code == 0 and not under_launcher():
         after_train(config)
     return code
@@ -75,9 +70,9 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
             f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
         )
     if not under_launcher() and ranks > 1:
-        code = launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
+        code = launch("gulliver.cli", arguments, ranks)
     else:
-        code = 0 if run_autoencoder(config).finished else 143
+        code = 0 if run_autoencoder(config).finished else STOPPED
     if code == 0 and not under_launcher() and config.data.table is not None:
         shapes = ("--shapes", *config.data.shapes) if config.data.buckets is None else ()
         made = config.out / "autoencoder.safetensors"
@@ -99,21 +94,23 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution, step))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
-    if read_strategy(config.cache) is None and config.cache_check:
-        raise GulliverError("--cache-check compares with --cache: name one, such as first-block")
+    if read_strategy(config.step_cache) is None and config.cache_check:
+        raise GulliverError(
+            "--cache-check compares with --step-cache: name one, such as first-block"
+        )
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
     ranks = 1
     if not under_launcher():
-        ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
-        split_ranks(ranks, config.sequence, config.guidance_ranks, guided, image_guided)
+        ranks = config.ranks or max(1, config.sp_size) * max(1, config.guidance_ranks)
+        split_ranks(ranks, config.sp_size, config.guidance_ranks, guided, image_guided)
     clip = None if config.extend is None else read_frames(config.extend)
     requests = _requests(config, prompts, bucket, clip)
     if ranks > 1:
-        return launch("gulliver.cli", ["generate", *arguments], ranks)
+        return launch("gulliver.cli", arguments, ranks)
     world = init_world()
     with guard():
         config, model = _loaded(config, arguments, world.device)
-        sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
+        sharing = config.sp_size, config.guidance_ranks, guided, console().print, image_guided
         model.share(*sharing, autoencoder=config.share_autoencoder)
         clips, counts = _made(config, model, requests, clip, world.is_main)
         for line in _cached(config, model, requests, clip, clips, counts):
@@ -253,11 +250,11 @@ def _cached(
     counts: Counts,
 ) -> list[str]:
     """Says what a cache has saved and, where asked for, how far off its clips are."""
-    if read_strategy(config.cache) is None:
+    if read_strategy(config.step_cache) is None:
         return []
-    lines = [f"cache {config.cache}: {counts}"]
+    lines = [f"cache {config.step_cache}: {counts}"]
     if config.cache_check:
-        plain, _ = _made(replace(config, cache="none"), model, requests, clip, False)
+        plain, _ = _made(replace(config, step_cache="none"), model, requests, clip, False)
         lines += [
             f"PSNR to the clip without cache: {psnr(made, other):.1f} dB  {request.prompt}"
             for made, other, request in zip(clips, plain, requests, strict=True)
@@ -283,11 +280,11 @@ def _extended(
 
 def _prompts(config: GenerateConfig) -> list[str]:
     prompts = list(config.prompt)
-    if config.prompts is not None:
-        prompts += read_prompts(config.prompts)
+    if config.prompt_file is not None:
+        prompts += read_prompts(config.prompt_file)
     if not prompts:
         raise GulliverError(
-            "nothing to show: give --prompt 'the digit 3 moving left', or --prompts FILE"
+            "nothing to show: give --prompt 'the digit 3 moving left', or --prompt-file FILE"
         )
     return prompts
 
@@ -313,7 +310,7 @@ def _numbered(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{path.stem}-{number:03d}{path.suffix}") for number in range(count)]
 
 
-def evaluate_command(config: EvaluateConfig, arguments: list[str]) -> int:
+def evaluate_command(config: EvaluateConfig) -> int:
     """Judges generated clips and prints the shares as JSON."""
     model = VideoModel.load(config.run)
     sampling = SamplingConfig(config.steps, config.guidance)
@@ -329,51 +326,11 @@ def evaluate_command(config: EvaluateConfig, arguments: list[str]) -> int:
     return 0
 
 
-def demo_command(config: DemoConfig, arguments: list[str]) -> int:
+def demo_command(config: DemoConfig) -> int:
     """Runs the demonstration; a missed bar is said, and is no failure."""
     figures = demonstrate(config)
     for bar in figures["bars"]:
         sign = "reached" if bar["holds"] else "MISSED"
         print(f"{bar['name']:>14}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
     print(f"look at {config.out}/sheet.gif and {config.out}/report.md")
-    return 0
-
-
-def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
-    """Probes, or shows what was measured before."""
-    from gulliver.cli.probe import probe
-
-    return probe(config.out, config.folder, config.again, config.mib)
-
-
-def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
-    """Prints versions, the I/O engine and measured speeds of the disk."""
-    from gulliver.cli.doctor import doctor
-
-    return doctor(config.folder, config.mib)
-
-
-def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> int:
-    """Prints what may be combined: the tables that the plugins consult."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from gulliver.parallel.zero.elementwise import OPTIMIZERS, optimizer_table
-    from gulliver.planner.capability import DTYPES, HEADER, table
-
-    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-    console = Console(markup=False, emoji=False)
-    for header, rows, caption in (
-        (HEADER, table(), f"with any tp_size, pp_size and zero_stage; {dtypes}"),
-        (OPTIMIZERS, optimizer_table(), "zero_stage=0 gives all of them whole parameters"),
-    ):
-        shown = Table(*header, caption=caption)
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-    console.print(
-        "under a memory limit, with a disk behind it: whole models of any kind on the data axis "
-        "(GeminiPlugin, LowLevelZeroPlugin(stage=3, memory_limit=...)), and all of the above "
-        "(HybridParallelPlugin(memory_limit=...)), but for step_in_backward"
-    )
     return 0

@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+import tyro
+
 from gulliver.errors import GulliverError
 from gulliver.options import (
     AT_LEAST_0,
@@ -33,7 +35,7 @@ SIZE = Range(1, 65536)
 class DreamboothConfig(Options):
     """Teaches an image or video model one subject from a few pictures."""
 
-    model: Path | None = None
+    model: tyro.conf.Positional[Path | None] = None
     """Folder of the base: a pipeline of diffusers, or a run of `gulliver train`."""
     subject: Path | None = None
     """Folder with the subject's pictures, each perhaps with a caption of the same name (.txt)."""
@@ -88,8 +90,9 @@ class DreamboothConfig(Options):
     """Colour behind transparent pictures."""
     steps: Annotated[int, AT_LEAST_1] = 400
     """Optimizer steps."""
-    batch: Annotated[int, AT_LEAST_1] = 1
-    """Pictures of the subject in a step, all ranks together; as many prior ones come to them."""
+    batch_size: Annotated[int, AT_LEAST_1] = 1
+    """Global batch size: pictures of the subject in a step, all ranks together; as many prior ones
+    are added."""
     micro_batch: Annotated[int | None, AT_LEAST_1] = None
     """Pictures that a rank computes at once; a step that has more accumulates gradients."""
     learning_rate: Annotated[float | None, RATE] = None
@@ -109,14 +112,14 @@ class DreamboothConfig(Options):
     seed: Annotated[int, SEED] = 0
     """Seed of everything random."""
     plugin: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
-    """How ranks share the state; auto: DDP, or the limit of --memory."""
-    memory: str | None = None
+    """How ranks share the state; auto: DDP, or the limit of --memory-limit."""
+    memory_limit: str | None = None
     """Memory for weights, gradients, optimizer state and activations on each rank: 6GiB, 70%."""
     disk: str | None = None
-    """Folder and share of a disk for what does not fit --memory, such as /scratch:100GiB."""
+    """Folder and share of a disk for what does not fit --memory-limit, such as /scratch:100GiB."""
     activations: Literal["keep", "recompute", "auto"] = "auto"
-    """What forward keeps for backward; auto recomputes blocks where --memory asks for it."""
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """What forward keeps for backward; auto recomputes blocks where --memory-limit asks for it."""
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """Dtype of training; bf16 trains float32 copies. auto: bf16 on a GPU. fp64 is for checks."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU. Ignored under torchrun."""
@@ -138,6 +141,11 @@ class DreamboothConfig(Options):
     """Continue from the newest checkpoint of the run folder, bit for bit."""
     plan: bool = False
     """Print what the run would take of memory, and end before a weight is read."""
+    GROUPS: ClassVar = {
+        **{"token": "wording", "method": "method", "prior_pictures": "prior", "motion": "motion"},
+        **{"resolution": "training", "plugin": "resources", "validate_every": "validation"},
+        **{"save_every": "checkpoints"},
+    }
 
     ranks_of_a_model: ClassVar[int] = 1
     """Ranks that hold one model together: no family says how these denoisers are cut."""
@@ -198,7 +206,7 @@ def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool 
 
 MAY_CHANGE = frozenset(
     {"out", "model", "subject", "adapter", "prior_folder"}  # compared by fingerprint
-    | {"plugin", "memory", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
+    | {"plugin", "memory_limit", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
     | {"keep", "save_every", "validate_every", "validation_prompt", "validation_pictures"}
     | {"on_broken"}
 )
@@ -208,9 +216,11 @@ MAY_CHANGE = frozenset(
 def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
     """Refuses options that no run could use, before anything is read."""
     if config.model is None:
-        raise GulliverError("no base is named: give --model FOLDER, such as a diffusers pipeline")
+        raise GulliverError(
+            "no base is given: gulliver dreambooth FOLDER, such as a diffusers pipeline"
+        )
     if not config.model.is_dir():
-        raise GulliverError(f"--model {config.model} is no folder")
+        raise GulliverError(f"{config.model} is no folder")
     _check_subject(config)
     _check_words(config)
     _check_motion(config)
@@ -269,7 +279,7 @@ def _check_motion(config: DreamboothConfig) -> None:
 
 def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
     """Options by what they need to have an effect, and what would be right without it."""
-    lora, limited = config.method == "lora", config.memory is not None
+    lora, limited = config.method == "lora", config.memory_limit is not None
     adapters = "it is of adapters: add --method lora, or leave it out"
     moved = "it is of pictures that are set in motion: add --motion, or leave it out"
     priors = "it is of prior pictures: add --class-word and --prior-pictures, or leave it out"
@@ -291,9 +301,9 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
         **dict.fromkeys(
             ("motion_after", "motion_clips", "motion_placed"), (bool(config.motion), moved)
         ),
-        "disk": (limited, "it needs --memory: what fits that stays in memory"),
+        "disk": (limited, "it needs --memory-limit: what fits that stays in memory"),
         "plugin": (
             not limited,
-            "--memory shards state as stage 3 of ZeRO does: leave --plugin at auto",
+            "--memory-limit shards state as stage 3 of ZeRO does: leave --plugin at auto",
         ),
     }

@@ -43,7 +43,7 @@ class SampleOrder:
 
     def samples(self, step: int) -> list[StepSample]:
         """Samples of a step: the mean loss of the subject's, and of the prior ones by a weight."""
-        config, size = self.config, self.config.batch
+        config, size = self.config, self.config.batch_size
         found = [(self._picture(0, step, n), 1 / size) for n in range(size)]
         if self.priors:
             share = config.prior_weight / size
@@ -56,7 +56,7 @@ class SampleOrder:
     def _picture(self, kind: int, step: int, number: int) -> int:
         """A picture: each is shown once before one is shown again."""
         count = (self.subjects, self.priors)[kind]
-        epoch, place = divmod(step * self.config.batch + number, count)
+        epoch, place = divmod(step * self.config.batch_size + number, count)
         seed = derive(self.config.seed, 4 + kind, epoch)
         return int(np.random.default_rng(seed).permutation(count)[place])
 

@@ -168,7 +168,7 @@ def open_base(
             GUIDANCE if config.guidance is None else config.guidance,
             config.snr_gamma,
             on_meta,
-            scratch if config.memory is not None and not on_meta else None,
+            scratch if config.memory_limit is not None and not on_meta else None,
             world.size == 1,
         )
     if (config.model / "config.json").is_file() and (config.model / "checkpoints").is_dir():
@@ -335,7 +335,7 @@ def _boost(
     config: DreamboothConfig, student: Any, planned: PlannedRun
 ) -> tuple[Booster, tuple[Any, Any, Any]]:
     """The booster, and what it made of the student, its optimizer and its scheduler."""
-    if planned.recompute and config.memory is None:
+    if planned.recompute and config.memory_limit is None:
         recompute_blocks(student)
     optimizer = make_optimizer(student, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(

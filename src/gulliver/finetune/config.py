@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
+
+import tyro
 
 from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SEED, SHARE, Options, Range
@@ -28,7 +30,7 @@ class DataConfig(Options):
     """What a row is; auto: recognised by its columns, the same for all rows."""
     answers_only: Literal["auto", "yes", "no"] = "auto"
     """Learn the answers and not the questions; auto: yes, where there are answers."""
-    length: Annotated[int | None, Range(2, LONGEST)] = None
+    seq_length: Annotated[int | None, Range(2, LONGEST)] = None
     """Longest sequence in tokens; by default the model's context, at most 2048."""
     long_chats: Literal["cut", "skip"] = "cut"
     """What becomes of longer conversations; other texts are split into windows."""
@@ -79,25 +81,25 @@ SIZE = Range(1, 65536)
 class FinetuneConfig(DataConfig):
     """Fine-tunes a language model on texts."""
 
-    model: Path | None = None
+    model: tyro.conf.Positional[Path | None] = None
     """Hugging Face folder of the model to begin with: config.json, safetensors, tokenizer."""
     out: Path = Path("runs/finetune")
     """The run folder: config, plan, log, checkpoints, samples and the result."""
     method: Literal["full", "lora"] = "full"
     """Train all weights, or adapters of low rank with the weights frozen."""
-    memory: str | None = None
+    memory_limit: str | None = None
     """Memory for weights, gradients, optimizer state and activations on each rank: 6GiB, 70%."""
     disk: str | None = None
-    """Folder and share of a disk for what does not fit --memory, such as /scratch:100GiB."""
+    """Folder and share of a disk for what does not fit --memory-limit, such as /scratch:100GiB."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
-    tp: Annotated[int, SIZE] = 1
+    tp_size: Annotated[int, SIZE] = 1
     """Ranks that share each layer's tensors."""
-    pp: Annotated[int, SIZE] = 1
+    pp_size: Annotated[int, SIZE] = 1
     """Pipeline stages that the blocks are cut into."""
-    sp: Annotated[int, SIZE] = 1
+    sp_size: Annotated[int, SIZE] = 1
     """Ranks that share each sequence."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of the weights in training; bf16 trains float32 copies. auto: bf16 on a GPU."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
     """What forward keeps for backward; auto recomputes blocks where it would not fit."""
@@ -159,16 +161,30 @@ class FinetuneConfig(DataConfig):
     """Continue from the newest checkpoint of the run folder, bit for bit."""
     dry_run: bool = False
     """Say what the run would take, and end before a weight is read."""
+    GROUPS: ClassVar = {
+        **{"data": "data", "model": "", "method": "run", "epochs": "training"},
+        **{"lora_rank": "adapters", "eval_every": "evaluation", "save_every": "checkpoints"},
+    }
 
     @property
     def ranks_of_a_model(self) -> int:
         """Ranks that hold one model together, and read the same texts."""
-        return self.tp * self.pp * self.sp
+        return self.tp_size * self.pp_size * self.sp_size
 
 
 MAY_CHANGE = frozenset(
     {"out", "model", "data", "held_out", "adapter", "chat_template"}  # compared by fingerprint
-    | {"memory", "disk", "ranks", "tp", "pp", "sp", "activations", "micro_tokens", "resume"}
+    | {
+        "memory_limit",
+        "disk",
+        "ranks",
+        "tp_size",
+        "pp_size",
+        "sp_size",
+        "activations",
+        "micro_tokens",
+        "resume",
+    }
     | {"dry_run", "keep", "log_every", "save_every", "merge", "save_dtype", "result", "bad_rows"}
     | {"samples", "sample_tokens", "prompt"}
 )
@@ -182,25 +198,25 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
         GulliverError: naming the option, its value and what would be right.
     """
     if config.model is None:
-        raise GulliverError("no model is named: give --model FOLDER, a Hugging Face folder")
+        raise GulliverError("no model is given: gulliver finetune FOLDER, a Hugging Face folder")
     if not (config.model / "config.json").is_file():
-        raise GulliverError(
-            f"--model {config.model} is no Hugging Face folder: it has no config.json"
-        )
+        raise GulliverError(f"{config.model} is no Hugging Face folder: it has no config.json")
     check_data(config)
     _check_out(config, config.model)
     _check_adapters(config)
-    if config.disk is not None and config.memory is None:
-        raise GulliverError(f"--disk {config.disk} needs --memory: what fits that stays in memory")
+    if config.disk is not None and config.memory_limit is None:
+        raise GulliverError(
+            f"--disk {config.disk} needs --memory-limit: what fits that stays in memory"
+        )
     if config.ranks and config.ranks % config.ranks_of_a_model:
         raise GulliverError(
-            f"--ranks {config.ranks} is no multiple of --tp {config.tp} x --pp {config.pp} x "
-            f"--sp {config.sp} = {config.ranks_of_a_model}"
+            f"--ranks {config.ranks} is no multiple of --tp-size {config.tp_size} x --pp-size "
+            f"{config.pp_size} x --sp-size {config.sp_size} = {config.ranks_of_a_model}"
         )
-    if config.packing == "yes" and config.sp > 1:
+    if config.packing == "yes" and config.sp_size > 1:
         raise GulliverError(
-            f"--packing yes with --sp {config.sp}: masks of documents are exact for whole "
-            "sequences on a rank only; leave --packing at auto, which sorts batches then"
+            f"--packing yes with --sp-size {config.sp_size}: masks of documents are exact for "
+            "whole sequences on a rank only; leave --packing at auto, which sorts batches then"
         )
     return config
 

@@ -154,7 +154,7 @@ def plan_run(
                 size = shape.per_micro(places, times), shape.length
                 options = cluster.device, *size, precision, config.activations, room
                 works[times] = estimate_work(
-                    model, made, *options, limited=config.memory is not None
+                    model, made, *options, limited=config.memory_limit is not None
                 )
             try:
                 plan = plugin.make_plan(model, made, cluster, work=works[times])
@@ -181,24 +181,24 @@ def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[i
 def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plugin]:
     """Ways to run, the fastest first."""
     half = None if precision == "fp32" else precision
-    limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
-    if config.memory is not None and config.disk is None and torch.cuda.is_available():
+    limit: dict[str, Any] = {"memory_limit": config.memory_limit, "disk": config.disk}
+    if config.memory_limit is not None and config.disk is None and torch.cuda.is_available():
         limit["host_limit"] = HOST_SHARE
     if config.ranks_of_a_model > 1:
         for again in AGAIN[config.activations]:
             yield HybridParallelPlugin(
-                tp_size=config.tp,
-                pp_size=config.pp,
-                sp_size=config.sp,
-                sequence_parallelism_mode="auto" if config.sp > 1 else None,
-                zero_stage=1 if config.memory is None else 3,
+                tp_size=config.tp_size,
+                pp_size=config.pp_size,
+                sp_size=config.sp_size,
+                sequence_parallelism_mode="auto" if config.sp_size > 1 else None,
+                zero_stage=1 if config.memory_limit is None else 3,
                 precision=half,
                 checkpoint_activations=again,
-                chunk_mb=CHUNK_MB if config.memory is None else "auto",
+                chunk_mb=CHUNK_MB if config.memory_limit is None else "auto",
                 verbose=False,
                 **limit,
             )
-    elif config.memory is not None:
+    elif config.memory_limit is not None:
         yield GeminiPlugin(**limit, precision=half, activations=config.activations, verbose=False)
     elif ranks == 1 and half is None:
         yield TorchDDPPlugin(verbose=False)
@@ -214,7 +214,11 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
     if ranks > 1:
         return None
     whole = memory_bytes("cuda" if torch.cuda.is_available() else "cpu")
-    return whole if config.memory is None else byte_size("--memory", config.memory, whole)
+    return (
+        whole
+        if config.memory_limit is None
+        else byte_size("--memory-limit", config.memory_limit, whole)
+    )
 
 
 def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
@@ -240,7 +244,7 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun
     if needed > room:
         raise GulliverError(
             f"{size_text(needed)} are needed on each rank (state {size_text(state)}, activations "
-            f"{size_text(needed - state)}), and {size_text(room)} are there: give --memory "
+            f"{size_text(needed - state)}), and {size_text(room)} are there: give --memory-limit "
             f"{size_at_least(int(room))} --disk FOLDER:SIZE, or --method lora, or more --ranks"
         )
     own = recompute and not shared
@@ -302,8 +306,8 @@ class Recipe:
 
 def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
     """The dtype of weights in training, and why."""
-    if config.precision != "auto":
-        return config.precision, "as asked"
+    if config.dtype != "auto":
+        return config.dtype, "as asked"
     if device == "cuda":
         return "bf16", "half the memory, and the GPU computes it faster"
     return "fp32", "CPUs compute it faster than bf16"

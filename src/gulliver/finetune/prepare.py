@@ -155,7 +155,7 @@ def loader_of(
         packing=packing,
         seed=config.seed,
         # Zigzag layouts give each of the ranks of a sequence two pieces.
-        multiple=2 * config.sp if config.sp > 1 else 1,
+        multiple=2 * config.sp_size if config.sp_size > 1 else 1,
         **options,
     )
 
@@ -230,7 +230,7 @@ def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any)
     if config.packing == "no":
         return False
     reason = packing_support(model, data.facts["length"])
-    if reason is None and config.sp > 1:
+    if reason is None and config.sp_size > 1:
         reason = "ranks that share a sequence see no documents"
     if reason is None:
         return True
@@ -285,7 +285,7 @@ def _plan(
 def _prompts(
     config: FinetuneConfig, data: TextData, tokenizer: Any, planned: PlannedRun, say: Any
 ) -> list[Prompt]:
-    if config.pp > 1:
+    if config.pp_size > 1:
         asked = "--samples and --prompt are left out" if config.samples or config.prompt else ""
         say(f"no samples: stages of a pipeline do not generate{asked and ', ' + asked}")
         return []

@@ -51,7 +51,7 @@ def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
     """Measures the link of every pair of ranks; every rank calls it and gets all of them."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise GulliverError(
-            "links need several ranks: torchrun --nproc-per-node 2 -m gulliver.cli probe"
+            "links need several ranks: torchrun --nproc-per-node 2 -m gulliver probe"
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     mine: dict[Pair, dict[int, list[float]]] = {}

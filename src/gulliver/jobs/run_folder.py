@@ -14,7 +14,7 @@ from gulliver.checkpoint.loading import step_folder
 from gulliver.errors import GulliverError
 from gulliver.io.files import named_errors, require_space
 from gulliver.jobs.log import Log
-from gulliver.options import differences, resolved
+from gulliver.options import differences, resolved, with_new_names
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class RunFolder:
                     f"{self.folder} cannot be resumed: {message} (fingerprint {known[name]}, "
                     f"here {here})"
                 )
-        changed = differences(self.options(), resolved(config), self.may_change)
+        begun = with_new_names(type(config), self.options())
+        changed = differences(begun, resolved(config), self.may_change)
         if changed:
             raise GulliverError(
                 f"{self.folder} cannot be resumed with other options: {'; '.join(changed)}"

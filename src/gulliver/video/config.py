@@ -76,13 +76,13 @@ class PlannerConfig(Options):
     costs: Path | None = None
     """File of costs that a run on such machines has kept; by default measured when the run begins,
     and kept in its folder as costs.json."""
-    memory: Annotated[float | None, POSITIVE] = None
-    """GiB of a rank; by default nine tenths of a GPU, or for each rank a tenth of the machine's."""
+    memory_limit: str | None = None
+    """Memory of a rank, such as 20GiB; by default 90% of a GPU, or 10% of the machine's memory."""
 
 
 NAMES = tuple(field.name for field in fields(PlannerConfig))
 PLANS_MAY_CHANGE = frozenset(
-    f"planner.{name}" for name in ("intra", "degree", "inter", "pac", "costs", "memory")
+    f"planner.{name}" for name in ("intra", "degree", "inter", "pac", "costs", "memory_limit")
 )
 """Options that change who runs a sample, and not which samples there are."""
 
@@ -154,7 +154,7 @@ class DataConfig(Options):
     shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32
-    """Samples of one optimizer step, all ranks together."""
+    """Global batch size: samples of one optimizer step, all ranks together."""
     buckets: Path | None = None
     """Bucket configuration of a public trainer, in place of shapes and batch size (tables only)."""
     bucket_ranks: Annotated[int, AT_LEAST_1] = 1
@@ -242,10 +242,10 @@ class SamplesConfig(Options):
 
     every: Annotated[int, AT_LEAST_0] = 0
     """Steps between samples, with a checkpoint each; some are made at the end too; 0: none."""
-    prompts: Path | None = None
-    """A text file with a prompt on each line; by default captions of (held-out) clips."""
+    prompt_file: Path | None = None
+    """Text file with a prompt on each line; by default captions of (held-out) clips."""
     clips: Annotated[int, Range(1, 64)] = 4
-    """Number of captions that are taken where no --samples.prompts are named."""
+    """Number of captions that are taken without --samples.prompt-file."""
     shape: str | None = None
     """Shape that is trained, frames x height x width; by default the first, or the most usual."""
     seed: Annotated[int, SEED] = 0
@@ -308,8 +308,8 @@ class TrainConfig(Options):
     """Plan each step from the clips that it has: who shares one, and runs how many at once."""
     accumulate: Annotated[int, AT_LEAST_1] = 1
     """Micro-batches of one optimizer step; with pipeline stages at least two per stage."""
-    mixed_precision: Literal["none", "bf16"] = "none"
-    """bf16 autocast; leave it off on CPUs, where it is slower."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16 computes under autocast, with float32 weights; leave it at fp32 on CPUs."""
     save_every: Annotated[int, AT_LEAST_1] = 200
     """Steps between checkpoints."""
     keep: Annotated[int, AT_LEAST_1] = 3
@@ -358,7 +358,7 @@ class SamplingConfig(Options):
     """Share by which guidance keeps the velocity's standard deviation; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
-    cache: str = "none"
+    step_cache: str = "none"
     """What is re-used from step to step: broadcast or first-block, see `cache_blocks`."""
 
 
@@ -400,7 +400,10 @@ def check_config(config: TrainConfig) -> TrainConfig:
     check_needs(config, planner_needs(config))
     check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
     check_planner(config)
-    alone = config.samples.prompts is None, "leave it out, --samples.prompts names all of them"
+    alone = (
+        config.samples.prompt_file is None,
+        "leave it out, --samples.prompt-file names all of them",
+    )
     check_needs(config, {"samples.clips": alone})
     weighted = [shape for shape in config.data.shapes if ":" in shape]
     if not config.data.made and weighted and config.data.shapes != DataConfig().shapes:

@@ -468,7 +468,7 @@ class VideoPipeline:
 
             options["step_noise"] = step_noise
         whole = filled.shared.whole
-        with cache_blocks(filled.denoiser.model, sampling.cache, whole) as cache:
+        with cache_blocks(filled.denoiser.model, sampling.step_cache, whole) as cache:
             latents = self.flow.sample(
                 filled.shared.model,
                 noise,

@@ -293,7 +293,7 @@ def _made_up_losses(
     trainer: PlannedTrainer, model: Any, autoencoder: Autoencoder, bucket: Bucket, count: int
 ) -> Tensor:
     """Losses [count] of clips of nothing, as a step computes those of real ones."""
-    device, precision = trainer.world.device, trainer.config.mixed_precision
+    device, precision = trainer.world.device, trainer.config.dtype
     size = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
     with torch.no_grad():
         latents = torch.zeros(count, *size, device=device)

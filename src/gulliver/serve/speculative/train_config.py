@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from gulliver.errors import GulliverError
 from gulliver.finetune.config import DataConfig, check_data
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, Options, Range
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, Range
 
 
 @dataclass(frozen=True)
@@ -101,18 +99,3 @@ class ReportConfig(DataConfig):
     """Dtype of the weights; that of the files by default."""
     json: bool = False
     """Print JSON."""
-
-
-SpeculateAction = (
-    Annotated[TrainDraftConfig, tyro.conf.subcommand("train", prefix_name=False)]
-    | Annotated[ReportConfig, tyro.conf.subcommand("report", prefix_name=False)]
-)
-
-
-@dataclass(frozen=True)
-class SpeculateConfig(Options):
-    """Trains a draft for a model, and measures what drafts are worth."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[SpeculateAction]] = (
-        tyro.MISSING
-    )
