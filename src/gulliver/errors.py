@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -17,6 +18,15 @@ class GulliverError(ValueError):
 
 class UsageError(GulliverError):
     """A mistake in the arguments of a command, which then exits with 2."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Makes errors of the block usage errors: it checks arguments, and computes nothing."""
+    try:
+        yield
+    except GulliverError as error:
+        raise UsageError(str(error)) from error
 
 
 def missing_extra(what: str, extra: str) -> GulliverError:

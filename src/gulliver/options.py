@@ -208,7 +208,11 @@ RENAMED: dict[str, tuple[str, ...]] = {
     **{"precision": ("dtype",), "mixed_precision": ("dtype",)},
     **{"memory": ("memory_limit",), "host": ("host_memory",), "cache_bytes": ("kv_cache",)},
     **{"cache": ("kv_cache", "step_cache", "cached_share")},
-    **{"prompts": ("prompt_file", "prompt"), "max_body": ("body_bytes",)},
+    **{
+        "prompts": ("prompt_file", "prompt"),
+        "prompt": ("prompt_length",),
+        "max_body": ("body_bytes",),
+    },
 }
 """Names of options before 0.2, and the present ones. Options that have one of these accept the old
 one on the command line, in files, as an argument of the constructor and as an attribute."""

@@ -6,18 +6,27 @@ Each imports its package when it runs, so that none waits for the others.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from gulliver.cli.dispatch import STOPPED
 from gulliver.cli.options import AppConfig, QuantizeConfig
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError
 
 if TYPE_CHECKING:
     from gulliver.dreambooth.config import DreamboothConfig
     from gulliver.finetune.config import FinetuneConfig
+    from gulliver.jobs.loop import Outcome
     from gulliver.serve.speculative.train_config import ReportConfig, TrainDraftConfig
+
+
+def ended(outcome: Outcome) -> int:
+    """Exit code of a run; where it is over, rank 0 prints the path of its result."""
+    if outcome.finished and outcome.result is not None and os.environ.get("RANK", "0") == "0":
+        print(outcome.result)
+    return 0 if outcome.finished else STOPPED
 
 
 def app_command(config: AppConfig) -> int:
@@ -29,7 +38,7 @@ def app_command(config: AppConfig) -> int:
         config.refuse_parts()
         source = Source(run=find_run(config.run))
     elif config.run is not None:
-        raise GulliverError(f"run {config.run} and --model {config.model} exclude each other")
+        raise UsageError(f"run {config.run} and --model {config.model} exclude each other")
     else:
         parts = config.autoencoder, config.text_encoder, config.clip
         source = Source(None, config.model, *parts, keep=config.keep)
@@ -50,7 +59,7 @@ def finetune_command(config: FinetuneConfig, arguments: list[str]) -> int:
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher() and ranks > 1 and not config.dry_run:
         return launch("gulliver.cli", arguments, ranks)
-    return 0 if finetune(config).finished else STOPPED
+    return ended(finetune(config))
 
 
 def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
@@ -61,7 +70,7 @@ def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
     ranks = config.ranks or default_ranks()
     if not under_launcher() and ranks > 1 and not config.plan:
         return launch("gulliver.cli", arguments, ranks)
-    return 0 if dreambooth(config).finished else STOPPED
+    return ended(dreambooth(config))
 
 
 def quantize_command(config: QuantizeConfig) -> int:
@@ -73,8 +82,9 @@ def quantize_command(config: QuantizeConfig) -> int:
     done = quantize_folder(**values)
     for name, report in done.reports.items():
         print(f"{name}, {report}")
-    for line in (*done.lines, f"{config.out}: written"):
+    for line in done.lines:
         print(line)
+    print(config.out)
     return 0
 
 
@@ -90,10 +100,11 @@ def report_drafts_command(config: ReportConfig) -> int:
 def train_draft_command(config: TrainDraftConfig, arguments: list[str]) -> int:
     """Trains a draft, on ranks of this machine that are started where a launcher has not."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
+    from gulliver.jobs.loop import Outcome
     from gulliver.serve.speculative.train import train_draft
 
     ranks = config.ranks or default_ranks()
     if not under_launcher() and ranks > 1:
         return launch("gulliver.cli", arguments, ranks)
-    train_draft(config)
-    return 0
+    trained = train_draft(config)
+    return ended(Outcome(trained.steps, trained.over, result=config.out))

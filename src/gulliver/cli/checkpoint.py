@@ -23,7 +23,7 @@ from gulliver.checkpoint.manifest import read_manifest
 from gulliver.checkpoint.reader import StepReader
 from gulliver.checkpoint.weights import Weights, is_step_or_run, open_weights
 from gulliver.cli.options import Convert, Diff, Ls, Verify
-from gulliver.errors import GulliverError, UsageError
+from gulliver.errors import GulliverError, UsageError, usage_errors
 from gulliver.jobs.display import print_json, report_console
 from gulliver.options import DTYPES, size_text
 
@@ -197,7 +197,7 @@ def verify_all(options: Verify) -> int:
     """Prints what is broken, and how fast it was read; the exit code is 1 where something is."""
     path = options.folder
     if options.all and options.step is not None:
-        raise GulliverError("--step and --all exclude each other: one step, or every step")
+        raise UsageError("--step and --all exclude each other: one step, or every step")
     if not is_step_or_run(path):
         with open_weights(path, step=options.step) as weights:
             if options.json:
@@ -260,10 +260,8 @@ def _after_file(problem: Any) -> str:
 
 def diff(options: Diff) -> int:
     """Prints what differs; the exit code is 1 where something does."""
-    try:
+    with usage_errors():  # as with diff(1), 1 says that they differ
         found = _compared(options)
-    except GulliverError as error:  # as with diff(1), 1 says that they differ
-        raise UsageError(str(error)) from error
     if options.json:
         names = ("missing", "unexpected", "shapes", "dtypes", "values", "compared", "equal")
         values = {name: getattr(found, name) for name in names}

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from gulliver import __version__
-from gulliver.errors import GulliverError, UsageError, nearest
+from gulliver.errors import GulliverError, UsageError, nearest, usage_errors
 
 FAILED, USAGE = 1, 2
 """Exit codes; 0 is success, 128 and more a signal: 130 Ctrl+C, 141 a closed pipe, 143 SIGTERM."""
@@ -61,14 +62,14 @@ COMMANDS = {
         "train a text-to-video model",
         f"{_VIDEO}.config:TrainConfig",
         f"{_CLI}.video:train_command",
-        f"{_VIDEO}.config:check_start_folder",
+        f"{_CLI}.video:check_train",
         True,
     ),
     "train-autoencoder": Command(
         "train a video autoencoder",
         f"{_VIDEO}.autoencoder_config:TrainAutoencoderConfig",
         f"{_CLI}.video:train_autoencoder_command",
-        f"{_VIDEO}.config:check_start_folder",
+        f"{_VIDEO}.autoencoder_config:check_autoencoder_config",
         True,
     ),
     "generate": Command(
@@ -320,11 +321,10 @@ def run(arguments: Sequence[str]) -> int:
         config = parse(_found(command.options), rest, f"gulliver {name}")
     except Printed:
         return 0
-    if command.check:
-        try:
+    with usage_errors():
+        _check_out(config)
+        if command.check:
             _found(command.check)(config)
-        except GulliverError as error:
-            raise UsageError(str(error)) from error
     function = _found(command.function)
     return function(config, [*name.split(), *rest]) if command.launches else function(config)
 
@@ -353,6 +353,28 @@ def _find(words: list[str]) -> tuple[str, list[str]]:
     if not rest or rest[0] in ("-h", "--help"):
         return name, rest
     raise UsageError(f"gulliver {name} needs a command: {', '.join(actions)}")
+
+
+def _check_out(config: Any) -> None:
+    """Refuses a result that cannot be written, before anything is imported or computed."""
+    out = getattr(config, "out", None)
+    planned = getattr(config, "dry_run", False) or getattr(config, "plan", False)
+    if out is None or planned or os.environ.get("RANK", "0") != "0":
+        return
+    steps = sorted((out / "checkpoints").glob("step-*[0-9]"))
+    if steps and not getattr(config, "resume", True):
+        raise UsageError(
+            f"{out} already holds a run ({steps[-1].name}): add --resume to continue it, with more "
+            "--steps to extend it, or choose another --out"
+        )
+    folder = out
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written: {error.strerror}") from None
 
 
 def _actions(name: str) -> list[str]:

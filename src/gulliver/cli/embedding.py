@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError
 from gulliver.options import AT_LEAST_1, SHARE, Options, Range, byte_size, size_text
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ def _tables(given: tuple[str, ...]) -> dict[str, int]:
         if text in DATA_SETS:
             found |= {f"{text}-{n + 1}": count for n, count in enumerate(DATA_SETS[text])}
         elif name in found:
-            raise GulliverError(f"table {name!r} is given twice: give each a name of its own")
+            raise UsageError(f"table {name!r} is given twice: give each a name of its own")
         elif equals and name and rows.replace("_", "").isdigit():
             found[name] = int(rows)
         else:
             known = ", ".join(DATA_SETS)
-            raise GulliverError(f"table {text!r}: give NAME=ROWS, or a data set: {known}")
+            raise UsageError(f"table {text!r}: give NAME=ROWS, or a data set: {known}")
     return found
 
 

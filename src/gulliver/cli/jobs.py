@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, SEED, Options, Range, part_of
 from gulliver.schedule.live.options import JobsFolder, SchedulerOptions, Submission, quotas_of
 
@@ -107,7 +107,7 @@ def submit(config: Submit) -> int:
     if not begun:
         _check_same(config, about)
     if submission.slots > about.get("slots", submission.slots):
-        raise GulliverError(
+        raise UsageError(
             f"job {submission.name!r} asks for {submission.slots} slots and the cluster has "
             f"{about['slots']}: lower its slots, or take a larger cluster"
         )
@@ -133,7 +133,7 @@ def _check_same(config: SchedulerOptions, about: Mapping[str, Any]) -> None:
         ("slots", slots, None),
     ):
         if wanted != default and wanted != about.get(name, wanted):
-            raise GulliverError(
+            raise UsageError(
                 f"the scheduler that runs has {name} {about[name]}, not {wanted}: leave that out, "
                 "or stop it first with gulliver jobs stop"
             )
@@ -144,7 +144,7 @@ def _history(spool: Spool) -> ScheduleHistory:
 
     found = read_history(spool)
     if found is None:
-        raise GulliverError(f"nothing was scheduled in {spool.path}: submit a job first")
+        raise UsageError(f"nothing was scheduled in {spool.path}: submit a job first")
     return found
 
 
@@ -224,7 +224,7 @@ def logs(config: Logs) -> int:
     attempt = "*" if config.attempt is None else f"{config.attempt:03d}"
     found = sorted((folder / "logs").glob(f"attempt-{attempt}-rank-{config.rank}.log"))
     if not found:
-        raise GulliverError(
+        raise UsageError(
             f"job {config.job!r} has no log of rank {config.rank}"
             + (f" in attempt {config.attempt}" if config.attempt else ": it was not started yet")
         )
@@ -259,7 +259,7 @@ def stop(config: Stop) -> int:
     history = read_history(spool)
     job = history.jobs.get(config.job) if history else None
     if job is not None and job.phase.over:
-        raise GulliverError(f"job {config.job!r} is over: {job.phase.value}, {job.note}")
+        raise UsageError(f"job {config.job!r} is over: {job.phase.value}, {job.note}")
     (folder / "stop").write_text(f"{time.time()}\n")
     waits = "" if has_scheduler(spool) else "; no scheduler runs, the next one will see it"
     print(f"{config.job} saves and ends{waits}")
@@ -323,9 +323,9 @@ def simulate_jobs(config: Simulate) -> int:
     from gulliver.schedule.traces import write_trace
 
     if config.at is not None and config.why is None:
-        raise GulliverError("--at says when a job is explained: name it with --why JOB")
+        raise UsageError("--at says when a job is explained: name it with --why JOB")
     if config.why is not None and (config.compare or config.json or config.html):
-        raise GulliverError("--why explains one job: leave --compare, --json and --html away")
+        raise UsageError("--why explains one job: leave --compare, --json and --html away")
     jobs, cluster = _trace(config)
     policy = make_policy(config.policy, config.seed)
     if config.save is not None:
@@ -363,9 +363,7 @@ def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
     else:
         jobs = read_trace(config.trace)
         if config.slots is None and config.hardware is None:
-            raise GulliverError(
-                "--slots is missing: a file of jobs does not say how many there are"
-            )
+            raise UsageError("--slots is missing: a file of jobs does not say how many there are")
         slots = config.slots or 1
     return jobs, _cluster(config, slots, quotas)
 
@@ -375,10 +373,10 @@ def _cluster(config: Simulate, slots: int, quotas: dict[str, int]) -> JobCluster
 
     if config.hardware is None:
         if config.across != 1.0 and config.node_slots is None:
-            raise GulliverError("--across is of nodes: say how many slots a node has, --node-slots")
+            raise UsageError("--across is of nodes: say how many slots a node has, --node-slots")
         return JobCluster(slots, quotas, config.node_slots, config.across)
     if config.node_slots is not None or config.across != 1.0 or config.slots is not None:
-        raise GulliverError("--hardware says slots and nodes: leave --slots and the like away")
+        raise UsageError("--hardware says slots and nodes: leave --slots and the like away")
     from gulliver.hardware.cluster import Cluster, described
 
     path = Path(config.hardware)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.cli.options import ModelsConfig
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, UsageError, nearest
 from gulliver.hardware.probe import current_cluster, memory_bytes
 from gulliver.jobs.display import print_json, report_console, working
 from gulliver.memory.symbolic import activation_peak
@@ -161,7 +161,7 @@ def models_command(config: ModelsConfig) -> int:
     known = (*CONFIGURATIONS, *AUTOENCODERS)
     for name in config.names:
         if name not in known:
-            raise GulliverError(f"unknown model {name!r}: {nearest(name, known)}")
+            raise UsageError(f"unknown model {name!r}: {nearest(name, known)}")
     names = [name for name in config.names or known if name in CONFIGURATIONS]
     coders = [name for name in config.names or known if name in AUTOENCODERS]
     clips = {name: clip_of(name, config) for name in names}
@@ -193,7 +193,7 @@ def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
     fixed = CONFIGURATIONS[name].fields.get("input_size")
     if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
         if config.names:
-            raise GulliverError(
+            raise UsageError(
                 f"{name} takes clips of {'x'.join(map(str, usual))} alone: leave --frames, "
                 "--height and --width out"
             )

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from gulliver.errors import GulliverError, UsageError
+from gulliver.errors import UsageError, usage_errors
 from gulliver.options import (
     DTYPES,
     Options,
@@ -70,15 +70,12 @@ def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
     to_print, options = "--print-config" in arguments, list(arguments)
     if to_print:
         options.remove("--print-config")
-    try:
+    with usage_errors():
         # Checked below, where nested options have the names that the command line gives them.
         with unchecked():
-            default = _defaults(kind, file)
-            parsed = tyro.cli(_view(kind, True), args=options, default=_viewed(default), prog=prog)
-            made = _options(kind, parsed)
+            view, default = _view(kind, True), _viewed(_defaults(kind, file))
+            made = _options(kind, tyro.cli(view, args=options, default=default, prog=prog))
         check_options(made)
-    except GulliverError as error:
-        raise UsageError(str(error)) from error
     if to_print:
         from gulliver.io.files import to_yaml
 

@@ -17,7 +17,7 @@ from gulliver.booster.plugins import GeminiPlugin, Plugin
 from gulliver.cli.options import CapabilitiesConfig, Memory, Search, Show
 from gulliver.cli.plan_models import OPTIMIZERS, Subject, model_of, subject_of, trained_part
 from gulliver.cli.plan_text import Answer, not_counted, show_answer, why_module
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, UsageError, usage_errors
 from gulliver.hardware.cluster import Cluster, changed_cluster
 from gulliver.hardware.offload import seconds_text
 from gulliver.hardware.probe import current_cluster, named_cluster
@@ -52,11 +52,10 @@ def search_command(options: Search) -> int:
 
 def answer_of(options: Search, progress: Callable[[str], None] = lambda part: None) -> Answer:
     """Searches for what the options ask."""
-    cluster = named_cluster(options.cluster)
+    with usage_errors():
+        cluster = named_cluster(options.cluster)
     if options.inference and (options.host_memory or options.disk):
-        raise GulliverError(
-            "--host-memory and --disk are for training: leave them out of --inference"
-        )
+        raise UsageError("--host-memory and --disk are for training: leave them out of --inference")
     other = changed_cluster(cluster, options.what_if) if options.what_if else None
     subject, found = _searched(options, cluster, progress)
     progress("comparing with other clusters and limits")
@@ -74,8 +73,9 @@ def _searched(
     options: Search, cluster: Cluster, progress: Callable[[str], None]
 ) -> tuple[Subject, Found]:
     progress("reading the model")
-    subject = subject_of(options)
-    optimizer = trained_part(subject, options)
+    with usage_errors():
+        subject = subject_of(options)
+        optimizer = trained_part(subject, options)
     limit = options.memory_limit and byte_size("--memory-limit", options.memory_limit)
     facts = None
     if subject.cached:
@@ -203,12 +203,12 @@ def plugin_of(options: Memory) -> Plugin:
             verbose=False,
         )
     if options.step_in_backward:
-        raise GulliverError(
+        raise UsageError(
             "--step-in-backward is of whole models: leave it out with --tp-size, --sp-size "
             "or --pp-size"
         )
     if options.activations not in ("keep", "recompute"):
-        raise GulliverError(
+        raise UsageError(
             f"--activations {options.activations} is of whole models: take keep or recompute with "
             "--tp-size, --sp-size or --pp-size"
         )

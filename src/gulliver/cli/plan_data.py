@@ -44,9 +44,7 @@ class LoadedCosts:
         if isinstance(self.costs, TableCosts):
             return draw_shapes(self.costs, options.distribution, options.count, options.seed)
         if not self.shapes:
-            raise GulliverError(
-                f"{options.costs} does not say which shapes there are: give --shapes"
-            )
+            raise UsageError(f"{options.costs} does not say which shapes there are: give --shapes")
         return draw_samples(
             self.costs, self.shapes, options.distribution, options.count, options.seed
         )
@@ -64,7 +62,7 @@ class LoadedCosts:
             frames, rows, columns = map(int, text.split("x"))
             return SampleShape.clip(frames, rows, columns)
         hint = f": {nearest(text, named)}" if named else ""
-        raise GulliverError(
+        raise UsageError(
             f"--shapes: {text!r} is no shape: write one that the costs know, a number of tokens, "
             f"or latent frames x rows x columns such as 16x30x40{hint}"
         )
@@ -82,7 +80,7 @@ def _table(options: PlanData) -> LoadedCosts:
             f"{options.costs} says itself how many tokens fit"
         )
     if options.cluster != "here":
-        raise GulliverError(
+        raise UsageError(
             f"--cluster {options.cluster} is for costs that a run has kept: the table "
             f"{options.costs} says itself what takes how long"
         )
@@ -210,7 +208,7 @@ def _budget(options: PlanData, times: int = 1) -> Budget:
     if options.seconds is not None:
         given.append(Seconds(times * options.seconds))
     if len(given) != 1:
-        raise GulliverError("give one budget of a step: --samples, --tokens or --seconds")
+        raise UsageError("give one budget of a step: --samples, --tokens or --seconds")
     return given[0]
 
 
@@ -222,11 +220,11 @@ def _shapes(options: PlanData, loaded: LoadedCosts) -> list[Any]:
     try:
         text = data.decode("utf-8-sig")  # editors on Windows begin with a byte order mark
     except UnicodeDecodeError as error:
-        raise GulliverError(
+        raise UsageError(
             f"--shapes {options.shapes} is no text in UTF-8 ({error.reason} at byte {error.start}):"
             " write a shape on each line"
         ) from None
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
-        raise GulliverError(f"{options.shapes} names no shapes: write one on each line")
+        raise UsageError(f"{options.shapes} names no shapes: write one on each line")
     return [loaded.named(line) for line in found]

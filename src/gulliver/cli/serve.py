@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, UsageError
 from gulliver.options import SEED, Range, part_of, size_text
 from gulliver.serve.http.options import Load, ServerOptions
 from gulliver.serve.options import EngineOptions, ModelOptions
@@ -132,9 +132,9 @@ def _prompts(file: Path) -> tuple[str, ...]:
             line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
         )
     except (OSError, UnicodeDecodeError) as error:
-        raise GulliverError(f"--prompt-file {file}: {error}") from None
+        raise UsageError(f"--prompt-file {file}: {error}") from None
     if not found:
-        raise GulliverError(f"--prompt-file {file} has no prompt: write one a line")
+        raise UsageError(f"--prompt-file {file} has no prompt: write one a line")
     return found
 
 

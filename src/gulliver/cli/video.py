@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.checkpoint.files import write_json
+from gulliver.cli.apps import ended
 from gulliver.cli.data import after_train, hint
-from gulliver.cli.dispatch import STOPPED
 from gulliver.cli.options import EvaluateConfig, GenerateConfig
 from gulliver.comm.launcher import default_ranks, launch, under_launcher
 from gulliver.comm.world import guard, init_world
 from gulliver.data.clips import Bucket
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError, usage_errors
 from gulliver.jobs.display import console
-from gulliver.video.autoencoder_config import TrainAutoencoderConfig, check_autoencoder_config
+from gulliver.jobs.loop import Outcome
+from gulliver.video.autoencoder_config import TrainAutoencoderConfig
 from gulliver.video.autoencoders.job import run_autoencoder
 from gulliver.video.caches import Counts, psnr, read_strategy
 from gulliver.video.config import DemoConfig, SamplingConfig, TrainConfig, check_clip, check_config
@@ -43,19 +44,22 @@ CONDITION_FRAMES = 5
 """Default number of conditioning frames, from the end of a clip."""
 
 
-def train_command(config: TrainConfig, arguments: list[str]) -> int:
-    """Trains, on ranks of this machine that are started where a launcher has not."""
+def check_train(config: TrainConfig) -> None:
+    """Refuses options that no run could use."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)
-    ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher():
-        check_ranks(config, ranks)
+        check_ranks(config, config.ranks or max(default_ranks(), config.ranks_of_a_model))
+
+
+def train_command(config: TrainConfig, arguments: list[str]) -> int:
+    """Trains, on ranks of this machine that are started where a launcher has not."""
+    ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher() and ranks > 1:
         code = launch("gulliver.cli", arguments, ranks)
     else:
-        # Stopped by a signal: what was asked for is not there yet.
-        code = 0 if train(config).finished else STOPPED
+        code = ended(replace(train(config), result=config.out))
     if code == 0 and not under_launcher():
         after_train(config)
     return code
@@ -63,16 +67,16 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
 
 def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
     """Trains a video autoencoder, on ranks of this machine where a launcher has started none."""
-    check_autoencoder_config(config)
     ranks = config.ranks or max(default_ranks(), config.share_ranks)
     if not under_launcher() and ranks % config.share_ranks:
-        raise GulliverError(
+        raise UsageError(
             f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
         )
     if not under_launcher() and ranks > 1:
         code = launch("gulliver.cli", arguments, ranks)
     else:
-        code = 0 if run_autoencoder(config).finished else STOPPED
+        made = run_autoencoder(config)
+        code = ended(Outcome(made.step, made.finished, result=made.path))
     if code == 0 and not under_launcher() and config.data.table is not None:
         shapes = ("--shapes", *config.data.shapes) if config.data.buckets is None else ()
         made = config.out / "autoencoder.safetensors"
@@ -82,10 +86,12 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
     return code
 
 
-def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
-    """Makes clips from sentences, on ranks of this machine that are started where asked for."""
+def _read(
+    config: GenerateConfig, arguments: list[str]
+) -> tuple[list[str], list[Request], Any, int]:
+    """Reads and checks what is asked for: prompts, requests, the clip to extend, ranks."""
     if config.model is not None and _asked(config, arguments, "run"):
-        raise GulliverError(
+        raise UsageError(
             f"--run {config.run} and --model {config.model} exclude each other: name one of them"
         )
     prompts = _prompts(config)
@@ -95,16 +101,21 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
     if read_strategy(config.step_cache) is None and config.cache_check:
-        raise GulliverError(
-            "--cache-check compares with --step-cache: name one, such as first-block"
-        )
+        raise UsageError("--cache-check compares with --step-cache: name one, such as first-block")
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
     ranks = 1
     if not under_launcher():
         ranks = config.ranks or max(1, config.sp_size) * max(1, config.guidance_ranks)
         split_ranks(ranks, config.sp_size, config.guidance_ranks, guided, image_guided)
     clip = None if config.extend is None else read_frames(config.extend)
-    requests = _requests(config, prompts, bucket, clip)
+    return prompts, _requests(config, prompts, bucket, clip), clip, ranks
+
+
+def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
+    """Makes clips from sentences, on ranks of this machine that are started where asked for."""
+    with usage_errors():
+        prompts, requests, clip, ranks = _read(config, arguments)
+    guided, image_guided = config.guidance != 1, config.guidance_image != 1
     if ranks > 1:
         return launch("gulliver.cli", arguments, ranks)
     world = init_world()
@@ -118,8 +129,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
                 console().print(line)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))
-        for path, clip, prompt in zip(paths, clips, prompts, strict=True):
-            print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
+        for path, made, prompt in zip(paths, clips, prompts, strict=True):
+            print(f"{write_clip(path, made, config.fps, config.scale)}  {prompt}")
     return 0
 
 
@@ -136,13 +147,11 @@ def _loaded(
             load_adapter(model, config.adapter)
         return _with_own(config, arguments, model), model
     if config.adapter is not None:
-        raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
+        raise UsageError(f"--adapter {config.adapter} is of a --run: leave --model out")
     if config.autoencoder is None or config.text_encoder is None:
         parts = {"--autoencoder": config.autoencoder, "--text-encoder": config.text_encoder}
         missing = " and ".join(name for name, path in parts.items() if path is None)
-        raise GulliverError(
-            f"--model {config.model} needs {missing}: name what it was trained with"
-        )
+        raise UsageError(f"--model {config.model} needs {missing}: name what it was trained with")
     paths = config.model, config.autoencoder, config.text_encoder, config.clip
     fps = config.fps if _asked(config, arguments, "fps") else None
     pipeline = VideoPipeline.load(*paths, device=device, fps=fps, texts=config.texts)
@@ -174,11 +183,11 @@ def _requests(
 ) -> list[Request]:
     """Reads what is given and says what is asked for; refuses what no model could make."""
     if config.condition_frames is not None and config.extend is None and config.loops == 1:
-        raise GulliverError(
+        raise UsageError(
             "--condition-frames is for --extend, the clip whose last they are, and for --loops"
         )
     if clip is not None and config.image is not None:
-        raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
+        raise UsageError("--image and --extend exclude each other: a clip begins or goes on")
     condition, given = config.condition_frames, None
     if clip is not None:
         condition = condition or CONDITION_FRAMES
@@ -186,7 +195,7 @@ def _requests(
     elif config.image is not None:
         given = read_frames(config.image, 2)
         if given.shape[1] > 1:
-            raise GulliverError(
+            raise UsageError(
                 f"--image {config.image} is a clip: name a picture, or go on from the clip with "
                 "--extend, or place its frames with --reference and --mask-strategy"
             )
@@ -213,7 +222,7 @@ def _request(config: GenerateConfig, request: Request, read: Callable[..., Any])
     paths = prompt.references or config.reference
     strategy = prompt.mask_strategy or config.mask_strategy
     if config.extend is not None and (paths or strategy or config.condition_edit):
-        raise GulliverError(
+        raise UsageError(
             "--extend excludes --reference, --mask-strategy and --condition-edit: a clip begins or "
             "goes on"
         )
@@ -283,7 +292,7 @@ def _prompts(config: GenerateConfig) -> list[str]:
     if config.prompt_file is not None:
         prompts += read_prompts(config.prompt_file)
     if not prompts:
-        raise GulliverError(
+        raise UsageError(
             "nothing to show: give --prompt 'the digit 3 moving left', or --prompt-file FILE"
         )
     return prompts
@@ -296,7 +305,7 @@ def _sides(aspect_ratio: str, resolution: int, step: int = 8) -> tuple[int, int]
         if not 1 <= min(width, height) <= max(width, height) <= 1000:
             raise ValueError
     except ValueError:
-        raise GulliverError(
+        raise UsageError(
             f"--aspect-ratio {aspect_ratio!r} is not width:height, such as 1:1, 5:3 or 3:5"
         ) from None
     side = math.sqrt(resolution * resolution / (width * height))

@@ -138,7 +138,8 @@ class DreamboothConfig(Options):
     keep: Annotated[int, AT_LEAST_1] = 2
     """Number of newest checkpoints kept."""
     resume: bool = False
-    """Continue from the newest checkpoint of the run folder, bit for bit."""
+    """Continue from the newest checkpoint of the run folder, bit for bit; more --steps extend a run
+    without --motion, and the learning rate follows its new length."""
     plan: bool = False
     """Print what the run would take of memory, and end before a weight is read."""
     GROUPS: ClassVar = {
@@ -208,9 +209,9 @@ MAY_CHANGE = frozenset(
     {"out", "model", "subject", "adapter", "prior_folder"}  # compared by fingerprint
     | {"plugin", "memory_limit", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
     | {"keep", "save_every", "validate_every", "validation_prompt", "validation_pictures"}
-    | {"on_broken"}
+    | {"on_broken", "steps"}
 )
-"""Options that may differ between a run and its resumption: where and how, not what."""
+"""Options that may differ between a run and its resumption: where, how, and how long."""
 
 
 def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import Plugin
-from gulliver.checkpoint.files import write_json
+from gulliver.checkpoint.files import read_json, write_json
 from gulliver.checkpoint.loading import step_folder
 from gulliver.checkpoint.weights import open_weights
 from gulliver.checkpoint.writing import write_single
@@ -95,15 +95,21 @@ def write_result(
 ) -> Path:
     """Writes the result of a run that is over, whole or not at all; rank 0 calls it."""
     folder, partial = run.folder / "result", run.folder / ".result.partial"
+    step = step_folder(run.checkpoints.root)
     if folder.is_dir():
-        return folder
-    tensors = SavedTensors(step_folder(run.checkpoints.root))
+        if read_json(folder / FACTS).get("step", step.name) == step.name:
+            return folder
+        shutil.rmtree(folder)  # of the run before it was extended
+    tensors = SavedTensors(step)
     with tensors.weights, named_errors(folder):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         adapters = adapters_of(base)
         base.save(partial, Learnt(config.method, tensors, tokens, adapters, tensors.write))
-        write_json(partial / FACTS, {**facts, "token": config.token, "method": config.method})
+        write_json(
+            partial / FACTS,
+            {**facts, "token": config.token, "method": config.method, "step": step.name},
+        )
         os.replace(partial, folder)
     return folder
 
@@ -210,7 +216,8 @@ class DreamBoothTrainer(TrainingLoop):
     ) -> None:
         self.config = config
         self.say = console().print if world.is_main else lambda _: None
-        run = RunFolder(config.out, config.keep, MAY_CHANGE, FINGERPRINTS)
+        may_change = MAY_CHANGE - {"steps"} if config.motion else MAY_CHANGE
+        run = RunFolder(config.out, config.keep, may_change, FINGERPRINTS)
         subject = read_pictures(config, self.say)
         self.base = base = open_base(config, world, precision)
         if any(one.pixels.ndim == 4 for one in subject) and not isinstance(base, VideoBase):

@@ -158,7 +158,8 @@ class FinetuneConfig(DataConfig):
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the resulting weights; auto: that of the model to begin with."""
     resume: bool = False
-    """Continue from the newest checkpoint of the run folder, bit for bit."""
+    """Continue from the newest checkpoint of the run folder, bit for bit; more --steps extend the
+    run, and the learning rate follows its new length."""
     dry_run: bool = False
     """Say what the run would take, and end before a weight is read."""
     GROUPS: ClassVar = {
@@ -186,9 +187,9 @@ MAY_CHANGE = frozenset(
         "resume",
     }
     | {"dry_run", "keep", "log_every", "save_every", "merge", "save_dtype", "result", "bad_rows"}
-    | {"samples", "sample_tokens", "prompt"}
+    | {"samples", "sample_tokens", "prompt", "steps", "epochs"}
 )
-"""Options that may differ between a run and its resumption: where and how, not what."""
+"""Options that may differ between a run and its resumption: where, how, and how long."""
 
 
 def check_finetune(config: FinetuneConfig) -> FinetuneConfig:

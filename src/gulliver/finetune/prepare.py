@@ -10,7 +10,7 @@ run/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,10 @@ def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
     packing = _packing(config, model, data, say)
     checkpoint = run.open(config, {"base": fingerprint, "data": data.fingerprint})
     barrier()  # nobody writes before everybody has looked
-    recipe = _recipe(config, data, packing, parameters, world)
+    # What followed from the length of the run stays where the run is extended.
+    chosen = run.values().get("chosen", {}) if checkpoint else {}
+    begun = {k: chosen.get(k) for k in ("batch_tokens", "warmup") if getattr(config, k) is None}
+    recipe = _recipe(replace(config, **begun), data, packing, parameters, world)
     planned = _plan(config, run, data, recipe, model, packing, world)
     if planned.disk is not None:
         check_disk_folder(planned.disk)

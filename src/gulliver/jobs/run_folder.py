@@ -96,6 +96,9 @@ class RunFolder:
             raise GulliverError(
                 f"{self.folder} cannot be resumed with other options: {'; '.join(changed)}"
             )
+        done, steps = int(newest.name.rpartition("-")[2]), getattr(config, "steps", None)
+        if steps is not None and steps < done:
+            raise GulliverError(f"--steps {steps} is less than the {done} of {self.folder}")
         return newest
 
     def check_writable(self, needed: int) -> None:

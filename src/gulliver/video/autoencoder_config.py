@@ -136,11 +136,21 @@ class TrainAutoencoderConfig(Options):
 
 
 MAY_CHANGE_OF_AUTOENCODER = frozenset(
-    {"out", "ranks", "resume", "resume_step", "save_every", "keep", "async_save", "log_every"}
+    {
+        "steps",
+        "out",
+        "ranks",
+        "resume",
+        "resume_step",
+        "save_every",
+        "keep",
+        "async_save",
+        "log_every",
+    }
     | {"report_every", "segment_frames", "share_ranks", "share_dim"}
     | {"model.init", "data.unreadable_limit", "data.in_memory"}
 )
-"""Options that may differ between a run and its resumption: where and how, not what."""
+"""Options that may differ between a run and its resumption: where, how, and how long."""
 
 
 def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoderConfig:

@@ -287,7 +287,8 @@ class TrainConfig(Options):
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
     resume: bool = False
-    """Continue from the newest checkpoint of the run folder, bit for bit."""
+    """Continue from the newest checkpoint of the run folder, bit for bit; more --steps extend the
+    run, and the learning rate follows its new length."""
     resume_step: Annotated[int | None, AT_LEAST_0] = None
     """Continue from this step's checkpoint; later ones become a branch that was left."""
     seed: Annotated[int, SEED] = 0
@@ -379,7 +380,18 @@ class DemoConfig(Options):
 
 
 MAY_CHANGE = frozenset(
-    {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
+    {"steps"}
+    | {
+        "out",
+        "ranks",
+        "resume",
+        "resume_step",
+        "plugin",
+        "stage",
+        "save_every",
+        "keep",
+        "log_every",
+    }
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
     | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit", "data.encoded"}
@@ -388,7 +400,7 @@ MAY_CHANGE = frozenset(
     | {"model.weights", "model.text_encoder"}
     | PLANS_MAY_CHANGE
 )
-"""Options that may differ between a run and its resumption: where and how, not what."""
+"""Options that may differ between a run and its resumption: where, how, and how long."""
 
 
 def check_config(config: TrainConfig) -> TrainConfig:
