@@ -20,23 +20,31 @@ class UsageError(GulliverError):
     """A mistake in the arguments of a command, which then exits with 2."""
 
 
+class MissingExtraError(GulliverError):
+    """A package that an extra of the installation has is not there."""
+
+
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """Makes errors of the block usage errors: it checks arguments, and computes nothing."""
     try:
         yield
+    except MissingExtraError:
+        raise
     except GulliverError as error:
         raise UsageError(str(error)) from error
 
 
-def missing_extra(what: str, extra: str) -> GulliverError:
+def missing_extra(what: str, extra: str) -> MissingExtraError:
     """Makes the error of a package that an extra of the installation has.
 
     Args:
         what: what needs which package.
         extra: name of the extra in pyproject.toml.
     """
-    return GulliverError(f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository")
+    return MissingExtraError(
+        f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository"
+    )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

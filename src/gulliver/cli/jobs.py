@@ -35,7 +35,7 @@ class Submit(SchedulerOptions, Submission):
 
     script: tyro.conf.Positional[str] = tyro.MISSING
     arguments: tyro.conf.Positional[tuple[str, ...]] = ()
-    batch: Annotated[int, AT_LEAST_1] = tyro.MISSING
+    batch_size: Annotated[int, AT_LEAST_1] = tyro.MISSING
     idle: Annotated[float, AT_LEAST_1] = 60.0
     submitted: tyro.conf.Suppress[float] = 0.0
 

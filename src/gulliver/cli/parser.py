@@ -66,10 +66,10 @@ def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
         # As a path it would be the current folder.
         raise UsageError("--out is empty: name a folder or file, . is the current folder")
     arguments = respelled(kind, arguments)
-    file, arguments = _taken(arguments, "--config")
-    to_print, options = "--print-config" in arguments, list(arguments)
-    if to_print:
-        options.remove("--print-config")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    file, options = _taken(arguments[:end], "--config")
+    to_print = "--print-config" in options
+    options = [word for word in options if word != "--print-config"] + arguments[end:]
     with usage_errors():
         # Checked below, where nested options have the names that the command line gives them.
         with unchecked():
@@ -228,7 +228,7 @@ def _metavar(hint: Any) -> str | None:
 
 def _hint(label: str) -> str:
     """What help says of a default: nothing where the text says what is taken, or of a switch."""
-    return {"None": "", "False": "", "": "", "True": "(default: on)"}.get(
+    return {"None": "", "False": "", "": "", "''": "", "True": "(default: on)"}.get(
         label, f"(default: {SHORT.get(label, label)})"
     )
 

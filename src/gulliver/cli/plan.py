@@ -54,9 +54,9 @@ def answer_of(options: Search, progress: Callable[[str], None] = lambda part: No
     """Searches for what the options ask."""
     with usage_errors():
         cluster = named_cluster(options.cluster)
+        other = changed_cluster(cluster, options.what_if) if options.what_if else None
     if options.inference and (options.host_memory or options.disk):
         raise UsageError("--host-memory and --disk are for training: leave them out of --inference")
-    other = changed_cluster(cluster, options.what_if) if options.what_if else None
     subject, found = _searched(options, cluster, progress)
     progress("comparing with other clusters and limits")
     samples = options.batch_size

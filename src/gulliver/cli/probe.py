@@ -55,8 +55,14 @@ class Progress(Protocol):
 
 
 def probe_command(config: ProbeConfig) -> int:
-    """Measures, or shows what was measured before; every rank calls it."""
-    out, folder, again, mib = config.out, config.folder, config.again, config.mib
+    """Measures the machine, or shows what was measured before."""
+    return probe(config.out, config.folder, config.again, config.mib, config.json)
+
+
+def probe(
+    out: Path | None, folder: Path | None, again: bool, mib: int = 256, as_json: bool = False
+) -> int:
+    """Runs the command; every rank calls it."""
     world = init_world()
     path = out or kept_path(world.size)
     console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
@@ -77,7 +83,7 @@ def probe_command(config: ProbeConfig) -> int:
     packing = measured_packing(world)
     assert cluster is not None
     if world.is_main:
-        if config.json:
+        if as_json:
             rates = {name: vars(rate) for name, rate in packing.items()}
             print_json({"cluster": asdict(cluster), "packing": rates, "file": path})
         else:

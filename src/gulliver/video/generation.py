@@ -59,7 +59,7 @@ def split_ranks(
     """Chooses how many ranks share a clip's tokens, and how many the branches of guidance."""
     if guidance_ranks not in (0, 1, 2) or sequence < 0:
         raise GulliverError(
-            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} cannot be: guidance has 2 "
+            f"--sp-size {sequence} x --guidance-ranks {guidance_ranks} cannot be: guidance has 2 "
             "branches, so it takes 1 or 2 ranks, and a sequence at least 1"
         )
     if guidance_ranks == 2 and image_guided:
@@ -76,7 +76,7 @@ def split_ranks(
         sequence = max(1, world // guidance_ranks)
     if sequence * guidance_ranks != world:
         raise GulliverError(
-            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} = "
+            f"--sp-size {sequence} x --guidance-ranks {guidance_ranks} = "
             f"{sequence * guidance_ranks} ranks, but there are {world}: start as many, or leave "
             "one of the two out"
         )

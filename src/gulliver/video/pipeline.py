@@ -260,7 +260,7 @@ class VideoPipeline:
         if sizes[0] > 1 and self.release.name != "Open-Sora 1.2":
             raise GulliverError(
                 f"the tokens of this {self._name} of {self.release.name} cannot be shared: take "
-                "--sequence 1, and at most 2 ranks for --guidance-ranks"
+                "--sp-size 1, and at most 2 ranks for --guidance-ranks"
             )
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
