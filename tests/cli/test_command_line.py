@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gulliver.cli.dispatch import COMMANDS, _found, main, run
+from gulliver.cli.dispatch import PLACES, WHAT, _found, main, run
 from gulliver.cli.parser import Printed, parse
 from gulliver.errors import UsageError
 from gulliver.finetune.config import FinetuneConfig
@@ -33,7 +33,7 @@ for arguments in {calls!r}:
 
 
 def test_help_and_version_import_no_torch() -> None:
-    calls = [["--help"], ["--version"], *([*name.split(), "--help"] for name in COMMANDS)]
+    calls = [["--help"], ["--version"], *([*name.split(), "--help"] for name in WHAT)]
     ended = subprocess.run(
         [sys.executable, "-c", HELP.format(calls=calls)],
         capture_output=True,
@@ -41,7 +41,7 @@ def test_help_and_version_import_no_torch() -> None:
         timeout=60,
     )
     assert ended.returncode == 0, ended.stderr
-    for name in COMMANDS:
+    for name in WHAT:
         assert f"usage: gulliver {name}" in ended.stdout
 
 
@@ -101,7 +101,7 @@ def test_numbers_that_cannot_be_end_in_one_line(
 
 
 def _parsed(name: str, *arguments: str) -> Any:
-    return parse(_found(COMMANDS[name].options), list(arguments), name)
+    return parse(_found(PLACES[name].split()[0]), list(arguments), name)
 
 
 @pytest.mark.parametrize(

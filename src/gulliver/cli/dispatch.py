@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from typing import Any
 
 from gulliver import __version__
 from gulliver.errors import GulliverError, UsageError, nearest, usage_errors
@@ -23,246 +23,118 @@ STOPPED = 143
 """Exit code where a signal has ended a run before its result was there."""
 
 
-class Command(NamedTuple):
-    """A command: options, function and check of the options, each as module:name."""
-
-    what: str
-    options: str
-    function: str
-    # Of options that exclude each other; it imports no torch.
-    check: str = ""
-    # Whether the function takes the arguments, too, to start ranks with them.
-    launches: bool = False
-
-
-class Group(NamedTuple):
-    """A command with commands of its own, and the one that is meant where none is named."""
-
-    what: str
-    usual: str = ""
-
-
-_CLI, _VIDEO = "gulliver.cli", "gulliver.video"
-COMMANDS = {
-    "finetune": Command(
-        "fine-tune a language model on texts",
-        "gulliver.finetune.config:FinetuneConfig",
-        f"{_CLI}.apps:finetune_command",
-        "gulliver.finetune.config:check_finetune",
-        True,
-    ),
-    "dreambooth": Command(
-        "teach an image or video model a subject from a few pictures",
-        "gulliver.dreambooth.config:DreamboothConfig",
-        f"{_CLI}.apps:dreambooth_command",
-        "gulliver.dreambooth.config:check_dreambooth",
-        True,
-    ),
-    "train": Command(
-        "train a text-to-video model",
-        f"{_VIDEO}.config:TrainConfig",
-        f"{_CLI}.video:train_command",
-        f"{_CLI}.video:check_train",
-        True,
-    ),
-    "train-autoencoder": Command(
-        "train a video autoencoder",
-        f"{_VIDEO}.autoencoder_config:TrainAutoencoderConfig",
-        f"{_CLI}.video:train_autoencoder_command",
-        f"{_VIDEO}.autoencoder_config:check_autoencoder_config",
-        True,
-    ),
-    "generate": Command(
-        "make clips from sentences",
-        f"{_CLI}.options:GenerateConfig",
-        f"{_CLI}.video:generate_command",
-        "",
-        True,
-    ),
-    "evaluate": Command(
-        "measure how well a model shows the moving digits",
-        f"{_CLI}.options:EvaluateConfig",
-        f"{_CLI}.video:evaluate_command",
-    ),
-    "app": Command(
-        "make clips in the browser, watch a training run",
-        f"{_CLI}.options:AppConfig",
-        f"{_CLI}.apps:app_command",
-    ),
-    "demo": Command(
-        "train, generate and evaluate, and show the result",
-        f"{_VIDEO}.config:DemoConfig",
-        f"{_CLI}.video:demo_command",
-    ),
-    "data": Group("prepare a folder of clips for training"),
-    "data scan": Command(
-        "list the clips of a folder in a table",
-        f"{_CLI}.data:Scan",
-        f"{_CLI}.data:scan_folder",
-    ),
-    "data cut": Command(
-        "cut videos into clips of one scene each",
-        f"{_CLI}.data:Cut",
-        f"{_CLI}.data:cut_scenes",
-    ),
-    "data score": Command(
-        "add a column for each scorer",
-        f"{_CLI}.data:Score",
-        f"{_CLI}.data:score_clips",
-    ),
-    "data dedup": Command(
-        "drop copies of clips",
-        f"{_CLI}.data:Dedup",
-        f"{_CLI}.data:drop_copies",
-    ),
-    "data filter": Command(
-        "keep the rows for which a condition holds",
-        f"{_CLI}.data:Filter",
-        f"{_CLI}.data:filter_rows",
-    ),
-    "data caption": Command(
-        "write captions by a command or a model",
-        f"{_CLI}.data:Caption",
-        f"{_CLI}.data:caption_clips",
-    ),
-    "data show": Command(
-        "make a web page of a table",
-        f"{_CLI}.data:Show",
-        f"{_CLI}.data:show_clips",
-    ),
-    "data encode": Command(
-        "keep the latents of clips for training",
-        f"{_VIDEO}.config:EncodeConfig",
-        f"{_CLI}.data:encode_clips",
-        "",
-        True,
-    ),
-    "chat": Command(
-        "talk with a language model, or continue texts",
-        f"{_CLI}.serve:ChatConfig",
-        f"{_CLI}.serve:chat_command",
-    ),
-    "serve": Group("serve a language model over OpenAI's API, or measure a server", "start"),
-    "serve start": Command(
-        "serve a language model over OpenAI's API",
-        f"{_CLI}.serve:Start",
-        f"{_CLI}.serve:start_command",
-    ),
-    "serve bench": Command(
-        "send requests to a server and measure latency and throughput",
-        f"{_CLI}.serve:Bench",
-        f"{_CLI}.serve:bench_command",
-    ),
-    "quantize": Command(
-        "write an int8 or int4 folder of a language model or pipeline",
-        f"{_CLI}.options:QuantizeConfig",
-        f"{_CLI}.apps:quantize_command",
-    ),
-    "speculate": Group("train a draft for speculative decoding, or measure drafts"),
-    "speculate train": Command(
-        "train a draft for a language model",
-        "gulliver.serve.speculative.train_config:TrainDraftConfig",
-        f"{_CLI}.apps:train_draft_command",
-        "gulliver.serve.speculative.train_config:check_train_draft",
-        True,
-    ),
-    "speculate report": Command(
-        "measure acceptance, cost and speed-up of drafts",
-        "gulliver.serve.speculative.train_config:ReportConfig",
-        f"{_CLI}.apps:report_drafts_command",
-    ),
-    "plan": Group("find the fastest plan of a model on a cluster, or what fits", "search"),
-    "plan search": Command(
-        "find the fastest ways to run a model on a cluster",
-        f"{_CLI}.options:Search",
-        f"{_CLI}.plan:search_command",
-    ),
-    "plan memory": Command(
-        "predict where a model's state is kept under a memory limit",
-        f"{_CLI}.options:Memory",
-        f"{_CLI}.plan:memory_command",
-    ),
-    "plan show": Command(
-        "summarize a plan.yaml",
-        f"{_CLI}.options:Show",
-        f"{_CLI}.plan:show_command",
-    ),
-    "plan data": Command(
-        "draw the steps of data-centric training",
-        f"{_CLI}.options:PlanData",
-        f"{_CLI}.plan_data:plan_data",
-    ),
-    "fp8": Command(
-        "predict which layers of a model FP8 speeds up",
-        f"{_CLI}.options:PrecisionConfig",
-        f"{_CLI}.precision:precision_command",
-    ),
-    "models": Command(
-        "list the public video models and the memory they take",
-        f"{_CLI}.options:ModelsConfig",
-        f"{_CLI}.models:models_command",
-    ),
-    "embedding": Group("plan embedding tables larger than a device", "plan"),
-    "embedding plan": Command(
-        "predict bytes and seconds of embedding tables on each rank",
-        f"{_CLI}.embedding:EmbeddingConfig",
-        f"{_CLI}.embedding:embedding_command",
-    ),
-    "jobs": Group("run or simulate jobs that share a cluster"),
-    "jobs simulate": Command(
-        "simulate jobs under scheduling policies",
-        f"{_CLI}.jobs:Simulate",
-        f"{_CLI}.jobs:simulate_jobs",
-    ),
-    "jobs submit": Command(
-        "submit a training script", f"{_CLI}.jobs:Submit", f"{_CLI}.jobs:submit"
-    ),
-    "jobs list": Command("list jobs", f"{_CLI}.jobs:Listing", f"{_CLI}.jobs:show"),
-    "jobs logs": Command("print the log of a job", f"{_CLI}.jobs:Logs", f"{_CLI}.jobs:logs"),
-    "jobs why": Command(
-        "explain why a job waits or shrank", f"{_CLI}.jobs:Why", f"{_CLI}.jobs:explain"
-    ),
-    "jobs stop": Command("stop a job or the scheduler", f"{_CLI}.jobs:Stop", f"{_CLI}.jobs:stop"),
-    "jobs scheduler": Command(
-        "run the scheduler in the foreground", f"{_CLI}.jobs:Scheduler", f"{_CLI}.jobs:run"
-    ),
-    "checkpoint": Group("list, verify, compare and convert checkpoints"),
-    "checkpoint ls": Command(
-        "list the steps of a run, or what a step or file holds",
-        f"{_CLI}.options:Ls",
-        f"{_CLI}.checkpoint:ls",
-    ),
-    "checkpoint verify": Command(
-        "check every byte of a step",
-        f"{_CLI}.options:Verify",
-        f"{_CLI}.checkpoint:verify_all",
-    ),
-    "checkpoint diff": Command(
-        "compare two checkpoints",
-        f"{_CLI}.options:Diff",
-        f"{_CLI}.checkpoint:diff",
-    ),
-    "checkpoint convert": Command(
-        "write a Hugging Face folder or a safetensors file",
-        f"{_CLI}.options:Convert",
-        f"{_CLI}.checkpoint:convert",
-    ),
-    "probe": Command(
-        "measure the machine, its disk and its links",
-        f"{_CLI}.options:ProbeConfig",
-        f"{_CLI}.probe:probe_command",
-    ),
-    "doctor": Command(
-        "show versions, devices, kernels, I/O engine and disk speed",
-        f"{_CLI}.options:DoctorConfig",
-        f"{_CLI}.probe:doctor_command",
-    ),
-    "capabilities": Command(
-        "show what may be combined",
-        f"{_CLI}.options:CapabilitiesConfig",
-        f"{_CLI}.plan:capabilities_command",
-    ),
+WHAT = {
+    "finetune": "fine-tune a language model on texts",
+    "dreambooth": "teach an image or video model a subject from a few pictures",
+    "train": "train a text-to-video model",
+    "train-autoencoder": "train a video autoencoder",
+    "generate": "make clips from sentences",
+    "evaluate": "measure how well a model shows the moving digits",
+    "app": "make clips in the browser, watch a training run",
+    "demo": "train, generate and evaluate, and show the result",
+    "data": "prepare a folder of clips for training",
+    "data scan": "list the clips of a folder in a table",
+    "data cut": "cut videos into clips of one scene each",
+    "data score": "add a column for each scorer",
+    "data dedup": "drop copies of clips",
+    "data filter": "keep the rows for which a condition holds",
+    "data caption": "write captions by a command or a model",
+    "data show": "make a web page of a table",
+    "data encode": "keep the latents of clips for training",
+    "chat": "talk with a language model, or continue texts",
+    "serve": "serve a language model over OpenAI's API, or measure a server",
+    "serve start": "serve a language model over OpenAI's API",
+    "serve bench": "send requests to a server and measure latency and throughput",
+    "quantize": "write an int8 or int4 folder of a language model or pipeline",
+    "speculate": "train a draft for speculative decoding, or measure drafts",
+    "speculate train": "train a draft for a language model",
+    "speculate report": "measure acceptance, cost and speed-up of drafts",
+    "plan": "find the fastest plan of a model on a cluster, or what fits",
+    "plan search": "find the fastest ways to run a model on a cluster",
+    "plan memory": "predict where a model's state is kept under a memory limit",
+    "plan show": "summarize a plan.yaml",
+    "plan data": "draw the steps of data-centric training",
+    "fp8": "predict which layers of a model FP8 speeds up",
+    "models": "list the public video models and the memory they take",
+    "embedding": "plan embedding tables larger than a device",
+    "embedding plan": "predict bytes and seconds of embedding tables on each rank",
+    "jobs": "run or simulate jobs that share a cluster",
+    "jobs simulate": "simulate jobs under scheduling policies",
+    "jobs submit": "submit a training script",
+    "jobs list": "list jobs",
+    "jobs logs": "print the log of a job",
+    "jobs why": "explain why a job waits or shrank",
+    "jobs stop": "stop a job or the scheduler",
+    "jobs scheduler": "run the scheduler in the foreground",
+    "checkpoint": "list, verify, compare and convert checkpoints",
+    "checkpoint ls": "list the steps of a run, or what a step or file holds",
+    "checkpoint verify": "check every byte of a step",
+    "checkpoint diff": "compare two checkpoints",
+    "checkpoint convert": "write a Hugging Face folder or a safetensors file",
+    "probe": "measure the machine, its disk and its links",
+    "doctor": "show versions, devices, kernels, I/O engine and disk speed",
+    "capabilities": "show what may be combined",
 }
+"""Every command, and those that have commands of their own."""
+PLACES = {
+    "finetune": "finetune.config:FinetuneConfig cli.apps:finetune_command"
+    " finetune.config:check_finetune",
+    "dreambooth": "dreambooth.config:DreamboothConfig cli.apps:dreambooth_command"
+    " dreambooth.config:check_dreambooth",
+    "train": "video.config:TrainConfig cli.video:train_command cli.video:check_train",
+    "train-autoencoder": "video.autoencoder_config:TrainAutoencoderConfig"
+    " cli.video:train_autoencoder_command video.autoencoder_config:check_autoencoder_config",
+    "generate": "cli.options:GenerateConfig cli.video:generate_command",
+    "evaluate": "cli.options:EvaluateConfig cli.video:evaluate_command",
+    "app": "cli.options:AppConfig cli.apps:app_command",
+    "demo": "video.config:DemoConfig cli.video:demo_command",
+    "data scan": "cli.data:Scan cli.data:scan_folder",
+    "data cut": "cli.data:Cut cli.data:cut_scenes",
+    "data score": "cli.data:Score cli.data:score_clips",
+    "data dedup": "cli.data:Dedup cli.data:drop_copies",
+    "data filter": "cli.data:Filter cli.data:filter_rows",
+    "data caption": "cli.data:Caption cli.data:caption_clips",
+    "data show": "cli.data:Show cli.data:show_clips",
+    "data encode": "video.config:EncodeConfig cli.data:encode_clips",
+    "chat": "cli.serve:ChatConfig cli.serve:chat_command",
+    "serve start": "cli.serve:Start cli.serve:start_command",
+    "serve bench": "cli.serve:Bench cli.serve:bench_command",
+    "quantize": "cli.options:QuantizeConfig cli.apps:quantize_command",
+    "speculate train": "serve.speculative.train_config:TrainDraftConfig"
+    " cli.apps:train_draft_command serve.speculative.train_config:check_train_draft",
+    "speculate report": "serve.speculative.train_config:ReportConfig"
+    " cli.apps:report_drafts_command",
+    "plan search": "cli.options:Search cli.plan:search_command",
+    "plan memory": "cli.options:Memory cli.plan:memory_command",
+    "plan show": "cli.options:Show cli.plan:show_command",
+    "plan data": "cli.options:PlanData cli.plan_data:plan_data",
+    "fp8": "cli.options:PrecisionConfig cli.precision:precision_command",
+    "models": "cli.options:ModelsConfig cli.models:models_command",
+    "embedding plan": "cli.embedding:EmbeddingConfig cli.embedding:embedding_command",
+    "jobs simulate": "cli.jobs:Simulate cli.jobs:simulate_jobs",
+    "jobs submit": "cli.jobs:Submit cli.jobs:submit",
+    "jobs list": "cli.jobs:Listing cli.jobs:show",
+    "jobs logs": "cli.jobs:Logs cli.jobs:logs",
+    "jobs why": "cli.jobs:Why cli.jobs:explain",
+    "jobs stop": "cli.jobs:Stop cli.jobs:stop",
+    "jobs scheduler": "cli.jobs:Scheduler cli.jobs:run",
+    "checkpoint ls": "cli.options:Ls cli.checkpoint:ls",
+    "checkpoint verify": "cli.options:Verify cli.checkpoint:verify_all",
+    "checkpoint diff": "cli.options:Diff cli.checkpoint:diff",
+    "checkpoint convert": "cli.options:Convert cli.checkpoint:convert",
+    "probe": "cli.options:ProbeConfig cli.probe:probe_command",
+    "doctor": "cli.options:DoctorConfig cli.probe:doctor_command",
+    "capabilities": "cli.options:CapabilitiesConfig cli.plan:capabilities_command",
+}
+"""Options, function and perhaps a check of the options of each command, as module:name."""
+LAUNCHING = (
+    *("finetune", "dreambooth", "train", "train-autoencoder", "generate"),
+    *("data encode", "speculate train"),
+)
+"""Commands whose functions take the arguments, too, to start ranks with them."""
+USUAL = {"serve": "start", "plan": "search", "embedding": "plan"}
+"""Command that is meant where a group is given none."""
+TOP = {name: what for name, what in WHAT.items() if " " not in name}
 OLD_NAMES = {"precision": "fp8"}
 """Present name of each command that was renamed."""
 SHELLS = {
@@ -309,47 +181,44 @@ def run(arguments: Sequence[str]) -> int:
         print("\n".join(_completions(words[1:])))
         return 0
     name, rest = _find(words)
-    command = COMMANDS[name]
-    if isinstance(command, Group):
+    if name not in PLACES:
         print(_group_help(name))
         return 0
     if words[1:] in (["-h"], ["--help"]) and name != words[0]:
         print(_group_help(words[0]), end="\n\n", flush=True)
     from gulliver.cli.parser import Printed, parse
 
+    options, function, *checks = PLACES[name].split()
     try:
-        config = parse(_found(command.options), rest, f"gulliver {name}")
+        config = parse(_found(options), rest, f"gulliver {name}")
     except Printed:
         return 0
     with usage_errors():
         _check_out(config)
-        if command.check:
-            _found(command.check)(config)
-    function = _found(command.function)
-    return function(config, [*name.split(), *rest]) if command.launches else function(config)
+        for check in checks:
+            _found(check)(config)
+    command = _found(function)
+    return command(config, [*name.split(), *rest]) if name in LAUNCHING else command(config)
 
 
 def _find(words: list[str]) -> tuple[str, list[str]]:
     """The command that words begin with, and the words after it."""
     name, rest = OLD_NAMES.get(words[0], words[0]), words[1:]
-    if name not in COMMANDS or " " in name:
-        known = [*(n for n in COMMANDS if " " not in n), *OTHERS]
-        raise UsageError(f"unknown command {name!r}: {nearest(name, known)}")
-    group = COMMANDS[name]
-    if not isinstance(group, Group):
+    if name not in TOP:
+        raise UsageError(f"unknown command {name!r}: {nearest(name, [*TOP, *OTHERS])}")
+    if name in PLACES:
         return name, rest
-    actions = _actions(name)
+    actions, usual = _actions(name), USUAL.get(name)
     if rest and rest[0] in actions:
         return f"{name} {rest[0]}", rest[1:]
-    usual = f"{name} {group.usual}"
     if rest and not rest[0].startswith("-"):
         # What looks like a command and is no file is one that is misspelt.
-        cutoff = 0.75 if group.usual else 0.0
+        cutoff = 0.75 if usual else 0.0
         near = difflib.get_close_matches(rest[0], actions, 1, cutoff)
         if near and not Path(rest[0]).exists():
             raise UsageError(f"unknown command '{name} {rest[0]}': {nearest(rest[0], actions)}")
-    if group.usual and rest:
-        return usual, rest
+    if usual and rest:
+        return f"{name} {usual}", rest
     if not rest or rest[0] in ("-h", "--help"):
         return name, rest
     raise UsageError(f"gulliver {name} needs a command: {', '.join(actions)}")
@@ -378,28 +247,26 @@ def _check_out(config: Any) -> None:
 
 
 def _actions(name: str) -> list[str]:
-    return [other.split()[1] for other in COMMANDS if other.startswith(f"{name} ")]
+    return [other.split()[1] for other in WHAT if other.startswith(f"{name} ")]
 
 
 def _found(place: str) -> Any:
     module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(f"gulliver.{module}"), name)
 
 
 def _help() -> str:
     lines = ["usage: gulliver COMMAND [options]", ""]
-    tops = {name: command.what for name, command in COMMANDS.items() if " " not in name}
-    lines += [f"  {name:<18} {what}" for name, what in (tops | OTHERS).items()]
+    lines += [f"  {name:<18} {what}" for name, what in (TOP | OTHERS).items()]
     lines += ["", "gulliver COMMAND --help lists the options; -V prints the version."]
     return "\n".join(lines)
 
 
 def _group_help(name: str) -> str:
-    group = COMMANDS[name]
-    lines = [f"usage: gulliver {name} COMMAND [options]", "", group.what, ""]
-    lines += [f"  {a:<18} {COMMANDS[f'{name} {a}'].what}" for a in _actions(name)]
-    if isinstance(group, Group) and group.usual:
-        lines += ["", f"gulliver {name} without a command means gulliver {name} {group.usual}."]
+    lines = [f"usage: gulliver {name} COMMAND [options]", "", WHAT[name], ""]
+    lines += [f"  {action:<18} {WHAT[f'{name} {action}']}" for action in _actions(name)]
+    if name in USUAL:
+        lines += ["", f"gulliver {name} without a command means gulliver {name} {USUAL[name]}."]
     return "\n".join(lines)
 
 
@@ -407,27 +274,18 @@ def _completions(words: list[str]) -> list[str]:
     """Words that may come in place of the last one; none where the shell completes files."""
     *before, last = words or [""]
     if not before:
-        known = [*(name for name in COMMANDS if " " not in name), *OTHERS]
-        return [name for name in known if name.startswith(last)]
-    if before[0] in OTHERS:
-        known = list(SHELLS) if before[0] == "completion" else list(COMMANDS)
-        return [name for name in known if name.startswith(last) and " " not in name]
-    name = OLD_NAMES.get(before[0], before[0])
-    command = COMMANDS.get(name)
-    if command is None:
-        return []
-    found: list[str] = []
-    if isinstance(command, Group):
-        actions = _actions(name)
-        if len(before) > 1 and before[1] in actions:
-            command = COMMANDS[f"{name} {before[1]}"]
-        else:
-            found = actions if len(before) == 1 else []
-            command = COMMANDS.get(f"{name} {command.usual}")
-    if isinstance(command, Command):
+        return [name for name in [*TOP, *OTHERS] if name.startswith(last)]
+    name, found = OLD_NAMES.get(before[0], before[0]), list[str]()
+    if name in OTHERS:
+        found = list(SHELLS if name == "completion" else TOP)
+    elif name not in PLACES:
+        found = _actions(name) if len(before) == 1 else []
+        action = before[1] if before[1:2] and before[1] in _actions(name) else USUAL.get(name)
+        name = f"{name} {action}"
+    if name in PLACES:
         from gulliver.cli.parser import choices_of, options_of
 
-        options = {o.flag: o for o in options_of(_found(command.options))}
+        options = {o.flag: o for o in options_of(_found(PLACES[name].split()[0]))}
         if before[-1] in options and (choices := choices_of(options[before[-1]].hint)):
             found = list(map(str, choices))
         elif last.startswith("-"):

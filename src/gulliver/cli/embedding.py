@@ -52,7 +52,9 @@ def embedding_command(config: EmbeddingConfig) -> int:
     from gulliver.jobs.display import print_json
 
     cluster = named_cluster(config.cluster)
-    host = config.host_memory and byte_size("--host-memory", config.host_memory)
+    host = None
+    if config.host_memory is not None:
+        host = byte_size("--host-memory", config.host_memory)
     job = TablesJob(
         _tables(config.tables),
         config.dim,

@@ -326,6 +326,7 @@ def _options(kind: type, parsed: Any) -> Any:
     values = {}
     for name, group in _GROUPED[type(parsed)].items():
         value = getattr(getattr(parsed, group) if group else parsed, name)
-        inner = bare(field_hints(kind)[name])
-        values[name] = _options(inner, value) if dataclasses.is_dataclass(inner) else value
+        if type(value) in _GROUPED:
+            value = _options(bare(field_hints(kind)[name]), value)
+        values[name] = value
     return kind(**values)

@@ -76,7 +76,9 @@ def _searched(
     with usage_errors():
         subject = subject_of(options)
         optimizer = trained_part(subject, options)
-    limit = options.memory_limit and byte_size("--memory-limit", options.memory_limit)
+    limit = None
+    if options.memory_limit is not None:
+        limit = byte_size("--memory-limit", options.memory_limit)
     facts = None
     if subject.cached:
         on_cpu = cluster.device.to_device_rate is None
