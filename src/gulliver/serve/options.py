@@ -83,6 +83,14 @@ class ModelOptions(Options):
         return byte_size("memory_limit", self.memory_limit, free_bytes(torch.device("cpu")))
 
 
+def disk_limit(disk: Path | str | None) -> tuple[Path | None, int | None]:
+    """Folder and bytes of ``/scratch:100GiB``, as planners write it; the size may be left out."""
+    folder, _, size = str(disk).rpartition(":")
+    if disk is None or not folder or not size[:1].isdigit() or Path(disk).is_dir():
+        return disk and Path(disk), None
+    return Path(folder), byte_size("disk", size)
+
+
 @dataclass(frozen=True)
 class EngineOptions(Options):
     """Limits of an engine.
