@@ -196,7 +196,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(run.parent)
     code, out, err = command(*arguments)
-    assert (code, out) == (1, "")
+    usage = arguments[0] == "diff" or "--all" in arguments
+    assert (code, out) == (2 if usage else 1, "")
     assert message in err
     assert err.startswith("gulliver: ")
     assert err.count("\n") == 1
