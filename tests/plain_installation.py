@@ -44,10 +44,10 @@ WORKING = (
 """Commands that work; ``loop.py`` is the program of the README."""
 MISSING = {
     "gulliver plan llama-3-70b --cluster h100x64": "transformers",
-    "gulliver finetune --model model --data chats.jsonl": "finetune",
-    "gulliver dreambooth --model pipe --subject model --class-word dog": "dreambooth",
+    "gulliver finetune model --data chats.jsonl": "finetune",
+    "gulliver dreambooth pipe --subject model --class-word dog": "dreambooth",
     "gulliver chat model": "serve",
-    "gulliver serve --model model": "serve",
+    "gulliver serve model": "serve",
     "gulliver serve bench --url http://127.0.0.1:9": "serve",
     "gulliver quantize model": "transformers",
     "gulliver quantize pipe": "dreambooth",

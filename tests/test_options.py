@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 import gulliver
-from gulliver.cli.dispatch import COMMANDS, _found, main
+from gulliver.cli.dispatch import PLACES, _found, main
 from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_1, RATE, Options, Range, check_options, from_plain, unchecked
 
@@ -56,9 +56,7 @@ def _reachable(kind: type) -> Iterator[type]:
 
 
 def test_every_config_is_checked_when_it_is_made() -> None:
-    configs = {
-        kind for command in COMMANDS.values() for kind in _reachable(_found(command.options))
-    }
+    configs = {kind for places in PLACES.values() for kind in _reachable(_found(places.split()[0]))}
     configs |= {
         kind for kind in _dataclasses() if kind.__name__.endswith(("Config", "Options", "Settings"))
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -15,14 +16,35 @@ class GulliverError(ValueError):
     """A user's mistake: one line says what is wrong and what would be right."""
 
 
-def missing_extra(what: str, extra: str) -> GulliverError:
+class UsageError(GulliverError):
+    """A mistake in the arguments of a command, which then exits with 2."""
+
+
+class MissingExtraError(GulliverError):
+    """A package that an extra of the installation has is not there."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Makes errors of the block usage errors: it checks arguments, and computes nothing."""
+    try:
+        yield
+    except MissingExtraError:
+        raise
+    except GulliverError as error:
+        raise UsageError(str(error)) from error
+
+
+def missing_extra(what: str, extra: str) -> MissingExtraError:
     """Makes the error of a package that an extra of the installation has.
 
     Args:
         what: what needs which package.
         extra: name of the extra in pyproject.toml.
     """
-    return GulliverError(f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository")
+    return MissingExtraError(
+        f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository"
+    )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -26,9 +26,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from gulliver.errors import GulliverError, nearest
+
+if not typing.TYPE_CHECKING:
+
+    class _RenamingType(type):
+        """Type of options dataclasses: constructors take old names of fields too."""
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            if fields.keys() - field_hints(cls).keys():
+                fields = with_new_names(cls, fields)
+            return super().__call__(*args, **fields)
+
+else:
+    _RenamingType = type
 
 _Kind = TypeVar("_Kind")
 
@@ -162,7 +175,7 @@ def positive_number(name: str, value: Any) -> float:
 _CHECKING: ContextVar[bool] = ContextVar("checking", default=True)
 
 
-class Options:
+class Options(metaclass=_RenamingType):
     """Base of option dataclasses, which are checked against their annotations when they are made.
 
     Values are converted as in a file: whole numbers to floats, text to paths, lists to tuples.
@@ -170,6 +183,16 @@ class Options:
     Raises:
         GulliverError: naming the field, its value and what would be right.
     """
+
+    GROUPS: ClassVar[Mapping[str, str]] = {}
+    """Heading in the help, by the first field under it."""
+
+    if not typing.TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in (renamed := renamed_fields(type(self))):
+                return getattr(self, renamed[name])
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __post_init__(self) -> None:
         if _CHECKING.get():
@@ -180,12 +203,77 @@ class Options:
         """Refuses combinations of values; subclasses override it and call it on their bases."""
 
 
+RENAMED: dict[str, tuple[str, ...]] = {
+    **{"tp": ("tp_size",), "tensor": ("tp_size",), "sp": ("sp_size",), "sequence": ("sp_size",)},
+    **{"pp": ("pp_size",), "pipeline": ("pp_size",), "batch": ("batch_size",)},
+    **{"length": ("seq_length",), "seq": ("seq_length",), "context": ("seq_length",)},
+    **{"precision": ("dtype",), "mixed_precision": ("dtype",)},
+    **{"memory": ("memory_limit",), "host": ("host_memory",), "cache_bytes": ("kv_cache",)},
+    **{"cache": ("kv_cache", "step_cache", "cached_share")},
+    **{
+        "prompts": ("prompt_file", "prompt"),
+        "prompt": ("prompt_length",),
+        "max_body": ("body_bytes",),
+    },
+}
+"""Names of options before 0.2, and the present ones. Options that have one of these accept the old
+one on the command line, in files, as an argument of the constructor and as an attribute."""
+IN_GIBIBYTES = ("PlanData", "PlannerConfig")
+"""Options whose ``memory`` was a number of GiB."""
+
+
+def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
+    """Present name of each old name of a field; `hidden` fields do not take the place of one."""
+    known = field_hints(kind).keys()
+    taken = known - set(hidden)
+    new = {
+        old: next((name for name in names if name in known), "") for old, names in RENAMED.items()
+    }
+    return {old: name for old, name in new.items() if name and old not in taken}
+
+
+def with_new_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the present names of their fields; those of nested options too."""
+    renamed, known, made = renamed_fields(kind), field_hints(kind), {}
+    # Those by old names last: `dataclasses.replace` adds the present value of the new one.
+    for name, value in sorted(values.items(), key=lambda pair: pair[0] in renamed):
+        new = renamed.get(name, name)
+        inner = bare(known.get(new, Any))
+        if isinstance(value, dict) and dataclasses.is_dataclass(inner):
+            value = with_new_names(typing.cast(type, inner), value)
+        made[new] = renamed_value(kind, name, value)
+    return made
+
+
+def renamed_value(kind: type, old: str, value: Any) -> Any:
+    """The value of an option that was given by a name; a number of GiB becomes a size."""
+    if old != "memory" or kind.__name__ not in IN_GIBIBYTES or value is None:
+        return value
+    try:
+        return f"{float(value):g}GiB"
+    except ValueError:
+        return value
+
+
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Name of each dtype in torch."""
+_SHORT = {name: short for short, name in DTYPES.items()} | {"none": "fp32"}
+
+
+def alternative_dtype(value: Any, choices: Collection[Any]) -> Any:
+    """The other spelling of a dtype where only that is a choice: bf16 and bfloat16."""
+    if not isinstance(value, str) or value in choices:
+        return value
+    other = _SHORT.get(value, DTYPES.get(value))
+    return other if other in choices else value
+
+
 Chosen = TypeVar("Chosen", bound=Options)
 
 
 def part_of(options: Any, kind: type[Chosen]) -> Chosen:
     """Extracts the options of one dataclass from a dataclass that also has its fields."""
-    return kind(**{name: getattr(options, name) for name in _hints(kind)})
+    return kind(**{name: getattr(options, name) for name in field_hints(kind)})
 
 
 @contextmanager
@@ -199,14 +287,15 @@ def unchecked() -> Iterator[None]:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def field_hints(kind: type) -> dict[str, Any]:
+    """Annotations of a dataclass's fields, in their order."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def check_options(options: Any, prefix: str = "--") -> None:
     """Checks each value against its annotation, in options and in those inside them."""
-    for field, hint in _hints(type(options)).items():
+    for field, hint in field_hints(type(options)).items():
         value = getattr(options, field)
         name = prefix + (field.replace("_", "-") if prefix.startswith("--") else field)
         right = checked(value, hint, name)
@@ -248,23 +337,29 @@ def resolved(config: Any) -> dict[str, Any]:
 
 def from_plain(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
     """Builds a configuration from plain values."""
+    return kind(**plain_fields(values, kind, prefix))
+
+
+def plain_fields(values: Any, kind: type, prefix: str = "") -> dict[str, Any]:
+    """Fields of a configuration from plain values, under old or new names."""
     if not isinstance(values, dict):
         raise GulliverError(f"config key {prefix.rstrip('.')!r} must hold a table of values")
-    hints = _hints(kind)
+    hints, values = field_hints(kind), with_new_names(kind, values)
     for key in values:
         if key not in hints:
             raise GulliverError(f"unknown config key {prefix + key!r}: {nearest(key, hints)}")
     built = {}
     for key, value in values.items():
-        inner = _bare(hints[key])
+        inner = bare(hints[key])
         if dataclasses.is_dataclass(inner):
             built[key] = from_plain(value, typing.cast(type, inner), f"{prefix}{key}.")
         else:
             built[key] = checked(value, hints[key], f"config key {prefix + key!r}")
-    return kind(**built)
+    return built
 
 
-def _bare(hint: Any) -> Any:
+def bare(hint: Any) -> Any:
+    """An annotation without its metadata."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
 
 
@@ -279,6 +374,7 @@ def checked(value: Any, hint: Any, name: str) -> Any:
                 raise GulliverError(f"{name} is {value}: it must be {extra}")
         return value
     if origin is Literal:
+        value = alternative_dtype(value, arguments)
         # True == 1, which is no stage.
         if not any(type(value) is type(choice) and value == choice for choice in arguments):
             choices = ", ".join(repr(choice) for choice in arguments)
@@ -350,7 +446,7 @@ def differences(
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             found += differences(before, after, may_change, name + ".")
-        elif before != after and name not in may_change:
+        elif alternative_dtype(before, (after,)) != after and name not in may_change:
             found.append(f"{name} was {before!r}, is {after!r}")
     return found
 
@@ -358,6 +454,7 @@ def differences(
 def from_keywords(kind: type[_Kind], given: Mapping[str, Any], owner: Callable[..., Any]) -> _Kind:
     """Makes an options dataclass of a constructor's keywords; refuses names that neither has."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    given = with_new_names(kind, given)
     for name in given:
         if name not in known:
             parameters = inspect.signature(owner).parameters.values()

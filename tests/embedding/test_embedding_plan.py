@@ -211,7 +211,7 @@ def test_the_command_plans_criteo_1tb_and_says_each_table_and_rank(
     assert all(word in shown for word in ("user", "1,000,000", "placement", "rank", "slowest"))
     with pytest.raises(SystemExit) as refused:
         main(["embedding", "plan", "criteo"])
-    assert refused.value.code == 1
+    assert refused.value.code == 2
     assert "give NAME=ROWS" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["embedding", "plan", "user=5", "user=6"])

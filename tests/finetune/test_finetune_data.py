@@ -437,7 +437,8 @@ def test_long_texts_are_split_and_long_conversations_cut_or_skipped(tmp_path: Pa
     assert data.facts["bad"] == {"no answer within the length": 1}
     data, _ = read(path, tokenizer, length=40, long_chats="skip")
     assert data.facts["bad"] == {"conversation too long": 2}
-    with pytest.raises(GulliverError, match="--length 40 exceeds the model's context of 30 tokens"):
+    context = "--seq-length 40 exceeds the model's context of 30 tokens"
+    with pytest.raises(GulliverError, match=context):
         read_text(DataConfig((path,), length=40), tokenizer, print, context=30)
 
 

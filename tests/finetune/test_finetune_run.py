@@ -236,6 +236,21 @@ def test_a_signal_ends_the_run_after_a_step_and_is_no_end_of_it(
     assert (resumed.finished, resumed.step, len(calls)) == (True, STEPS, STEPS)
 
 
+def test_a_run_that_is_over_is_extended_by_more_steps(tmp_path: Path, example: Example) -> None:
+    whole = small(example, tmp_path / "whole", schedule="constant", result="last")
+    finetune(whole)
+    short = replace(whole, out=tmp_path / "short", steps=STEPS // 2)
+    assert finetune(short).step == STEPS // 2
+    extended = finetune(replace(short, steps=STEPS, resume=True))
+    assert (extended.step, extended.finished) == (STEPS, True)
+    logs = [FinetuneRun(config.out).log.read() for config in (whole, short)]
+    assert losses(logs[0]) == losses(logs[1])
+    files = [config.out / "model" / "model.safetensors" for config in (whole, short)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with pytest.raises(GulliverError, match="--steps 1 is less"):
+        finetune(replace(short, steps=1, resume=True))
+
+
 def test_a_dry_run_plans_for_all_ranks_and_writes_nothing(
     tmp_path: Path, example: Example, capsys: pytest.CaptureFixture
 ) -> None:

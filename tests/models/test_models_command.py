@@ -73,7 +73,7 @@ def test_the_table_and_json_name_every_model_that_is_asked_for(
     ):
         with pytest.raises(SystemExit) as stop:
             main(arguments.split())
-        assert stop.value.code == 1
+        assert stop.value.code == 2
         assert message in capsys.readouterr().err
 
 

@@ -199,7 +199,7 @@ def _refused(world: World, run: Path) -> list[str]:
 def test_what_ranks_cannot_make_together_is_refused_on_all(pool: Pool, run: Path) -> None:
     for said in pool.run(_refused, 2, run):
         assert said == [
-            "--sequence 2 x --guidance-ranks 2 = 4 ranks, but there are 2; start as many, or omit "
+            "--sp-size 2 x --guidance-ranks 2 = 4 ranks, but there are 2; start as many, or omit "
             "one of the options",
             "guidance 1 has a single branch, but two guidance ranks share it; share the model with "
             "guidance_ranks=1",
@@ -258,7 +258,7 @@ def test_the_command_line_starts_the_ranks_and_writes_once(
     assert "places cut" in made.stderr
     levels = abs(to_frames(read_frames(alone)).astype(int) - to_frames(read_frames(shared)))
     assert levels.max() <= 1
-    code, said = called("--out", str(shared), "--ranks", "4", "--sequence", "3")
-    assert code == 1
+    code, said = called("--out", str(shared), "--ranks", "4", "--sp-size", "3")
+    assert code == 2
     assert said.count("gulliver:") == 1
-    assert "--sequence 3 x --guidance-ranks 1 = 3 ranks, but there are 4" in said
+    assert "--sp-size 3 x --guidance-ranks 1 = 3 ranks, but there are 4" in said

@@ -377,7 +377,7 @@ def test_options_that_cannot_be_end_early_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["train-autoencoder", "--out", str(tmp_path / "x"), "--steps", "10", *options.split()])
-    assert stopped.value.code == 1
+    assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("gulliver: ")
     assert re.search(message, line), line

@@ -319,7 +319,7 @@ def test_mistakes_end_in_one_clear_line(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(arguments)
-    assert stop.value.code == 1
+    assert stop.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert message in lines[0]

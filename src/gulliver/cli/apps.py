@@ -6,25 +6,31 @@ Each imports its package when it runs, so that none waits for the others.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from gulliver.cli.dispatch import STOPPED
 from gulliver.cli.options import AppConfig, QuantizeConfig
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError
 
 if TYPE_CHECKING:
     from gulliver.dreambooth.config import DreamboothConfig
     from gulliver.finetune.config import FinetuneConfig
-    from gulliver.serve.speculative.train_config import SpeculateConfig
-
-STOPPED = 143
-"""Exit code where a signal has ended a run before its result was there."""
+    from gulliver.jobs.loop import Outcome
+    from gulliver.serve.speculative.train_config import ReportConfig, TrainDraftConfig
 
 
-def app_command(config: AppConfig, arguments: list[str]) -> int:
+def ended(outcome: Outcome) -> int:
+    """Exit code of a run; where it is over, rank 0 prints the path of its result."""
+    if outcome.finished and outcome.result is not None and os.environ.get("RANK", "0") == "0":
+        print(outcome.result)
+    return 0 if outcome.finished else STOPPED
+
+
+def app_command(config: AppConfig) -> int:
     """Serves a page in the browser until Ctrl+C or SIGTERM."""
-    del arguments
     from gulliver.app.server import find_run, serve
     from gulliver.app.worker import Source
 
@@ -32,7 +38,7 @@ def app_command(config: AppConfig, arguments: list[str]) -> int:
         config.refuse_parts()
         source = Source(run=find_run(config.run))
     elif config.run is not None:
-        raise GulliverError(f"run {config.run} and --model {config.model} exclude each other")
+        raise UsageError(f"run {config.run} and --model {config.model} exclude each other")
     else:
         parts = config.autoencoder, config.text_encoder, config.clip
         source = Source(None, config.model, *parts, keep=config.keep)
@@ -48,62 +54,61 @@ def app_command(config: AppConfig, arguments: list[str]) -> int:
 def finetune_command(config: FinetuneConfig, arguments: list[str]) -> int:
     """Fine-tunes, on ranks of this machine that are started where a launcher has not."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
-    from gulliver.finetune.config import check_finetune
     from gulliver.finetune.finetuner import finetune
 
-    check_finetune(config)
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher() and ranks > 1 and not config.dry_run:
-        return launch("gulliver.cli", ["finetune", *arguments], ranks)
-    return 0 if finetune(config).finished else STOPPED
+        return launch("gulliver.cli", arguments, ranks)
+    return ended(finetune(config))
 
 
 def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
     """Teaches a subject, on ranks of this machine that are started where a launcher has not."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
-    from gulliver.dreambooth.config import check_dreambooth
     from gulliver.dreambooth.trainer import dreambooth
 
-    check_dreambooth(config)
     ranks = config.ranks or default_ranks()
     if not under_launcher() and ranks > 1 and not config.plan:
-        return launch("gulliver.cli", ["dreambooth", *arguments], ranks)
-    return 0 if dreambooth(config).finished else STOPPED
+        return launch("gulliver.cli", arguments, ranks)
+    return ended(dreambooth(config))
 
 
-def quantize_command(config: QuantizeConfig, arguments: list[str]) -> int:
+def quantize_command(config: QuantizeConfig) -> int:
     """Quantises a folder, and prints what became of it."""
-    del arguments
     from gulliver.io.hub import check_push, push
     from gulliver.quantize.job import quantize_folder
 
-    options = asdict(config)
-    check_push(repository := options.pop("push_to_hub"))
-    done = quantize_folder(**options)
+    values = asdict(config)
+    values["prompts"] = values.pop("prompt")
+    check_push(repository := values.pop("push_to_hub"))
+    done = quantize_folder(**values)
     for name, report in done.reports.items():
         print(f"{name}, {report}")
-    for line in (*done.lines, f"{config.out}: written"):
+    for line in done.lines:
         print(line)
     if repository is not None:
         print(f"pushed: {push(config.out, repository)}")
+    print(config.out)
     return 0
 
 
-def speculate_command(config: SpeculateConfig, arguments: list[str]) -> int:
-    """Trains a draft on ranks of this machine where a launcher has started none, or reports."""
-    from gulliver.comm.launcher import default_ranks, launch, under_launcher
+def report_drafts_command(config: ReportConfig) -> int:
+    """Measures drafts."""
     from gulliver.serve.speculative.report import report
-    from gulliver.serve.speculative.train import train_draft
-    from gulliver.serve.speculative.train_config import ReportConfig, check_train_draft
 
-    action = config.action
-    if isinstance(action, ReportConfig):
-        found = report(action)
-        print(json.dumps(found.to_plain()) if action.json else found)
-        return 0
-    check_train_draft(action)
-    ranks = action.ranks or default_ranks()
-    if not under_launcher() and ranks > 1:
-        return launch("gulliver.cli", ["speculate", *arguments], ranks)
-    train_draft(action)
+    found = report(config)
+    print(json.dumps(found.to_plain()) if config.json else found)
     return 0
+
+
+def train_draft_command(config: TrainDraftConfig, arguments: list[str]) -> int:
+    """Trains a draft, on ranks of this machine that are started where a launcher has not."""
+    from gulliver.comm.launcher import default_ranks, launch, under_launcher
+    from gulliver.jobs.loop import Outcome
+    from gulliver.serve.speculative.train import train_draft
+
+    ranks = config.ranks or default_ranks()
+    if not under_launcher() and ranks > 1:
+        return launch("gulliver.cli", arguments, ranks)
+    trained = train_draft(config)
+    return ended(Outcome(trained.steps, trained.over, result=config.out))

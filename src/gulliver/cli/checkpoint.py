@@ -22,22 +22,13 @@ from gulliver.checkpoint.loading import step_folder
 from gulliver.checkpoint.manifest import read_manifest
 from gulliver.checkpoint.reader import StepReader
 from gulliver.checkpoint.weights import Weights, is_step_or_run, open_weights
-from gulliver.cli.options import CheckpointConfig, Convert, Diff, Ls, Verify
-from gulliver.errors import GulliverError
-from gulliver.options import size_text
+from gulliver.cli.options import Convert, Diff, Ls, Verify
+from gulliver.errors import GulliverError, UsageError, usage_errors
+from gulliver.jobs.display import print_json, report_console
+from gulliver.options import DTYPES, size_text
 
 ALL = "all"
 """Value of ``--entry`` for all entries."""
-
-
-def checkpoint_command(config: CheckpointConfig, arguments: list[str]) -> int:
-    """Runs one of the four actions."""
-    return _COMMANDS[type(config.action)](config.action)
-
-
-def _out() -> Console:
-    # Names are names: [v2] is no markup, and :x: no picture.
-    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 @contextmanager
@@ -59,6 +50,9 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 def ls(options: Ls) -> int:
     """Prints a table of steps, or of what a step or file holds."""
     path = options.folder
+    if options.json:
+        print_json(_listing(options))
+        return 0
     if is_step_or_run(path):
         if options.step is None and not (path / "manifest.json").is_file():
             _list_run(path)
@@ -67,13 +61,41 @@ def ls(options: Ls) -> int:
         return 0
     with open_weights(path) as weights:
         nbytes = sum(info.nbytes for info in weights.infos.values())
-        _out().print(
+        report_console().print(
             f"{path}: {len(weights.infos)} tensors, {size_text(nbytes)}, {_dtypes(weights)}, in "
             + ", ".join(file.name for file in weights.files)
         )
         if options.tensors:
             _list_tensors(weights)
     return 0
+
+
+def _listing(options: Ls) -> dict[str, Any]:
+    """What `ls` lists, in plain values."""
+    path = options.folder
+    is_run = is_step_or_run(path) and options.step is None
+    if is_run and not (path / "manifest.json").is_file():
+        newest, rows = step_folder(path), []
+        for number, folder in steps_of(path):
+            manifest = read_manifest(folder)
+            state = _row(folder, folder == newest)[0]
+            rows.append(
+                {
+                    **{"step": number, "state": state, "bytes": manifest.nbytes},
+                    **{"ranks": manifest.world_size, "entries": list(manifest.tensors)},
+                }
+            )
+        return {"run": path, "steps": rows}
+    folder = step_folder(path, options.step) if is_step_or_run(path) else path
+    with open_weights(folder, None) as weights:
+        infos = weights.infos.items()
+        tensors = [
+            {"name": n, "shape": list(i.shape), "dtype": _name(i.dtype), "bytes": i.nbytes}
+            for n, i in infos
+        ]
+        files = [file.name for file in weights.files]
+        nbytes = sum(info.nbytes for _, info in infos)
+    return {"path": folder, "bytes": nbytes, "files": files, "tensors": tensors}
 
 
 def _list_run(path: Path) -> None:
@@ -89,9 +111,11 @@ def _list_run(path: Path) -> None:
     for number, folder in steps:
         state, *rest = _row(folder, folder == newest)
         table.add_row(str(number), state, *rest)
-    _out().print(table)
+    report_console().print(table)
     for partial in sorted(path.glob("step-*.partial")):
-        _out().print(f"{partial.name}: being written, or left behind by a save that was killed")
+        report_console().print(
+            f"{partial.name}: being written, or left behind by a save that was killed"
+        )
 
 
 def _row(folder: Path, is_newest: bool) -> tuple[str, ...]:
@@ -116,7 +140,7 @@ def _row(folder: Path, is_newest: bool) -> tuple[str, ...]:
 
 def _list_step(folder: Path, tensors: bool) -> None:
     manifest = read_manifest(folder)
-    out = _out()
+    out = report_console()
     out.print(
         f"{folder}: step {manifest.step}, saved by {manifest.world_size} "
         f"rank{'s' * (manifest.world_size > 1)}, {size_text(manifest.nbytes)}"
@@ -153,7 +177,9 @@ def _files(names: list[str]) -> str:
 
 def _list_tensors(weights: Weights) -> None:
     for name, info in weights.infos.items():
-        _out().print(f"{name}  {list(info.shape)}  {_name(info.dtype)}  {size_text(info.nbytes)}")
+        report_console().print(
+            f"{name}  {list(info.shape)}  {_name(info.dtype)}  {size_text(info.nbytes)}"
+        )
 
 
 def _dtypes(weights: Weights) -> str:
@@ -171,28 +197,38 @@ def verify_all(options: Verify) -> int:
     """Prints what is broken, and how fast it was read; the exit code is 1 where something is."""
     path = options.folder
     if options.all and options.step is not None:
-        raise GulliverError("--step and --all exclude each other: one step, or every step")
+        raise UsageError("--step and --all exclude each other: one step, or every step")
     if not is_step_or_run(path):
         with open_weights(path, step=options.step) as weights:
+            if options.json:
+                print_json({"checked": [], "broken": False})
+                return 0
             print(
                 f"{path}: {len(weights.infos)} tensors; the headers and sizes of its files are "
                 "right. It has no checksums: only steps do"
             )
         return 0
     steps: list[Path | None] = [folder for _, folder in steps_of(path)] if options.all else [None]
-    code = 0
+    code, checked = 0, list[dict[str, Any]]()
     for folder in steps or [None]:
+        step = options.step if folder is None else None
         try:
-            code = max(code, _verify_one(folder or path, options.step if folder is None else None))
+            code = max(code, _verify_one(folder or path, step, checked, options.json))
         except GulliverError as error:
             if not options.all:
                 raise
-            print(f"{error}: BROKEN", flush=True)
+            checked.append({"step": folder, "problems": [str(error)]})
+            if not options.json:
+                print(f"{error}: BROKEN", flush=True)
             code = 1
+    if options.json:
+        print_json({"checked": checked, "broken": bool(code)})
     return code
 
 
-def _verify_one(path: Path, step: int | None) -> int:
+def _verify_one(
+    path: Path, step: int | None, checked: list[dict[str, Any]], quiet: bool = False
+) -> int:
     begun, read, folder = time.monotonic(), 0, path
     with _bar(path.name) as report:
 
@@ -204,8 +240,12 @@ def _verify_one(path: Path, step: int | None) -> int:
         folder = any_step(path, step)
         problems = verify(folder, progress=count)
     rate = read / max(time.monotonic() - begun, 1e-9)
-    for problem in problems:
-        print(f"{folder / problem.file}: {_after_file(problem)}")
+    texts = [f"{folder / problem.file}: {_after_file(problem)}" for problem in problems]
+    checked.append({"step": folder, "bytes": read, "problems": texts})
+    if quiet:
+        return 1 if problems else 0
+    for text in texts:
+        print(text)
     verdict = "BROKEN" if problems else "every byte as it was written"
     print(f"{folder}: {verdict}; {size_text(read)} read, {size_text(rate)}/s", flush=True)
     return 1 if problems else 0
@@ -220,8 +260,24 @@ def _after_file(problem: Any) -> str:
 
 def diff(options: Diff) -> int:
     """Prints what differs; the exit code is 1 where something does."""
+    with usage_errors():  # as with diff(1), 1 says that they differ
+        found = _compared(options)
+    if options.json:
+        names = ("missing", "unexpected", "shapes", "dtypes", "values", "compared", "equal")
+        values = {name: getattr(found, name) for name in names}
+        print_json({**values, "differences": [vars(d) for d in found.differences]})
+        return 0 if found.equal else 1
+    _print_names(found, options.show)
+    if found.differences:
+        _print_values(found, options.show)
+    verdict = "no difference" if found.equal else "DIFFERENT"
+    print(f"{found.compared} tensors compared, {len(found.differences)} differ: {verdict}")
+    return 0 if found.equal else 1
+
+
+def _compared(options: Diff) -> Comparison:
     with _bar("comparing") as report:
-        found = compare(
+        return compare(
             options.a,
             options.b,
             None if options.entry == ALL else options.entry,
@@ -232,12 +288,6 @@ def diff(options: Diff) -> int:
             options.step_b,
             report,
         )
-    _print_names(found, options.show)
-    if found.differences:
-        _print_values(found, options.show)
-    verdict = "no difference" if found.equal else "DIFFERENT"
-    print(f"{found.compared} tensors compared, {len(found.differences)} differ: {verdict}")
-    return 0 if found.equal else 1
 
 
 def _print_names(found: Comparison, show: int) -> None:
@@ -265,7 +315,7 @@ def _print_values(found: Comparison, show: int) -> None:
         table.add_row(
             d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", f"{d.unequal:,}", f"{d.numel:,}"
         )
-    _out().print(table)
+    report_console().print(table)
     if len(shown) < len(found.differences):
         print(f"and {len(found.differences) - len(shown)} more (--show 0 lists all)")
 
@@ -287,19 +337,11 @@ def convert(options: Convert) -> int:
             options.target,
             options.entry,
             options.max_shard_gb * 1e9,
-            None if options.dtype is None else getattr(torch, options.dtype),
+            None if options.dtype is None else getattr(torch, DTYPES[options.dtype]),
             options.prefix,
             None if options.model_config is None else read_json(options.model_config),
             options.step,
             report,
         )
-    print(f"{made}: written")
+    print(made)
     return 0
-
-
-_COMMANDS: dict[type, Callable[[Any], int]] = {
-    Ls: ls,
-    Verify: verify_all,
-    Diff: diff,
-    Convert: convert,
-}

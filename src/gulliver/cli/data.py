@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gulliver.cli.dispatch import STOPPED
 from gulliver.options import Options, Range, part_of
 from gulliver.video.config import CutSettings, EncodeConfig
 
@@ -162,32 +163,6 @@ class Filter(Options):
     """Table to write."""
 
 
-Action = (
-    Annotated[Scan, tyro.conf.subcommand("scan", prefix_name=False)]
-    | Annotated[Cut, tyro.conf.subcommand("cut", prefix_name=False)]
-    | Annotated[Score, tyro.conf.subcommand("score", prefix_name=False)]
-    | Annotated[Dedup, tyro.conf.subcommand("dedup", prefix_name=False)]
-    | Annotated[Filter, tyro.conf.subcommand("filter", prefix_name=False)]
-    | Annotated[Caption, tyro.conf.subcommand("caption", prefix_name=False)]
-    | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
-    | Annotated[EncodeConfig, tyro.conf.subcommand("encode", prefix_name=False)]
-)
-
-
-@dataclass(frozen=True)
-class PrepareConfig(Options):
-    """Prepares clips for training: tables of what is in a folder, of what is good in it."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING
-
-
-def data_command(config: PrepareConfig, arguments: list[str]) -> int:
-    """Runs one of the actions."""
-    if isinstance(config.action, EncodeConfig):
-        return encode_clips(config.action, arguments)
-    return _COMMANDS[type(config.action)](config.action)
-
-
 def scan_folder(options: Scan) -> int:
     """Scans; the exit code is 1 where no file can be used."""
     from gulliver.video.preparation.scanning import scan
@@ -319,10 +294,10 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     check_encode(options)
     ranks = options.ranks or default_ranks()
     if not under_launcher() and ranks > 1:
-        code = launch("gulliver.cli", ["data", *arguments], ranks)
+        code = launch("gulliver.cli", arguments, ranks)
     else:
         # Stopped by a signal: what was asked for is not there yet.
-        code = 0 if encode(options).finished else 143
+        code = 0 if encode(options).finished else STOPPED
     if code == 0 and not under_launcher():
         hint("train", "--data.encoded", options.out, "--out", "runs/mine")
     return code
@@ -348,14 +323,3 @@ def _list(what: str, found: Sequence[tuple[str, str]]) -> None:
 
 def _many(count: int, name: str, several: str | None = None) -> str:
     return f"{count:,} {name if count == 1 else several or name + 's'}"
-
-
-_COMMANDS: dict[type, Callable[[Any], int]] = {
-    Scan: scan_folder,
-    Cut: cut_scenes,
-    Score: score_clips,
-    Dedup: drop_copies,
-    Filter: filter_rows,
-    Caption: caption_clips,
-    Show: show_clips,
-}

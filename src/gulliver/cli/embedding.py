@@ -5,14 +5,12 @@ Nothing here imports torch at its top: ``--help`` reads this module.
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError
 from gulliver.options import AT_LEAST_1, SHARE, Options, Range, byte_size, size_text
 
 if TYPE_CHECKING:
@@ -20,61 +18,58 @@ if TYPE_CHECKING:
 
     from gulliver.embedding.planning import TablesPlan
 
-WIDTH = 130
-"""Characters of a line where the output is no terminal."""
-
 
 @dataclass(frozen=True)
 class EmbeddingConfig(Options):
     """Says how tables lie over ranks, and what that takes in bytes and seconds."""
 
-    what: tyro.conf.Positional[Literal["plan"]] = "plan"
-    """What to do: plan."""
     tables: tyro.conf.Positional[tuple[str, ...]] = ("criteo-1tb",)
     """Data set, criteo-1tb or criteo-kaggle, or tables as NAME=ROWS."""
     dim: Annotated[int, AT_LEAST_1] = 128
     """Width of a row."""
     cluster: str = "h100x1"
     """Machines: h100x8, a described name, or a file of gulliver probe's form."""
-    batch: Annotated[int, AT_LEAST_1] = 16384
-    """Samples of a step, on all ranks together."""
+    batch_size: Annotated[int, AT_LEAST_1] = 16384
+    """Global batch size: samples of a step, all ranks together."""
     ids: Annotated[float, Range(0, open_below=True)] = 1.0
     """Ids of a sample in each table."""
-    cache: Annotated[float, Range(0, 1, open_below=True)] = 0.01
+    cached_share: Annotated[float, Range(0, 1, open_below=True)] = 0.01
     """Share of the rows that is on the device."""
     hit_rate: Annotated[float, SHARE] = 0.9
     """Share of the uses that find their row there; benchmarks.embedding measures it."""
     optimizer: Literal["sgd", "adagrad", "row-wise adagrad", "sparse adam"] = "sgd"
     """Optimizer of the rows; its state lies next to them."""
-    host: str | None = None
+    host_memory: str | None = None
     """Host memory, or disk, for the rows of each rank, such as 900GiB; by default any."""
     json: bool = False
     """Print JSON, in seconds and bytes."""
 
 
-def embedding_command(config: EmbeddingConfig, arguments: list[str]) -> int:
+def embedding_command(config: EmbeddingConfig) -> int:
     """Plans, and prints the plan table by table and rank by rank."""
-    del arguments
     from gulliver.embedding.planning import TablesJob, plan_tables
     from gulliver.hardware.probe import named_cluster
+    from gulliver.jobs.display import print_json
 
     cluster = named_cluster(config.cluster)
-    host = None if config.host is None else byte_size("--host", config.host)
+    host = None
+    if config.host_memory is not None:
+        host = byte_size("--host-memory", config.host_memory)
     job = TablesJob(
         _tables(config.tables),
         config.dim,
         cluster.size,
-        config.batch,
+        config.batch_size,
         config.ids,
-        config.cache,
-        1.0 if config.cache == 1 else config.hit_rate,
+        config.cached_share,
+        1.0 if config.cached_share == 1 else config.hit_rate,
         config.optimizer,
         host,
     )
     plan = plan_tables(job, cluster)
     if config.json:
         made = {**asdict(plan), "device_bytes": plan.device_bytes, "host_bytes": plan.host_bytes}
-        print(json.dumps({**made, "placement": plan.placement}))
+        print_json({**made, "placement": plan.placement})
     else:
         _show(plan, cluster.name)
     return 0
@@ -90,22 +85,21 @@ def _tables(given: tuple[str, ...]) -> dict[str, int]:
         if text in DATA_SETS:
             found |= {f"{text}-{n + 1}": count for n, count in enumerate(DATA_SETS[text])}
         elif name in found:
-            raise GulliverError(f"table {name!r} is given twice: give each a name of its own")
+            raise UsageError(f"table {name!r} is given twice: give each a name of its own")
         elif equals and name and rows.replace("_", "").isdigit():
             found[name] = int(rows)
         else:
             known = ", ".join(DATA_SETS)
-            raise GulliverError(f"table {text!r}: give NAME=ROWS, or a data set: {known}")
+            raise UsageError(f"table {text!r}: give NAME=ROWS, or a data set: {known}")
     return found
 
 
 def _show(plan: TablesPlan, cluster: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(
-        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH
-    )
+    from gulliver.jobs.display import report_console
+
+    console = report_console()
     job, rows = plan.job, sum(plan.job.tables.values())
     console.print(
         f"{len(plan.tables)} tables, {rows:,} rows of {job.dim}, "

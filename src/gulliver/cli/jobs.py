@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, SEED, Options, Range, part_of
 from gulliver.schedule.live.options import JobsFolder, SchedulerOptions, Submission, quotas_of
 
@@ -35,7 +35,7 @@ class Submit(SchedulerOptions, Submission):
 
     script: tyro.conf.Positional[str] = tyro.MISSING
     arguments: tyro.conf.Positional[tuple[str, ...]] = ()
-    batch: Annotated[int, AT_LEAST_1] = tyro.MISSING
+    batch_size: Annotated[int, AT_LEAST_1] = tyro.MISSING
     idle: Annotated[float, AT_LEAST_1] = 60.0
     submitted: tyro.conf.Suppress[float] = 0.0
 
@@ -87,19 +87,6 @@ class Scheduler(SchedulerOptions):
     idle: Annotated[float, AT_LEAST_1] = 60.0
 
 
-def live_jobs(action: JobsFolder) -> int:
-    """Runs an action."""
-    doers = {
-        Submit: submit,
-        Listing: show,
-        Logs: logs,
-        ModuleDecision: explain,
-        Stop: stop,
-        Scheduler: run,
-    }
-    return doers[type(action)](action)
-
-
 def _spool(config: JobsFolder) -> Spool:
     from gulliver.schedule.live.tracking import Spool
 
@@ -120,7 +107,7 @@ def submit(config: Submit) -> int:
     if not begun:
         _check_same(config, about)
     if submission.slots > about.get("slots", submission.slots):
-        raise GulliverError(
+        raise UsageError(
             f"job {submission.name!r} asks for {submission.slots} slots and the cluster has "
             f"{about['slots']}: lower its slots, or take a larger cluster"
         )
@@ -146,7 +133,7 @@ def _check_same(config: SchedulerOptions, about: Mapping[str, Any]) -> None:
         ("slots", slots, None),
     ):
         if wanted != default and wanted != about.get(name, wanted):
-            raise GulliverError(
+            raise UsageError(
                 f"the scheduler that runs has {name} {about[name]}, not {wanted}: leave that out, "
                 "or stop it first with gulliver jobs stop"
             )
@@ -157,7 +144,7 @@ def _history(spool: Spool) -> ScheduleHistory:
 
     found = read_history(spool)
     if found is None:
-        raise GulliverError(f"nothing was scheduled in {spool.path}: submit a job first")
+        raise UsageError(f"nothing was scheduled in {spool.path}: submit a job first")
     return found
 
 
@@ -182,7 +169,7 @@ def show(config: Listing) -> int:
 
         with named_errors(config.html):
             write_text(config.html, live_page(history))
-        print(f"report: {config.html}", file=sys.stderr)
+        print(config.html, file=sys.stderr if config.json else sys.stdout)
     return 0
 
 
@@ -205,11 +192,10 @@ def _plain(history: ScheduleHistory, name: str, ends: dict[str, float]) -> dict[
 
 
 def _table(history: ScheduleHistory, ends: dict[str, float]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    width = None if sys.stdout.isatty() else 130
-    console = Console(markup=False, emoji=False, highlight=False, width=width)
+    from gulliver.jobs.display import report_console
+
     table = Table("job", "phase", "slots", "done", "attempts", "resizes s", "ends in", "what")
     for job in history.jobs.values():
         samples, done = job.submission.samples, job.progress.get("done", 0.0)
@@ -223,7 +209,7 @@ def _table(history: ScheduleHistory, ends: dict[str, float]) -> None:
             f"{ends[job.name] - history.now:.0f} s" if job.name in ends else "",
             job.note,
         )
-    console.print(table)
+    report_console().print(table)
 
 
 def logs(config: Logs) -> int:
@@ -238,7 +224,7 @@ def logs(config: Logs) -> int:
     attempt = "*" if config.attempt is None else f"{config.attempt:03d}"
     found = sorted((folder / "logs").glob(f"attempt-{attempt}-rank-{config.rank}.log"))
     if not found:
-        raise GulliverError(
+        raise UsageError(
             f"job {config.job!r} has no log of rank {config.rank}"
             + (f" in attempt {config.attempt}" if config.attempt else ": it was not started yet")
         )
@@ -273,7 +259,7 @@ def stop(config: Stop) -> int:
     history = read_history(spool)
     job = history.jobs.get(config.job) if history else None
     if job is not None and job.phase.over:
-        raise GulliverError(f"job {config.job!r} is over: {job.phase.value}, {job.note}")
+        raise UsageError(f"job {config.job!r} is over: {job.phase.value}, {job.note}")
     (folder / "stop").write_text(f"{time.time()}\n")
     waits = "" if has_scheduler(spool) else "; no scheduler runs, the next one will see it"
     print(f"{config.job} saves and ends{waits}")
@@ -291,10 +277,6 @@ def run(config: Scheduler) -> int:
 # ``gulliver jobs``: jobs that share a cluster, simulated here, real ones in `jobs.py`.
 #
 # Nothing here imports torch at its top: ``--help`` reads this module.
-
-
-WIDTH = 130
-"""Characters of a line where the output is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -332,59 +314,41 @@ class Simulate(Options):
     """Print JSON."""
 
 
-JobsAction = (
-    Annotated[Simulate, tyro.conf.subcommand("simulate", prefix_name=False)]
-    | Annotated[Submit, tyro.conf.subcommand("submit", prefix_name=False)]
-    | Annotated[Listing, tyro.conf.subcommand("list", prefix_name=False)]
-    | Annotated[Logs, tyro.conf.subcommand("logs", prefix_name=False)]
-    | Annotated[ModuleDecision, tyro.conf.subcommand("why", prefix_name=False)]
-    | Annotated[Stop, tyro.conf.subcommand("stop", prefix_name=False)]
-    | Annotated[Scheduler, tyro.conf.subcommand("scheduler", prefix_name=False)]
-)
-
-
-@dataclass(frozen=True)
-class JobsConfig(Options):
-    """Runs jobs that share a cluster, or simulates them."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[JobsAction]] = tyro.MISSING
-
-
-def jobs_command(config: JobsConfig, arguments: list[str]) -> int:
-    """Simulates, or deals with real jobs."""
-    del arguments
-    action = config.action
-    return simulate_jobs(action) if isinstance(action, Simulate) else live_jobs(action)
-
-
 def simulate_jobs(config: Simulate) -> int:
     """Simulates, and prints a table, an explanation or JSON."""
+    from gulliver.jobs.display import working
     from gulliver.schedule.policies import POLICIES, make_policy
     from gulliver.schedule.report import why
     from gulliver.schedule.simulator import simulate
     from gulliver.schedule.traces import write_trace
 
     if config.at is not None and config.why is None:
-        raise GulliverError("--at says when a job is explained: name it with --why JOB")
+        raise UsageError("--at says when a job is explained: name it with --why JOB")
     if config.why is not None and (config.compare or config.json or config.html):
-        raise GulliverError("--why explains one job: leave --compare, --json and --html away")
+        raise UsageError("--why explains one job: leave --compare, --json and --html away")
     jobs, cluster = _trace(config)
     policy = make_policy(config.policy, config.seed)
     if config.save is not None:
         write_trace(config.save, jobs)
     if config.why is not None:
-        print("\n".join(why(jobs, cluster, policy, config.why, config.at)))
+        with working(f"simulating {len(jobs)} jobs"):
+            lines = why(jobs, cluster, policy, config.why, config.at)
+        print("\n".join(lines))
         return 0
     names = [config.policy]
     if config.compare:
         names += [name for name in POLICIES if name != config.policy]
-    results = [simulate(jobs, cluster, make_policy(name, config.seed)) for name in names]
+    results = []
+    with working(f"simulating {len(jobs)} jobs") as progress:
+        for name in names:
+            progress(f"policy {name}, {len(results) + 1} of {len(names)}")
+            results.append(simulate(jobs, cluster, make_policy(name, config.seed)))
     if config.json:
         print(json.dumps({result.policy: _result_values(result) for result in results}))
     else:
         _show(results)
     if config.html is not None:
-        _draw(config.html, config.trace, results, [_about(results[0])])
+        _draw(config.html, config.trace, results, [_about(results[0])], config.json)
     return 0
 
 
@@ -399,9 +363,7 @@ def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
     else:
         jobs = read_trace(config.trace)
         if config.slots is None and config.hardware is None:
-            raise GulliverError(
-                "--slots is missing: a file of jobs does not say how many there are"
-            )
+            raise UsageError("--slots is missing: a file of jobs does not say how many there are")
         slots = config.slots or 1
     return jobs, _cluster(config, slots, quotas)
 
@@ -411,10 +373,10 @@ def _cluster(config: Simulate, slots: int, quotas: dict[str, int]) -> JobCluster
 
     if config.hardware is None:
         if config.across != 1.0 and config.node_slots is None:
-            raise GulliverError("--across is of nodes: say how many slots a node has, --node-slots")
+            raise UsageError("--across is of nodes: say how many slots a node has, --node-slots")
         return JobCluster(slots, quotas, config.node_slots, config.across)
     if config.node_slots is not None or config.across != 1.0 or config.slots is not None:
-        raise GulliverError("--hardware says slots and nodes: leave --slots and the like away")
+        raise UsageError("--hardware says slots and nodes: leave --slots and the like away")
     from gulliver.hardware.cluster import Cluster, described
 
     path = Path(config.hardware)
@@ -429,14 +391,12 @@ def _about(result: Result) -> str:
 
 
 def _show(results: list[Result]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from gulliver.jobs.display import report_console
     from gulliver.schedule.report import HEADS, summary_row
 
-    console = Console(
-        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH
-    )
+    console = report_console()
     console.print(_about(results[0]))
     table = Table(*HEADS, title="seconds from arrival to end; gap: plans over their bound, mean")
     for result in results:
@@ -449,10 +409,10 @@ def _result_values(result: Result) -> dict[str, object]:
     return {**found, "bound": result.bound, "ends": result.ends}
 
 
-def _draw(path: Path, trace: str, results: list[Result], lines: list[str]) -> None:
+def _draw(path: Path, trace: str, results: list[Result], lines: list[str], to_stderr: bool) -> None:
     from gulliver.io.files import named_errors, write_text
     from gulliver.schedule.report import schedule_page
 
     with named_errors(path):
         write_text(path, schedule_page(f"Jobs of {trace}", lines, results))
-    print(f"report: {path}")
+    print(path, file=sys.stderr if to_stderr else sys.stdout)

@@ -6,22 +6,21 @@ it computes at a time. Classes of diffusers, an extra, are listed with what the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.cli.options import ModelsConfig
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, UsageError, nearest
 from gulliver.hardware.probe import current_cluster, memory_bytes
+from gulliver.jobs.display import print_json, report_console, working
 from gulliver.memory.symbolic import activation_peak
 from gulliver.models.autoencoders import AUTOENCODERS, build_autoencoder
 from gulliver.models.clips import token_positions
@@ -55,7 +54,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     told = (known.release, known.compression, known.latent_channels, (frames, height, width))
     if known.of_diffusers:
         return CoderNeeds(*told)
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
     # As one: without the quirk of pieces, where there is one.
     plain = {} if known.compression[0] == 1 else {"compat": ()}
     with torch.device("meta"):
@@ -66,7 +65,8 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     count = sum(p.numel() for p in whole.parameters())
     weights = count * dtype.itemsize
     peaks = [
-        weights + _decode_peak(name, whole, config.batch, shape, dtype) for shape in (latents, step)
+        weights + _decode_peak(name, whole, config.batch_size, shape, dtype)
+        for shape in (latents, step)
     ]
     return CoderNeeds(*told, count, *peaks)
 
@@ -110,16 +110,14 @@ def show_coders(found: Mapping[str, CoderNeeds], config: ModelsConfig, room: int
     _print_table(
         ("", "used by", "parameters", "compression", "channels", "clip", "decode", "streamed"),
         rows,
-        f"{config.precision}, batch {config.batch}; decode: the clip as one, streamed: piece by "
+        f"{config.dtype}, batch {config.batch_size}; decode: the clip as one, streamed: piece by "
         "piece; -: a class of diffusers, an extra",
     )
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> None:
     """Prints a table whose first two columns are words, and a line below."""
-    console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 120
+    console = report_console()
     table = Table()
     for place, name in enumerate(columns):
         table.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
@@ -158,21 +156,27 @@ class Needs:
     sample: int
 
 
-def models_command(config: ModelsConfig, arguments: list[str]) -> int:
+def models_command(config: ModelsConfig) -> int:
     """Prints a line for each model."""
     known = (*CONFIGURATIONS, *AUTOENCODERS)
     for name in config.names:
         if name not in known:
-            raise GulliverError(f"unknown model {name!r}: {nearest(name, known)}")
+            raise UsageError(f"unknown model {name!r}: {nearest(name, known)}")
     names = [name for name in config.names or known if name in CONFIGURATIONS]
     coders = [name for name in config.names or known if name in AUTOENCODERS]
     clips = {name: clip_of(name, config) for name in names}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {name: needs(name, clips[name], config) for name in names}
-    sizes = {name: coder_needs(name, config) for name in coders}
+    found, sizes = dict[str, Needs](), dict[str, CoderNeeds]()
+    with working("predicting memory") as progress:
+        for number, name in enumerate((*names, *coders)):
+            progress(f"{name}, {number + 1} of {len(names) + len(coders)}")
+            if name in clips:
+                found[name] = needs(name, clips[name], config)
+            else:
+                sizes[name] = coder_needs(name, config)
     if config.json:
         listed = {name: vars(one) for name, one in sizes.items()}
-        print(json.dumps({**_plain(found, clips, device), "autoencoders": listed}, indent=1))
+        print_json({**_plain(found, clips, device), "autoencoders": listed})
         return 0
     if found:
         _show(found, clips, config, device)
@@ -189,7 +193,7 @@ def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
     fixed = CONFIGURATIONS[name].fields.get("input_size")
     if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
         if config.names:
-            raise GulliverError(
+            raise UsageError(
                 f"{name} takes clips of {'x'.join(map(str, usual))} alone: leave --frames, "
                 "--height and --width out"
             )
@@ -203,18 +207,18 @@ def needs(name: str, clip: tuple[int, int, int], config: ModelsConfig) -> Needs:
     with torch.device("meta"):
         model = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
-    precision = None if config.precision == "fp32" else config.precision
+    precision = None if config.dtype == "fp32" else config.dtype
     plugin = LowLevelZeroPlugin(stage=1, precision=precision, verbose=False)
     state = plugin.make_plan(model, optimizer, current_cluster(1)).memory
     states = state.parameters + state.gradients + state.optimizer_state
-    peak = partial(_peak, name, clip, DTYPES[config.precision])
+    peak = partial(_peak, name, clip, DTYPES[config.dtype])
     count = sum(p.numel() for p in model.parameters())
     return Needs(
         parameters=count,
         tokens=tokens_of(name, clip),
-        train=states + peak(config.batch, train=True),
-        train_recomputed=states + peak(config.batch, train=True, again=True),
-        sample=count * DTYPES[config.precision].itemsize + peak(2, train=False),
+        train=states + peak(config.batch_size, train=True),
+        train_recomputed=states + peak(config.batch_size, train=True, again=True),
+        sample=count * DTYPES[config.dtype].itemsize + peak(2, train=False),
     )
 
 
@@ -352,7 +356,7 @@ def _show(
     _print_table(
         ("", "release", "parameters", "clip", "tokens", "train", "recomputed", "sample"),
         rows,
-        f"{config.precision}, AdamW, batch {config.batch} on one rank; sampling with guidance; "
+        f"{config.dtype}, AdamW, batch {config.batch_size} on one rank; sampling with guidance; "
         f"without text encoder and autoencoder. !: more than the {size_text(room)} of this "
         f"{device}",
     )

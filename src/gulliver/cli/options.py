@@ -1,4 +1,8 @@
-"""Options of ``gulliver plan data``. Nothing here imports torch."""
+"""Options of the commands: frozen dataclasses, which are also the command line.
+
+Nothing here imports torch, nor may it: ``--help`` reads this module. Packages have those of their
+own commands, such as `gulliver.video.config`.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,9 @@ class PlanData(Options):
     cluster: str = "here"
     """Machines whose links kept costs are planned with: h100x8, a described name, a file of
     gulliver probe's form, or here."""
-    memory: Annotated[float | None, POSITIVE] = None
-    """GiB of a rank, with kept costs; by default nine tenths of a GPU, or a tenth of the machine's
-    memory."""
+    memory_limit: str | None = None
+    """Memory of each rank, such as 60GiB, with kept costs; by default 90% of a GPU, or 10% of the
+    machine's memory."""
     stages: Annotated[int, Range(1, 4096)] = 1
     """Stages of a pipeline that each of these ranks is."""
     samples: Annotated[int | None, Range(1, 2**24)] = None
@@ -67,12 +71,8 @@ class PlanData(Options):
     """Seed of all orders."""
     steps: Annotated[int, Range(0, 1000)] = 2
     """Number of steps to draw."""
-
-
-# Options of the commands: frozen dataclasses, which are also the command line.
-#
-# Nothing here imports torch, nor may it: ``--help`` reads this module. `train` and `demo` have
-# theirs in `gulliver.video.config`.
+    json: bool = False
+    """Print JSON, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class GenerateConfig(SamplingConfig, PublicModel):
     """Folder of what `gulliver dreambooth` has taught --run: its result."""
     prompt: tuple[str, ...] = ()
     """Sentence to show; several make several clips."""
-    prompts: Path | None = None
-    """A text file with a prompt on each line."""
+    prompt_file: Path | None = None
+    """Text file with a prompt on each line."""
     out: Path = Path("clip.gif")
     """File to write (.mp4, .gif, .png); for several clips a number is put before the suffix."""
     frames: Annotated[int, Range(1, 65535)] = 13
@@ -147,14 +147,14 @@ class GenerateConfig(SamplingConfig, PublicModel):
     """Times that every pixel is repeated in the file."""
     fps: Annotated[float, Range(0, 1000, open_below=True)] = 8.0
     """Frames per second of the file."""
-    sequence: Annotated[int, RANKS] = 0
+    sp_size: Annotated[int, RANKS] = 0
     """Ranks that share each clip's tokens; 0 takes all that guidance leaves."""
     guidance_ranks: Annotated[int, Range(0, 2)] = 0
     """2 runs the model with and without the sentence on separate ranks; 0: 2 where possible."""
     share_autoencoder: Literal["auto", "samples", "height", "width", "time", "off"] = "auto"
     """Dim of clips that the ranks cut to decode them together; off: every rank decodes all."""
     ranks: Annotated[int, RANKS] = 0
-    """Processes on this machine; 0: --sequence x --guidance-ranks. Ignored under torchrun."""
+    """Processes on this machine; 0: --sp-size x --guidance-ranks. Ignored under torchrun."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ class AppConfig(PublicModel):
 
 @dataclass(frozen=True)
 class EvaluateConfig(Options):
-    """Judges what a run trained on the moving digits shows."""
+    """Measures how well a run trained on the moving digits shows them."""
 
-    run: Path = Path("out/demo/run")
+    run: tyro.conf.Positional[Path] = Path("out/demo/run")
     """Folder of the training run."""
     samples: Annotated[int, Range(1, 1_000_000)] = 200
     """Number of prompts."""
@@ -201,6 +201,8 @@ class ProbeConfig(Options):
     """Most MiB of that file."""
     again: bool = False
     """Measure again, even if there is a measurement of this machine, and of the folder's disk."""
+    json: bool = False
+    """Print JSON, in seconds, bytes and operations a second."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class DoctorConfig(Options):
     """Folder on the disk to measure, by a file that is removed again."""
     mib: Annotated[int, Range(1, 2**20)] = 512
     """Most MiB to write and to read; it takes a few seconds at most."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -225,9 +229,9 @@ class ModelsConfig(Options):
     """Rows of the clip, in pixels."""
     width: Annotated[int | None, Range(8, 65535)] = None
     """Columns of the clip, in pixels."""
-    batch: Annotated[int, Range(1, 2**20)] = 1
-    """Clips of a training step."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    batch_size: Annotated[int, Range(1, 2**20)] = 1
+    """Batch size per rank: clips of a training step."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype of the parameters; 16 bits have float32 copies in training."""
     json: bool = False
     """Print JSON, with sizes in bytes."""
@@ -237,7 +241,7 @@ class ModelsConfig(Options):
 class QuantizeConfig(Options):
     """Quantises the weights of a language model, or of a diffusers pipeline, for inference."""
 
-    folder: tyro.conf.Positional[Path] = Path()
+    folder: tyro.conf.Positional[Path]
     """Hugging Face folder of the model, config.json and safetensors files, or a pipeline's."""
     out: Path = Path("quantized")
     """Folder that is made."""
@@ -259,7 +263,7 @@ class QuantizeConfig(Options):
     """Print errors, memory, speed, and perplexity; of pipelines write pictures before and after."""
     text: Path | None = None
     """Text file to measure perplexity on; it needs the folder's tokenizer."""
-    prompts: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = ()
     """Prompts of the pictures that are compared; of pipelines."""
     steps: Annotated[int | None, AT_LEAST_1] = None
     """Steps of each picture; by default 20."""
@@ -270,6 +274,9 @@ class QuantizeConfig(Options):
 @dataclass(frozen=True)
 class CapabilitiesConfig(Options):
     """Shows what may be combined: sequence modes, masks and dtypes by family of models."""
+
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +289,8 @@ class Ls(Options):
     """Step of the run to show."""
     tensors: bool = False
     """List all tensors."""
+    json: bool = False
+    """Print JSON, with sizes in bytes."""
 
 
 @dataclass(frozen=True)
@@ -294,11 +303,13 @@ class Verify(Options):
     """Step of the run; by default the newest."""
     all: bool = False
     """Verify every step of the run."""
+    json: bool = False
+    """Print JSON, with sizes in bytes."""
 
 
 @dataclass(frozen=True)
 class Diff(Options):
-    """Compares two checkpoints; the exit code is 1 where they differ."""
+    """Compares two checkpoints: exit code 0 for no difference, 1 for some, 2 for an error."""
 
     a: tyro.conf.Positional[Path]
     """A run, a step, a safetensors file or a Hugging Face folder."""
@@ -318,6 +329,8 @@ class Diff(Options):
     """Step of the second, if that is a run."""
     show: Annotated[int, AT_LEAST_0] = 20
     """Lines of each kind of difference; 0 for all."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +345,7 @@ class Convert(Options):
     """Step of the run, by default the newest."""
     entry: str = "model"
     """Entry of the step to read."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
     """Dtype to convert floating-point tensors to; by default they keep theirs."""
     prefix: str = ""
     """Take only tensors whose names begin with this, which is cut off."""
@@ -342,61 +355,51 @@ class Convert(Options):
     """Path to a config.json to put next to the weights."""
 
 
-Action = (
-    Annotated[Ls, tyro.conf.subcommand("ls", prefix_name=False)]
-    | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
-    | Annotated[Diff, tyro.conf.subcommand("diff", prefix_name=False)]
-    | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
-)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig(Options):
-    """Lists, verifies, compares and converts checkpoints."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING
-
-
 @dataclass(frozen=True)
 class Memory(Options):
-    """Says where a model's state would lie under a memory limit, and what a step would take."""
+    """Predicts where a model's state is kept under a memory limit, and how long a step takes."""
 
-    model: Path
+    model: tyro.conf.Positional[Path]
     """Hugging Face folder of the model; its config.json and the headers of its files are read."""
-    memory: str
+    memory_limit: str
     """Memory of each rank, such as 6GiB, or 70% of what this machine has."""
-    host: str | None = None
+    host_memory: str | None = None
     """Page-locked host memory behind a GPU, such as 64GiB."""
     disk: str | None = None
     """Folder on a disk and its share, such as /scratch:100GiB."""
-    batch: Annotated[int, Range(1, 2**20)] = 1
-    """Samples of a step on each rank."""
-    length: Annotated[int, Range(1, 2**24)] = 1024
+    batch_size: Annotated[int, Range(1, 2**20)] = 1
+    """Batch size per rank: samples of a step on each data rank."""
+    seq_length: Annotated[int, Range(1, 2**24)] = 1024
     """Tokens of a sample."""
     optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"] = "adamw"
     """Optimizer, of torch."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of the parameters; 16 bits have float32 copies."""
     ranks: Annotated[int, Range(1, 1024)] = 1
     """Ranks in all; what the axes below leave of them shares the state as data ranks."""
-    tp: Annotated[int, Range(1, 1024)] = 1
+    tp_size: Annotated[int, Range(1, 1024)] = 1
     """Ranks that share each layer's tensors."""
-    sp: Annotated[int, Range(1, 1024)] = 1
+    sp_size: Annotated[int, Range(1, 1024)] = 1
     """Ranks that share each sequence."""
-    pp: Annotated[int, Range(1, 1024)] = 1
+    pp_size: Annotated[int, Range(1, 1024)] = 1
     """Stages of a pipeline."""
     step_in_backward: bool = False
-    """Step each chunk as soon as its gradient is complete; not with tp, sp or pp."""
+    """Step each chunk as soon as its gradient is complete; not with --tp-size, --sp-size or
+    --pp-size."""
     activations: Literal["keep", "recompute", "offload", "auto"] = "keep"
-    """What is done with what forward keeps for backward."""
+    """Keep the activations of forward for backward, recompute or offload them."""
+    json: bool = False
+    """Print the plan as JSON, in seconds and bytes."""
 
 
 @dataclass(frozen=True)
 class Show(Options):
-    """Shows what a plan's file says, in a few lines."""
+    """Summarizes a plan's file."""
 
     file: tyro.conf.Positional[Path]
     """A plan.yaml, such as a run keeps next to its checkpoints."""
+    json: bool = False
+    """Print the plan as JSON, in seconds and bytes."""
 
 
 @dataclass(frozen=True)
@@ -408,21 +411,21 @@ class Search(Options):
     or module:function, which returns a model and an example batch."""
     cluster: str = "here"
     """Machines: h100x64, a described name, a file of gulliver probe's form, or here."""
-    batch: Annotated[int, Range(1, 2**24)] = 64
-    """Samples of a step, of all ranks together."""
-    seq: Annotated[int | None, Range(1, 2**24)] = None
-    """Tokens of a sample, of models of language; by default 2048."""
+    batch_size: Annotated[int, Range(1, 2**24)] = 64
+    """Global batch size: samples of a step, all ranks together."""
+    seq_length: Annotated[int | None, Range(1, 2**24)] = None
+    """Tokens of a sample, of language models; by default 2048."""
     frames: Annotated[int | None, Range(1, 65535)] = None
     """Frames of a clip, of models of video; by default the model's usual ones."""
     size: str | None = None
     """Rows x columns of a picture or clip in pixels, such as 720x1280."""
-    memory: str | None = None
+    memory_limit: str | None = None
     """Memory of each rank, such as 70GiB; by default the device's, less what libraries take."""
-    host: str | None = None
+    host_memory: str | None = None
     """Page-locked host memory of each rank, such as 200GiB, for state that does not fit."""
     disk: str | None = None
     """Folder and bytes of each rank for it, such as /scratch:1TiB."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Dtype of the parameters; 16 bits have float32 copies in training."""
     optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"] = "adamw"
     """Optimizer, of torch."""
@@ -443,27 +446,11 @@ class Search(Options):
     """Print JSON, in seconds and bytes."""
 
 
-PlanAction = (
-    Annotated[Memory, tyro.conf.subcommand("memory", prefix_name=False)]
-    | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
-    | Annotated[Search, tyro.conf.subcommand("search", prefix_name=False)]
-    | Annotated[PlanData, tyro.conf.subcommand("data", prefix_name=False)]
-)
-PLAN_ACTIONS = ("memory", "show", "search", "data")
-
-
-@dataclass(frozen=True)
-class PlanConfig(Options):
-    """Plans a run before anything is loaded; ``gulliver plan MODEL ...`` means search."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[PlanAction]] = tyro.MISSING
-
-
 @dataclass(frozen=True)
 class PrecisionConfig(Options):
-    """Says which linear layers of a model FP8 would speed up, before anything is converted."""
+    """Predicts which linear layers of a model FP8 speeds up, before anything is converted."""
 
-    model: str = tyro.MISSING
+    model: tyro.conf.Positional[str]
     """Hugging Face folder or config.json, a public model's name such as llama-3-8b or STDiT3-XL/2,
     or module:function, which returns a model and an example batch."""
     cluster: str = "here"

@@ -6,23 +6,22 @@ what is printed in `plan_text.py`.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.booster.plugins import GeminiPlugin, Plugin
-from gulliver.cli.options import Memory, PlanConfig, PlanData, Search, Show
-from gulliver.cli.plan_data import plan_data
+from gulliver.cli.options import CapabilitiesConfig, Memory, Search, Show
 from gulliver.cli.plan_models import OPTIMIZERS, Subject, model_of, subject_of, trained_part
 from gulliver.cli.plan_text import Answer, not_counted, show_answer, why_module
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, UsageError, usage_errors
 from gulliver.hardware.cluster import Cluster, changed_cluster
 from gulliver.hardware.offload import seconds_text
 from gulliver.hardware.probe import current_cluster, named_cluster
+from gulliver.jobs.display import print_json, report_console, working
 from gulliver.options import byte_size, size_at_least, size_text
 from gulliver.plan.plan import Plan
 from gulliver.planner.measure import estimate_work
@@ -40,9 +39,10 @@ from gulliver.planner.tiers import OffloadTiers
 
 def search_command(options: Search) -> int:
     """Searches, and prints what was found; the exit code is 1 where nothing fits."""
-    answer = answer_of(options)
+    with working(f"planning {options.model}") as progress:
+        answer = answer_of(options, progress)
     if options.json:
-        print(json.dumps(plain(answer), indent=1))
+        print_json(plain(answer))
     else:
         show_answer(answer, options)
     if not answer.found.best and not options.json:
@@ -50,44 +50,55 @@ def search_command(options: Search) -> int:
     return 0 if answer.found.best else 1
 
 
-def answer_of(options: Search) -> Answer:
+def answer_of(options: Search, progress: Callable[[str], None] = lambda part: None) -> Answer:
     """Searches for what the options ask."""
-    cluster = named_cluster(options.cluster)
-    if options.inference and (options.host or options.disk):
-        raise GulliverError("--host and --disk are for training: leave them out of --inference")
-    other = changed_cluster(cluster, options.what_if) if options.what_if else None
-    subject, found = _searched(options, cluster)
-    samples = options.batch
+    with usage_errors():
+        cluster = named_cluster(options.cluster)
+        other = changed_cluster(cluster, options.what_if) if options.what_if else None
+    if options.inference and (options.host_memory or options.disk):
+        raise UsageError("--host-memory and --disk are for training: leave them out of --inference")
+    subject, found = _searched(options, cluster, progress)
+    progress("comparing with other clusters and limits")
+    samples = options.batch_size
     changed = None
     if other is not None:
-        limit = byte_size("--memory", options.memory) if options.memory else None
+        limit = byte_size("--memory-limit", options.memory_limit) if options.memory_limit else None
         changed = searched_again(found, samples, other, memory=limit)
     why = why_module(found, options.why) if options.why else None
     prices = prices_of_memory(found, samples)
     return Answer(subject, found, prices, minimum_resources(found, samples), changed, why)
 
 
-def _searched(options: Search, cluster: Cluster) -> tuple[Subject, Found]:
-    subject = subject_of(options)
-    optimizer = trained_part(subject, options)
-    limit = None if options.memory is None else byte_size("--memory", options.memory)
+def _searched(
+    options: Search, cluster: Cluster, progress: Callable[[str], None]
+) -> tuple[Subject, Found]:
+    progress("reading the model")
+    with usage_errors():
+        subject = subject_of(options)
+        optimizer = trained_part(subject, options)
+    limit = None
+    if options.memory_limit is not None:
+        limit = byte_size("--memory-limit", options.memory_limit)
     facts = None
     if subject.cached:
         on_cpu = cluster.device.to_device_rate is None
-        known = subject.model, optimizer, subject.batch, cluster.device, options.precision, on_cpu
+        known = subject.model, optimizer, subject.batch, cluster.device, options.dtype, on_cpu
         facts = facts_of(*known)
         heads = getattr(subject.model.config, "num_key_value_heads", None) or 1
         facts = replace(facts, cached=facts.item * subject.cached, cached_heads=heads)
+    progress("searching grids")
     found = search_grids(
         subject.model,
         optimizer,
         subject.batch,
         cluster,
-        options.batch,
+        options.batch_size,
         limit,
-        options.precision,
+        options.dtype,
         facts=facts,
-        behind=OffloadTiers() if options.inference else OffloadTiers.of(options.host, options.disk),
+        behind=OffloadTiers()
+        if options.inference
+        else OffloadTiers.of(options.host_memory, options.disk),
     )
     return subject, found
 
@@ -151,33 +162,42 @@ def _plain(scored: Scored) -> dict[str, Any]:
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
-def plan_command(config: PlanConfig, arguments: list[str]) -> int:
-    """Prints the plan of a model under a memory limit, or that of a file."""
-    options = config.action
-    if isinstance(options, Show):
-        print(Plan.load(options.file).summary())
-        return 0
-    if isinstance(options, Search):
-        return search_command(options)
-    if isinstance(options, PlanData):
-        return plan_data(options)
+def show_command(options: Show) -> int:
+    """Prints the plan of a file."""
+    plan = Plan.load(options.file)
+    print_json(plan.to_values()) if options.json else print(plan.summary())
+    return 0
+
+
+def memory_command(options: Memory) -> int:
+    """Prints the plan of a model under a memory limit."""
+    with working(f"planning {options.model}"):
+        plan = _memory_plan(options)
+    if options.json:
+        print_json(plan.to_values())
+    else:
+        show(plan, options)
+    return 0
+
+
+def _memory_plan(options: Memory) -> Plan:
     model = model_of(options.model)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
-    cluster = current_cluster(max(options.ranks, options.tp * options.sp * options.pp))
-    size = options.batch, options.length
-    work = estimate_work(
-        model, optimizer, cluster.device, *size, options.precision, options.activations
+    cluster = current_cluster(
+        max(options.ranks, options.tp_size * options.sp_size * options.pp_size)
     )
-    plan = plugin_of(options).make_plan(model, optimizer, cluster, work=work)
-    show(plan, options)
-    return 0
+    size = options.batch_size, options.seq_length
+    work = estimate_work(
+        model, optimizer, cluster.device, *size, options.dtype, options.activations
+    )
+    return plugin_of(options).make_plan(model, optimizer, cluster, work=work)
 
 
 def plugin_of(options: Memory) -> Plugin:
     """The plugin that runs what the options say."""
-    precision = None if options.precision == "fp32" else options.precision
-    limits = options.memory, options.host, options.disk
-    if options.tp * options.sp * options.pp == 1:
+    precision = None if options.dtype == "fp32" else options.dtype
+    limits = options.memory_limit, options.host_memory, options.disk
+    if options.tp_size * options.sp_size * options.pp_size == 1:
         return GeminiPlugin(
             *limits,
             precision=precision,
@@ -186,19 +206,20 @@ def plugin_of(options: Memory) -> Plugin:
             verbose=False,
         )
     if options.step_in_backward:
-        raise GulliverError(
-            "--step-in-backward is of whole models: leave it out with --tp, --sp or --pp"
+        raise UsageError(
+            "--step-in-backward is of whole models: leave it out with --tp-size, --sp-size "
+            "or --pp-size"
         )
     if options.activations not in ("keep", "recompute"):
-        raise GulliverError(
-            f"--activations {options.activations} is of whole models: with --tp, --sp or --pp take "
-            "keep, or recompute"
+        raise UsageError(
+            f"--activations {options.activations} is of whole models: take keep or recompute with "
+            "--tp-size, --sp-size or --pp-size"
         )
     return HybridParallelPlugin(
-        options.tp,
-        options.pp,
-        options.sp,
-        "all_to_all" if options.sp > 1 else None,
+        options.tp_size,
+        options.pp_size,
+        options.sp_size,
+        "all_to_all" if options.sp_size > 1 else None,
         precision=precision,
         checkpoint_activations=options.activations == "recompute",
         memory_limit=limits[0],
@@ -210,15 +231,15 @@ def plugin_of(options: Memory) -> Plugin:
 
 def show(plan: Plan, options: Memory) -> None:
     """Prints what lies where, then time and limit."""
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = report_console()
     moved, memory, zero = plan.predicted.moved, plan.memory, plan.zero
     assert moved is not None, "the plan has tiers"
     assert zero is not None, "the plan is of ZeRO"
     assert zero.tiers is not None, "the plan has tiers"
-    tokens = options.batch * options.length
+    tokens = options.batch_size * options.seq_length
     console.print(
         f"{plan.model.kind}: {plan.model.parameters:,} parameters, {plan.model.optimizer}, "
-        f"{options.precision}, {tokens:,} tokens a step on each of {plan.mesh.size} ranks"
+        f"{options.dtype}, {tokens:,} tokens a step on each of {plan.mesh.size} ranks"
     )
     if plan.mesh.cuts_model:
         axes = ", ".join(f"{name} {size}" for name, size in plan.mesh.axes.items())
@@ -249,3 +270,35 @@ def show(plan: Plan, options: Memory) -> None:
     for line in (moved.price, *plan.reasons.values()):
         if line:
             console.print(line)
+
+
+def capabilities_command(config: CapabilitiesConfig) -> int:
+    """Prints what may be combined: the tables that the plugins consult."""
+    from gulliver.parallel.zero.elementwise import OPTIMIZERS as ELEMENTWISE
+    from gulliver.parallel.zero.elementwise import optimizer_table
+    from gulliver.planner.capability import DTYPES, HEADER, table
+
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    tables = (
+        (HEADER, table(), f"with any tp_size, pp_size and zero_stage; {dtypes}"),
+        (ELEMENTWISE, optimizer_table(), "zero_stage=0 gives all of them whole parameters"),
+    )
+    if config.json:
+        models, optimizers = (
+            [dict(zip(header, row, strict=True)) for row in rows] for header, rows, _ in tables
+        )
+        print_json({"models": models, "optimizers": optimizers, "dtypes": dtypes.split(", ")})
+        return 0
+    console = report_console()
+    for header, rows, caption in tables:
+        shown = Table(*header)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+        console.print(caption)
+    console.print(
+        "with a memory limit and a disk: whole models of any kind on the data axis "
+        "(GeminiPlugin, LowLevelZeroPlugin(stage=3, memory_limit=...)), and all of the above "
+        "(HybridParallelPlugin(memory_limit=...)), but for step_in_backward"
+    )
+    return 0

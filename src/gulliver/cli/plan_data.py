@@ -20,12 +20,13 @@ from gulliver.data_centric.costs import (
 from gulliver.data_centric.pictures import shares_of, step_lines
 from gulliver.data_centric.planner import DataCentricPlanner
 from gulliver.data_centric.steps import StepPlan
-from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.probe import named_cluster, planned_memory
+from gulliver.errors import GulliverError, UsageError, nearest
+from gulliver.hardware.probe import memory_bytes, named_cluster, planned_memory
 from gulliver.hardware.sample_tables import TableCosts
 from gulliver.hardware.samples import SampleCosts, SampleShape, holds_samples, read_samples
 from gulliver.io.files import named_errors
-from gulliver.options import size_text
+from gulliver.jobs.display import print_json, working
+from gulliver.options import byte_size, size_text
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,7 @@ class LoadedCosts:
         if isinstance(self.costs, TableCosts):
             return draw_shapes(self.costs, options.distribution, options.count, options.seed)
         if not self.shapes:
-            raise GulliverError(
-                f"{options.costs} does not say which shapes there are: give --shapes"
-            )
+            raise UsageError(f"{options.costs} does not say which shapes there are: give --shapes")
         return draw_samples(
             self.costs, self.shapes, options.distribution, options.count, options.seed
         )
@@ -63,7 +62,7 @@ class LoadedCosts:
             frames, rows, columns = map(int, text.split("x"))
             return SampleShape.clip(frames, rows, columns)
         hint = f": {nearest(text, named)}" if named else ""
-        raise GulliverError(
+        raise UsageError(
             f"--shapes: {text!r} is no shape: write one that the costs know, a number of tokens, "
             f"or latent frames x rows x columns such as 16x30x40{hint}"
         )
@@ -75,13 +74,13 @@ def load_costs(options: PlanData) -> LoadedCosts:
 
 
 def _table(options: PlanData) -> LoadedCosts:
-    if options.memory is not None:
-        raise GulliverError(
-            f"--memory {options.memory:g} is for costs that a run has kept: the table "
+    if options.memory_limit is not None:
+        raise UsageError(
+            f"--memory-limit {options.memory_limit} is for costs that a run has kept: the table "
             f"{options.costs} says itself how many tokens fit"
         )
     if options.cluster != "here":
-        raise GulliverError(
+        raise UsageError(
             f"--cluster {options.cluster} is for costs that a run has kept: the table "
             f"{options.costs} says itself what takes how long"
         )
@@ -96,8 +95,9 @@ def _samples(options: PlanData) -> LoadedCosts:
     # A cluster at hand tells what it leaves to each of its ranks, and a run asks the machine.
     size = None if options.cluster == "here" else cluster.device.memory_bytes
     memory, why = planned_memory(kind, size)
-    if options.memory is not None:
-        memory, why = options.memory * 2**30, "as --memory says"
+    if options.memory_limit is not None:
+        limit = byte_size("--memory-limit", options.memory_limit, memory_bytes(kind))
+        memory, why = limit, "as --memory-limit says"
     lines = [
         f"costs of {saved.model.name}, {saved.model.dtype}, measured on {saved.machine}: error "
         f"{saved.fit.error:.1%}, {saved.fit.worst:.1%} at most; links of {options.cluster}",
@@ -115,6 +115,17 @@ MORE = "a quarter more memory"
 
 def plan_data(options: PlanData) -> int:
     """Plans an epoch, prints its first steps, its shares, and what other settings would gain."""
+    with working(f"planning the steps of {options.costs}"):
+        values, lines = _planned(options)
+    if options.json:
+        print_json(values)
+    else:
+        print("\n".join(lines))
+    return 0
+
+
+def _planned(options: PlanData) -> tuple[dict[str, Any], list[str]]:
+    """What is printed, as plain values and as lines."""
     loaded = load_costs(options)
     shapes = _shapes(options, loaded)
     settings = _settings(options)
@@ -124,14 +135,20 @@ def plan_data(options: PlanData) -> int:
     for shape, count in planner.skipped.items():
         lines.append(f"skipped: {count:,} samples of {shape}, which fit at no degree")
     now = shares_of(plans)
-    lines += gains(options, loaded, shapes, now.samples / now.seconds)
-    for plan in plans[: options.steps]:
-        print("\n".join(step_lines(plan)))
-    print("\n".join(lines))
-    return 0
+    found = gains(options, loaded, shapes, now.samples / now.seconds)
+    lines += [f"with {name}: {100 * gain:+.1f} % samples/s" for gain, name in found]
+    steps = [line for plan in plans[: options.steps] for line in step_lines(plan)]
+    values = {
+        **{"steps": len(plans), "samples": now.samples, "seconds": now.seconds},
+        "skipped": {str(shape): count for shape, count in planner.skipped.items()},
+        "gains": {name: gain for gain, name in found},
+    }
+    return values, [*steps, *lines]
 
 
-def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: float) -> list[str]:
+def gains(
+    options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: float
+) -> list[tuple[float, str]]:
     """Says what each change of a setting would gain in samples a second, the most first."""
     settings, budget, costs = _settings(options), _budget(options), loaded.costs
     tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
@@ -154,7 +171,7 @@ def gains(options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: 
         # The plan of now fits into more memory, too.
         found.append((max(gain, 0.0) if name == MORE else gain, name))
     found.sort(key=lambda pair: (-pair[0], pair[1]))
-    return [f"with {name}: {100 * gain:+.1f} % samples/s" for gain, name in found]
+    return found
 
 
 def _whole(
@@ -191,7 +208,7 @@ def _budget(options: PlanData, times: int = 1) -> Budget:
     if options.seconds is not None:
         given.append(Seconds(times * options.seconds))
     if len(given) != 1:
-        raise GulliverError("give one budget of a step: --samples, --tokens or --seconds")
+        raise UsageError("give one budget of a step: --samples, --tokens or --seconds")
     return given[0]
 
 
@@ -203,11 +220,11 @@ def _shapes(options: PlanData, loaded: LoadedCosts) -> list[Any]:
     try:
         text = data.decode("utf-8-sig")  # editors on Windows begin with a byte order mark
     except UnicodeDecodeError as error:
-        raise GulliverError(
+        raise UsageError(
             f"--shapes {options.shapes} is no text in UTF-8 ({error.reason} at byte {error.start}):"
             " write a shape on each line"
         ) from None
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
-        raise GulliverError(f"{options.shapes} names no shapes: write one on each line")
+        raise UsageError(f"{options.shapes} names no shapes: write one on each line")
     return [loaded.named(line) for line in found]

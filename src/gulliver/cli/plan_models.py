@@ -24,7 +24,7 @@ from gulliver.checkpoint.files import read_json
 from gulliver.checkpoint.weights import open_weights
 from gulliver.cli.models import inputs_of, tokens_of
 from gulliver.cli.options import Search
-from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.errors import UsageError, missing_extra, nearest
 from gulliver.io.hub import fetch
 from gulliver.memory.symbolic import StorageCounter
 from gulliver.models.configurations import CONFIGURATIONS, build
@@ -71,7 +71,7 @@ def subject_of(options: Search) -> Subject:
     """Makes the model that is asked for, and a sample of it."""
     name = options.model
     if name in CONFIGURATIONS:
-        _refuse(options, "is a model of video", "seq")
+        _refuse(options, "is a model of video", "seq_length")
         return _video(options)
     if name.lower() in PUBLIC:
         return _configured(PUBLIC[name.lower()], name.lower(), options)
@@ -81,14 +81,14 @@ def subject_of(options: Search) -> Subject:
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
-            raise GulliverError(f"there is no {file}: name a folder with a config.json")
+            raise UsageError(f"there is no {file}: name a folder with a config.json")
         values = read_json(file)
         if not isinstance(values, Mapping):
-            raise GulliverError(f"{file} is no configuration: it has fields such as model_type")
+            raise UsageError(f"{file} is no configuration: it has fields such as model_type")
         return _configured(values, Path(name).name, options)
     if re.fullmatch(r"[\w.]+:\w*", name):
         return _made(name, options)
-    raise GulliverError(
+    raise UsageError(
         f"there is no model {name!r}: {hint}; or name a "
         "Hugging Face folder, a config.json, or module:function"
     )
@@ -98,9 +98,8 @@ def _refuse(options: Search, why: str, *names: str) -> None:
     """Refuses options that would change nothing of such a model."""
     for name in names:
         if getattr(options, name) is not None:
-            raise GulliverError(
-                f"--{name} changes nothing here: {options.model} {why}; leave it out"
-            )
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} has no effect: {options.model} {why}; leave it out")
 
 
 def _video(options: Search) -> Subject:
@@ -110,10 +109,10 @@ def _video(options: Search) -> Subject:
     clip = (options.frames or frames, *(_size(options.size) or (height, width)))
     fixed = CONFIGURATIONS[name].fields.get("input_size")
     if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
-        raise GulliverError(f"{name} takes clips of {frames} x {height} x {width} alone")
+        raise UsageError(f"{name} takes clips of {frames} x {height} x {width} alone")
     with torch.device("meta"):
         model = build(name)
-    batch = inputs_of(name, clip, 1, DTYPES[options.precision])
+    batch = inputs_of(name, clip, 1, DTYPES[options.dtype])
     return Subject(
         model, batch, name, f"a clip of {' x '.join(map(str, clip))}", tokens_of(name, clip)
     )
@@ -124,7 +123,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d+)x(\d+)", text)
     if found is None or not all(8 <= int(side) < 65536 for side in found.groups()):
-        raise GulliverError(f"--size {text} is no size: give rows x columns, such as 720x1280")
+        raise UsageError(f"--size {text} is no size: give rows x columns, such as 720x1280")
     rows, columns = found.groups()
     return int(rows), int(columns)
 
@@ -138,7 +137,7 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
         raise missing_extra(f"{name} is a model of transformers", "transformers")
     if model is None:
         kind = values.get("model_type", "no model_type")
-        raise GulliverError(
+        raise UsageError(
             f"transformers makes no model of {name} ({kind}): are the "
             "model_type, the architecture and the fields such as it knows?"
         )
@@ -152,7 +151,7 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
     made = _sample_of(model, name, options)
     if made is None:
         kind, takes = type(model).__name__, getattr(model, "main_input_name", "unknown inputs")
-        raise GulliverError(
+        raise UsageError(
             f"{name}: no batch is known for a {kind}, which takes {takes}: give module:function, "
             "which returns the model and an example batch"
         )
@@ -167,7 +166,7 @@ def _sample_of(
     """A sample of a model of transformers, what it is, its tokens, and what is worth knowing."""
     config = model.config
     _refuse(options, "takes no clips", "frames")
-    seq = options.seq or TOKENS
+    seq = options.seq_length or TOKENS
     ids = torch.zeros(1, seq, dtype=torch.long, device="meta")
     takes, main = signature(model.forward).parameters, getattr(model, "main_input_name", "")
     text, vision = (getattr(config, f"{part}_config", None) for part in ("text", "vision"))
@@ -182,13 +181,15 @@ def _sample_of(
         return batch, f"{sample} and {ids.shape[1]} tokens", 0, ()
     if main == "input_features" and hasattr(config, "max_source_positions"):
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
-        sound = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+        sound = torch.empty(shape, dtype=DTYPES[options.dtype], device="meta")
         ids = ids[:, : config.max_target_positions]
         last = "decoder_input_ids" if options.inference else "labels"
         batch = {main: sound, last: ids}
         return batch, f"{shape[2]} frames of sound and {ids.shape[1]} tokens", 0, ()
     if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
-        _refuse(options, "takes pictures alone, of the size that it is made for", "seq", "size")
+        _refuse(
+            options, "takes pictures alone, of the size that it is made for", "seq_length", "size"
+        )
         pixels, sample = _pixels(config, options)
         return {"pixel_values": pixels}, sample, 0, ()
     if main != "input_ids" or "input_ids" not in takes:
@@ -210,7 +211,7 @@ def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
     side = config.image_size
     rows, columns = (side, side) if isinstance(side, int) else side
     shape = (1, config.num_channels, rows, columns)
-    pixels = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+    pixels = torch.empty(shape, dtype=DTYPES[options.dtype], device="meta")
     return pixels, f"a picture of {rows} x {columns}"
 
 
@@ -243,7 +244,7 @@ def _cached(value: Any) -> Iterator[torch.Tensor]:
 def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     """A UNet of diffusers, and a latent picture with its caption."""
     if values["_class_name"] != "UNet2DConditionModel":
-        raise GulliverError(f"{name} is a {values['_class_name']}: of diffusers, UNets are planned")
+        raise UsageError(f"{name} is a {values['_class_name']}: of diffusers, UNets are planned")
     try:
         from diffusers import UNet2DConditionModel
     except ImportError:
@@ -251,10 +252,10 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     with torch.device("meta"):
         model: Any = UNet2DConditionModel.from_config(dict(values))
     config: Any = model.config
-    _refuse(options, "is a model of pictures", "seq", "frames")
+    _refuse(options, "is a model of pictures", "seq_length", "frames")
     side = config.sample_size
     rows, columns = (n // 8 for n in _size(options.size) or (8 * side, 8 * side))
-    dtype = DTYPES[options.precision]
+    dtype = DTYPES[options.dtype]
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(1, *shape, dtype=dtype, device="meta")
@@ -275,33 +276,33 @@ def _made(place: str, options: Search) -> Subject:
     """Model and example batch that a function of a module returns."""
     module, function = place.split(":")
     if not function:
-        raise GulliverError(
+        raise UsageError(
             f"{place} names no function: give {place}FUNCTION, which returns a model and an "
             "example batch"
         )
-    _refuse(options, "gives its own example batch", "seq", "frames", "size")
+    _refuse(options, "gives its own example batch", "seq_length", "frames", "size")
     sys.path.insert(0, "")
     try:
         make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise GulliverError(f"{place} cannot be imported: {error}") from error
+        raise UsageError(f"{place} cannot be imported: {error}") from error
     finally:
         sys.path.remove("")
     try:
         with torch.device("meta"):
             found = make()
     except Exception as error:
-        raise GulliverError(f"{place} fails: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{place} fails: {type(error).__name__}: {error}") from error
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
-        raise GulliverError(f"{place} must return a model and an example batch")
+        raise UsageError(f"{place} must return a model and an example batch")
     model, batch = found
-    dtype, notes = DTYPES[options.precision], ()
+    dtype, notes = DTYPES[options.dtype], ()
     floats = {t.dtype for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)}
     floats = {str(d).removeprefix("torch.") for d in floats if d.is_floating_point and d != dtype}
-    if floats and options.precision != "fp32":
+    if floats and options.dtype != "fp32":
         notes = (
-            f"{' and '.join(sorted(floats))} of the batch are taken as {options.precision}, as a "
-            "run turns them: --precision fp32 plans without",
+            f"{' and '.join(sorted(floats))} of the batch are taken as {options.dtype}, as a "
+            "run turns them: --dtype fp32 plans without",
         )
     return Subject(model, batch, place, "a sample of its batch", notes=notes)
 
@@ -311,14 +312,14 @@ def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | N
     model = subject.model
     if options.inference:
         if options.lora:
-            raise GulliverError("--lora trains, and --inference does not: leave one out")
+            raise UsageError("--lora trains, and --inference does not: leave one out")
         model.eval().requires_grad_(False)
         return None
     if options.lora:
         adapt(model, options.lora)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise GulliverError(f"{subject.name} has no parameter that learns: give --inference")
+        raise UsageError(f"{subject.name} has no parameter that learns: give --inference")
     return OPTIMIZERS[options.optimizer](trained)
 
 
@@ -331,7 +332,7 @@ def adapt(model: nn.Module, rank: int) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if not names:
-        raise GulliverError("--lora: the model has no linear layers")
+        raise UsageError("--lora: the model has no linear layers")
     model.requires_grad_(False)
     with next(model.parameters()).device:
         inject_adapter_in_model(LoraConfig(r=rank, target_modules=names), model)
@@ -340,7 +341,7 @@ def adapt(model: nn.Module, rank: int) -> None:
 def model_of(folder: Path) -> nn.Module:
     """A model of a folder, on meta: as transformers builds it, or as its files name its tensors."""
     if not folder.is_dir():
-        raise GulliverError(f"--model {folder} is no folder: name one with a config.json")
+        raise UsageError(f"--model {folder} is no folder: name one with a config.json")
     file = folder / "config.json"
     model = built(read_json(file)) if file.is_file() else None
     if model is None:

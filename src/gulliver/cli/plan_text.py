@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,8 @@ from gulliver.cli.plan_models import Subject
 from gulliver.errors import GulliverError
 from gulliver.hardware.costs import all_reduce_seconds
 from gulliver.hardware.offload import flops_text, rate_text, seconds_text
-from gulliver.options import size_at_least, size_text
+from gulliver.jobs.display import report_console
+from gulliver.options import DTYPES, size_at_least, size_text
 from gulliver.parallel.tensor.plan import plan_tensor
 from gulliver.plan.analysis.records import BACKWARD, FORWARD
 from gulliver.planner.search.grids import (
@@ -145,7 +145,6 @@ class Answer:
 
 WIDTH = 50
 """Characters of a step's timeline."""
-COLUMNS = 120
 NOT_COUNTED = (
     "input",
     "what kernels work with inside",
@@ -161,9 +160,7 @@ HOUR, TRILLION = 3600.0, 1e12
 
 def show_answer(answer: Answer, options: Search) -> None:
     """Prints an answer."""
-    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = COLUMNS
+    console = report_console()
     found = answer.found
     for line in lines_of(answer, options):
         console.print(line)
@@ -200,11 +197,11 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
     trained = "" if facts.trained == facts.parameters else f", {facts.trained:,} trained"
     lines = [
         f"{subject.name}: {type(facts.model).__name__}, {facts.parameters:,} parameters{trained}, "
-        f"{len(facts.blocks)} blocks, {options.precision}",
+        f"{len(facts.blocks)} blocks, {options.dtype}",
         f"a sample ({subject.sample}): {flops_text(flops)}, forward "
         f"{seconds_text(seconds[0])} and backward {seconds_text(seconds[1])} on one "
         f"{facts.device.name}; keeps {size_text(facts.saved)} for the backward",
-        f"{options.batch} samples a step on {cluster.size} ranks, {cluster.name}",
+        f"{options.batch_size} samples a step on {cluster.size} ranks, {cluster.name}",
         _limit_text(found),
         "not counted: " + ", ".join(not_counted(found)),
     ]
@@ -221,9 +218,9 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
         best = found.best[0]
         step = best.seconds.step
         rate = max(facts.device.matmul.values())
-        name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[options.precision]
+        name = DTYPES[options.dtype]
         rate = facts.device.matmul.get(name, rate)
-        share = flops * options.batch / (step * cluster.size * rate)
+        share = flops * options.batch_size / (step * cluster.size * rate)
         samples = best.samples / step
         lines.append(
             f"best: {best.grid}: {seconds_text(step)} a step, {rate_text(samples)} samples/s"

@@ -5,11 +5,8 @@ The model is made on meta; seconds come from the rates of the cluster, measured 
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from gulliver.cli.options import PrecisionConfig, Search
@@ -17,13 +14,11 @@ from gulliver.cli.plan_models import subject_of
 from gulliver.hardware.cluster import Cluster, Device
 from gulliver.hardware.operators import fp8_break_even, fp8_seconds
 from gulliver.hardware.probe import named_cluster
+from gulliver.jobs.display import print_json, report_console, working
 from gulliver.options import size_text
 from gulliver.planner.fp8 import gate_fp8
 from gulliver.precision.fp8.conversion import Selection, select_layers
 from gulliver.precision.fp8.layers import COPIES
-
-WIDTH = 160
-"""Characters of a line where the output is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +62,16 @@ class Report:
     saved_fp8: int
 
 
-def precision_command(config: PrecisionConfig, arguments: list[str]) -> int:
+def precision_command(config: PrecisionConfig) -> int:
     """Prints layers, gain and memory."""
     cluster = named_cluster(config.cluster)
-    subject = subject_of(Search(model=config.model))
-    found = select_layers(subject.model, config.exclude)
-    found, reason = gate_fp8(found, cluster.device, config.tokens, config.scaling)
-    report = report_of(found, cluster, config)
+    with working(f"reading {config.model}"):
+        subject = subject_of(Search(model=config.model))
+        found = select_layers(subject.model, config.exclude)
+        found, reason = gate_fp8(found, cluster.device, config.tokens, config.scaling)
+        report = report_of(found, cluster, config)
     if config.json:
-        print(json.dumps(asdict(report), indent=1))
+        print_json(asdict(report))
     else:
         _show(report, reason)
     return 0
@@ -124,8 +120,7 @@ def _show(report: Report, reason: str) -> None:
         what = f"kept: {shape.why_not}" if shape.why_not else "fp8"
         sizes = f"{shape.layers}", f"{shape.inputs}", f"{shape.outputs}"
         table.add_row(*sizes, *numbers, gain, what, shape.example)
-    width = None if sys.stdout.isatty() else WIDTH
-    console = Console(markup=False, emoji=False, highlight=False, width=width)
+    console = report_console()
     console.print(table)
     how = "measured" if report.measured else "described, from published figures"
     console.print(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Protocol
@@ -17,6 +20,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBars
 from rich.table import Table
 
+from gulliver import __version__
+from gulliver.cli.options import DoctorConfig, ProbeConfig
 from gulliver.comm.collectives import (
     all_gather,
     all_reduce,
@@ -31,12 +36,16 @@ from gulliver.errors import GulliverError
 from gulliver.hardware.cluster import Along, Axis, Cluster, Curve, Device, Disk
 from gulliver.hardware.links import probe_collectives, probe_links, proposed_axes
 from gulliver.hardware.probe import forget_seconds, kept_path, probe_device, probe_disk
+from gulliver.io.engine import Engine
+from gulliver.io.files import named_errors, require_space
+from gulliver.io.native import NativeEngine, default_engine, native_problem
+from gulliver.jobs.display import print_json, report_console, working
 from gulliver.precision.wire.formats import NAMES, wire_format
 from gulliver.precision.wire.packing import PackRates, pack_rates
 
 BUSY = 0.5
 """Relative spread above which the machine was busy."""
-ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver.cli probe"
+ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver probe"
 
 
 class Progress(Protocol):
@@ -45,7 +54,14 @@ class Progress(Protocol):
     def __call__(self, what: str, share: float | None = None) -> None: ...
 
 
-def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) -> int:
+def probe_command(config: ProbeConfig) -> int:
+    """Measures the machine, or shows what was measured before."""
+    return probe(config.out, config.folder, config.again, config.mib, config.json)
+
+
+def probe(
+    out: Path | None, folder: Path | None, again: bool, mib: int = 256, as_json: bool = False
+) -> int:
     """Runs the command; every rank calls it."""
     world = init_world()
     path = out or kept_path(world.size)
@@ -67,7 +83,11 @@ def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) ->
     packing = measured_packing(world)
     assert cluster is not None
     if world.is_main:
-        show(cluster, packing)
+        if as_json:
+            rates = {name: vars(rate) for name, rate in packing.items()}
+            print_json({"cluster": asdict(cluster), "packing": rates, "file": path})
+        else:
+            show(cluster, packing)
         done = f"measured {cluster.date}, kept in {path}; --again measures again"
         console.print(done if anew else f"kept in {path}")
         if world.size == 1:
@@ -171,16 +191,14 @@ def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> No
                     f"{1e6 * curve.seconds[0]:,.0f} us, {rate:,.3f} GB/s",
                     _percent(curve.spread),
                 )
-    Console(markup=False, emoji=False).print(table)
+    report_console().print(table)
     if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
-        Console(markup=False, emoji=False).print(
+        report_console().print(
             f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy, so probe it "
             "--again when it is quiet"
         )
     if cluster.rank_order is not None:
-        Console(markup=False, emoji=False).print(
-            f"order of ranks along the axes: {list(cluster.rank_order)}"
-        )
+        report_console().print(f"order of ranks along the axes: {list(cluster.rank_order)}")
 
 
 def _curves(cluster: Cluster) -> list[Curve]:
@@ -280,3 +298,108 @@ def _disk(folder: Path, mib: int, progress: Progress) -> tuple[Disk | None, str 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f} %"
+
+
+# ``gulliver doctor``: what runs here, and how fast the disk is.
+
+
+MIB, GIB = 2**20, 2**30
+PACKAGES = ("transformers", "diffusers", "peft", "accelerate", "lightning", "fastapi", "av", "ray")
+"""Packages of extras whose versions are shown."""
+BACKENDS = {
+    "gloo": torch.distributed.is_gloo_available,
+    "NCCL": torch.distributed.is_nccl_available,
+    "MPI": torch.distributed.is_mpi_available,
+}
+
+
+def doctor_command(config: DoctorConfig) -> int:
+    """Prints versions, the I/O engine and measured speeds of the disk."""
+    folder, nbytes = config.folder, config.mib * MIB
+    check_folder(folder)
+    with named_errors(folder):
+        require_space(folder, nbytes)
+    rows = [("gulliver", f"{__version__} on {platform.node()}"), *machine()]
+    with default_engine() as engine:
+        rows += engine_rows(engine)
+        free = shutil.disk_usage(folder).free
+        rows.append(("free space", f"{free / GIB:,.1f} GiB in {folder}"))
+    with working(f"measuring the disk of {folder}"):
+        disk = probe_disk(folder, nbytes)
+    if config.json:
+        rates = {"write": disk.write_rate, "read": disk.read_rate}
+        print_json({**dict(rows), "disk_bytes_per_second": rates})
+        return 0
+    for what, rate in (("writing", disk.write_rate), ("reading", disk.read_rate)):
+        rows.append(
+            (f"disk, {what}", f"{rate / 1e9:,.2f} GB/s, past the page cache where possible")
+        )
+    table = Table("what", "found")
+    for row in rows:
+        table.add_row(*row)
+    report_console().print(table)
+    return 0
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses what is no folder, before anything is measured."""
+    if not folder.exists():
+        raise GulliverError(f"{folder} does not exist: --folder names a folder on the disk to test")
+    if not folder.is_dir():
+        raise GulliverError(f"{folder} is not a folder: --folder names one on the disk to test")
+
+
+def machine() -> Iterator[tuple[str, str]]:
+    """Yields versions, devices, cores and memory, each as a row of the table."""
+    devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    yield "torch", f"{torch.__version__}, Python {platform.python_version()}"
+    yield "GPUs", ", ".join(devices) or "none"
+    yield "CUDA of torch", torch.version.cuda or "none"
+    yield "backends", ", ".join(name for name, there in BACKENDS.items() if there()) or "none"
+    yield "packages", ", ".join(_versions())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield (
+        "cores",
+        f"{usable} usable of {os.cpu_count()}, {torch.get_num_threads()} threads in torch",
+    )
+    yield "memory", _memory()
+
+
+def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
+    """Yields the engine that runs, and why not a better one."""
+    forced = os.environ.get("GULLIVER_IO")
+    if forced:
+        why = f"GULLIVER_IO={forced}"
+    elif isinstance(engine, NativeEngine):
+        why = "as built" if not engine.ring_problem else f"no io_uring: {engine.ring_problem}"
+    else:
+        why = native_problem() or "as asked for"
+    yield "I/O engine", f"{engine.kind} ({why})"
+    yield "io_uring", _ring()
+
+
+def _versions() -> Iterator[str]:
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{name} {metadata.version(name)}"
+
+
+def _ring() -> str:
+    problem = native_problem()
+    if problem:
+        return f"not known: {problem}"
+    try:
+        NativeEngine(pages=1, page_bytes=4096, io_uring=True).close()
+    except GulliverError as error:
+        return str(error)
+    return "allowed"
+
+
+def _memory() -> str:
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return "not known"
+    lines = (line.split() for line in info.read_text().splitlines())
+    sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if len(line) > 1}
+    free = sizes.get("MemAvailable", sizes["MemFree"])
+    return f"{free / GIB:,.1f} GiB available of {sizes['MemTotal'] / GIB:,.1f}"

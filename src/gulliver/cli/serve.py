@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gulliver.errors import GulliverError
-from gulliver.options import SEED, Options, Range, part_of, size_text
+from gulliver.errors import GulliverError, UsageError
+from gulliver.options import SEED, Range, part_of, size_text
 from gulliver.serve.http.options import Load, ServerOptions
 from gulliver.serve.options import EngineOptions, ModelOptions
 
@@ -32,12 +32,8 @@ class Start(ModelOptions, EngineOptions, ServerOptions):
     `gulliver serve bench --help`: a generator of load for any such server.
     """
 
-    model: Path = tyro.MISSING
+    model: tyro.conf.Positional[Path] = tyro.MISSING
     """Hugging Face folder of the model, with its tokenizer."""
-    cache_bytes: Annotated[int | str | None, tyro.conf.arg(aliases=("--cache",))] = None
-    body_bytes: Annotated[int | str | None, Range(1024), tyro.conf.arg(aliases=("--max-body",))] = (
-        None
-    )
 
 
 @dataclass(frozen=True)
@@ -45,38 +41,19 @@ class Bench(Load):
     """Sends requests to any server of OpenAI's interface, and says how long answers take."""
 
     url: str = tyro.MISSING
-    prompts: Annotated[tuple[str, ...], tyro.conf.arg(name="prompt")] = ()
-    prompt_file: Annotated[Path | None, tyro.conf.arg(name="prompts")] = None
-    """File of prompts, one a line, instead of random words."""
+    prompt: tuple[str, ...] = ()
+    """Prompts to send instead of random words."""
+    prompt_file: Path | None = None
+    """Text file with a prompt on each line, instead of random words."""
+    prompts: tyro.conf.Suppress[tuple[str, ...]] = ()
     json: bool = False
     """Print JSON, in seconds."""
     out: Path | None = None
     """File to write the JSON to."""
 
 
-ServeAction = (
-    Annotated[Start, tyro.conf.subcommand("start", prefix_name=False)]
-    | Annotated[Bench, tyro.conf.subcommand("bench", prefix_name=False)]
-)
-SERVE_ACTIONS = ("start", "bench")
-
-
-@dataclass(frozen=True)
-class ServeConfig(Options):
-    """Serves a language model; ``gulliver serve --model FOLDER`` means start."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[ServeAction]] = tyro.MISSING
-
-
-def serve_command(config: ServeConfig, arguments: list[str]) -> int:
-    """Serves, or sends a load."""
-    del arguments
-    if isinstance(config.action, Bench):
-        return _bench(config.action)
-    return _start(config.action)
-
-
-def _start(config: Start) -> int:
+def start_command(config: Start) -> int:
+    """Serves until Ctrl+C or SIGTERM."""
     from gulliver.serve.http import Server
     from gulliver.serve.llm import LLM
 
@@ -104,7 +81,7 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
     facts = model.engine.runner.facts
     tokens = facts.blocks * facts.block_size
     size = "for all of them, in at most half of the free memory"
-    if config.cache_bytes is not None or config.cache_tokens is not None:
+    if config.kv_cache is not None or config.cache_tokens is not None:
         size = "as given"
     body = options.body_limit(facts.longest)
     chosen = "as given" if config.body_bytes else "by the context"
@@ -115,7 +92,7 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
         f"  cache of {tokens:,} tokens ({size}); bodies of at most {size_text(body)} ({chosen})",
     ]
     if config.ranks > 1:
-        lines.append(f"  {config.ranks} ranks: {config.pipeline} stages of {config.tensor}")
+        lines.append(f"  {config.ranks} ranks: {config.pp_size} stages of {config.tp_size}")
     if config.speculation is not None:
         lines.append(f"  drafts by {config.speculation}, verified where that is predicted to pay")
     if getattr(model.tokenizer, "chat_template", None) is None:
@@ -125,11 +102,12 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _bench(config: Bench) -> int:
+def bench_command(config: Bench) -> int:
+    """Sends a load, and prints how long answers took."""
     from gulliver.jobs.display import Display
     from gulliver.serve.http import generate_load
 
-    load = part_of(config, Load)
+    load = replace(part_of(config, Load), prompts=config.prompt)
     if config.prompt_file is not None:
         load = replace(load, prompts=_prompts(config.prompt_file))
     errors = 0
@@ -154,9 +132,9 @@ def _prompts(file: Path) -> tuple[str, ...]:
             line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
         )
     except (OSError, UnicodeDecodeError) as error:
-        raise GulliverError(f"--prompts {file}: {error}") from None
+        raise UsageError(f"--prompt-file {file}: {error}") from None
     if not found:
-        raise GulliverError(f"--prompts {file} has no prompt: write one a line")
+        raise UsageError(f"--prompt-file {file} has no prompt: write one a line")
     return found
 
 
@@ -169,7 +147,7 @@ def _prompts(file: Path) -> tuple[str, ...]:
 class ChatConfig(ModelOptions):
     """Talks with a language model, by its chat template; answers come as they are made."""
 
-    folder: tyro.conf.Positional[Path] = Path()
+    folder: tyro.conf.Positional[Path] = tyro.MISSING
     """Hugging Face folder of the model, with its tokenizer."""
     prompt: tuple[str, ...] = ()
     """Message to answer; several are answered in turn, without a terminal."""
@@ -187,9 +165,8 @@ class ChatConfig(ModelOptions):
     """Seed of what is drawn; a new one each time by default."""
 
 
-def chat_command(config: ChatConfig, arguments: list[str]) -> int:
+def chat_command(config: ChatConfig) -> int:
     """Answers messages until there are no more."""
-    del arguments
     from gulliver.serve.llm import LLM
     from gulliver.serve.requests import chat_tokens
 

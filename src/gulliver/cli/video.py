@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.checkpoint.files import write_json
+from gulliver.cli.apps import ended
 from gulliver.cli.data import after_train, hint
-from gulliver.cli.options import (
-    CapabilitiesConfig,
-    DoctorConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    ProbeConfig,
-)
+from gulliver.cli.options import EvaluateConfig, GenerateConfig
 from gulliver.comm.launcher import default_ranks, launch, under_launcher
 from gulliver.comm.world import guard, init_world
 from gulliver.data.clips import Bucket
-from gulliver.errors import GulliverError
+from gulliver.errors import UsageError, usage_errors
 from gulliver.jobs.display import console
-from gulliver.video.autoencoder_config import TrainAutoencoderConfig, check_autoencoder_config
+from gulliver.jobs.loop import Outcome
+from gulliver.video.autoencoder_config import TrainAutoencoderConfig
 from gulliver.video.autoencoders.job import run_autoencoder
 from gulliver.video.caches import Counts, psnr, read_strategy
 from gulliver.video.config import DemoConfig, SamplingConfig, TrainConfig, check_clip, check_config
@@ -48,19 +44,22 @@ CONDITION_FRAMES = 5
 """Default number of conditioning frames, from the end of a clip."""
 
 
-def train_command(config: TrainConfig, arguments: list[str]) -> int:
-    """Trains, on ranks of this machine that are started where a launcher has not."""
+def check_train(config: TrainConfig) -> None:
+    """Refuses options that no run could use."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)
-    ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher():
-        check_ranks(config, ranks)
+        check_ranks(config, config.ranks or max(default_ranks(), config.ranks_of_a_model))
+
+
+def train_command(config: TrainConfig, arguments: list[str]) -> int:
+    """Trains, on ranks of this machine that are started where a launcher has not."""
+    ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher() and ranks > 1:
-        code = launch("gulliver.cli", ["train", *arguments], ranks)
+        code = launch("gulliver.cli", arguments, ranks)
     else:
-        # Stopped by a signal: what was asked for is not there yet.
-        code = 0 if train(config).finished else 143
+        code = ended(replace(train(config), result=config.out))
     if code == 0 and not under_launcher():
         after_train(config)
     return code
@@ -68,16 +67,16 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
 
 def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
     """Trains a video autoencoder, on ranks of this machine where a launcher has started none."""
-    check_autoencoder_config(config)
     ranks = config.ranks or max(default_ranks(), config.share_ranks)
     if not under_launcher() and ranks % config.share_ranks:
-        raise GulliverError(
+        raise UsageError(
             f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
         )
     if not under_launcher() and ranks > 1:
-        code = launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
+        code = launch("gulliver.cli", arguments, ranks)
     else:
-        code = 0 if run_autoencoder(config).finished else 143
+        made = run_autoencoder(config)
+        code = ended(Outcome(made.step, made.finished, result=made.path))
     if code == 0 and not under_launcher() and config.data.table is not None:
         shapes = ("--shapes", *config.data.shapes) if config.data.buckets is None else ()
         made = config.out / "autoencoder.safetensors"
@@ -87,10 +86,12 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
     return code
 
 
-def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
-    """Makes clips from sentences, on ranks of this machine that are started where asked for."""
+def _read(
+    config: GenerateConfig, arguments: list[str]
+) -> tuple[list[str], list[Request], Any, int]:
+    """Reads and checks what is asked for: prompts, requests, the clip to extend, ranks."""
     if config.model is not None and _asked(config, arguments, "run"):
-        raise GulliverError(
+        raise UsageError(
             f"--run {config.run} and --model {config.model} exclude each other: name one of them"
         )
     prompts = _prompts(config)
@@ -99,21 +100,28 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution, step))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
-    if read_strategy(config.cache) is None and config.cache_check:
-        raise GulliverError("--cache-check compares with --cache: name one, such as first-block")
+    if read_strategy(config.step_cache) is None and config.cache_check:
+        raise UsageError("--cache-check compares with --step-cache: name one, such as first-block")
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
     ranks = 1
     if not under_launcher():
-        ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
-        split_ranks(ranks, config.sequence, config.guidance_ranks, guided, image_guided)
+        ranks = config.ranks or max(1, config.sp_size) * max(1, config.guidance_ranks)
+        split_ranks(ranks, config.sp_size, config.guidance_ranks, guided, image_guided)
     clip = None if config.extend is None else read_frames(config.extend)
-    requests = _requests(config, prompts, bucket, clip)
+    return prompts, _requests(config, prompts, bucket, clip), clip, ranks
+
+
+def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
+    """Makes clips from sentences, on ranks of this machine that are started where asked for."""
+    with usage_errors():
+        prompts, requests, clip, ranks = _read(config, arguments)
+    guided, image_guided = config.guidance != 1, config.guidance_image != 1
     if ranks > 1:
-        return launch("gulliver.cli", ["generate", *arguments], ranks)
+        return launch("gulliver.cli", arguments, ranks)
     world = init_world()
     with guard():
         config, model = _loaded(config, arguments, world.device)
-        sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
+        sharing = config.sp_size, config.guidance_ranks, guided, console().print, image_guided
         model.share(*sharing, autoencoder=config.share_autoencoder)
         clips, counts = _made(config, model, requests, clip, world.is_main)
         for line in _cached(config, model, requests, clip, clips, counts):
@@ -121,8 +129,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
                 console().print(line)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))
-        for path, clip, prompt in zip(paths, clips, prompts, strict=True):
-            print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
+        for path, made, prompt in zip(paths, clips, prompts, strict=True):
+            print(f"{write_clip(path, made, config.fps, config.scale)}  {prompt}")
     return 0
 
 
@@ -139,13 +147,11 @@ def _loaded(
             load_adapter(model, config.adapter)
         return _with_own(config, arguments, model), model
     if config.adapter is not None:
-        raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
+        raise UsageError(f"--adapter {config.adapter} is of a --run: leave --model out")
     if config.autoencoder is None or config.text_encoder is None:
         parts = {"--autoencoder": config.autoencoder, "--text-encoder": config.text_encoder}
         missing = " and ".join(name for name, path in parts.items() if path is None)
-        raise GulliverError(
-            f"--model {config.model} needs {missing}: name what it was trained with"
-        )
+        raise UsageError(f"--model {config.model} needs {missing}: name what it was trained with")
     paths = config.model, config.autoencoder, config.text_encoder, config.clip
     fps = config.fps if _asked(config, arguments, "fps") else None
     pipeline = VideoPipeline.load(*paths, device=device, fps=fps, texts=config.texts)
@@ -177,11 +183,11 @@ def _requests(
 ) -> list[Request]:
     """Reads what is given and says what is asked for; refuses what no model could make."""
     if config.condition_frames is not None and config.extend is None and config.loops == 1:
-        raise GulliverError(
+        raise UsageError(
             "--condition-frames is for --extend, the clip whose last they are, and for --loops"
         )
     if clip is not None and config.image is not None:
-        raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
+        raise UsageError("--image and --extend exclude each other: a clip begins or goes on")
     condition, given = config.condition_frames, None
     if clip is not None:
         condition = condition or CONDITION_FRAMES
@@ -189,7 +195,7 @@ def _requests(
     elif config.image is not None:
         given = read_frames(config.image, 2)
         if given.shape[1] > 1:
-            raise GulliverError(
+            raise UsageError(
                 f"--image {config.image} is a clip: name a picture, or go on from the clip with "
                 "--extend, or place its frames with --reference and --mask-strategy"
             )
@@ -216,7 +222,7 @@ def _request(config: GenerateConfig, request: Request, read: Callable[..., Any])
     paths = prompt.references or config.reference
     strategy = prompt.mask_strategy or config.mask_strategy
     if config.extend is not None and (paths or strategy or config.condition_edit):
-        raise GulliverError(
+        raise UsageError(
             "--extend excludes --reference, --mask-strategy and --condition-edit: a clip begins or "
             "goes on"
         )
@@ -253,11 +259,11 @@ def _cached(
     counts: Counts,
 ) -> list[str]:
     """Says what a cache has saved and, where asked for, how far off its clips are."""
-    if read_strategy(config.cache) is None:
+    if read_strategy(config.step_cache) is None:
         return []
-    lines = [f"cache {config.cache}: {counts}"]
+    lines = [f"cache {config.step_cache}: {counts}"]
     if config.cache_check:
-        plain, _ = _made(replace(config, cache="none"), model, requests, clip, False)
+        plain, _ = _made(replace(config, step_cache="none"), model, requests, clip, False)
         lines += [
             f"PSNR to the clip without cache: {psnr(made, other):.1f} dB  {request.prompt}"
             for made, other, request in zip(clips, plain, requests, strict=True)
@@ -283,11 +289,11 @@ def _extended(
 
 def _prompts(config: GenerateConfig) -> list[str]:
     prompts = list(config.prompt)
-    if config.prompts is not None:
-        prompts += read_prompts(config.prompts)
+    if config.prompt_file is not None:
+        prompts += read_prompts(config.prompt_file)
     if not prompts:
-        raise GulliverError(
-            "nothing to show: give --prompt 'the digit 3 moving left', or --prompts FILE"
+        raise UsageError(
+            "nothing to show: give --prompt 'the digit 3 moving left', or --prompt-file FILE"
         )
     return prompts
 
@@ -299,7 +305,7 @@ def _sides(aspect_ratio: str, resolution: int, step: int = 8) -> tuple[int, int]
         if not 1 <= min(width, height) <= max(width, height) <= 1000:
             raise ValueError
     except ValueError:
-        raise GulliverError(
+        raise UsageError(
             f"--aspect-ratio {aspect_ratio!r} is not width:height, such as 1:1, 5:3 or 3:5"
         ) from None
     side = math.sqrt(resolution * resolution / (width * height))
@@ -313,7 +319,7 @@ def _numbered(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{path.stem}-{number:03d}{path.suffix}") for number in range(count)]
 
 
-def evaluate_command(config: EvaluateConfig, arguments: list[str]) -> int:
+def evaluate_command(config: EvaluateConfig) -> int:
     """Judges generated clips and prints the shares as JSON."""
     model = VideoModel.load(config.run)
     sampling = SamplingConfig(config.steps, config.guidance)
@@ -329,51 +335,11 @@ def evaluate_command(config: EvaluateConfig, arguments: list[str]) -> int:
     return 0
 
 
-def demo_command(config: DemoConfig, arguments: list[str]) -> int:
+def demo_command(config: DemoConfig) -> int:
     """Runs the demonstration; a missed bar is said, and is no failure."""
     figures = demonstrate(config)
     for bar in figures["bars"]:
         sign = "reached" if bar["holds"] else "MISSED"
         print(f"{bar['name']:>14}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
     print(f"look at {config.out}/sheet.gif and {config.out}/report.md")
-    return 0
-
-
-def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
-    """Probes, or shows what was measured before."""
-    from gulliver.cli.probe import probe
-
-    return probe(config.out, config.folder, config.again, config.mib)
-
-
-def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
-    """Prints versions, the I/O engine and measured speeds of the disk."""
-    from gulliver.cli.doctor import doctor
-
-    return doctor(config.folder, config.mib)
-
-
-def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> int:
-    """Prints what may be combined: the tables that the plugins consult."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from gulliver.parallel.zero.elementwise import OPTIMIZERS, optimizer_table
-    from gulliver.planner.capability import DTYPES, HEADER, table
-
-    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-    console = Console(markup=False, emoji=False)
-    for header, rows, caption in (
-        (HEADER, table(), f"with any tp_size, pp_size and zero_stage; {dtypes}"),
-        (OPTIMIZERS, optimizer_table(), "zero_stage=0 gives all of them whole parameters"),
-    ):
-        shown = Table(*header, caption=caption)
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
-    console.print(
-        "under a memory limit, with a disk behind it: whole models of any kind on the data axis "
-        "(GeminiPlugin, LowLevelZeroPlugin(stage=3, memory_limit=...)), and all of the above "
-        "(HybridParallelPlugin(memory_limit=...)), but for step_in_backward"
-    )
     return 0

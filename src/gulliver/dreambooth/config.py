@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+import tyro
+
 from gulliver.errors import GulliverError
 from gulliver.io.hub import fetch
 from gulliver.options import (
@@ -35,7 +37,7 @@ SIZE = Range(1, 65536)
 class DreamboothConfig(Options):
     """Teaches an image or video model one subject from a few pictures."""
 
-    model: Path | None = None
+    model: tyro.conf.Positional[Path | None] = None
     """Folder of the base model: a diffusers pipeline, or a run of `gulliver train`."""
     subject: Path | None = None
     """Folder with the subject's pictures, each with an optional caption of the same name (.txt)."""
@@ -93,7 +95,7 @@ class DreamboothConfig(Options):
     """Background color for transparent pictures."""
     steps: Annotated[int, AT_LEAST_1] = 400
     """Optimizer steps."""
-    batch: Annotated[int, AT_LEAST_1] = 1
+    batch_size: Annotated[int, AT_LEAST_1] = 1
     """Global batch size in pictures of the subject; as many prior pictures are added."""
     micro_batch: Annotated[int | None, AT_LEAST_1] = None
     """Micro-batch size per rank; larger batches accumulate gradients."""
@@ -114,14 +116,14 @@ class DreamboothConfig(Options):
     seed: Annotated[int, SEED] = 0
     """Random seed."""
     plugin: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
-    """How ranks share the state; auto: DDP, or ZeRO-3 with --memory."""
-    memory: str | None = None
+    """How ranks share the state; auto: DDP, or ZeRO-3 with --memory-limit."""
+    memory_limit: str | None = None
     """Memory limit per rank for weights, gradients, optimizer state and activations: 6GiB, 70%."""
     disk: str | None = None
-    """Disk folder and size for state that does not fit into --memory, such as /scratch:100GiB."""
+    """Disk folder and size for state that exceeds --memory-limit, such as /scratch:100GiB."""
     activations: Literal["keep", "recompute", "auto"] = "auto"
-    """Activation recomputation; auto recomputes blocks if --memory requires it."""
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Activation recomputation; auto recomputes blocks if --memory-limit requires it."""
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """Training dtype; bf16 keeps float32 master weights. auto: bf16 on GPUs. fp64 is for tests."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU. Ignored under torchrun."""
@@ -142,9 +144,16 @@ class DreamboothConfig(Options):
     keep: Annotated[int, AT_LEAST_1] = 2
     """Number of checkpoints to keep."""
     resume: bool = False
-    """Resume from the newest checkpoint of the run folder; results are bitwise identical."""
+    """Resume from the newest checkpoint of the run folder, with bitwise identical results; more
+    --steps extend a run without --motion, and the learning rate schedule adapts to its new length.
+    """
     plan: bool = False
     """Print the predicted memory use and exit before reading weights."""
+    GROUPS: ClassVar = {
+        **{"token": "wording", "method": "method", "prior_pictures": "prior", "motion": "motion"},
+        **{"resolution": "training", "plugin": "resources", "validate_every": "validation"},
+        **{"save_every": "checkpoints"},
+    }
 
     ranks_of_a_model: ClassVar[int] = 1
     """Tensor parallel size: these denoisers have no tensor parallel plan."""
@@ -205,21 +214,24 @@ def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool 
 
 MAY_CHANGE = frozenset(
     {"out", "model", "subject", "adapter", "prior_folder"}  # compared by fingerprint
-    | {"plugin", "memory", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
+    | {"plugin", "memory_limit", "disk", "ranks", "activations", "micro_batch", "resume", "plan"}
     | {"keep", "save_every", "validate_every", "validation_prompt", "validation_pictures"}
-    | {"on_broken", "report_to"}
+    | {"on_broken", "report_to", "steps"}
 )
-"""Options that may change on resume because they do not affect the result."""
+"""Options that may change on resume: they affect where, how and how long a run trains."""
 
 
 def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
     """Validates the options before anything is read."""
     if config.model is None:
-        raise GulliverError("--model is missing; give a folder, such as a diffusers pipeline")
+        raise GulliverError(
+            "the model is missing; give a folder, such as a diffusers pipeline: "
+            "gulliver dreambooth FOLDER"
+        )
     config = replace(config, model=(model := fetch(config.model)))
     if not model.is_dir():
         raise GulliverError(
-            f"--model {model} is not a folder; give a diffusers pipeline or a run of gulliver train"
+            f"{model} is not a folder; give a diffusers pipeline or a run of gulliver train"
         )
     _check_subject(config)
     _check_words(config)
@@ -280,7 +292,7 @@ def _check_motion(config: DreamboothConfig) -> None:
 
 
 def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
-    lora, limited = config.method == "lora", config.memory is not None
+    lora, limited = config.method == "lora", config.memory_limit is not None
     adapters = "it only applies to adapters; add --method lora or omit it"
     moved = "it only applies to animated pictures; add --motion or omit it"
     priors = "it only applies to prior pictures; add --class-word and --prior-pictures, or omit it"
@@ -302,9 +314,9 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
         **dict.fromkeys(
             ("motion_after", "motion_clips", "motion_placed"), (bool(config.motion), moved)
         ),
-        "disk": (limited, "it needs --memory; state that fits stays in memory"),
+        "disk": (limited, "it needs --memory-limit; state that fits stays in memory"),
         "plugin": (
             not limited,
-            "--memory implies ZeRO-3; leave --plugin at auto",
+            "--memory-limit implies ZeRO-3; leave --plugin at auto",
         ),
     }

@@ -196,7 +196,7 @@ def facts_of(base: Base, config: DreamboothConfig) -> dict[str, Any]:
         "sampling_steps": config.sampling_steps,
         "guidance": config.guidance,
         "resolution": config.resolution,
-        "precision": config.precision,
+        "precision": config.dtype,
         "seed": config.seed,
     }
 

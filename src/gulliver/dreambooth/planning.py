@@ -37,16 +37,16 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float
 
 def precision_of(config: DreamboothConfig, device: str) -> str:
     """The training dtype: bf16 on a GPU by default."""
-    if config.precision != "auto":
-        return config.precision
+    if config.dtype != "auto":
+        return config.dtype
     return "bf16" if device == "cuda" else "fp32"
 
 
 def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
     """Creates the plugin that shares the work among ranks."""
     half = "bf16" if precision == "bf16" else None
-    if config.memory is not None:
-        limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
+    if config.memory_limit is not None:
+        limit: dict[str, Any] = {"memory_limit": config.memory_limit, "disk": config.disk}
         if config.disk is None and torch.cuda.is_available():
             limit["host_limit"] = HOST_SHARE
         activations = config.activations
@@ -59,7 +59,7 @@ def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
     if config.plugin == "ddp":
         raise GulliverError(
             "--plugin ddp does not support float32 master weights for bf16; use --plugin zero1 or "
-            "--precision fp32"
+            "--dtype fp32"
         )
     return LowLevelZeroPlugin(1 if ranks > 1 else 2, CHUNK_MB, precision=half, verbose=False)
 
@@ -71,7 +71,7 @@ def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) ->
     refusal = GulliverError("")
     for size, times in _splits(config, ranks):
         sample = _sample(config, base, size)
-        if config.memory is None:
+        if config.memory_limit is None:
             work = _work(student, sample, config.activations)
         else:
             estimated = estimate_sample(student, optimizer, sample, "none")
@@ -104,7 +104,7 @@ def with_first_use(work: Work) -> Work:
 
 def per_step(config: DreamboothConfig) -> int:
     """Samples per step, over all ranks."""
-    return config.batch * (2 if config.priors else 1)
+    return config.batch_size * (2 if config.priors else 1)
 
 
 def _splits(config: DreamboothConfig, ranks: int) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,7 @@ class SampleOrder:
 
     def samples(self, step: int) -> list[StepSample]:
         """Samples of a step; its loss is the subject's mean plus the weighted mean of priors."""
-        config, size = self.config, self.config.batch
+        config, size = self.config, self.config.batch_size
         found = [(self._picture(0, step, n), 1 / size) for n in range(size)]
         if self.priors:
             share = config.prior_weight / size
@@ -56,7 +56,7 @@ class SampleOrder:
     def _picture(self, kind: int, step: int, number: int) -> int:
         """Selects a picture; each is used once before any repeats."""
         count = (self.subjects, self.priors)[kind]
-        epoch, place = divmod(step * self.config.batch + number, count)
+        epoch, place = divmod(step * self.config.batch_size + number, count)
         seed = derive(self.config.seed, 4 + kind, epoch)
         return int(np.random.default_rng(seed).permutation(count)[place])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import Plugin
-from gulliver.checkpoint.files import write_json
+from gulliver.checkpoint.files import read_json, write_json
 from gulliver.checkpoint.loading import step_folder
 from gulliver.checkpoint.weights import open_weights
 from gulliver.checkpoint.writing import write_single
@@ -95,15 +95,21 @@ def write_result(
 ) -> Path:
     """Writes the result of a finished run atomically; called on rank 0."""
     folder, partial = run.folder / "result", run.folder / ".result.partial"
+    step = step_folder(run.checkpoints.root)
     if folder.is_dir():
-        return folder
-    tensors = SavedTensors(step_folder(run.checkpoints.root))
+        if read_json(folder / FACTS).get("step", step.name) == step.name:
+            return folder
+        shutil.rmtree(folder)  # of the run before it was extended
+    tensors = SavedTensors(step)
     with tensors.weights, named_errors(folder):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         adapters = adapters_of(base)
         base.save(partial, TrainedParts(config.method, tensors, tokens, adapters, tensors.write))
-        write_json(partial / FACTS, {**facts, "token": config.token, "method": config.method})
+        write_json(
+            partial / FACTS,
+            {**facts, "token": config.token, "method": config.method, "step": step.name},
+        )
         os.replace(partial, folder)
     return folder
 
@@ -167,7 +173,7 @@ def open_base(
             GUIDANCE if config.guidance is None else config.guidance,
             config.snr_gamma,
             on_meta,
-            scratch if config.memory is not None and not on_meta else None,
+            scratch if config.memory_limit is not None and not on_meta else None,
             world.size == 1,
         )
     if (config.model / "config.json").is_file() and (config.model / "checkpoints").is_dir():
@@ -208,7 +214,8 @@ class DreamBoothTrainer(TrainingLoop):
     ) -> None:
         self.config = config
         self.say = console().print if world.is_main else lambda _: None
-        run = RunFolder(config.out, config.keep, MAY_CHANGE, FINGERPRINTS)
+        may_change = MAY_CHANGE - {"steps"} if config.motion else MAY_CHANGE
+        run = RunFolder(config.out, config.keep, may_change, FINGERPRINTS)
         subject = read_pictures(config, self.say)
         self.base = base = open_base(config, world, precision)
         if any(one.pixels.ndim == 4 for one in subject) and not isinstance(base, VideoBase):
@@ -337,7 +344,7 @@ def _boost(
     config: DreamboothConfig, student: Any, planned: PlannedRun
 ) -> tuple[Booster, tuple[Any, Any, Any]]:
     """The booster, with the boosted student, optimizer and scheduler."""
-    if planned.recompute and config.memory is None:
+    if planned.recompute and config.memory_limit is None:
         recompute_blocks(student)
     optimizer = make_optimizer(student, config)
     scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
+
+import tyro
 
 from gulliver.errors import GulliverError
 from gulliver.io.hub import check_push, fetch
@@ -39,7 +41,7 @@ class DataConfig(Options):
     """Format of the rows; auto: detected from the columns."""
     answers_only: Literal["auto", "yes", "no"] = "auto"
     """Train on answers only; auto: yes, if there are answers."""
-    length: Annotated[int | None, Range(2, LONGEST)] = None
+    seq_length: Annotated[int | None, Range(2, LONGEST)] = None
     """Maximum sequence length in tokens; default: the model's context, at most 2048."""
     long_chats: Literal["cut", "skip"] = "cut"
     """How to handle longer conversations; other texts are split into windows."""
@@ -92,25 +94,25 @@ SIZE = Range(1, 65536)
 class FinetuneConfig(DataConfig):
     """Fine-tunes a language model on texts."""
 
-    model: Path | None = None
+    model: tyro.conf.Positional[Path | None] = None
     """Base model: a Hugging Face folder, or a name on the Hub such as org/name."""
     out: Path = Path("runs/finetune")
     """Run folder for config, plan, log, checkpoints, samples and the result."""
     method: Literal["full", "lora"] = "full"
     """Train all weights, or low-rank adapters with frozen weights."""
-    memory: str | None = None
+    memory_limit: str | None = None
     """Memory limit per rank for weights, gradients, optimizer state and activations: 6GiB, 70%."""
     disk: str | None = None
-    """Disk folder and size for state that does not fit into --memory, such as /scratch:100GiB."""
+    """Disk folder and size for state that exceeds --memory-limit, such as /scratch:100GiB."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU, or those of one model. Ignored under torchrun."""
-    tp: Annotated[int, SIZE] = 1
+    tp_size: Annotated[int, SIZE] = 1
     """Tensor parallel size."""
-    pp: Annotated[int, SIZE] = 1
+    pp_size: Annotated[int, SIZE] = 1
     """Pipeline parallel size."""
-    sp: Annotated[int, SIZE] = 1
+    sp_size: Annotated[int, SIZE] = 1
     """Sequence parallel size."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Training dtype of the weights; bf16 keeps float32 master weights. auto: bf16 on GPUs."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
     """Activation recomputation; auto recomputes blocks if they would not fit otherwise."""
@@ -173,34 +175,30 @@ class FinetuneConfig(DataConfig):
     push_to_hub: str | None = None
     """Hub repository, org/name, to upload the result to; a new one is private."""
     resume: bool = False
-    """Resume from the newest checkpoint of the run folder; results are bitwise identical."""
+    """Resume from the newest checkpoint of the run folder, with bitwise identical results; more
+    --steps extend the run, and the learning rate schedule adapts to its new length.
+    """
     dry_run: bool = False
     """Print the plan and exit before reading weights."""
+    GROUPS: ClassVar = {
+        **{"data": "data", "model": "", "method": "run", "epochs": "training"},
+        **{"lora_rank": "adapters", "eval_every": "evaluation", "save_every": "checkpoints"},
+    }
 
     @property
     def ranks_of_a_model(self) -> int:
         """Ranks that hold one model together and read the same texts."""
-        return self.tp * self.pp * self.sp
+        return self.tp_size * self.pp_size * self.sp_size
 
 
 MAY_CHANGE = frozenset(
     {"out", "model", "data", "held_out", "adapter", "chat_template"}  # compared by fingerprint
-    | {"memory", "disk", "ranks", "tp", "pp", "sp", "activations", "micro_tokens", "resume"}
-    | {
-        "dry_run",
-        "keep",
-        "log_every",
-        "save_every",
-        "merge",
-        "save_dtype",
-        "result",
-        "bad_rows",
-        "report_to",
-    }
-    | {"push_to_hub"}
-    | {"samples", "sample_tokens", "prompt"}
+    | {"memory_limit", "disk", "ranks", "tp_size", "pp_size", "sp_size", "activations"}
+    | {"micro_tokens", "resume", "dry_run", "keep", "log_every", "save_every", "merge"}
+    | {"save_dtype", "result", "bad_rows", "report_to", "push_to_hub"}
+    | {"samples", "sample_tokens", "prompt", "steps", "epochs"}
 )
-"""Options that may change on resume because they do not affect the result."""
+"""Options that may change on resume: they affect where, how and how long a run trains."""
 
 
 def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
@@ -210,25 +208,27 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
         GulliverError: an option is invalid.
     """
     if config.model is None:
-        raise GulliverError("--model is missing; give a Hugging Face folder")
+        raise GulliverError("the model is missing; give a folder: gulliver finetune FOLDER")
     check_push(config.push_to_hub)
     config = replace(config, model=(model := fetch(config.model)))
     if not (model / "config.json").is_file():
-        raise GulliverError(f"--model {model} is not a Hugging Face folder: it has no config.json")
+        raise GulliverError(f"{model} is not a Hugging Face folder: it has no config.json")
     check_data(config)
     _check_out(config, model)
     _check_adapters(config)
-    if config.disk is not None and config.memory is None:
-        raise GulliverError(f"--disk {config.disk} needs --memory; state that fits stays in memory")
+    if config.disk is not None and config.memory_limit is None:
+        raise GulliverError(
+            f"--disk {config.disk} needs --memory-limit; state that fits stays in memory"
+        )
     if config.ranks and config.ranks % config.ranks_of_a_model:
         raise GulliverError(
-            f"--ranks {config.ranks} is not a multiple of --tp {config.tp} x --pp {config.pp} x "
-            f"--sp {config.sp} = {config.ranks_of_a_model}"
+            f"--ranks {config.ranks} is not a multiple of --tp-size {config.tp_size} x --pp-size "
+            f"{config.pp_size} x --sp-size {config.sp_size} = {config.ranks_of_a_model}"
         )
-    if config.packing == "yes" and config.sp > 1:
+    if config.packing == "yes" and config.sp_size > 1:
         raise GulliverError(
-            f"--packing yes does not support --sp {config.sp}, because document masks need whole "
-            "sequences on a rank; leave --packing at auto, which sorts batches by length"
+            f"--packing yes does not support --sp-size {config.sp_size}, because document masks "
+            "need whole sequences on a rank; leave --packing at auto, which sorts batches by length"
         )
     return config
 

@@ -152,7 +152,7 @@ def plan_run(
                 size = shape.per_micro(places, times), shape.length
                 options = cluster.device, *size, precision, config.activations, room
                 works[times] = estimate_work(
-                    model, made, *options, limited=config.memory is not None
+                    model, made, *options, limited=config.memory_limit is not None
                 )
             try:
                 plan = plugin.make_plan(model, made, cluster, work=works[times])
@@ -177,24 +177,24 @@ def _splits(config: FinetuneConfig, shape: StepShape, places: int) -> Iterator[i
 
 def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plugin]:
     half = None if precision == "fp32" else precision
-    limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
-    if config.memory is not None and config.disk is None and torch.cuda.is_available():
+    limit: dict[str, Any] = {"memory_limit": config.memory_limit, "disk": config.disk}
+    if config.memory_limit is not None and config.disk is None and torch.cuda.is_available():
         limit["host_limit"] = HOST_SHARE
     if config.ranks_of_a_model > 1:
         for again in AGAIN[config.activations]:
             yield HybridParallelPlugin(
-                tp_size=config.tp,
-                pp_size=config.pp,
-                sp_size=config.sp,
-                sequence_parallelism_mode="auto" if config.sp > 1 else None,
-                zero_stage=1 if config.memory is None else 3,
+                tp_size=config.tp_size,
+                pp_size=config.pp_size,
+                sp_size=config.sp_size,
+                sequence_parallelism_mode="auto" if config.sp_size > 1 else None,
+                zero_stage=1 if config.memory_limit is None else 3,
                 precision=half,
                 checkpoint_activations=again,
-                chunk_mb=CHUNK_MB if config.memory is None else "auto",
+                chunk_mb=CHUNK_MB if config.memory_limit is None else "auto",
                 verbose=False,
                 **limit,
             )
-    elif config.memory is not None:
+    elif config.memory_limit is not None:
         yield GeminiPlugin(**limit, precision=half, activations=config.activations, verbose=False)
     elif ranks == 1 and half is None:
         yield TorchDDPPlugin(verbose=False)
@@ -210,7 +210,11 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
     if ranks > 1:
         return None
     whole = memory_bytes("cuda" if torch.cuda.is_available() else "cpu")
-    return whole if config.memory is None else byte_size("--memory", config.memory, whole)
+    return (
+        whole
+        if config.memory_limit is None
+        else byte_size("--memory-limit", config.memory_limit, whole)
+    )
 
 
 def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
@@ -237,7 +241,7 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun
         raise GulliverError(
             f"each rank needs {size_text(needed)} (state {size_text(state)}, activations "
             f"{size_text(needed - state)}), but only {size_text(room)} are available; use "
-            f"--memory {size_at_least(int(room))} --disk FOLDER:SIZE, --method lora, or more "
+            f"--memory-limit {size_at_least(int(room))} --disk FOLDER:SIZE, --method lora, or more "
             "--ranks"
         )
     own = recompute and not shared
@@ -301,8 +305,8 @@ class Recipe:
 
 def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
     """Chooses the training dtype of the weights; returns it with the reason."""
-    if config.precision != "auto":
-        return config.precision, "as requested"
+    if config.dtype != "auto":
+        return config.dtype, "as requested"
     if device == "cuda":
         return "bf16", "half the memory, and faster on GPUs"
     return "fp32", "faster than bf16 on CPUs"

@@ -10,7 +10,7 @@ run/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def loader_of(
         packing=packing,
         seed=config.seed,
         # Zigzag layouts give each rank two pieces of a sequence.
-        multiple=2 * config.sp if config.sp > 1 else 1,
+        multiple=2 * config.sp_size if config.sp_size > 1 else 1,
         **options,
     )
 
@@ -199,7 +199,10 @@ def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
     packing = _packing(config, model, data, say)
     checkpoint = run.open(config, {"base": fingerprint, "data": data.fingerprint})
     barrier()  # all ranks read before any rank writes
-    recipe = _recipe(config, data, packing, parameters, world)
+    # Values derived from the length of the run are kept when it is extended.
+    chosen = run.values().get("chosen", {}) if checkpoint else {}
+    begun = {k: chosen.get(k) for k in ("batch_tokens", "warmup") if getattr(config, k) is None}
+    recipe = _recipe(replace(config, **begun), data, packing, parameters, world)
     planned = _plan(config, run, data, recipe, model, packing, world)
     if planned.disk is not None:
         check_disk_folder(planned.disk)
@@ -228,7 +231,7 @@ def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any)
     if config.packing == "no":
         return False
     reason = packing_support(model, data.facts["length"])
-    if reason is None and config.sp > 1:
+    if reason is None and config.sp_size > 1:
         reason = "sequence parallelism does not support document masks"
     if reason is None:
         return True
@@ -284,7 +287,7 @@ def _plan(
 def _prompts(
     config: FinetuneConfig, data: TextData, tokenizer: Any, planned: PlannedRun, say: Any
 ) -> list[Prompt]:
-    if config.pp > 1:
+    if config.pp_size > 1:
         asked = "--samples and --prompt are ignored" if config.samples or config.prompt else ""
         say(
             "no samples, because pipeline parallelism does not support "

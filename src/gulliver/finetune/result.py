@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -155,6 +156,10 @@ def write_result(
     if world.is_main:
         step, which = _chosen(job, run, best)
         number = best if step == job.base.folder else int(step.name.rpartition("-")[2])
+        written = run.folder / "result.json"
+        known = read_json(written) if written.is_file() else {}
+        if whole.is_dir() and known.get("step", number) != number:
+            shutil.rmtree(whole)  # of the run before it was extended
         if job.config.method == "lora":
             tensors = _trained(step)
             _write_adapter(job, model, tensors, adapter)
@@ -168,6 +173,7 @@ def write_result(
         card = model_card(job, run, number, which)
         for folder in (run.folder, *(f for f in (whole, adapter) if f.is_dir())):
             write_text(folder / "README.md", card)
+        write_json(written, {"step": number})
         console().print(f"{which}: {adapter if job.config.method == 'lora' else whole}")
     barrier()  # no rank may report success before the result is written
     return adapter if job.config.method == "lora" else whole

@@ -120,14 +120,14 @@ class _Bad:
 
 
 def _length(config: DataConfig, context: int | None) -> int:
-    if config.length is None:
+    if config.seq_length is None:
         return min(LENGTH, context or LENGTH)
-    if context is not None and config.length > context:
+    if context is not None and config.seq_length > context:
         raise GulliverError(
-            f"--length {config.length} exceeds the model's context of {context} tokens; use that "
-            "or less"
+            f"--seq-length {config.seq_length} exceeds the model's context of {context} tokens; "
+            "use that or less"
         )
-    return config.length
+    return config.seq_length
 
 
 def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[TextSample]]:

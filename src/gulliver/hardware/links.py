@@ -53,7 +53,7 @@ def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
     """Measures the link of every pair of ranks; a collective call with one result for all."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise GulliverError(
-            "links need several ranks; run torchrun --nproc-per-node 2 -m gulliver.cli probe"
+            "links need several ranks; run torchrun --nproc-per-node 2 -m gulliver probe"
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     mine: dict[Pair, dict[int, list[float]]] = {}

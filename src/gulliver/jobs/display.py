@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,12 +32,68 @@ from gulliver.io.files import named_errors, require_space
 UNWRITTEN = 1 << 16
 """Bytes of scalars that a log of TensorBoard may still have to write, and more."""
 SECONDS_BETWEEN_LINES = 15.0
+QUIET_SECONDS = 2.0
+"""Seconds before a command says what it is doing."""
+UNBROKEN = 100_000
+"""Columns where the output is no terminal: no line is that long."""
 
 
 def console() -> Console:
     """The console of messages for people; standard output stays free for results."""
     # Names are shown as they are: a folder called ``run[v2]`` is no markup.
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+class _Report(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with 1, and not say why
+
+
+def report_console() -> Console:
+    """Standard output: tables fit a terminal, and no line is broken in a file or a pipe."""
+    made = _Report(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = UNBROKEN
+    return made
+
+
+def print_json(values: Mapping[str, Any]) -> None:
+    """Prints the JSON of a command, with the version of its fields."""
+    print(json.dumps({"schema": 1, **values}, indent=1, default=str))
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows on standard error what a command computes, where it takes more than two seconds.
+
+    Yields a function that takes the present part of the work.
+    """
+    now, ended, begun = [what], threading.Event(), time.monotonic()
+
+    def show() -> None:
+        if ended.wait(QUIET_SECONDS):
+            return
+        screen, wait = console(), SECONDS_BETWEEN_LINES
+        with ExitStack() as stack:
+            status = None
+            if screen.is_terminal:
+                status, wait = stack.enter_context(screen.status(now[0])), 0.25
+            while True:
+                text = f"{now[0]} ({time.monotonic() - begun:.0f} s)"
+                status.update(text) if status else screen.print(text)
+                if ended.wait(wait):
+                    return
+
+    def update(part: str) -> None:
+        now[0] = f"{what}: {part}"
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        ended.set()
+        thread.join()
 
 
 def memory_in_use() -> int:

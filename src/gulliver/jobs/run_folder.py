@@ -15,7 +15,7 @@ from gulliver.errors import GulliverError
 from gulliver.io.files import named_errors, require_space
 from gulliver.jobs.log import Log
 from gulliver.jobs.trackers import check_trackers
-from gulliver.options import differences, resolved
+from gulliver.options import differences, resolved, with_new_names
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,15 @@ class RunFolder:
                     f"{self.folder} cannot be resumed: {message} (fingerprint {known[name]}, "
                     f"here {here})"
                 )
-        changed = differences(self.options(), resolved(config), self.may_change)
+        begun = with_new_names(type(config), self.options())
+        changed = differences(begun, resolved(config), self.may_change)
         if changed:
             raise GulliverError(
                 f"{self.folder} cannot be resumed with other options: {'; '.join(changed)}"
             )
+        done, steps = int(newest.name.rpartition("-")[2]), getattr(config, "steps", None)
+        if steps is not None and steps < done:
+            raise GulliverError(f"--steps {steps} is less than the {done} of {self.folder}")
         return newest
 
     def check_writable(self, needed: int) -> None:

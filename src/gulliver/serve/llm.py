@@ -3,7 +3,7 @@
 | options | runner |
 |---|---|
 | none | `LocalRunner`, the model in this process |
-| ``memory=`` | the same, with weights that come from a disk (`StreamedWeights`) |
+| ``memory_limit=`` | the same, with weights that come from a disk (`StreamedWeights`) |
 | ``tensor=``, ``pipeline=`` | `RanksRunner`, processes that it starts (`gulliver.serve.ranks`) |
 """
 
@@ -43,14 +43,14 @@ def open_runner(
         return runner, end_tokens(build_on_meta(folder, torch.float32), tokenizer)
     model, streamed = load_model(folder, options)
     try:
-        sizes = options.context, options.cache_bytes, options.cache_tokens
+        sizes = options.seq_length, options.kv_cache, options.cache_tokens
         runner = LocalRunner(model, *sizes, sequences=sequences, streamed=streamed)
     except BaseException:
         if streamed is not None:
             streamed.close()
         raise
     if streamed is not None:
-        _log.warning("memory=%s: %s", options.memory, streamed)
+        _log.warning("memory_limit=%s: %s", options.memory_limit, streamed)
     return runner, end_tokens(model, tokenizer)
 
 
@@ -84,8 +84,8 @@ class LLM:
             options: limits of the engine.
             drafter: what guesses tokens, if any; `speculation` of the model's options names one.
             model_options: how the model is loaded and run.
-            fields: fields of `ModelOptions` by name, such as ``dtype``, ``quantize``, ``context``,
-                ``cache_tokens``, ``memory``, ``tensor`` or ``speculation``.
+            fields: fields of `ModelOptions` by name, such as ``dtype``, ``quantize``,
+                ``seq_length``, ``cache_tokens``, ``memory_limit``, ``tp_size`` or ``speculation``.
 
         Raises:
             GulliverError: the folder or the model cannot be served, or there is too little memory.
@@ -108,7 +108,7 @@ class LLM:
         else:
             _refuse_for_models(given)
             drafter = _drafter(given, drafter, tokenizer, options)
-            sizes = given.context, given.cache_bytes, given.cache_tokens
+            sizes = given.seq_length, given.kv_cache, given.cache_tokens
             runner = LocalRunner(model, *sizes, sequences=options.sequences)
             ends = end_tokens(model, tokenizer)
         self.tokenizer = tokenizer
@@ -268,10 +268,10 @@ def _refuse_for_models(given: ModelOptions) -> None:
             "dtype and quantize are for folders: convert a model with model.to(...) or "
             "gulliver.replace_module(model)"
         )
-    if given.memory is not None or given.ranks > 1:
+    if given.memory_limit is not None or given.ranks > 1:
         raise GulliverError(
-            "memory, tensor and pipeline are for folders, whose weights are read in slices: save "
-            "the model with save_pretrained and give the folder"
+            "memory_limit, tp_size and pp_size are for folders, whose weights are read in "
+            "slices: save the model with save_pretrained and give the folder"
         )
 
 

@@ -114,7 +114,7 @@ class LocalRunner:
         self._paged = paged = PagedModel(model, self.measured, streamed, device)
         paged.end_step()
         context = context_of(model.config, context)
-        sizes = ModelOptions(cache_bytes=cache_bytes, cache_tokens=cache_tokens)
+        sizes = ModelOptions(kv_cache=cache_bytes, cache_tokens=cache_tokens)
         blocks = cache_blocks(
             *(self.measured.token_bytes, device, context, sequences, sizes),
             *(block_size, paged.budget),

@@ -37,6 +37,7 @@ from gulliver.memory.stores import (
 )
 from gulliver.options import size_text
 from gulliver.precision.int8.layers import QuantizedLayer
+from gulliver.serve.options import disk_limit
 
 ALIGNED = 64
 """Bytes that tensors of an object begin at multiples of."""
@@ -115,7 +116,10 @@ class StreamedWeights:
                 f"{largest.path} alone takes {size_text(self.least)}: give "
                 f"{size_text(self.least - budget)} more, or quantize="
             )
-        folder = disk_folder(disk)
+        given, most = disk_limit(disk)
+        if most is not None and most < self.whole:
+            raise GulliverError(f"disk={str(disk)!r}: weights take {size_text(self.whole)} there")
+        folder = disk_folder(given)
         self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
         ahead, self._why = look_ahead(self._sizes, budget)
         store = DiskStore(folder, self.whole)

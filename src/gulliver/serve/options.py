@@ -20,29 +20,30 @@ class ModelOptions(Options):
     Attributes:
         dtype: Dtype of the weights; that of the files by default.
         quantize: Read the weights into int8 or int4, as `gulliver.replace_module` does.
-        context: Most tokens of prompt and answer; the model's own by default.
-        cache_bytes: Memory for keys and values, such as 4GiB; by default what sequences need, at
+        seq_length: Most tokens of prompt and answer; the model's own by default.
+        kv_cache: Memory for keys and values, such as 4GiB; by default what sequences need, at
             most half.
         cache_tokens: The same as a number of tokens.
-        memory: Memory of weights, keys and values in each process, such as 6GiB; the rest is on a
-            disk.
-        disk: Folder on a local disk for those weights; that of temporary files by default.
-        tensor: Ranks that each layer is cut over.
-        pipeline: Stages that the layers are dealt to, each on that many ranks.
+        memory_limit: Memory of weights, keys and values in each process, such as 6GiB; the rest is
+            on a disk.
+        disk: Folder on a local disk for those weights, perhaps with a limit: /scratch:100GiB; that
+            of temporary files by default.
+        tp_size: Ranks that each layer is cut over.
+        pp_size: Stages that the layers are dealt to, each on that many ranks.
         speeds: Relative speeds of the stages; equal ones by default.
-        timeout_s: Seconds after which a silent rank is lost; 60 by default, 600 with memory.
+        timeout_s: Seconds after which a silent rank is lost; 60, or 600 with a limit.
         speculation: Drafts: ngram, suffix, or the folder of a draft; answers stay the same.
     """
 
     dtype: Literal["float32", "bfloat16"] | None = None
     quantize: Literal["int8", "int8_dynamic", "int4"] | None = None
-    context: Annotated[int | None, Range(2)] = None
-    cache_bytes: int | str | None = None
+    seq_length: Annotated[int | None, Range(2)] = None
+    kv_cache: int | str | None = None
     cache_tokens: Annotated[int | None, AT_LEAST_1] = None
-    memory: int | str | None = None
+    memory_limit: int | str | None = None
     disk: Path | None = None
-    tensor: Annotated[int, Range(1, 1024)] = 1
-    pipeline: Annotated[int, Range(1, 1024)] = 1
+    tp_size: Annotated[int, Range(1, 1024)] = 1
+    pp_size: Annotated[int, Range(1, 1024)] = 1
     speeds: tuple[float, ...] | None = None
     timeout_s: Annotated[float | None, Range(0.1, 86400)] = None
     speculation: str | Path | None = None
@@ -50,15 +51,17 @@ class ModelOptions(Options):
     def check_combinations(self) -> None:
         """Refuses options that have no effect without another one."""
         super().check_combinations()
-        if self.disk is not None and self.memory is None:
-            raise GulliverError(f"disk={str(self.disk)!r} needs memory=: what fits it stays there")
-        if self.speeds and self.pipeline == 1:
-            raise GulliverError(f"speeds={self.speeds} are of stages: give pipeline= as well")
+        if self.disk is not None and self.memory_limit is None:
+            raise GulliverError(
+                f"disk={str(self.disk)!r} needs memory_limit=: what fits it stays there"
+            )
+        if self.speeds and self.pp_size == 1:
+            raise GulliverError(f"speeds={self.speeds} are of stages: give pp_size= as well")
 
     @property
     def ranks(self) -> int:
         """Number of processes that compute."""
-        return self.tensor * self.pipeline
+        return self.tp_size * self.pp_size
 
     @property
     def patience_s(self) -> float:
@@ -66,18 +69,26 @@ class ModelOptions(Options):
         if self.timeout_s is not None:
             return self.timeout_s
         # A step that reads weights from a disk may take minutes.
-        return 60.0 if self.memory is None else 600.0
+        return 60.0 if self.memory_limit is None else 600.0
 
     @property
     def limit(self) -> int | None:
         """Bytes of weights, keys and values in each process."""
-        if self.memory is None:
+        if self.memory_limit is None:
             return None
         import torch
 
         from gulliver.serve.weights import free_bytes
 
-        return byte_size("memory", self.memory, free_bytes(torch.device("cpu")))
+        return byte_size("memory_limit", self.memory_limit, free_bytes(torch.device("cpu")))
+
+
+def disk_limit(disk: Path | str | None) -> tuple[Path | None, int | None]:
+    """Folder and bytes of ``/scratch:100GiB``, as planners write it; the size may be left out."""
+    folder, _, size = str(disk).rpartition(":")
+    if disk is None or not folder or not size[:1].isdigit() or Path(disk).is_dir():
+        return disk and Path(disk), None
+    return Path(folder), byte_size("disk", size)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def context_of(config: Any, wanted: int | None) -> int | None:
     own = getattr(config, "max_position_embeddings", None)
     own = int(own) if isinstance(own, int) and own > 0 else None
     if wanted is not None and (wanted < 2 or (own is not None and wanted > own)):
-        raise GulliverError(f"context={wanted}: give 2 to {own or 'any number'}")
+        raise GulliverError(f"seq_length={wanted}: give 2 to {own or 'any number'}")
     return own if wanted is None else wanted
 
 
@@ -74,14 +74,14 @@ def cache_blocks(
     ranks: int = 1,
 ) -> int:
     """Chooses the number of blocks of a cache; `budget` is that of streamed weights, if any."""
-    if options.cache_bytes is not None and options.cache_tokens is not None:
-        raise GulliverError("give cache_bytes or cache_tokens, not both")
+    if options.kv_cache is not None and options.cache_tokens is not None:
+        raise GulliverError("give kv_cache or cache_tokens, not both")
     block_bytes = max(token_bytes * size, 1)
     free = free_bytes(device)
     if options.cache_tokens is not None:
         blocks = options.cache_tokens // size
-    elif options.cache_bytes is not None:
-        blocks = byte_size("cache_bytes", options.cache_bytes) // block_bytes
+    elif options.kv_cache is not None:
+        blocks = byte_size("kv_cache", options.kv_cache) // block_bytes
     else:
         whole = -(-(context or WHOLE) // size)
         room = int(free * SHARE) // ranks

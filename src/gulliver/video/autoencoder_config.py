@@ -141,11 +141,21 @@ class TrainAutoencoderConfig(Options):
 
 
 MAY_CHANGE_OF_AUTOENCODER = frozenset(
-    {"out", "ranks", "resume", "resume_step", "save_every", "keep", "async_save", "log_every"}
+    {
+        "steps",
+        "out",
+        "ranks",
+        "resume",
+        "resume_step",
+        "save_every",
+        "keep",
+        "async_save",
+        "log_every",
+    }
     | {"report_every", "report_to", "segment_frames", "share_ranks", "share_dim"}
     | {"model.init", "data.unreadable_limit", "data.in_memory"}
 )
-"""Options that may change on resume because they do not affect the result."""
+"""Options that may change on resume: where, how and how long a run trains."""
 
 
 def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoderConfig:

@@ -77,13 +77,13 @@ class PlannerConfig(Options):
     """Cost file from a run on such machines; default: measured at the start of the run, and saved
     in its folder as costs.json.
     """
-    memory: Annotated[float | None, POSITIVE] = None
-    """GiB per rank; default: nine tenths of a GPU, or a tenth of the host's memory per rank."""
+    memory_limit: str | None = None
+    """Memory per rank, such as 20GiB; default: 90% of a GPU, or 10% of the host's memory."""
 
 
 NAMES = tuple(field.name for field in fields(PlannerConfig))
 PLANS_MAY_CHANGE = frozenset(
-    f"planner.{name}" for name in ("intra", "degree", "inter", "pac", "costs", "memory")
+    f"planner.{name}" for name in ("intra", "degree", "inter", "pac", "costs", "memory_limit")
 )
 """Options that affect where samples run, but not which samples a step has."""
 
@@ -249,10 +249,10 @@ class SamplesConfig(Options):
 
     every: Annotated[int, AT_LEAST_0] = 0
     """Steps between samples, each with a checkpoint; also at the end; 0: none."""
-    prompts: Path | None = None
+    prompt_file: Path | None = None
     """Text file with a prompt per line; default: captions of (held-out) clips."""
     clips: Annotated[int, Range(1, 64)] = 4
-    """Number of captions to use without --samples.prompts."""
+    """Number of captions to use without --samples.prompt-file."""
     shape: str | None = None
     """Trained shape, frames x height x width; default: the first, or the most common."""
     seed: Annotated[int, SEED] = 0
@@ -294,7 +294,9 @@ class TrainConfig(Options):
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU, or those of one model. Ignored under torchrun."""
     resume: bool = False
-    """Resume from the newest checkpoint of the run folder; results are bitwise identical."""
+    """Resume from the newest checkpoint of the run folder; results are bitwise identical. More
+    --steps extend the run, and the learning rate follows the new length.
+    """
     resume_step: Annotated[int | None, AT_LEAST_0] = None
     """Resume from this step's checkpoint; later ones are abandoned."""
     seed: Annotated[int, SEED] = 0
@@ -315,8 +317,8 @@ class TrainConfig(Options):
     """Plan each step from its clips: which ranks share a clip, and how many clips run at once."""
     accumulate: Annotated[int, AT_LEAST_1] = 1
     """Micro-batches per optimizer step; with a pipeline at least two per stage."""
-    mixed_precision: Literal["none", "bf16"] = "none"
-    """bf16 autocast; leave it off on CPUs, where it is slower."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16 computes under autocast, with float32 weights; leave it at fp32 on CPUs."""
     save_every: Annotated[int, AT_LEAST_1] = 200
     """Steps between checkpoints."""
     keep: Annotated[int, AT_LEAST_1] = 3
@@ -367,7 +369,7 @@ class SamplingConfig(Options):
     """Weight of restoring the velocity's standard deviation after guidance; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
-    cache: str = "none"
+    step_cache: str = "none"
     """Cache between steps: broadcast or first-block, see `cache_blocks`."""
 
 
@@ -388,7 +390,18 @@ class DemoConfig(Options):
 
 
 MAY_CHANGE = frozenset(
-    {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
+    {"steps"}
+    | {
+        "out",
+        "ranks",
+        "resume",
+        "resume_step",
+        "plugin",
+        "stage",
+        "save_every",
+        "keep",
+        "log_every",
+    }
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save", "report_to"}
     | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit", "data.encoded"}
@@ -397,7 +410,7 @@ MAY_CHANGE = frozenset(
     | {"model.weights", "model.text_encoder"}
     | PLANS_MAY_CHANGE
 )
-"""Options that may change on resume because they do not affect the result."""
+"""Options that may change on resume: where, how and how long a run trains."""
 
 
 def check_config(config: TrainConfig) -> TrainConfig:
@@ -407,7 +420,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
     check_needs(config, planner_needs(config))
     check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
     check_planner(config)
-    alone = config.samples.prompts is None, "omit it: --samples.prompts lists them all"
+    alone = config.samples.prompt_file is None, "omit it: --samples.prompt-file lists them all"
     check_needs(config, {"samples.clips": alone})
     weighted = [shape for shape in config.data.shapes if ":" in shape]
     if not config.data.made and weighted and config.data.shapes != DataConfig().shapes:

@@ -58,7 +58,7 @@ def split_ranks(
     """Chooses the numbers of ranks for sequence parallelism and for guidance branches."""
     if guidance_ranks not in (0, 1, 2) or sequence < 0:
         raise GulliverError(
-            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} is invalid; guidance uses "
+            f"--sp-size {sequence} x --guidance-ranks {guidance_ranks} is invalid; guidance uses "
             "1 or 2 ranks, and a sequence at least 1"
         )
     if guidance_ranks == 2 and image_guided:
@@ -75,7 +75,7 @@ def split_ranks(
         sequence = max(1, world // guidance_ranks)
     if sequence * guidance_ranks != world:
         raise GulliverError(
-            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} = "
+            f"--sp-size {sequence} x --guidance-ranks {guidance_ranks} = "
             f"{sequence * guidance_ranks} ranks, but there are {world}; start as many, or omit "
             "one of the options"
         )

@@ -217,13 +217,13 @@ def make_samples(
     if not samples.every:
         return None
     shape = _shape(config, dataset)
-    if samples.prompts is not None:
-        prompts = read_prompts(samples.prompts)
+    if samples.prompt_file is not None:
+        prompts = read_prompts(samples.prompt_file)
         for prompt in prompts:
             if read_prompt(prompt).text != prompt:
                 raise GulliverError(
-                    f"--samples.prompts {samples.prompts}: {prompt[:60]!r} uses references, which "
-                    "are not supported; remove the JSON"
+                    f"--samples.prompt-file {samples.prompt_file}: {prompt[:60]!r} uses "
+                    "references, which are not supported; remove the JSON"
                 )
     else:
         found = [_captions(of, shape, samples.clips) for of in (held_out, dataset) if of]

@@ -262,7 +262,7 @@ class VideoPipeline:
         if sizes[0] > 1 and self.release.name != "Open-Sora 1.2":
             raise GulliverError(
                 f"the tokens of this {self._name} of {self.release.name} cannot be split; use "
-                "--sequence 1, and at most 2 ranks for --guidance-ranks"
+                "--sp-size 1, and at most 2 ranks for --guidance-ranks"
             )
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
@@ -472,7 +472,7 @@ class VideoPipeline:
 
             options["step_noise"] = step_noise
         whole = filled.shared.whole
-        with cache_blocks(filled.denoiser.model, sampling.cache, whole) as cache:
+        with cache_blocks(filled.denoiser.model, sampling.step_cache, whole) as cache:
             latents = self.flow.sample(
                 filled.shared.model,
                 noise,

@@ -43,7 +43,7 @@ from gulliver.hardware.samples import (
 from gulliver.jobs.log import derive
 from gulliver.models.autoencoders import Autoencoder
 from gulliver.models.stdit import STDiT3
-from gulliver.options import size_text
+from gulliver.options import DTYPES, byte_size, size_text
 from gulliver.video.config import TrainConfig
 
 READERS = 2
@@ -286,7 +286,7 @@ def _sizes(config: TrainConfig, model: Any, kept: dict[str, float], extra: float
     )
     name = f"{type(model).__name__} {config.model.size if config.model.weights is None else 'own'}"
     kinds = tuple(BlockKind(kind, model.depth, kept[kind], 0.5) for kind in lists)
-    dtype = "bfloat16" if config.mixed_precision == "bf16" else "float32"
+    dtype = DTYPES[config.dtype]
     each = weights // (len(lists) * model.depth)
     return SampleModel(name, each, model.hidden_size, kinds, dtype)
 
@@ -407,7 +407,8 @@ def _recomputed(model: Any, kinds: tuple[str, ...]) -> Iterator[None]:
 
 
 def _memory(config: TrainConfig, world: World) -> tuple[float, str]:
-    if config.planner.memory is not None:
-        return config.planner.memory * 2**30, "from --planner.memory"
+    if (limit := config.planner.memory_limit) is not None:
+        size = byte_size("--planner.memory-limit", limit)
+        return size, "from --planner.memory-limit"
     # Must not depend on the number of ranks, or the samples of a step would.
     return planned_memory(world.device.type)

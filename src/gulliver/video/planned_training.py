@@ -290,7 +290,7 @@ def _placeholder_losses(
     trainer: PlannedTrainer, model: Any, autoencoder: Autoencoder, bucket: Bucket, count: int
 ) -> Tensor:
     """Losses [count] of dummy clips, with the computation of real ones."""
-    device, precision = trainer.world.device, trainer.config.mixed_precision
+    device, precision = trainer.world.device, trainer.config.dtype
     size = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
     with torch.no_grad():
         latents = torch.zeros(count, *size, device=device)

@@ -182,7 +182,7 @@ class Trainer(TrainingLoop):
         if held_out is not None and config.validation.every:
             of = config.validation, self.place, config.data.batch_size
             self.validation = Validation(held_out, self.maker, *of)
-        precision = None if config.mixed_precision == "none" else config.mixed_precision
+        precision = None if config.dtype == "fp32" else config.dtype
         booster = Booster(plugin=plugin, mixed_precision=precision)
         optimizer, scheduler = make_optimizer(config, model)
         self.plain_model = model

@@ -93,7 +93,7 @@ class Submission(Options):
 
     Attributes:
         script: Script that reports its progress with gulliver.schedule.elastic().
-        batch: Global batch size.
+        batch_size: Global batch size.
         arguments: Arguments of the script, after --.
         name: Name of the job; default: that of the script.
         directory: Working directory; default: the current one.
@@ -118,7 +118,7 @@ class Submission(Options):
     """
 
     script: str
-    batch: Annotated[int, AT_LEAST_1]
+    batch_size: Annotated[int, AT_LEAST_1]
     arguments: tuple[str, ...] = ()
     name: str = ""
     directory: str = "."
@@ -170,7 +170,7 @@ class Submission(Options):
         from gulliver.hardware.scaling import Scaling
 
         if self.sample_seconds is None:
-            return Scaling(self.slots / max(self.batch, 1))
+            return Scaling(self.slots / max(self.batch_size, 1))
         return Scaling(self.sample_seconds, self.step_seconds, self.exchange_seconds)
 
     def job(self, arrival: float, scaling: Scaling, resize: float, start: float) -> Job:
@@ -179,12 +179,12 @@ class Submission(Options):
 
         # A rank without a sample would only block a slot, unless several share a model: then the
         # user sets the limit.
-        smallest = self.batch if self.least_batch is None else self.least_batch
+        smallest = self.batch_size if self.least_batch is None else self.least_batch
         return Job(
             self.name,
             arrival,
             ENDLESS if self.samples is None else self.samples,
-            self.batch,
+            self.batch_size,
             self.slots,
             scaling,
             noise=self.noise,

@@ -255,7 +255,7 @@ class LiveJob:
     segments: list[Segment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.batch = self.batch or self.submission.batch
+        self.batch = self.batch or self.submission.batch_size
         self.state = JobState(self.job(), changed=self.arrival)
 
     @property

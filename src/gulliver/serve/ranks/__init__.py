@@ -2,5 +2,5 @@
 
 Example::
 
-    runner = start_ranks(folder, ModelOptions(tensor=2, pipeline=2), sequences=64)
+    runner = start_ranks(folder, ModelOptions(tp_size=2, pp_size=2), sequences=64)
 """

@@ -290,7 +290,7 @@ def start_ranks(
     """Starts the ranks of a folder's model, which `check_options` has looked at."""
     if options.limit is None:
         check_memory(folder, options.dtype, options.quantize)
-    layout = plan_ranks(folder, options.dtype, options.tensor, options.pipeline, options.speeds)
+    layout = plan_ranks(folder, options.dtype, options.tp_size, options.pp_size, options.speeds)
     return Processes(folder, options, layout, sequences, max_in_flight).runner()
 
 

@@ -201,7 +201,7 @@ class StageModel:
 
     def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
         """What this rank has memory for."""
-        context = context_of(self._model.config, options.context)
+        context = context_of(self._model.config, options.seq_length)
         blocks = cache_blocks(
             *(self.shape.token_bytes, torch.device("cpu"), context, sequences, options),
             *(block_size, self._paged.budget, self.layout.ranks),

@@ -75,7 +75,9 @@ def report(config: ReportConfig) -> SpeculationReport:
     model, tokenizer = load(config.target, config.dtype)
     data = read_text(config, tokenizer, lambda _: None)
     texts = [one.ids.tolist() for one in data.held_out or data.train]
-    texts = [text[: config.prompt] for text in texts if len(text) >= min(8, config.prompt)]
+    texts = [
+        text[: config.prompt_length] for text in texts if len(text) >= min(8, config.prompt_length)
+    ]
     if not texts:
         raise GulliverError("no text is left to continue: give longer ones")
     asked = SamplingParameters(config.tokens, config.temperature, seed=0, ignore_eos=True)

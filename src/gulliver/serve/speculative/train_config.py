@@ -10,14 +10,14 @@ import tyro
 
 from gulliver.errors import GulliverError
 from gulliver.finetune.config import DataConfig, check_data
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, Options, Range
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, Range
 
 
 @dataclass(frozen=True)
 class TrainDraftConfig(DataConfig):
     """Trains a draft that looks at the target's cached keys and values (GliDe)."""
 
-    target: Path | None = None
+    target: tyro.conf.Positional[Path | None] = None
     """Hugging Face folder of the model that the draft is for; it stays as it is."""
     out: Path = Path("draft")
     """Folder of the draft."""
@@ -56,15 +56,19 @@ class TrainDraftConfig(DataConfig):
 
 
 MAY_CHANGE = frozenset(
-    {"out", "target", "data", "held_out"} | {"ranks", "stage", "save_every", "resume", "bad_rows"}
+    {"out", "target", "data", "held_out"}
+    | {"ranks", "stage", "save_every", "resume", "bad_rows"}
+    | {"steps"}
 )
-"""Options that may differ between a run and its resumption: where and how, not what."""
+"""Options that may differ between a run and its resumption: where, how, and how long."""
 
 
 def check_train_draft(config: TrainDraftConfig) -> None:
     """Refuses options that nothing can be trained with."""
     if config.target is None:
-        raise GulliverError("no target is named: give --target FOLDER")
+        raise GulliverError(
+            "no target is given: gulliver speculate train FOLDER, a Hugging Face folder"
+        )
     if config.glimpses and len(config.glimpses) != config.layers:
         raise GulliverError(
             f"--glimpses names {len(config.glimpses)} layers: give one for each of the "
@@ -81,13 +85,13 @@ def check_train_draft(config: TrainDraftConfig) -> None:
 class ReportConfig(DataConfig):
     """Measures drafts of a model: what is accepted, what it costs, and where it stops paying."""
 
-    target: Path | None = None
+    target: tyro.conf.Positional[Path | None] = None
     """Hugging Face folder of the model."""
     draft: str = "ngram"
     """ngram, suffix, or the folder of a draft or of a small model."""
     texts: Annotated[int, Range(1, 512)] = 8
     """Texts that are continued: the beginnings of held-out ones."""
-    prompt: Annotated[int, Range(1, 2**20)] = 64
+    prompt_length: Annotated[int, Range(1, 2**20)] = 64
     """Tokens of each beginning."""
     tokens: Annotated[int, Range(8, 2**16)] = 64
     """Tokens that each is continued by."""
@@ -101,18 +105,3 @@ class ReportConfig(DataConfig):
     """Dtype of the weights; that of the files by default."""
     json: bool = False
     """Print JSON."""
-
-
-SpeculateAction = (
-    Annotated[TrainDraftConfig, tyro.conf.subcommand("train", prefix_name=False)]
-    | Annotated[ReportConfig, tyro.conf.subcommand("report", prefix_name=False)]
-)
-
-
-@dataclass(frozen=True)
-class SpeculateConfig(Options):
-    """Trains a draft for a model, and measures what drafts are worth."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[SpeculateAction]] = (
-        tyro.MISSING
-    )

@@ -291,6 +291,13 @@ class AutoencoderTrainer(TrainingLoop):
         model, boosted, *_ = booster.boost(trained, optimizer)
         return model, boosted, scheduler
 
+    def restore(self, folder: Path) -> None:
+        # The saved cycle is that of the run's length before; an extended run has another one.
+        cycle = ("total_steps", "_schedule_phases")
+        present = {name: getattr(self.scheduler, name) for name in cycle}
+        super().restore(folder)
+        vars(self.scheduler).update(present)
+
     def _sampler(self, rank: int, size: int) -> BucketSampler:
         clips = self.sources.training
         buckets = [clips.bucket_of(index) for index in range(len(clips))]
