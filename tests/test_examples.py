@@ -153,7 +153,12 @@ def _in_shell(commands: str, folder: Path) -> str:
         ended = subprocess.run(
             ["bash", "-c", line.replace("gulliver ", f"{sys.executable} -m gulliver.cli ", 1)],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "120"},
+            env={
+                **os.environ,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT / "src"),
+                "COLUMNS": "120",
+            },
             capture_output=True,
             text=True,
             timeout=patient(100),
@@ -168,10 +173,11 @@ NUMBER = re.compile(r"\d+\.\d+(?:e[+-]?\d+)?")
 
 
 def _agrees(printed: str, shown: str) -> bool:
-    """Whether an output is as shown: `...` stands for anything, spaces and padding do not count."""
-    pattern = re.escape(" ".join(NUMBER.sub("#", shown).split())).replace(r"\.\.\.", ".*?")
+    """Whether an output is as shown: `...` stands for anything; spaces and frames do not count."""
+    printed, shown = (re.sub(r"[\s\u2500-\u257f]+", " ", text).strip() for text in (printed, shown))
+    pattern = re.escape(NUMBER.sub("#", shown)).replace(r"\.\.\.", ".*?")
     pattern = pattern.replace(r"\#", r"(\d+\.\d+(?:e[+-]?\d+)?)")
-    found = re.fullmatch(pattern, " ".join(printed.split()))
+    found = re.fullmatch(pattern, printed)
     if found is None:
         return False
     expected = [float(number) for number in NUMBER.findall(shown)]
