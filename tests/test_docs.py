@@ -44,6 +44,8 @@ def test_links_between_pages_lead_to_headings_that_exist() -> None:
             if "://" in target or target.startswith("mailto:"):
                 continue
             path = (page.parent / target).resolve() if target else page
-            if not path.exists() or (anchor and anchor not in anchors(path)):
+            # mkdocs builds pages of its folder alone.
+            outside = page.is_relative_to(DOCS) and not path.is_relative_to(DOCS)
+            if outside or not path.exists() or (anchor and anchor not in anchors(path)):
                 broken.append((page.name, f"{target}#{anchor}"))
     assert broken == []
