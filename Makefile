@@ -60,6 +60,7 @@ parity: $(STAMP)
 	$(BIN)/python -m tests.parity docs/parity.md
 
 docs: $(STAMP)
+	$(BIN)/python -m tools.draw_docs
 	$(BIN)/python -m benchmarks._index docs/benchmarks.md
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/notebooks.py

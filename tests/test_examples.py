@@ -24,7 +24,10 @@ UNTRAINED = {"own_clips", "criteo", "dynamic_ids"}
 EXAMPLES = sorted({path.stem for path in (ROOT / "examples").glob("*.py")} - UNTRAINED)
 RUN = r"python|torchrun --nproc-per-node \d+"
 COMMAND = re.compile(rf"^ {{4}}((?:{RUN}) examples/.*?)(?: {{2,}}#.*)?$", re.MULTILINE)
-SNIPPET = re.compile(r"<!-- run: (\d+) ranks? -->\n```python\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(
+    r"<!-- (?:run: )?(\d+ ranks?|shell|output) -->\n```(?:python|console|text)\n(.*?)```", re.DOTALL
+)
+"""Blocks of a page that run (on ranks, or in a shell), and what the block before prints."""
 
 
 def _run(world: World, name: str, options: dict[str, Any]) -> tuple[list[float], str]:
@@ -115,19 +118,84 @@ def test_every_command_that_an_example_names_runs(name: str, tmp_path: Path) -> 
         assert shown[-1] < shown[0], ended.stdout
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPETS = [
-    pytest.param(int(ranks), code, id=f"{page.stem}-{number}")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def _blocks(page: Path) -> list[tuple[str, str, str | None]]:
+    """Marker, code and shown output (None: not shown) of the blocks of a page that run."""
+    found: list[tuple[str, str, str | None]] = []
+    for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if kind == "output":
+            marker, before, _ = found.pop()
+            found.append((marker, before, code))
+        else:
+            found.append((kind, code, None))
+    return found
+
+
+BLOCKS = [
+    pytest.param(*block, id=f"{page.stem}-{number}")
     for page in PAGES
-    for number, (ranks, code) in enumerate(SNIPPET.findall(page.read_text(encoding="utf-8")))
+    for number, block in enumerate(_blocks(page))
 ]
 
 
-def _execute(world: World, code: str, folder: Path) -> None:
-    with chdir(folder), redirect_stdout(io.StringIO()):
+def _execute(world: World, code: str, folder: Path) -> str:
+    with chdir(folder), redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
 
 
-@pytest.mark.parametrize(("ranks", "code"), SNIPPETS)
-def test_a_snippet_of_the_pages_runs(pool: Pool, tmp_path: Path, ranks: int, code: str) -> None:
-    pool.run(_execute, ranks, code, tmp_path)
+def _in_shell(commands: str, folder: Path) -> str:
+    """Runs the lines that begin with `$`, and returns what they print, with the lines."""
+    shown = ""
+    for line in re.findall(r"^\$ (.*(?:\\\n.*)*)", commands, re.MULTILINE):
+        ended = subprocess.run(
+            ["bash", "-c", line.replace("gulliver ", f"{sys.executable} -m gulliver.cli ", 1)],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT / "src"),
+                "COLUMNS": "120",
+            },
+            capture_output=True,
+            text=True,
+            timeout=patient(100),
+        )
+        assert ended.returncode == 0, ended.stderr
+        shown += f"$ {line}\n{ended.stdout}"
+    return shown
+
+
+NUMBER = re.compile(r"\d+\.\d+(?:e[+-]?\d+)?")
+"""Numbers with a point are compared to one per cent; integers and words exactly."""
+
+
+def _agrees(printed: str, shown: str) -> bool:
+    """Whether an output is as shown: `...` stands for anything; spaces and frames do not count."""
+    printed, shown = (re.sub(r"[\s\u2500-\u257f]+", " ", text).strip() for text in (printed, shown))
+    pattern = re.escape(NUMBER.sub("#", shown)).replace(r"\.\.\.", ".*?")
+    pattern = pattern.replace(r"\#", r"(\d+\.\d+(?:e[+-]?\d+)?)")
+    found = re.fullmatch(pattern, printed)
+    if found is None:
+        return False
+    expected = [float(number) for number in NUMBER.findall(shown)]
+    return [*map(float, found.groups())] == pytest.approx(expected, rel=0.01, abs=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "code", "shown"), BLOCKS)
+def test_a_block_of_the_pages_runs_and_prints_what_is_shown(
+    pool: Pool, tmp_path: Path, kind: str, code: str, shown: str | None
+) -> None:
+    if kind == "shell":
+        printed, shown = _in_shell(code, tmp_path), code
+    else:
+        printed = pool.run(_execute, int(kind.split()[0]), code, tmp_path)[0]
+    assert shown is None or _agrees(printed, shown), printed
+
+
+def test_outputs_are_compared_word_by_word_and_numbers_to_a_per_cent() -> None:
+    assert _agrees("step 1  loss 0.5001\nrank 3\n", "step 1 loss 0.500\n...")
+    assert not _agrees("step 2 loss 0.5001\n", "step 1 loss 0.5001\n")
+    assert not _agrees("step 1 loss 0.6\n", "step 1 loss 0.5\n")
