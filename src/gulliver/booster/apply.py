@@ -66,7 +66,7 @@ from gulliver.planner.ranks import ResolvedPlan, rank_state, rank_work, state_by
 def check_meta(
     model: nn.Module, weights: str | None, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuses a model on meta that nothing would fill."""
+    """Rejects a model on meta that nothing would fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -111,7 +111,7 @@ def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
 def fill_boosted(
     optimizer: ZeroOptimizer, model: nn.Module, empty: Sequence[nn.Module], weights: str | None
 ) -> None:
-    """Fills a boosted model chunk by chunk; every rank calls it."""
+    """Fills a boosted model chunk by chunk (collective)."""
     if weights is not None:
         read_sharded(optimizer, model, Path(weights), strict=True, checked=True)
     elif empty:
@@ -145,13 +145,13 @@ def _set_random_state(states: Sequence[torch.Tensor]) -> None:
 #
 # Every plugin and every loaded plan runs through it. Steps that cut one model over several ranks
 # are in `booster.hybrid.steps`, and do nothing where their axis has one rank; how replicas share
-# the rest is in `booster.replicas`. What cannot be run is refused first, with nothing changed.
+# the rest is in `booster.replicas`. What cannot be run is rejected first, with nothing changed.
 
 
 def apply_plan(
     resolved: ResolvedPlan, model: nn.Module, world: World, verbose: bool = True
 ) -> tuple[nn.Module, BoostedOptimizer]:
-    """Runs a resolved plan: changes the model in place and wraps its optimizer; all ranks call it.
+    """Runs a resolved plan: changes the model in place and wraps its optimizer (collective).
 
     What cannot be run so raises on all ranks, with nothing changed.
     """
@@ -166,7 +166,7 @@ def apply_plan(
     if plan.ddp is not None:
         use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)
-    # While the model is whole, and on all ranks, so that none goes on where another cannot.
+    # While the model is whole, and on all ranks, so that none continues where another cannot.
     raise_on_any_rank(lambda: _check_whole(resolved))
     manager = raise_on_any_rank(lambda: _manager(resolved))
     uses = state_bytes(plan, resolved.sizes(_place(plan))).order if plan.stage == 3 else ()
@@ -202,7 +202,7 @@ def apply_plan(
 
 
 def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses what a plan cannot run, before it is known that all ranks have the same model."""
+    """Rejects what a plan cannot run, before it is known that all ranks have the same model."""
     check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
         from gulliver.operators.apply import check_operators  # few plans are of operators
@@ -256,7 +256,7 @@ def _is_streamed(plan: Plan) -> bool:
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses a second optimizer where the first one holds the whole model."""
+    """Rejects a second optimizer where the first one holds the whole model."""
     half = plan.precision.parameters
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"

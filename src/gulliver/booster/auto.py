@@ -72,7 +72,7 @@ def plugin_of(
 
 
 def _check_offload(grid: Grid, limit: int) -> None:
-    """Refuses offloading grids that no plugin can run."""
+    """Rejects offloading grids that no plugin can run."""
     if grid.stage != 3:
         raise GulliverError(
             f"{grid}: what is whole on every rank cannot leave its memory; off-load needs stage 3"
@@ -161,7 +161,7 @@ def auto_engine(
     host: int | str | None = None,
     disk: str | None = None,
 ) -> AutoEngine:
-    """Searches the fastest layout of a model over the ranks and boosts it; every rank calls it.
+    """Searches the fastest layout of a model over the ranks and boosts it (collective).
 
     Args:
         model: whole model.
@@ -171,8 +171,8 @@ def auto_engine(
         samples: samples of a step, of all ranks together.
         memory: bytes that a rank may hold; None for what its device has.
         precision: ``fp32``, ``bf16`` or ``fp16``; None for bf16 on GPUs and fp32 elsewhere.
-        verbose: print what was chosen, beside what, and why.
-        operators: whether each operator is shared, kept and computed again in its own way
+        verbose: print what was chosen, alongside what, and why.
+        operators: whether each operator is shared, kept and recomputed in its own way
             (`find_operators`), instead of a grid; every rank then reads all samples of a step, and
             the example is a batch of them.
         host: page-locked host memory of a rank for what does not fit `memory`, as text or in bytes;

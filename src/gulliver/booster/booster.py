@@ -31,7 +31,7 @@ Signature = dict[str, str]
 
 
 def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses models that differ between ranks; every rank calls it."""
+    """Rejects models that differ between ranks (collective)."""
     mine = _signature(model, optimizer)
     # Digests first: signatures are long, and nearly always the same on all ranks.
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
@@ -166,7 +166,7 @@ class Booster(CheckpointIO):
 
         Every rank calls it with the same model; values of rank 0 are taken. Criterion, data loader
         and scheduler are given back as they came, so that a call reads like others of its kind; the
-        scheduler goes on steering the boosted optimizer. What is wrong is refused on all ranks,
+        scheduler continues steering the boosted optimizer. What is wrong is rejected on all ranks,
         before anything is done.
 
         Args:
@@ -211,7 +211,7 @@ class Booster(CheckpointIO):
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
 
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> Plan:
-        """Returns the plugin's choices; refuses what cannot be run, before anything is done."""
+        """Returns the plugin's choices; rejects what cannot be run, before anything is done."""
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -268,8 +268,8 @@ class Booster(CheckpointIO):
     def release(self, model: nn.Module, *optimizers: BoostedOptimizer) -> nn.Module:
         """Undoes `boost`: the model has whole parameters of its own again.
 
-        Every rank calls it. The parameters are new tensors; the optimizers can still be saved, and
-        no longer step. 16 bits stay 16 bits.
+        Must be called on all ranks. The parameters are new tensors; the optimizers can still be
+        saved, and no longer step. 16 bits stay 16 bits.
 
         Args:
             model: model that `boost` returned.
@@ -342,7 +342,7 @@ class Booster(CheckpointIO):
         Stage 3 of ZeRO keeps shards of them between uses. What is written inside, on all ranks
         alike and through any view, is in the shards when it ends. Every rank enters and leaves it.
         Under a memory limit parameters come one by one as they are read, and what is written
-        through a view after the next one has come is refused. Of a hybrid run it is this rank's
+        through a view after the next one has come is rejected. Of a hybrid run it is this rank's
         slices that are whole.
 
         Args:

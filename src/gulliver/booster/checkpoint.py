@@ -45,7 +45,7 @@ from gulliver.planner.model import narrow_dtypes, unwrapped
 
 
 def on_main(write: Callable[[], object]) -> None:
-    """Writes on rank 0 and raises on every rank if that fails; every rank calls it."""
+    """Writes on rank 0 and raises on every rank if that fails (collective)."""
     world = init_world()
     failure: Exception | None = None
     if world.is_main:
@@ -69,7 +69,7 @@ CUT = "gulliver_cut"
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuses one rank's share of a model that this booster has not boosted."""
+    """Rejects one rank's share of a model that this booster has not boosted."""
     if CUT in vars(model):
         raise GulliverError(
             "each rank has a share of this model, and it is not the one that this booster has "
@@ -100,7 +100,7 @@ def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
 def check_groups(
     ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
 ) -> None:
-    """Refuses groups of other parameters; what is frozen here may be trained there, and back."""
+    """Rejects groups of other parameters; what is frozen here may be trained there, and back."""
     if len(saved) != len(ours):
         raise GulliverError(f"{folder} has {len(saved)} parameter groups, not {len(ours)}")
     for number, (group, names, still) in enumerate(zip(saved, ours, frozen, strict=True)):
@@ -220,7 +220,7 @@ def optimizer_entry(
     }
     if others := optimizer.checkpoint.other_state():
         found["others"] = others
-    # A run that went on with the first scale would skip steps that the saved one did not.
+    # A run that continued with the first scale would skip steps that the saved one did not.
     if isinstance(optimizer, ZeroOptimizer) and optimizer.scaler is not None:
         found["loss_scale"] = optimizer.scaler.state_dict()
     return found
@@ -251,7 +251,7 @@ class LoadPlan:
     frozen: bool = True
 
     def load(self) -> Loaded:
-        """Matches and fills; every rank calls it."""
+        """Matches and fills (collective)."""
         reader, optimizer, model = self.reader, self.optimizer, self.model
         self.loaded = Loaded(reader.manifest.step)
         # These ask other ranks, so they come before anything that may fail on one rank alone.
@@ -269,7 +269,7 @@ class LoadPlan:
         return self.loaded
 
     def _match(self, entry: OptimizerEntry | None, elsewhere: set[str]) -> dict[str, Filling]:
-        """Refuses what does not match, while nothing is changed."""
+        """Rejects what does not match, while nothing is changed."""
         reader, model, holder = self.reader, self.model, self.holder
         given = {MODEL: model, OPTIMIZER: self.optimizer, SCHEDULER: self.lr_scheduler}
         for name, value in given.items():
@@ -330,7 +330,7 @@ class LoadPlan:
 def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
     """Names that a checkpoint may have of this model, on any rank.
 
-    Every rank calls it.
+    Must be called on all ranks.
     """
     if model is None:
         return set()
@@ -355,7 +355,7 @@ class OptimizerEntry:
 
     @classmethod
     def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
-        """Asks an optimizer for its groups; every rank calls it."""
+        """Asks an optimizer for its groups (collective)."""
         return cls(
             reader,
             optimizer,
@@ -364,7 +364,7 @@ class OptimizerEntry:
         )
 
     def match(self) -> None:
-        """Refuses the entry of another optimizer, or of other parameters."""
+        """Rejects the entry of another optimizer, or of other parameters."""
         reader, ours = self.reader, type(self.optimizer.inner).__name__
         content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
         if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
@@ -561,7 +561,7 @@ def _copied(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
-    """Restores packing errors, or warns that they are dropped; every rank calls it."""
+    """Restores packing errors, or warns that they are dropped (collective)."""
     world, feedback = init_world(), _feedback(optimizer)
     if feedback is not None:
         feedback.take_lost({})

@@ -56,7 +56,7 @@ from gulliver.planner.model import dtypes_of, narrow_dtypes, unwrapped
 
 
 def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None) -> None:
-    """Writes an optimizer as the only step of a run; all ranks call it."""
+    """Writes an optimizer as the only step of a run (collective)."""
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.take_writes()
     content = optimizer_entry(optimizer, _state_of(optimizer))
@@ -82,7 +82,7 @@ def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
 
 
 def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
-    """Loads an optimizer at any number of ranks; every rank calls it."""
+    """Loads an optimizer at any number of ranks (collective)."""
     entry = OptimizerEntry.of(reader, optimizer)
 
     def match() -> None:
@@ -101,7 +101,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
 
 
 def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:
-    """Refuses state of parameters of other shapes or dtypes."""
+    """Rejects state of parameters of other shapes or dtypes."""
     theirs = content.get("parameters", {})
     for name, ours in stepped(optimizer).items():
         there = theirs.get(name, ours)
@@ -144,7 +144,7 @@ def write_folder(
 
 
 def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
-    """Joins the entries of all ranks by name; every rank calls it."""
+    """Joins the entries of all ranks by name (collective)."""
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 
@@ -201,7 +201,7 @@ class CheckpointIO:
         frozen: bool = True,
         **options: Any,
     ) -> bool:
-        """Saves everything of a step as one checkpoint while training goes on; every rank calls it.
+        """Saves everything of a step as one checkpoint while training continues (collective).
 
         Each rank writes what it has of the state; nothing is gathered. It loads at any number of
         ranks, stage and chunk size, and with any plugin.
@@ -221,7 +221,7 @@ class CheckpointIO:
                 first save settles them.
 
         Returns:
-            Whether it was begun; False where one was under way and ``when_busy="skip"`` was given.
+            Whether it was begun; False where one was in flight and ``when_busy="skip"`` was given.
 
         Raises:
             GulliverError: what went wrong with the save before; it cannot be saved.
@@ -259,7 +259,7 @@ class CheckpointIO:
         random: bool = True,
         frozen: bool = True,
     ) -> Loaded:
-        """Loads what `save` saved, at any number of ranks; every rank calls it.
+        """Loads what `save` saved, at any number of ranks (collective).
 
         Args:
             folder: folder of the run's checkpoints, or of one step.
@@ -269,7 +269,7 @@ class CheckpointIO:
             state: what else to load, by entry; see `gulliver.checkpoint.load`.
             step: number of the step; None for the newest complete one: the one saved last,
                 whatever its number.
-            strict: refuse what does not match, before anything is changed; else it is reported.
+            strict: reject what does not match, before anything is changed; else it is reported.
             prefix: prefix of the model's names in the checkpoint.
             random: take up the random generators too, where an optimizer is loaded and this rank
                 has them in the checkpoint.
@@ -299,7 +299,7 @@ class CheckpointIO:
         return raise_on_any_rank(lambda: StepReader(where))
 
     def _check_single(self, model: nn.Module | None) -> None:
-        """Refuses steps of models that several optimizers train: a step has the state of one."""
+        """Rejects steps of models that several optimizers train: a step has the state of one."""
         if model in self._several:
             raise GulliverError(
                 "the model has several optimizers, and a step is saved with one: use save_model, "
@@ -322,7 +322,7 @@ class CheckpointIO:
             checkpointer.wait_copied()
 
     def wait(self) -> None:
-        """Waits until every step that is being saved is complete; every rank calls it."""
+        """Waits until every step that is being saved is complete (collective)."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait()
         self._await_model()
@@ -390,7 +390,7 @@ class CheckpointIO:
         Args:
             model: boosted or not.
             path: path of the file.
-            use_async: write a boosted model while training goes on; `wait`, or the next save of a
+            use_async: write a boosted model while training continues; `wait`, or the next save of a
                 model, raises if that failed. Each rank writes its parts, from which rank 0 makes
                 the file: for that time the disk holds the model twice.
         """
@@ -405,13 +405,13 @@ class CheckpointIO:
             on_main(lambda: write_tensors(place, state))
 
     def _await_model(self) -> None:
-        """Waits for a model that is being written; every rank calls it."""
+        """Waits for a model that is being written (collective)."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.close()
 
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
-        """Reads a state dict into the model in place; every rank calls it.
+        """Reads a state dict into the model in place (collective).
 
         Values are converted to the model's dtype, where they fit it, as `load` converts them.
 
@@ -419,7 +419,7 @@ class CheckpointIO:
             model: boosted or not.
             path: a safetensors file, a Hugging Face folder, or a step or run, of which the entry
                 ``model`` is taken.
-            strict: refuse names that are missing or left over.
+            strict: reject names that are missing or left over.
 
         Returns:
             The names that were missing or left over.
@@ -435,13 +435,13 @@ class CheckpointIO:
     ) -> None:
         """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
 
-        What lies with several ranks is gathered one tensor at a time. Of a model with PEFT's
-        adapters these are written, as a folder that PEFT reads, and not the model below them.
+        What is with several ranks is gathered one tensor at a time. Of a model with PEFT's adapters
+        these are written, as a folder that PEFT reads, and not the model below them.
 
         Args:
             model: boosted by this booster.
             folder: folder to make; it must not exist.
-            use_async: write it while training goes on, as `save_model` does.
+            use_async: write it while training continues, as `save_model` does.
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
                 `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
                 written where none is given.
@@ -457,15 +457,15 @@ class CheckpointIO:
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Writes the optimizer state by parameter name, and the plan, to a folder.
 
-        Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
-        The folder is a run whose only step has the entry ``optimizer``, with the plan in its
-        manifest; the step appears, or is replaced, whole or not at all.
+        Must be called on all ranks. It loads at any world size, stage and chunk size, and with any
+        plugin. The folder is a run whose only step has the entry ``optimizer``, with the plan in
+        its manifest; the step appears, or is replaced, whole or not at all.
         """
         plan = None if self._last is None else self._last.plan
         write_optimizer(boosted_only(optimizer), Path(path), plan)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
-        """Reads what `save_optimizer` wrote; every rank calls it."""
+        """Reads what `save_optimizer` wrote (collective)."""
         optimizer = boosted_only(optimizer)
         with self._open_step(Path(path), None) as reader:
             read_optimizer(optimizer, reader)
@@ -483,7 +483,7 @@ class CheckpointIO:
 
 
 def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str, Tensor]:
-    """State dict of a model that every rank has whole; every rank calls it."""
+    """State dict of a model that every rank has whole (collective)."""
     state = whole_model(model)
     if isinstance(holder, ZeroOptimizer):
         # Where updates travel packed, parameters differ from the shards that are trained.

@@ -1,4 +1,4 @@
-"""The plugin for hybrid parallelism: what is wrong whatever the model is, is refused at once."""
+"""The plugin for hybrid parallelism: what is wrong regardless of the model, is rejected at once."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class HybridParallelPlugin(Plugin):
         )
 
     def _check(self) -> None:
-        """Refuses what is wrong whatever the model is."""
+        """Rejects what is wrong regardless of the model."""
         self.zero.refuse_tuning()
         if self.pipeline.pp_style not in STYLES:
             style = self.pipeline.pp_style
@@ -139,7 +139,7 @@ class HybridParallelPlugin(Plugin):
         check_sizes(self.mode, self.tp_size, self.sp_size)
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
-        """How a sequence lies over its ranks.
+        """How a sequence is over its ranks.
 
         Raises:
             GulliverError: the inner sizes do not divide `sp_size`.
@@ -157,7 +157,7 @@ class HybridParallelPlugin(Plugin):
         return SequencePlan(ulysses, self.sp_size // (ulysses * inner), inner, layout)
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The axes, and how a model lies over them."""
+        """The axes, and how a model is over them."""
         sizes = size_axes(ranks, self.pp_size, self.sp_size, self.tp_size)
         device = current_world().device.type
         sequence = self.sequence_plan(causal=False)

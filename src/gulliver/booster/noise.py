@@ -157,7 +157,7 @@ class NoiseMeter:
 
 
 def check_noise(plugin: Any, kinds: tuple[type, ...]) -> None:
-    """Refuses plugins whose ranks do not each have whole gradients of their own samples.
+    """Rejects plugins whose ranks do not each have whole gradients of their own samples.
 
     Raises:
         GulliverError: the plugin is another one, steps in backward, or scales losses.

@@ -82,7 +82,7 @@ class ZeroOptions(Options):
         )
 
     def refuse_tuning(self) -> None:
-        """Refuses to tune chunks where their size is planned or fixed."""
+        """Declines to tune chunks where their size is planned or fixed."""
         if self.chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes chunks in the first steps of LowLevelZeroPlugin without a "
@@ -151,7 +151,7 @@ class StepOptions(Options):
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete: gradients take less memory, and at stages 1 and 2 gathers begin earlier. With
             `max_norm` and with ``fp16`` all gradients are waited for. Clipping in the loop comes
-            too late and is refused, and `zero_grad` has to follow each step.
+            too late and is rejected, and `zero_grad` has to follow each step.
         activations: treatment of activations under a memory limit: ``keep``, ``recompute`` by
             blocks, ``offload`` to the host or the disk, or ``auto``, the fastest for each block.
         broadcast_buffers: give all ranks rank 0's buffers, such as running statistics, at every
@@ -233,7 +233,7 @@ class CommunicationOptions(Options):
 
 @dataclass(frozen=True)
 class GridOptions(Options):
-    """How one model lies over several ranks.
+    """How one model is over several ranks.
 
     Attributes:
         tp_size: ranks that share each layer's tensors.
@@ -246,8 +246,8 @@ class GridOptions(Options):
             model takes.
         inner_ring_size: ranks of an inner ring, for ``ring_attn`` over links of two speeds.
         ulysses_size: ranks that exchange heads inside a ring, for ``ring_attn``.
-        tensor_rules: how modules lie over the tensor axis, by pattern of their names, for models
-            without a plan of their own; see `gulliver.parallel.tensor`.
+        tensor_rules: how modules are over the tensor axis, by pattern of their names, for models
+            without their own plan; see `gulliver.parallel.tensor`.
         replicate_rest: keep modules that no rule matches whole on every rank.
     """
 
@@ -347,7 +347,7 @@ def sort_options(
 
 
 def refuse_unused(options: Options, names: Sequence[str], needs: str) -> None:
-    """Refuses options that have no effect, where they are not left at their defaults."""
+    """Rejects options that have no effect, where they are not left at their defaults."""
     default = type(options)()
     for name in names:
         if (value := getattr(options, name)) != getattr(default, name):

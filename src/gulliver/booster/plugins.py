@@ -57,7 +57,7 @@ class Plugin(ABC):
 
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The choices of a plan, whatever the model is.
+        """The choices of a plan, regardless of the model.
 
         Args:
             ranks: number of ranks of the world.
@@ -129,7 +129,7 @@ class Plugin(ABC):
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
     ) -> Plan:
-        """The choices for a model; refuses what this plugin cannot run, with nothing changed.
+        """The choices for a model; rejects what this plugin cannot run, with nothing changed.
 
         Raises:
             GulliverError: the plugin cannot run it; what is wrong is named.
@@ -378,18 +378,18 @@ class LowLevelZeroPlugin(Plugin):
 
 
 class GeminiPlugin(Plugin):
-    """ZeRO's stage 3 under a memory limit: what does not fit lies in the host or on a disk.
+    """ZeRO's stage 3 under a memory limit: what does not fit is in the host or on a disk.
 
     Values are those of a run without a limit. Parameters, gradients and optimizer state move chunk
     by chunk, ahead of use; which of them stay is planned from the order in which a step uses them.
-    A limit that is too small is refused before the first step, and the error names the smallest
+    A limit that is too small is rejected before the first step, and the error names the smallest
     that is enough.
 
     Args:
         memory_limit: memory of each rank in bytes or as text, ``6GiB`` or ``70%``; see
             `LimitOptions`. The interpreter and torch are not counted.
         host_limit: page-locked host memory of a GPU that may be used; None for none.
-        disk: folder and the bytes that may lie there, ``/scratch:100GiB``; None for none. With
+        disk: folder and the bytes that may be there, ``/scratch:100GiB``; None for none. With
             `host_limit` it takes what does not fit the host's memory.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.

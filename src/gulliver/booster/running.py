@@ -56,7 +56,7 @@ def run_whole(
         outputs = call(model, batch)
         wanted = optimizer is not None or criterion is not None
         loss = (criterion or own_loss)(outputs, batch) if wanted else None
-        # As a pipeline returns it: the model's own loss, also where nobody asked for one.
+        # As a pipeline returns it: the model's own loss, also where no one asked for one.
         if loss is None and isinstance(getattr(outputs, "loss", None), Tensor):
             loss = outputs.loss
     if optimizer is not None and loss is not None:
@@ -84,7 +84,7 @@ class Running:
     def plan(self) -> Plan:
         """The plan as it runs now, with chunks that were tuned since."""
         plan, zero, optimizer = self.planned, self.planned.zero, self.optimizer
-        # Ranks of a pipeline have chunks of their own, which nothing cuts anew.
+        # Ranks of a pipeline have chunks of their own, which nothing cuts again.
         if zero is None or not isinstance(optimizer, ZeroOptimizer) or optimizer.pipeline:
             return plan
         chunks = tuple(
@@ -117,7 +117,7 @@ class Running:
         assert self.planned.zero is not None
         found = optimizer.memory()
         if optimizer.stage < 3:
-            # Frozen parameters lie beside the chunks.
+            # Frozen parameters lie alongside the chunks.
             whole = sum(chunk.bytes for chunk in self.planned.zero.chunks)
             found["parameters"] += planned.parameters - whole
         # The first rank's, which all ranks' plans have: the others' shards may be smaller.

@@ -112,7 +112,7 @@ ALIKE = 2**20
 
 @dataclass(frozen=True)
 class PerRank:
-    """Marks an entry of a state that every rank has a value of its own for.
+    """Marks an entry of a state that every rank has its own value for.
 
     The value is given back to the rank of that number, whatever the number of ranks is then.
     """
@@ -216,7 +216,7 @@ def kind_of(value: Any) -> dict[str, Any] | None:
 
 
 def refuse_boosted(model: nn.Module, action: str) -> None:
-    """Refuses a model whose parameters are in chunks: what this rank has may not be the whole."""
+    """Rejects a model whose parameters are in chunks: what this rank has may not be the whole."""
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
             raise GulliverError(

@@ -1,6 +1,6 @@
 """Finds what is broken in a checkpoint, and what differs between two.
 
-`verify` reads every page of every file of a step against its checksum, and goes on after what is
+`verify` reads every page of every file of a step against its checksum, and continues after what is
 broken. `compare` reads two checkpoints of any kind side by side, batch by batch.
 """
 

@@ -28,7 +28,7 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 # Plan of a safetensors file: its header, and the memory that each of its bytes comes from.
 #
-# The file is cut into pages of equal size, each gathered from the tensors that lie in it, so that
+# The file is cut into pages of equal size, each gathered from the tensors that are in it, so that
 # every write but the last is aligned whatever the sizes of the tensors are.
 #
 # Format: https://github.com/huggingface/safetensors, read as of version 0.8.
@@ -60,7 +60,7 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
 """Name that no tensor can have: headers keep it for text."""
 MAX_HEADER = 100_000_000
-"""Bytes of the largest header; readers refuse more."""
+"""Bytes of the largest header; readers reject more."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def is_holdable(tensor: Tensor) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor lie in memory of its own: not those of wrappers."""
+    """Whether the elements of a strided tensor are in memory of its own: not those of wrappers."""
     try:
         return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
     except (NotImplementedError, RuntimeError):
@@ -101,7 +101,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
-    """Refuses a tensor that the format cannot hold."""
+    """Rejects a tensor that the format cannot hold."""
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
@@ -199,7 +199,7 @@ def write_tensors(
     for name, tensor in tensors.items():
         value = _plain(name, tensor)
         storage = value.untyped_storage()
-        # safetensors refuses shared storage and writes the whole of a larger one.
+        # safetensors rejects shared storage and writes the whole of a larger one.
         if storage.data_ptr() in seen or storage.nbytes() != value.nbytes:
             value = value.clone()
         seen.add(storage.data_ptr())
@@ -207,7 +207,7 @@ def write_tensors(
     path = Path(path)
     needed = sum(t.nbytes for t in ready.values()) + 4096
     with atomic_file(path, needed) as partial:
-        # safetensors makes files that nobody else may read: the umask says who may.
+        # safetensors makes files that no one else may read: the umask says who may.
         partial.touch()
         mode = partial.stat().st_mode & 0o777
         try:

@@ -268,7 +268,7 @@ class FolderLock:
             except OSError:
                 os.close(handle)
                 raise
-            # Who holds the lock, for the message of the one that is refused.
+            # Who holds the lock, for the message of the one that is rejected.
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._handle = handle

@@ -2,7 +2,7 @@
 
 transformers writes many models under other names, or in other pieces, than their parameters have,
 and converts them as it loads. `model_weights` applies the same table of conversions, so that all
-readers see the tensors of the model; block-scaled FP8 tensors appear as what they stand for.
+readers see the tensors of the model; block-scaled FP8 tensors appear as what they represent.
 """
 
 from __future__ import annotations
@@ -351,14 +351,14 @@ def load_huggingface(
         model: model to fill, or tensors and parts of tensors by name.
         path: a folder with ``model.safetensors`` or an index, or a safetensors file; also a step's
             or a run's, of which the entry ``model`` is taken.
-        strict: whether to refuse what does not match, before anything is changed; else it is
+        strict: whether to reject what does not match, before anything is changed; else it is
             reported.
         prefix: text before the model's names in the files: ``"model."`` loads the weights of a
             causal language model into its backbone.
         elsewhere: names that may be in the files and not in this model, as those of the other
             stages of a pipeline are.
         aliases: names of this model, and the names whose values they have where the files lack
-            them: tied weights of which one lies in another stage.
+            them: tied weights of which one is in another stage.
         like: model of transformers whose names these are, where `model` is none.
         dtypes: narrower dtypes by name that the values have to fit, too: those to compute with.
         check: whether to read values that are converted to a narrower dtype, to see if they fit.
@@ -392,7 +392,7 @@ def load_huggingface(
 def _check_fits(
     weights: Weights, sources: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Refuses values that do not fit; they are read again to be kept, for they may be many."""
+    """Rejects values that do not fit; they are read again to be kept, for they may be many."""
     batch = ReadBatch()
     for source, leaf in sources.items():
         target = dtypes.get(source, _value(leaf).dtype)

@@ -40,7 +40,7 @@ from gulliver.memory.parts import Part
 
 FILE = "adapter_model.safetensors"
 DEFAULT = "default"
-"""Adapter that lies in the folder itself; others lie in folders of their names."""
+"""Adapter that is in the folder itself; others are in folders of their names."""
 
 
 def has_adapters(model: Any) -> bool:
@@ -129,7 +129,7 @@ def save_huggingface(
     Args:
         model: model to write, or tensors by name, on any device.
         folder: folder to make; it must not exist.
-        max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+        max_shard_bytes: bytes of tensors in a file; a larger tensor has its own file.
         config: content of ``config.json``; None writes none.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
         progress: callback that is given the bytes done and the total.

@@ -1,4 +1,4 @@
-"""Nested values of a step before its tensors are read: a `Ref` stands for each tensor."""
+"""Nested values of a step before its tensors are read: a `Ref` represents each tensor."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _check_groups(
 def _check_values(
     where: str, number: Any, state: Any, made: Mapping[str, Tensor], parameter: Any
 ) -> None:
-    """Refuses values that do not fit the parameter's dtype, to which torch converts the state."""
+    """Rejects values that do not fit the parameter's dtype, to which torch converts the state."""
     if parameter is None or not parameter.is_floating_point() or not isinstance(state, Mapping):
         return
     for key, value in state.items():
@@ -217,11 +217,11 @@ class Filling:
     odd: Mismatch = field(default_factory=Mismatch)
     # Function that takes up the rest once the leaves are filled, and returns the value.
     finish: Callable[[], Any] = lambda: None
-    # Whether the value has a state of its own, and is not given back.
+    # Whether the value has its own state, and is not given back.
     is_object: bool = False
 
     def check(self, strict: bool) -> None:
-        """Refuses what does not match, and values that do not fit; see `Mismatch.refuse`."""
+        """Rejects what does not match, and values that do not fit; see `Mismatch.refuse`."""
         where = f"{self.reader.folder}, entry {self.entry!r},"
         self.odd.refuse(where, len(self.leaves) + len(self.odd.missing), strict)
         for name, leaf in self.leaves.items():
@@ -273,7 +273,7 @@ def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
 
 
 def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
-    """Refuses what is no scheduler's state: a scheduler would merge any dict into its own."""
+    """Rejects what is no scheduler's state: a scheduler would merge any dict into its own."""
     if not isinstance(value, LRScheduler):
         return
     if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
@@ -401,7 +401,7 @@ def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
 class _Tree:
     """Matches a nested value with where the tensors of an entry belong."""
 
-    # What has no tensor in it stands for anything: it is given back as it was saved.
+    # What has no tensor in it represents anything: it is given back as it was saved.
 
     def __init__(self, filling: Filling, entry: str) -> None:
         self.filling, self.entry = filling, entry
@@ -481,7 +481,7 @@ class Loaded:
 
     Attributes:
         step: number of the step.
-        values: values by entry, of what is no object with a state of its own.
+        values: values by entry, of what is no object with its own state.
         mismatches: names and shapes by entry that did not match; empty if all did.
         absent: entries that are wanted and not in the checkpoint.
     """
@@ -522,7 +522,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
 
 
 def _why_broken(step: Path) -> str:
-    """Tells what is missing or too short of a step, if it is there at all."""
+    """Reports what is missing or too short of a step, if it is there at all."""
     try:
         if step.is_dir():
             Verifier(step, read_manifest(step)).check_sizes()
@@ -532,7 +532,7 @@ def _why_broken(step: Path) -> str:
 
 
 def check_number(folder: Path, step: int | None) -> None:
-    """Refuses a step's folder where another step is asked for."""
+    """Rejects a step's folder where another step is asked for."""
     if step is not None and (number := read_manifest(folder).step) != step:
         raise GulliverError(
             f"{folder} is step {number}, not step {step}: give the folder of its run, or no step"
@@ -552,7 +552,7 @@ def load(
     their bytes read; values are converted to their dtype, where they fit it. Other objects are
     given their whole state by `load_state_dict`. What else there is in dicts and lists is in
     `Loaded.values`, together with the tensors that were filled; what has no tensor in it, such as
-    None, stands for whatever was saved. Everything is checked before anything is filled, but for
+    None, represents whatever was saved. Everything is checked before anything is filled, but for
     the checksums of what is read in place.
 
     Args:
@@ -560,7 +560,7 @@ def load(
         state: objects and values by entry, as for `AsyncCheckpointer.save`; what is not in it is
             not loaded. None loads everything into new tensors.
         step: number of the step, of a run; None for the newest complete one.
-        strict: whether to refuse what does not match, before anything is changed; else it is
+        strict: whether to reject what does not match, before anything is changed; else it is
             reported.
         prefix: text before the state's names in the checkpoint: ``"encoder."`` loads a model's
             encoder alone.
@@ -642,7 +642,7 @@ def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
 def _present(
     reader: StepReader, state: Mapping[str, Any], loaded: Loaded, strict: bool
 ) -> dict[str, Any]:
-    """Picks the entries of a state that are in the checkpoint; `strict` refuses others."""
+    """Picks the entries of a state that are in the checkpoint; `strict` rejects others."""
     found = {}
     for entry, value in state.items():
         if entry in reader.entries:

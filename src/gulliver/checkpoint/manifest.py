@@ -6,7 +6,7 @@ ENTRY.safetensors  the tensors of an entry; with several ranks a file of each,
                    ENTRY-00002-of-00004.safetensors
 
 A tensor of which a file holds a part lies there under its own name, as one row of elements. Where
-that part lies in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
+that part is in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
 ``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it.
 """
 
@@ -58,7 +58,7 @@ class PartEntry:
     region: Region | None = None
 
     def place(self, shape: tuple[int, ...]) -> PartOffset:
-        """Returns where the part lies in a tensor of a shape."""
+        """Returns where the part is in a tensor of a shape."""
         return PartOffset(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
@@ -148,7 +148,7 @@ def _name_from_json(name: str) -> str:
 
 
 def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies what a manifest is to say besides, and refuses now what could not be written later."""
+    """Copies what a manifest is to say besides, and rejects now what could not be written later."""
     try:
         found = dict(about or {})
         json.dumps(found, allow_nan=False)

@@ -114,7 +114,7 @@ POLL_S = 0.02
 
 
 def write_rank_report(partial: Path, rank: int, save_id: str, report: Mapping[str, Any]) -> None:
-    """Tells rank 0 what a rank has written, or why it could not."""
+    """Reports rank 0 what a rank has written, or why it could not."""
     _check_there(partial)
     # Rank 0 may complete the step, and rename its folder, as soon as the last report has its name:
     # nothing looks at the folder after that, not even to force it to the disk.
@@ -151,7 +151,7 @@ def publish(
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
         _report_file(partial, rank).unlink()
-    # All ranks have reported, so nobody locks these files any more.
+    # All ranks have reported, so no one locks these files any more.
     remove_heartbeats(partial, world_size)
     manifest = {
         "format": FORMAT,
@@ -171,7 +171,7 @@ def _report_file(partial: Path, rank: int) -> Path:
 
 
 def _check_there(partial: Path) -> None:
-    """Refuses a folder that is gone, which writing a file into it would make again."""
+    """Rejects a folder that is gone, which writing a file into it would make again."""
     if not partial.is_dir():
         raise GulliverError(f"{partial} vanished while it was written")
 

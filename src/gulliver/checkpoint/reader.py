@@ -82,7 +82,7 @@ def fitted(where: str, name: str, values: Tensor, target: torch.dtype) -> Tensor
 
 
 def check_representable(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
-    """Refuses values of a tensor that do not fit the dtype that they are to be converted to."""
+    """Rejects values of a tensor that do not fit the dtype that they are to be converted to."""
     problem = first_unrepresentable(values, target)
     if problem is not None:
         raise GulliverError(
@@ -137,7 +137,7 @@ def _not_finite(values: Tensor, target: torch.dtype) -> Tensor:
 #
 # Read `Verifier.pages`. Whoever reads a step reads it through a `Verifier`: a load the pages that
 # it wants, `verify` all of them. What is wrong is a `Problem`: a load raises the first that it
-# meets, as a `BrokenFileError`; `Verifier.check` goes on and lists all.
+# meets, as a `BrokenFileError`; `Verifier.check` continues and lists all.
 
 
 AHEAD = 8
@@ -167,7 +167,7 @@ class Problem:
 
 
 class BrokenFileError(GulliverError):
-    """A problem, for those who cannot go on after it."""
+    """A problem, for those who cannot continue after it."""
 
     def __init__(self, text: str, problem: Problem | None = None) -> None:
         super().__init__(text)
@@ -198,7 +198,7 @@ class Verifier:
         raise self._broken(name, begin, stop, what)
 
     def check_sizes(self) -> None:
-        """Refuses files that are missing, or shorter or longer than they were."""
+        """Rejects files that are missing, or shorter or longer than they were."""
         for name in self.manifest.files:
             self.check_size(name)
 
@@ -456,7 +456,7 @@ class StepReader:
         return sorted({entry for own in self._ranks for entry in own})
 
     def is_per_rank(self, entry: str) -> bool:
-        """Whether every rank has a value of its own for an entry."""
+        """Whether every rank has its own value for an entry."""
         return entry in self._own_entries()
 
     def tensors(self, entry: str) -> Mapping[str, TensorEntry]:
@@ -494,7 +494,7 @@ class StepReader:
         return found
 
     def check_tied(self, entry: str, tied: Mapping[str, str], prefix: str = "") -> None:
-        """Refuses two values for one parameter, of which the one read last would win."""
+        """Rejects two values for one parameter, of which the one read last would win."""
         saved = self.tensors(entry)
         for name, other in tied.items():
             both = [prefix + name, prefix + other]
@@ -620,7 +620,7 @@ class StepReader:
                     run.sink.take(content, here, mapped)
 
     def check_files(self) -> None:
-        """Refuses files that are missing, or shorter or longer than they were."""
+        """Rejects files that are missing, or shorter or longer than they were."""
         self._files.check_sizes()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A part is a run of elements of a region, and a region is slices of a whole along one dim. In the
 row-major order of the whole a part is therefore an ascending row of *stretches*: one where it is
-not sliced, or sliced along the first dim; one for each row of what lies before the dim otherwise.
+not sliced, or sliced along the first dim; one for each row of what is before the dim otherwise.
 Stretches of two parts are intersected as sorted intervals (`overlap`), whatever their dims; what
 they have in common repeats itself with fixed strides, and is copied as few boxes (`Copies.boxes`),
 not row by row.
@@ -143,7 +143,7 @@ class Copies:
         return Copies(begin - low, target, stop - begin, self.kind[first:last])
 
     def pages(self, size: int) -> set[int]:
-        """Returns the numbers of the pages of a size that the sources lie in."""
+        """Returns the numbers of the pages of a size that the sources are in."""
         first, last = self.source // size, (self.source + self.count - 1) // size
         if len(self) == 1:
             return set(range(int(first[0]), int(last[0]) + 1))
@@ -245,7 +245,7 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
 
 
 def missing(shape: tuple[int, ...], parts: Sequence[PartOffset]) -> str | None:
-    """Tells what keeps parts from being a whole, each element once; see the note above."""
+    """Reports what keeps parts from being a whole, each element once; see the note above."""
     whole = math.prod(shape)
     if not any(part.region for part in parts):
         return _not_once(sorted((part.start, part.stop) for part in parts), whole)

@@ -134,7 +134,7 @@ def text_of(problem: Exception) -> str:
     return str(problem) or type(problem).__name__
 
 
-# Saves while training goes on: `AsyncCheckpointer`.
+# Saves while training continues: `AsyncCheckpointer`.
 #
 # Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
 
@@ -155,7 +155,7 @@ GROWTH = 32
 # happened so far. Between them every rank's thread works for itself: it reports what it wrote in
 # a small file of the unfinished step, and rank 0 finishes the step when all reports are there.
 class AsyncCheckpointer:
-    """Saves a program's state while the program goes on.
+    """Saves a program's state while the program continues.
 
     What torch's optimizers step, and their state, is copied by native threads while the next
     forward and backward run; a step waits, by itself, for just what it is about to change. `save`
@@ -169,11 +169,11 @@ class AsyncCheckpointer:
             is made with the first save and used again: training is free as soon as memory has been
             copied. ``ring`` holds `ring_mb` only: training is held up where the disk is slower than
             a step. ``auto`` is a ring where the copy does not fit `memory_limit`, or where some of
-            the state lies on disk, else a shadow.
+            the state is on disk, else a shadow.
         ring_mb: MiB of the ring.
         memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
         on_error: answer to a failure: ``raise`` lets the next call raise it, ``warn`` logs it and
-            goes on.
+            continues.
         when_busy: behaviour of `save` while a step is still being written: ``wait`` or ``skip``.
         group: ranks that save together; None for all.
         engine: engine that moves the bytes; None for the best that this machine has. With one of
@@ -251,7 +251,7 @@ class AsyncCheckpointer:
         return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Begins to save a step; all ranks call it.
+        """Begins to save a step (collective).
 
         Args:
             step: number of the step; one of that number is replaced when the new one is complete.
@@ -297,7 +297,7 @@ class AsyncCheckpointer:
         return True
 
     def _check_process(self) -> None:
-        """Refuses what would wait for ever: threads do not come along when a process forks."""
+        """Rejects what would wait for ever: threads do not come along when a process forks."""
         if os.getpid() != self._process:
             raise GulliverError(
                 f"this checkpointer belongs to process {self._process}, which forked this one: "
@@ -336,7 +336,7 @@ class AsyncCheckpointer:
             return None
 
     def _check_limit(self, collected: RankContent) -> None:
-        """Refuses a shadow that does not fit."""
+        """Rejects a shadow that does not fit."""
         if self.mode == "shadow" and self.memory_limit is not None:
             leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
             values = (leaf.value if isinstance(leaf, Part) else leaf for leaf in leaves)
@@ -348,7 +348,7 @@ class AsyncCheckpointer:
                 )
 
     def _agree(self, step: int, status: RankStatus) -> str | None:
-        """Agrees on what all ranks do: the save's id, None to go on without it, or an error."""
+        """Agrees on what all ranks do: the save's id, None to continue without it, or an error."""
         every = self._gather(status.to_json(), status.failure)
         save_id = None
         try:
@@ -508,7 +508,7 @@ class AsyncCheckpointer:
             self._snapshot.release(None)
 
     def wait(self) -> None:
-        """Waits until the step that is being saved is complete; all ranks call it.
+        """Waits until the step that is being saved is complete (collective).
 
         Raises:
             GulliverError: it could not be saved (``on_error="raise"``).
@@ -538,7 +538,7 @@ class AsyncCheckpointer:
         return failure
 
     def close(self) -> None:
-        """Waits for the save in progress, and frees memory and folder; all ranks call it.
+        """Waits for the save in progress, and frees memory and folder (collective).
 
         Raises:
             GulliverError: the last save failed (``on_error="raise"``).

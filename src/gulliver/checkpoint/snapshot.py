@@ -218,7 +218,7 @@ SETTLE_S = 2.0
 # page after page and write them. Until its pages are gathered a tensor must not change: `release`
 # waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of
 # every torch optimizer's step. Only what these change is copied after `save` has returned
-# (`guarded`): it waits for the rest (`unguarded`), whose writers ask nobody and may not raise a
+# (`guarded`): it waits for the rest (`unguarded`), whose writers ask no one and may not raise a
 # version (``.data``, numpy, fused kernels).
 #
 # [Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
@@ -308,7 +308,7 @@ class Snapshot:
 
     @cached_property
     def disk_bytes(self) -> int:
-        """Bytes of tensors that lie on disk, in files that are mapped."""
+        """Bytes of tensors that are on disk, in files that are mapped."""
         sources = (s for found in self._sources.values() for s in found.values())
         return sum(s.nbytes for s in sources if self._is_mapped(s))
 
@@ -328,7 +328,7 @@ class Snapshot:
         elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= (TINY if guarded else SMALL):
             return self._small.add(value, nbytes)
         owner = leaf.owner if isinstance(leaf, Part) else value
-        # A part lies in the file as one row of elements.
+        # A part is in the file as one row of elements.
         if isinstance(leaf, Part):
             value = value.reshape(leaf.shape if leaf.is_whole else -1)
         if owner is not None:
@@ -338,7 +338,7 @@ class Snapshot:
         return value
 
     def _is_mapped(self, value: Tensor) -> bool:
-        """Whether a tensor lies on disk, in a file that is mapped."""
+        """Whether a tensor is on disk, in a file that is mapped."""
         return value.is_cpu and self._mapped.hold(value.data_ptr(), value.nbytes)
 
     def pages(self, page_bytes: int) -> int:
@@ -381,7 +381,7 @@ class Snapshot:
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
             if not source.is_contiguous()
         }
-        # Nobody waits for what has been copied already.
+        # No one waits for what has been copied already.
         storages = [
             None if address != source.data_ptr() else storage_of(source)
             for source, address in zip(image.sources, addresses, strict=True)
@@ -440,11 +440,11 @@ class Snapshot:
             self.stall_s += time.perf_counter() - begun
 
     def wait_copied(self) -> None:
-        """Waits in the background until everything has been copied; nobody is held up by that."""
+        """Waits in the background until everything has been copied; no one is held up by that."""
         for tickets in self._tickets.values():
             for ticket in tickets:
                 _wait_copied(ticket)
-                # What lies on disk was read for this: memory is for what training uses.
+                # What is on disk was read for this: memory is for what training uses.
                 for span in self._gone.pop(id(ticket), ()):
                     self._mapped.release_pages(*span)
         self._end_read_lock(None)
@@ -453,7 +453,7 @@ class Snapshot:
     def _compare(self, storages: Iterable[int] | None) -> None:
         """Notes what was changed of storages that were copied, None for all, before they are free.
 
-        One that is free may be written to at once, so this is done while nobody else can find it.
+        One that is free may be written to at once, so this is done while no one else can find it.
         """
         dropped = []
         with self._lock:
@@ -520,7 +520,7 @@ class _Small:
         self._filled = 0
 
     def add(self, tensor: Tensor, nbytes: int) -> Tensor:
-        """Notes a tensor to be copied; the tensor returned stands for the copy."""
+        """Notes a tensor to be copied; the tensor returned represents the copy."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         self._places[id(tensor)] = self._filled

@@ -308,7 +308,7 @@ class MemoryWeights(Weights):
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
-    # Parameters that ZeRO shards are of a class of their own, and would be waited for here.
+    # Parameters that ZeRO shards are of their own class, and would be waited for here.
     if type(tensor) not in (Tensor, nn.Parameter):
         raise GulliverError(
             f"tensor {name!r} is a {type(tensor).__name__}, spread over ranks: save a "

@@ -139,7 +139,7 @@ def write_files(
     progress: Progress | None = None,
     called: str = "",
 ) -> dict[str, FileEntry]:
-    """Writes files one after the other, each from its beginning to its end; their entries by name.
+    """Writes files one at a time, each from its beginning to its end; their entries by name.
 
     `called` is what messages call the files. The disk writes what has been read while more is read.
     """
@@ -243,13 +243,13 @@ def new_folder(folder: Path, needed: int) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-# Writes a model that ranks hold parts of as whole files, also while the program goes on.
+# Writes a model that ranks hold parts of as whole files, also while the program continues.
 
 
 ENTRY, STEP = "model", 0
 
 
-# [Note: models that no rank has] Nobody has the whole, and gathering it would hold training up. So
+# [Note: models that no rank has] No one has the whole, and gathering it would hold training up. So
 # each rank saves its parts as those of a step, in a hidden folder next to the target; when they are
 # all on the disk rank 0 reads them tensor by tensor, writes the files and removes the folder. For
 # that time the disk holds the model twice. What a killed process leaves is hidden, and removed by

@@ -119,7 +119,7 @@ def all_reduce(
         purpose: what it is for, the same on all ranks; over gloo a difference is reported.
         error: what the last packing has lost, of the tensor's size: it is made up for, and what
             this one loses stands there afterwards. Nothing of it is used where nothing is packed.
-        finish: called by a thread of its own as soon as the result is there, where it is packed.
+        finish: called by its own thread as soon as the result is there, where it is packed.
     """
     _check(tensor, op)
     _check_sum(tensor.dtype)
@@ -226,7 +226,7 @@ def all_gather(
     wire: WireFormat = IDENTITY,
     add: bool = False,
 ) -> Handle:
-    """Writes the inputs of all ranks, one after the other, to `output`.
+    """Writes the inputs of all ranks, one at a time, to `output`.
 
     Args:
         output: flat, as large as all inputs together; it may contain this rank's input in its
@@ -450,7 +450,7 @@ def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None
         value = function()
     except Exception as error:
         failure = error
-    # Ranks must not go on to a collective operation that a failed rank never enters.
+    # Ranks must not continue to a collective operation that a failed rank never enters.
     reasons = gather_objects(
         None if failure is None else str(failure) or type(failure).__name__, group
     )

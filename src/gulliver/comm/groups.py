@@ -100,9 +100,9 @@ Key = tuple[str, tuple[int, ...]]
 
 # [Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree
 # when: a rank on which the last user of a group was collected does not know whether the others
-# still send. So a group without users is kept for its next user. Where the ranks meet
-# anyway, at the end of a boost, they agree on those that nobody has asked for or uses on any rank,
-# and destroy them. All others go with the world.
+# still send. So a group without users is kept for its next user. Where the ranks meet anyway, at
+# the end of a boost, they agree on those that no one has asked for or uses on any rank, and destroy
+# them. All others go with the world.
 #
 # Callers name the use of a group. Two uses at a time do not share a group, so that messages of one
 # are never in the way of those of the other.
@@ -116,7 +116,7 @@ class _Shared:
     wanted: bool = True  # Since the ranks agreed the last time
     # Made by its members alone, and given back by them; other ranks do not know it.
     of_members: bool = False
-    # The group was given out without a rank group, so nobody knows its users.
+    # The group was given out without a rank group, so no one knows its users.
     for_ever: bool = False
 
     @property
@@ -195,7 +195,7 @@ def return_rank_group(rank_group: RankGroup) -> None:
 
 
 def release_groups() -> None:
-    """Destroys groups that no rank uses or has asked for since the last call; all ranks call it."""
+    """Destroys groups that no rank uses or has asked for since the last call (collective)."""
     if not dist.is_initialized():
         return
     groups = _made.get(dist.group.WORLD, {})

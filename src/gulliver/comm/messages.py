@@ -24,7 +24,7 @@ from gulliver.precision.wire.packing import pack, unpack
 
 
 def check_wire(wire: WireFormat) -> None:
-    """Refuses unknown wire formats."""
+    """Rejects unknown wire formats."""
     if wire is not IDENTITY:
         wire_format(wire)
 
@@ -49,7 +49,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 TAGS = 1 << 20
 """Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
 _NUMBERS = 1 << 15
-"""Those of one purpose in one wire format; many more than can be under way."""
+"""Those of one purpose in one wire format; many more than can be in flight."""
 _counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _exchanges: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -204,11 +204,11 @@ Addressed = Iterable[tuple[int, Tensor]]
 
 
 # [Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
-# messages are posted one after the other, so the receives stand first: a message that finds its
-# receive posted needs no further round trip. Over NCCL a batch is one grouped call, so that no
-# rank's send waits for another's. All ranks post in the same order, which is what NCCL goes by;
-# gloo goes by the tags too. What arrives is waited for before it is read or sent on: NCCL would
-# keep that order by itself, gloo does not.
+# messages are posted one at a time, so the receives stand first: a message that finds its receive
+# posted needs no further round trip. Over NCCL a batch is one grouped call, so that no rank's send
+# waits for another's. All ranks post in the same order, which is what NCCL goes by; gloo goes by
+# the tags too. What arrives is waited for before it is read or sent on: NCCL would keep that order
+# by itself, gloo does not.
 #
 # Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
 def operations(

@@ -1,9 +1,9 @@
 """Collectives of packed elements: all-reduce, reduce-scatter and all-gather in a wire format.
 
-A rank that passes packed elements on cannot add them up. So every rank sends each part straight
-to its owner, who unpacks them, adds them up in float32 or wider, this rank's own term as it is, and
-packs the sum once more where others need it. All ranks, the owner too, go on with what was packed,
-so they have the same bits.
+A rank that passes packed elements on cannot add them up. So every rank sends each part straight to
+its owner, who unpacks them, adds them up in float32 or wider, this rank's own term as it is, and
+packs the sum once more where others need it. All ranks, the owner too, continue with what was
+packed, so they have the same bits.
 
 | | packed | error at most, of one format's bound |
 |---|---|---|
@@ -242,7 +242,7 @@ def _added_up(
 
 
 def check_packed(op: str, wire: WireFormat) -> None:
-    """Refuses reductions other than sums and means."""
+    """Rejects reductions other than sums and means."""
     if op not in ("sum", "mean"):
         raise GulliverError(
             f"a reduction by {op!r} does not travel as {wire}: sums and means do, others as "

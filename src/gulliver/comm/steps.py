@@ -41,13 +41,13 @@ THREADS = 8
 
 # [Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
 # order in which they are handed in, which is the same on all ranks of a group. Those of at most two
-# exchanges go *in turn*: one thread begins them, whatever else is under way, another waits for what
+# exchanges go *in turn*: one thread begins them, whatever else is in flight, another waits for what
 # arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
 # run in parallel. It cannot block: each exchange is posted as soon as the one before it has
 # arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
 # old collective before it begins a new one blocks those that wait for the new one, and have the
 # third exchange of the old one still to post. So collectives along several axes go *apart*, in a
-# thread each: the oldest unfinished one has a thread on every rank, and always goes on.
+# thread each: the oldest unfinished one has a thread on every rank, and always continues.
 class Arriving(Protocol):
     """Messages in flight."""
 
@@ -95,7 +95,7 @@ class _Threads:
         _serve("finish", self._arriving, self._finish)
 
     def drive(self, steps: Steps, exchange: PendingCollective) -> None:
-        """Hands in a collective with a thread of its own; threads are started on demand."""
+        """Hands in a collective with its own thread; threads are started on demand."""
         with self._lock:
             self._driven += 1
             more = self._drivers < min(THREADS, self._driven)
@@ -230,7 +230,7 @@ class AxisExchange:
         self._group = self.rank_group.process_group or dist.group.WORLD
 
     def receive(self, peer: int, block: Tensor) -> None:
-        """Posts the receive of a block; its pieces must lie contiguously."""
+        """Posts the receive of a block; its pieces must be contiguously."""
         for number, piece in enumerate(_pieces(block)):
             rank = self.rank_group.ranks[peer]
             self.receives.append(receive(piece, rank, self._group, self.tag + number))
@@ -537,7 +537,7 @@ def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
 
 
 def _segments(length: int, nbytes: int, rank_groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
-    """Intervals of a part that travel one after the other."""
+    """Intervals of a part that travel one at a time."""
     if len(rank_groups) == 1 or not nbytes:
         return [(0, length)]
     wanted = min(max(nbytes // SEGMENTS, LEAST_SEGMENT), MOST_SEGMENT)

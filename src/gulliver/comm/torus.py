@@ -66,7 +66,7 @@ class Axes:
         return self.rank_groups[name]
 
     def flat(self, names: Sequence[str]) -> RankGroup:
-        """This rank's line through all places along some axes; every rank calls it."""
+        """This rank's line through all places along some axes (collective)."""
         if self.ranks is None:
             return ALONE
         rows = _rows(self.sizes, self.ranks, names)
@@ -154,7 +154,7 @@ class Torus:
 def make_axes(
     sizes: Mapping[str, int], order: Sequence[int] | None = None, device_type: str | None = None
 ) -> Axes:
-    """Lays named axes over all ranks of the world; every rank calls it.
+    """Lays named axes over all ranks of the world (collective).
 
     Args:
         sizes: name and size of each axis, outer to inner; the innermost has the fastest links.
@@ -194,9 +194,9 @@ def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list
 
 # Collectives over the axes of a torus by the backend's own collectives, one axis after the other.
 #
-# For backends without the point-to-point messages of `steps.py`, NCCL above all. On a GPU the
-# steps are chained on a stream of their own: the host never waits, and the stream that computes
-# waits for one event, when somebody asks for the result.
+# For backends without the point-to-point messages of `steps.py`, NCCL above all. On a GPU the steps
+# are chained on their own stream: the host never waits, and the stream that computes waits for one
+# event, when somebody asks for the result.
 #
 # Between two steps the parts are put into the order that the next axis needs, by one copy in the
 # device's memory; that costs little compared with the link it saves.

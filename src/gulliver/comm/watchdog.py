@@ -243,7 +243,7 @@ class Watchdog:
         elif failure is not None:
             self._status.end = f"failed {failure}"
         self._status.done = True
-        # A store that is gone has nobody left who could listen.
+        # A store that is gone has no one left who could listen.
         with contextlib.suppress(RuntimeError, dist.DistError):
             self._publish()
 

@@ -22,7 +22,7 @@ from gulliver.errors import GulliverError
 
 COLLECTIVE_TIMEOUT_S = 600.0
 LEAVING_S = 10.0
-"""Longest wait at the end of a program for what is under way."""
+"""Longest wait at the end of a program for what is in flight."""
 
 SILENCE_S = 30.0
 """A rank that is not heard of for so long counts as lost."""
@@ -93,7 +93,7 @@ def init_world(
         raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
     atexit.register(_shutdown_at_exit)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # A connection of its own: the main one is locked while a collective waits on it.
+    # its own connection: the main one is locked while a collective waits on it.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
     _watchdog = Watchdog(dist.PrefixStore("gulliver/heartbeat", store), rank, size, silence_s)
     _watchdog.start()
@@ -127,7 +127,7 @@ def shutdown() -> None:
 def _shutdown_at_exit() -> None:
     """Leaves the world when the program ends."""
     # The interpreter ends threads where they stand. One that stands in a backend's code, watching
-    # or finishing a gather that nobody waited for, takes the process down with it; so all of them
+    # or finishing a gather that no one waited for, takes the process down with it; so all of them
     # are done before. After an error nothing is waited for: messages may be on their way that never
     # arrive. The others are notified, and the process ends without ending the threads. So it does
     # where a collective does not end, as after errors that were caught on some ranks only: its

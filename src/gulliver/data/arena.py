@@ -152,9 +152,9 @@ class _Block(NamedTuple):
 
 # [Note: who frees a block] A tensor of the arena is `torch.frombuffer` over a small array object,
 # its *owner*. The storage holds the owner, and every view, slice and alias of the tensor holds the
-# storage, so the owner dies exactly when nobody can look at the memory any more. Its finalizer puts
+# storage, so the owner dies exactly when no one can look at the memory any more. Its finalizer puts
 # the block on a queue, and the next request takes it from there. A copy to the device is one more
-# holder: the tensors lie in a list until the event behind the copy has happened. Nobody releases
+# holder: the tensors are in a list until the event behind the copy has happened. No one releases
 # anything by hand, a dropped batch cannot leak, and nothing is known by an `id` that may come
 # again.
 #
@@ -163,9 +163,9 @@ class _Block(NamedTuple):
 #
 # [Note: why a warmed-up arena never misses] All tensors of a batch are placed together, in one
 # hole, and freed one by one. With `in_flight` slabs, each as large as the largest batch, and one
-# batch less alive, each living batch lies in one slab: at least one slab is empty, and any batch
-# fits it. No order of sizes or releases can break this, at the price of just the bytes that as many
-# of the largest batches need.
+# batch less alive, each living batch is in one slab: at least one slab is empty, and any batch fits
+# it. No order of sizes or releases can break this, at the price of just the bytes that as many of
+# the largest batches need.
 class PinnedArena:
     """Pre-allocated host memory that is lent as tensors and comes back by itself.
 
@@ -336,7 +336,7 @@ class PinnedArena:
         return owner
 
     def _reclaim(self) -> None:
-        """Takes back what nobody uses any more."""
+        """Takes back what no one uses any more."""
         # Events of one stream happen in their order; those of several are only looked at later.
         while self._held and self._held[0][0].query():
             self._held.popleft()

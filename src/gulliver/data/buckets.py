@@ -167,7 +167,7 @@ def _square_of(name: str) -> Resolution | None:
 
 @cache
 def resolution(name: str) -> Resolution:
-    """Returns what a name stands for."""
+    """Returns what a name represents."""
     if name in VIDEO_SIZES:
         pixels, sizes = VIDEO_SIZES[name]
         return Resolution(name, pixels, _table(VIDEO_RATIOS, sizes))
@@ -259,12 +259,12 @@ class BucketConfig:
         A Python file is not run: what it assigns must be written out.
 
         Raises:
-            GulliverError: the file is missing or unreadable, or its content is refused.
+            GulliverError: the file is missing or unreadable, or its content is rejected.
         """
         return cls(_read(path), str(path), unit)
 
     def _check_lengths(self) -> None:
-        """Refuses lengths of videos of which a model's unit leaves one frame."""
+        """Rejects lengths of videos of which a model's unit leaves one frame."""
         step = self.unit[0]
         for rule in self.rules:
             if rule.keep and 1 < rule.frames <= step:

@@ -56,7 +56,7 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
     Args:
         documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps
             ``labels`` of the same length, unshifted, and an ``attention_mask`` of ones.
-        least: tokens of the row at least; what is missing is a text of its own, without labels.
+        least: tokens of the row at least; what is missing is its own text, without labels.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids``, each ``[1, sum of lengths]``. The first

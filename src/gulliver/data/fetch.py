@@ -55,7 +55,7 @@ def words(seed: int, *places: int) -> np.ndarray:
 def seeded(seed: int, *places: int) -> Iterator[None]:
     """Seeds the global generators of Python, numpy and torch (on the host)."""
     # In the training process they are put back afterwards, so that what the model draws is the same
-    # with and without a loader; in a worker nobody else uses them.
+    # with and without a loader; in a worker no one else uses them.
     at_home = get_worker_info() is None
     before = _states() if at_home else None
     state = words(seed, *places)

@@ -107,7 +107,7 @@ class Feed:
         return entry
 
     def close(self) -> None:
-        """Tells the thread to end, which it does after the batch that it waits for."""
+        """Reports the thread to end, which it does after the batch that it waits for."""
         self._channel.close()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -126,7 +126,7 @@ class _Channel:
         self.closed = threading.Event()
 
     def close(self) -> None:
-        """Ends both sides; batches that nobody took are dropped."""
+        """Ends both sides; batches that no one took are dropped."""
         self.closed.set()
         self.permits.release()
         self.drain()
@@ -270,7 +270,7 @@ class DataLoader(torch_data.DataLoader):
     - What a data set or collation draws from the generators of Python, numpy and torch depends on
       (seed, rank, epoch, number of the batch): not on workers, their number, or what ran before.
       Without `generator` so does the order. The training's own generators are left alone.
-    - `state_dict` says which batch comes next; one that loads it goes on there, to the bit.
+    - `state_dict` says which batch comes next; one that loads it continues there, to the bit.
     - For a device batches go through a `PinnedArena` and arrive ahead of use, on a copy stream.
       On the host they pass through as they are. With `pin_memory` torch locks their pages, for you
       to copy them; without CUDA they are then copied into an arena, as they are into one given.
@@ -295,7 +295,7 @@ class DataLoader(torch_data.DataLoader):
             `num_workers`, `sampler`, `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
 
     Raises:
-        GulliverError: an argument that does not exist or that torch refuses; an arena too small.
+        GulliverError: an argument that does not exist or that torch rejects; an arena too small.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows of CSV and Parquet tables of clips: what is ambiguous in them is refused by file and row.
+"""Rows of CSV and Parquet tables of clips: what is ambiguous in them is rejected by file and row.
 
 A caption that an unquoted comma cuts, or a quote that swallows the rows after it, would be trained
 on without a word; so rows have to fit the header, and numbers have to be numbers.
@@ -260,7 +260,7 @@ def with_scores(text: str, values: Values, style: str) -> str:
 
 
 def check_scores(table: object, records: Sequence[Values], style: str) -> None:
-    """Refuses a table without scores of a style: its captions would stay as they are."""
+    """Rejects a table without scores of a style: its captions would stay as they are."""
     _check_style(style)
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_set(row.get(column)) for row in records for column in columns):

@@ -1,6 +1,6 @@
 """Checks of saved positions in the data: their content, and the order that they count in.
 
-What it does not know: how a loader or a sampler goes on from there.
+What it does not know: how a loader or a sampler continues from there.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def set_state(generator: torch.Generator, state: str) -> None:
 
 
 def check_content(state: Any) -> None:
-    """Refuses what is no state of a loader."""
+    """Rejects what is no state of a loader."""
     if not isinstance(state, Mapping) or not set(state) >= KEYS:
         raise GulliverError("this is not the state of a data loader: it has no position")
 
 
 def check_position(epoch: Any, done: Any, batches: int | None) -> None:
-    """Refuses what is no position in the data."""
+    """Rejects what is no position in the data."""
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GulliverError(
@@ -150,7 +150,7 @@ class ResumableSampler(ABC):
         self.epoch, self.done = state["epoch"], state["done"]
 
     def check_state(self, state: Any) -> None:
-        """Refuses what `load_state_dict` does not take.
+        """Rejects what `load_state_dict` does not take.
 
         Raises:
             GulliverError: the same errors as there.

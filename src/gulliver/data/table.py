@@ -205,7 +205,7 @@ class ClipTable:
         return digest.hexdigest()
 
     def check_rows(self, fingerprint: str) -> None:
-        """Refuses to resume with rows other than those that a saved position counts."""
+        """Declines to resume with rows other than those that a saved position counts."""
         if fingerprint != self.fingerprint:
             raise GulliverError(
                 f"the rows of {self.table} are no longer those that the run was started with: "
@@ -261,7 +261,7 @@ class ClipTable:
         return resize_and_crop(frames, bucket)
 
     def _check_size(self, index: int, bucket: Bucket, height: int, width: int) -> None:
-        """Notes a file of another size than the table says; refuses one too small for its bucket.
+        """Notes a file of another size than the table says; rejects one too small for its bucket.
 
         Raises:
             GulliverError: naming both sizes.

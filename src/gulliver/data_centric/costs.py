@@ -81,7 +81,7 @@ def check_key(budget: Budget, tokens: int, least: float) -> float:
 def check_sample(
     budget: Budget, index: int, shape: Hashable, tokens: int, least: float, ranks: int
 ) -> None:
-    """Refuses a budget that no step with a sample can meet."""
+    """Rejects a budget that no step with a sample can meet."""
     if isinstance(budget, Tokens) and tokens > budget.count:
         raise GulliverError(
             f"no step meets {budget}: sample {index} ({shape}) has {tokens:,} tokens; give at "

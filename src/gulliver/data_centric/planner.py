@@ -59,7 +59,7 @@ from gulliver.solve.steps import StepSolver
 
 MOST_LOT = 0.25
 """Share of a step that samples of one shape wait for each other to fill, at most: where lots are as
-long as steps, steps of one shape come in rows, and what is learnt suffers (docs/lab-notes.md)."""
+long as steps, steps of one shape come in rows, and what is learned suffers (docs/lab-notes.md)."""
 Position = tuple[int, int, Queue]
 """Epoch, step, and what is drawn and in no step yet."""
 
@@ -75,9 +75,9 @@ class DataCentricOptions(Options):
         intra: groups may have different degrees; else all have `degree`.
         inter: groups may run several micro-batches; else one each, and what finds no place is set
             aside for the next step.
-        pac: memory that is left keeps activations; else all blocks are computed again.
+        pac: memory that is left keeps activations; else all blocks are recomputed.
         degree: degree of every group without `intra`.
-        unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
+        unfit: what becomes of samples that fit at no degree: rejected, or skipped and counted in
             `skipped`.
         shuffle: samples of a table come in random order; else in the table's.
         seed: seed of all orders.
@@ -99,7 +99,7 @@ class DataCentricOptions(Options):
     stages: Annotated[int, AT_LEAST_1] = 1
 
     def check_combinations(self) -> None:
-        """Refuses options that exclude each other."""
+        """Rejects options that exclude each other."""
         if self.stages > 1 and not self.inter:
             raise GulliverError(
                 f"stages={self.stages}: a pipeline needs several micro-batches: inter=True"
@@ -318,7 +318,7 @@ class DataCentricPlanner:
         return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
 
     def check_sample(self, index: int, planned: Shape, found: Shape) -> None:
-        """Refuses a sample that is of another shape than the table says.
+        """Rejects a sample that is of another shape than the table says.
 
         Raises:
             GulliverError: naming the sample and both shapes.

@@ -97,7 +97,7 @@ class DataCentricPlugin(HybridParallelPlugin):
 
     @property
     def inside(self) -> int:
-        """Ranks that each rank of a step's plan stands for: tensor ranks times stages."""
+        """Ranks that each rank of a step's plan represents: tensor ranks times stages."""
         return self.tp_size * self.pp_size
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
@@ -116,7 +116,7 @@ class DataCentricPlugin(HybridParallelPlugin):
         self.sp_size, self.mode = ranks, self.ways if ranks > 1 else None
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
-        """How a sequence lies over all ranks: Ulysses as far as there are heads, a ring beyond."""
+        """How a sequence is over all ranks: Ulysses as far as there are heads, a ring beyond."""
         whole = super().sequence_plan(causal)
         if self.mode != "all_to_all" or not 0 < self._heads < whole.ulysses:
             return whole

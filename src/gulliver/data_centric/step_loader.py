@@ -72,7 +72,7 @@ def _digest(buffer: Tensor) -> bytes:
 #         optimizer.step()
 #         optimizer.zero_grad()
 #
-# `step.run(criterion)` does what the inner loop does, also where blocks lie on several stages.
+# `step.run(criterion)` does what the inner loop does, also where blocks are on several stages.
 
 
 # What the mean over a step is over: a number for each sample of the data set.
@@ -195,7 +195,7 @@ class DataCentricLoader:
                 data = move_tensors(data, current_world().device)
                 yield LoadedBatch(data, batch.samples, batch.shape, weight, degree, seeds)
         finally:
-            # Nobody waits: of a step that is left the garbage collector may end this, on any
+            # No one waits: of a step that is left the garbage collector may end this, on any
             # thread, and on one that begins to join another would wait for itself.
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -249,7 +249,7 @@ class DataCentricLoader:
 
 
 def _check(loader: DataCentricLoader) -> None:
-    """Refuses what would go wrong in some step, on all ranks."""
+    """Rejects what would go wrong in some step, on all ranks."""
     planner, optimizer = loader.planner, loader.optimizer
     if planner.ranks != optimizer.size:
         raise GulliverError(

@@ -1,7 +1,7 @@
 """Steps of data-centric training as they are planned: groups of ranks and what each one runs.
 
 A `StepPlan` says which ranks share samples in a step and which micro-batches each group runs, one
-after the other. It is plain data, equal on all ranks, and knows nothing of how it is run.
+at a time. It is plain data, equal on all ranks, and knows nothing of how it is run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MicroBatch:
     shape: Shape
     # Indices of them in the data set.
     samples: tuple[int, ...]
-    # Number of blocks that the backward computes again; 0: all activations are kept.
+    # Number of blocks that the backward recomputes; 0: all activations are kept.
     recompute: int = 0
     # How many of those are of each kind of block, in the order of the costs' kinds.
     kinds: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class MicroBatch:
     seconds: float = 0.0
     # Seconds in those of messages inside the group.
     communication: float = 0.0
-    # Seconds in those of forwards that are computed again.
+    # Seconds in those of forwards that are recomputed.
     recomputing: float = 0.0
     # Predicted bytes of a rank, at most.
     bytes: int = 0
@@ -58,7 +58,7 @@ class RankGroup:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the group's micro-batches, one after the other."""
+        """Predicted seconds of the group's micro-batches, one at a time."""
         return sum(batch.seconds for batch in self.micro_batches) + self.filling
 
     @property
@@ -84,7 +84,7 @@ class StepPlan:
     # Samples that were drawn for this step and wait for the next one.
     set_aside: tuple[int, ...] = ()
     # Other groups of the same ranks that follow, such as single ranks after a sample that takes all
-    # of them. A rank goes on when its own group has ended.
+    # of them. A rank continues when its own group has ended.
     later: tuple[tuple[RankGroup, ...], ...] = ()
 
     @property
@@ -188,7 +188,7 @@ def place(
 REMEMBERED = 4096
 """Steps whose phases are kept: the same come again."""
 SPLIT = 1.02
-"""Seconds over the bound from which samples that need many ranks may get a phase of their own."""
+"""Seconds over the bound from which samples that need many ranks may get their own phase."""
 
 
 class Phases:

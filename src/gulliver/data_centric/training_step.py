@@ -75,7 +75,7 @@ class StepContext:
     optimizer: ZeroOptimizer
     # Degree of the model; None where no sequences are shared.
     degree: Degree | None
-    # Which blocks the next forward keeps or computes again; None where all are kept.
+    # Which blocks the next forward keeps or recomputes; None where all are kept.
     switch: RecomputeSwitch | StageSwitch | None
 
 
@@ -126,7 +126,7 @@ class TrainingStep:
     ) -> None:
         """Runs all micro-batches of this rank, forward and backward, through stages or without.
 
-        One call in place of the loop over a step, and the only way where blocks lie on several
+        One call in place of the loop over a step, and the only way where blocks are on several
         stages: their schedule needs all micro-batches at once.
 
         Args:
@@ -188,7 +188,7 @@ class TrainingStep:
         return nullcontext() if degree is None else sequence_rows(degree, rows)
 
     def _recompute(self, micro: MicroBatch) -> None:
-        """Lets the next forward keep or compute again what the plan says."""
+        """Lets the next forward keep or recompute what the plan says."""
         if self.context.switch is not None:
             self.context.switch.set(micro.kinds)
 

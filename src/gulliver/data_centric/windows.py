@@ -29,7 +29,7 @@ def digest_of(position: Mapping[str, Any]) -> str:
 
 
 def check_state(state: Any, model: str, data: str) -> None:
-    """Refuses what is no state of a planner of this model and these data."""
+    """Rejects what is no state of a planner of this model and these data."""
     keys = {*PARTS, "digest", "data", "model"}
     if not isinstance(state, Mapping) or not keys <= set(state):
         raise GulliverError("this is not the state of a data-centric planner")

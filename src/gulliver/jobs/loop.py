@@ -2,8 +2,8 @@
 
 Read `TrainingLoop.train`, then `_step`. A job subclasses `TrainingLoop` and says where batches come
 from (`batches`), what a step computes (`forward_backward`), and what is saved with model and
-optimizer (`state`, `load_state`). The loop knows no data and no loss, and nothing of how
-parameters lie in memory: the booster does.
+optimizer (`state`, `load_state`). The loop knows no data and no loss, and nothing of how parameters
+are in memory: the booster does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LoopOptions(Options):
         log_every: steps between lines of the log.
         clip: largest gradient norm; None or 0 does not clip.
         frozen: whether checkpoints hold the parameters that do not learn.
-        use_async: whether checkpoints are written while training goes on.
+        use_async: whether checkpoints are written while training continues.
         rate_option: option that a diverging run should lower.
     """
 
@@ -156,7 +156,7 @@ class TrainingLoop(ABC):
     # The loop.
 
     def start(self, checkpoint: Path | None, **facts: Any) -> None:
-        """Resumes from a checkpoint, or begins, and writes what the run is; every rank calls it."""
+        """Resumes from a checkpoint, or begins, and writes what the run is (collective)."""
         if checkpoint is not None:
             self.restore(checkpoint)
         if self.world.is_main:
@@ -250,7 +250,7 @@ class TrainingLoop(ABC):
                 self.scalars(f"train/{name}", line[name], self.step_number)
 
     def save(self) -> None:
-        """Begins a checkpoint of this step unless there is one; every rank calls it."""
+        """Begins a checkpoint of this step unless there is one (collective)."""
         if self.step_number == self.saved_step:
             return
         self.saved_step = self.step_number
@@ -271,7 +271,7 @@ class TrainingLoop(ABC):
         )
 
     def restore(self, folder: Path) -> None:
-        """Takes up the state of a checkpoint; every rank calls it."""
+        """Takes up the state of a checkpoint (collective)."""
         loaded = self.booster.load(
             folder,
             self.model,

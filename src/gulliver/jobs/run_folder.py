@@ -1,4 +1,4 @@
-"""A run's folder: options, log, checkpoints, and what it refuses to continue from."""
+"""A run's folder: options, log, checkpoints, and what it rejects to continue from."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class RunFolder:
         return newest
 
     def check_writable(self, needed: int) -> None:
-        """Refuses a folder that cannot be written to, or a disk without `needed` free bytes."""
+        """Rejects a folder that cannot be written to, or a disk without `needed` free bytes."""
         with named_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder):

@@ -1,4 +1,4 @@
-"""How tensors lie on a mesh of ranks, and the least-cost way from one layout to another."""
+"""How tensors are on a mesh of ranks, and the least-cost way from one layout to another."""
 
 from typing import TYPE_CHECKING
 

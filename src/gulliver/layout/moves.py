@@ -229,7 +229,7 @@ def _filled(tensor: Tensor, count: int) -> Tensor:
 def _view(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
     """The part of a box's tensor that is another box in it."""
     for dim, ((low, _), (first, last)) in enumerate(zip(outer, inner, strict=True)):
-        # An empty box may lie beyond the end.
+        # An empty box may be beyond the end.
         tensor = tensor.narrow(dim, first - low if last > first else 0, last - first)
     return tensor
 

@@ -94,7 +94,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 # [Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
-# of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
+# of it are saved. Two saves share a copy as long as the memory lives and no one wrote into it in
 # between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
 # Autograd does not compare versions where hooks are in force, so that is done here, with its words.
 # Nor does it call hooks that were in force before these: who has some that matter, such as those
@@ -250,7 +250,7 @@ class ActivationOffload:
             self.saves = False
         if copy is None:
             self.kept += tensor.nbytes
-            # A view of its own, with the same version: the tensor would hold the graph that holds
+            # its own view, with the same version: the tensor would hold the graph that holds
             # it, if a node saves its output.
             return _KeptTensor(tensor.detach(), tensor._version)
         return _Saved(
@@ -288,7 +288,8 @@ class ActivationOffload:
             try:
                 memory = self.manager.use(managed)
             except InsufficientMemory:
-                # Backward has to go on: a copy on top of the budget, which measurements then lower.
+                # Backward has to continue: a copy on top of the budget, which measurements then
+                # lower.
                 return self.manager.view(managed).to(self.manager.device, copy=True)
             self._used[managed.number] = (managed, storage_users(memory))
         assert managed.tensor is not None

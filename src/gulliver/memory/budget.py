@@ -182,7 +182,7 @@ class Footprint:
         held: tells the bytes of the fast tier that the manager holds now.
         device: device whose memory is the fast tier.
         base: bytes that were used before there was a model; None takes what is used now and not
-            held: then nothing of the model may lie outside of the manager.
+            held: then nothing of the model may be outside of the manager.
         interval: seconds between two looks, on a CPU.
         gauge: gauge to read; None takes the device's.
 
@@ -292,7 +292,7 @@ FEW_WAITS, MANY_WAITS = 0.1, 0.25
 # to and fro. A change needs a new schedule of all moves, which takes longer than a small step: so
 # what differs by a quarter of the margin only, as measurements do from step to step, changes
 # nothing. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
-# position is passed, by twice what is missing: what grew so far goes on growing. A budget never
+# position is passed, by twice what is missing: what grew so far continues growing. A budget never
 # falls below what the manager has to hold at once: there the loop can do no more, and says so.
 #
 # [Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory

@@ -132,8 +132,8 @@ class Moment:
 
 # Layouts of chunks: which tensor lies where in which chunk, as plain numbers.
 #
-# A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there
-# are ranks, so a tensor may lie on two parts and more. Tensors and parts begin on multiples of an
+# A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there are
+# ranks, so a tensor may be on two parts and more. Tensors and parts begin on multiples of an
 # alignment; the gaps, and what the tensors do not fill of the last part, are padding.
 
 
@@ -141,11 +141,11 @@ UNEVEN = 4
 """A chunk of whole tensors grows while more than one part in so many would be padding."""
 
 
-# [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor lies on two
+# [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor is on two
 # parts: those of a chunk are dealt out to the parts by size, and every part is as large as the
 # fullest, for collectives move equal parts. The obvious way, to keep the size of chunks, would pad
 # most of them to a multiple of what they hold: one matrix over eight ranks to eight times. So a
-# chunk goes on beyond its size until its tensors fill the parts evenly, and what is left over at
+# chunk continues beyond its size until its tensors fill the parts evenly, and what is left over at
 # the end joins the chunk before it. A matrix that is more than a rank's share of the model still
 # pads, as no rank can hold less than one tensor.
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class ChunkLayout:
     slots: tuple[Slot, ...]
     size: int
     parts: int
-    # Whether every tensor lies on one part.
+    # Whether every tensor is on one part.
     whole: bool = False
 
     @property
@@ -220,7 +220,7 @@ class ChunkLayout:
         return [end - start for start, end in pairwise(self._edges())]
 
     def pieces(self, part: int) -> list[ShardPiece]:
-        """Pieces of tensors that lie on part number `part`, in order."""
+        """Pieces of tensors that are on part number `part`, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:
@@ -298,7 +298,7 @@ def _loads(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _dealt(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> ChunkLayout:
-    """Lays out a chunk in which every tensor lies on one part."""
+    """Lays out a chunk in which every tensor is on one part."""
     sizes = [_rounded(numel, align) for _, numel in tensors]
     part_size = max(align, *_loads(sizes, parts))
     ends = [part * part_size for part in range(parts)]

@@ -1,9 +1,9 @@
 """What stands in ``parameter.grad`` when the gradient itself has left for its shard.
 
 None would be wrong in two ways: `torch.nn.utils.clip_grad_norm_` would find nothing and clip
-nothing, and ``model.zero_grad()`` could not be noticed. So there is a stand-in of the right
-shape and of one element's memory. It reads as nan, and refuses norms and changes in
-place with a line that says what to do instead.
+nothing, and ``model.zero_grad()`` could not be noticed. So there is a stand-in of the right shape
+and of one element's memory. It reads as nan, and rejects norms and changes in place with a line
+that says what to do instead.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ ADVICE = (
 
 
 class ReducedGradient(Tensor):
-    """Says that a parameter's gradient lies in the ranks' shards."""
+    """Says that a parameter's gradient is in the ranks' shards."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses norms and in-place changes; the rest sees nan."""
+        """Rejects norms and in-place changes; the rest sees nan."""
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        # Not everything is refused: torch.compile looks at the gradients of what it traces.
+        # Not everything is rejected: torch.compile looks at the gradients of what it traces.
         if in_place or "norm" in name:
             raise GulliverError(ADVICE)
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -87,7 +87,7 @@ class ChunkGradients:
         self.parked = False
         # What is being collected, while it may leave until more comes.
         self.resting: ManagedTensor | None = None
-        # Parameters whose gradients lie in the buffer. Written for every parameter of a backward:
+        # Parameters whose gradients are in the buffer. Written for every parameter of a backward:
         # adding to a set would be a call.
         self.placed: dict[str, bool] = {}
         # Parameters that had no gradient when the chunk began to collect.
@@ -192,7 +192,7 @@ class ChunkGradients:
         self.blank = frozenset(cleared)
 
     def foreign_names(self) -> list[str]:
-        """Parameters whose gradient the user has set to a tensor of their own."""
+        """Parameters whose gradient the user has set to their own tensor."""
         views = self._views
         with without_torch_functions():
             gradients = [p.grad for p in self._members]
@@ -219,7 +219,7 @@ class ChunkGradients:
         self.pool.give(gradient, GRADIENTS)
 
     def keep_reduced(self, gradient: Tensor) -> Tensor:
-        """Keeps a gradient for later; returns what stands for it."""
+        """Keeps a gradient for later; returns what represents it."""
         return gradient
 
     @contextmanager
@@ -247,7 +247,7 @@ _form = attrgetter("shape", "dtype")
 _ALWAYS = nullcontext()
 
 
-# [Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
+# [Note: the buffers of a chunk] All that belongs to a chunk's parameters is in buffers that the
 # chunk owns by name, so that it can be counted, and moved, as a whole:
 #
 # - ``parameter``: the whole chunk; it may go, and come back when it is gathered.
@@ -256,7 +256,7 @@ _ALWAYS = nullcontext()
 # - `gradients`: see `ChunkGradients`.
 # - one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
 #   which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
-#   moved here once, and the optimizer goes on with views, with the same bits.
+#   moved here once, and the optimizer continues with views, with the same bits.
 #
 # Where the parameter buffer is gone, every parameter is one nan, stretched to its shape. A buffer
 # is never emptied behind the back of a graph that still refers to it; it lives as long as somebody
@@ -333,7 +333,7 @@ class Chunk:
         return self.data[self.part * size : (self.part + 1) * size]
 
     def set_master_shard(self, dtype: torch.dtype, separate: bool) -> None:
-        """Makes what the optimizer steps: a view of the buffer, or a tensor of its own."""
+        """Makes what the optimizer steps: a view of the buffer, or its own tensor."""
         self._separate = separate or dtype != self.dtype
         self.master_shard = self.shard.to(dtype, copy=True) if self._separate else self.shard
         if self._separate:
@@ -357,7 +357,7 @@ class Chunk:
             self.shown_part.copy_(self.shard)
 
     def widen_master_shard(self, dtype: torch.dtype) -> None:
-        """Keeps `master_shard`, a tensor of its own, in another dtype from here on."""
+        """Keeps `master_shard`, its own tensor, in another dtype from here on."""
         self._count_master(-self.master_shard.nbytes)
         self.master_shard = self.master_shard.to(dtype)
         self._count_master(self.master_shard.nbytes)
@@ -444,7 +444,7 @@ class Chunk:
         return not self._watches_versions or self.versions() != self._seen
 
     def _as_sent(self) -> Tensor | None:
-        """This rank's part as it is on all ranks if nobody has written to it; None: rounded."""
+        """This rank's part as it is on all ranks if no one has written to it; None: rounded."""
         if self.shown_part is not None or self.wire is IDENTITY or self.sent_exact:
             return self.shown_part
         rounded = self.master_shard.to(self.dtype)
@@ -492,7 +492,7 @@ class Chunk:
         self.moments = {}
 
     def check_parameters(self) -> None:
-        """Refuses parameters that no longer lie in this chunk."""
+        """Rejects parameters that no longer are in this chunk."""
         with without_torch_functions():
             addresses = list(map(Tensor.data_ptr, self.members))
             forms = list(map(_form, self.members))
@@ -539,7 +539,7 @@ class _Cuts:
 
 
 def _one_nan(parameter: Tensor) -> Tensor:
-    # Made in inference mode it would make an inference tensor of the parameter that it stands for.
+    # Made in inference mode it would make an inference tensor of the parameter that it represents.
     with torch.inference_mode(False):
         nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     return nan.expand(parameter.shape)

@@ -107,10 +107,9 @@ class HostStore:
 
 # Page-locked host memory behind a GPU, and a disk behind that: three tiers in all.
 #
-# The host's memory is a fast tier as well, before the disk, so a manager of its own keeps it
-# within its budget (`Manager`): it evicts to the disk by farthest next use, and reads from there
-# ahead of the device's loads. What is used when follows from the device's moves alone
-# (`solve.Transit`).
+# The host's memory is a fast tier as well, before the disk, so its own manager keeps it within its
+# budget (`Manager`): it evicts to the disk by farthest next use, and reads from there ahead of the
+# device's loads. What is used when follows from the device's moves alone (`solve.Transit`).
 
 
 # [Note: who waits for whom] Copies between device and host run on streams, in the order in which
@@ -120,7 +119,7 @@ class HostStore:
 # 2. What leaves the host is written when the device has copied it there: `DeferredWrite`.
 # 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
 #
-# Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
+# No one waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
 # the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
 # device that were begun before.
 class CopiedPages(Pages):
@@ -307,7 +306,7 @@ class HostDiskStore(Middle):
 
     @property
     def middle(self) -> Middle:
-        """The store itself: it decides what lies in the host's memory."""
+        """The store itself: it decides what is in the host's memory."""
         return self
 
     @property

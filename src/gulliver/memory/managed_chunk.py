@@ -1,7 +1,7 @@
 """A chunk whose bytes a `Manager` moves between tiers of memory.
 
 The shard of the parameters, every moment and the reduced gradient are objects of the manager; whole
-buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta stands for
+buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta represents
 it: dtype and size can be asked for, the content cannot be read by mistake.
 """
 
@@ -182,7 +182,7 @@ class ManagedGradients(ChunkGradients):
         return self._filled
 
     def keep_reduced(self, gradient: Tensor) -> Tensor:
-        """Keeps a gradient for later; returns what stands for it."""
+        """Keeps a gradient for later; returns what represents it."""
         assert gradient is self._filled, "the first gradient is made in its object"
         self._filled = None
         self._manager.done(self._reduced)

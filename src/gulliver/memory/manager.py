@@ -27,7 +27,7 @@ from gulliver.memory.traffic import Traffic
 from gulliver.solve.replacement import Action, Move, Replacement
 
 # `solve.Replacement` decides what is in the fast tier, from the order of calls alone; `Traffic`
-# carries that out beside the compute. Between the two this file keeps the books: objects by
+# carries that out alongside the compute. Between the two this file keeps the books: objects by
 # number, and buffers that are lent.
 #
 # It knows nothing of training. Users call::
@@ -361,7 +361,7 @@ class Manager:
         return managed
 
     def _check_total(self, managed: ManagedTensor) -> None:
-        """Refuses early what will not fit anywhere."""
+        """Rejects early what will not fit anywhere."""
         total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(

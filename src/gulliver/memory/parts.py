@@ -1,4 +1,4 @@
-"""Parts of tensors, of which the rest lies with other ranks: regions, and runs of elements."""
+"""Parts of tensors, of which the rest is with other ranks: regions, and runs of elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class Region:
-    """Slices of a whole tensor along one dim, which lie one after the other as one tensor."""
+    """Slices of a whole tensor along one dim, which lie one at a time as one tensor."""
 
     # A fused projection of queries, keys and values has three runs; a plain shard has one.
 
@@ -59,7 +59,7 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def set_state_shape(parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Says which shape the state of a parameter has that stands for more than it holds."""
+    """Says which shape the state of a parameter has that represents more than it holds."""
     vars(parameter)["_state_shape"] = shape
 
 

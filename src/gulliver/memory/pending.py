@@ -1,6 +1,6 @@
 """Read locks: a snapshot still reads memory that the next step is about to write.
 
-A snapshot that is copied while training goes on holds a read lock (`ReadLock`) on memory that it
+A snapshot that is copied while training continues holds a read lock (`ReadLock`) on memory that it
 has not copied yet. Whoever writes such memory in place asks `before_write` first, and is held up
 for just that part. Autograd's version counters would only tell of a write when it is too late.
 """
@@ -68,7 +68,7 @@ def any_read_lock() -> bool:
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
-    """Waits until nobody reads the memory of `tensors` any more.
+    """Waits until no one reads the memory of `tensors` any more.
 
     Costs nothing while there are no read locks. Call it before writing in place what a checkpoint
     may be copying, where no torch optimizer does the writing.
@@ -78,7 +78,7 @@ def before_write(tensors: Iterable[Tensor]) -> None:
 
 
 def before_write_at(storages: set[int]) -> None:
-    """Waits until nobody reads the memory that begins at these addresses any more."""
+    """Waits until no one reads the memory that begins at these addresses any more."""
     for lock in tuple(_read_locks):
         lock.release(storages)
 
@@ -164,7 +164,7 @@ class PendingParameter(nn.Parameter):
                 f"boost: {INSTEAD}"
             )
         if func is Tensor.is_contiguous:
-            # It lies row by row wherever it is; what stands for it here is one stretched element.
+            # It lies row by row wherever it is; what represents it here is one stretched element.
             return Tensor.is_contiguous(torch.empty(args[0].shape, device="meta"), **kwargs)
         waiting = list(_pending(args)) + list(_pending(kwargs.values()))
         return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)

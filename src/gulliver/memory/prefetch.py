@@ -214,7 +214,7 @@ class Prefetcher:
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
-        """Releases the resident at a place of the pass, if that lies before the end."""
+        """Releases the resident at a place of the pass, if that is before the end."""
         if 0 <= place < end:
             self.mover.finish(self._order[place])
             self._release_used(self._order[place])

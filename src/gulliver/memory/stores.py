@@ -131,7 +131,7 @@ class Pages:
             room.free(0, memory.numel())  # views of buffers that it was before may live on
 
 
-# Stores: what lies behind the fast tier, with bytes that come and go asynchronously.
+# Stores: what is behind the fast tier, with bytes that come and go asynchronously.
 #
 # `DiskStore` is one file, unlinked as soon as it is open: it has no name that another run could
 # mix up with its own, and the system frees it when the process ends, however it ends. It is read
@@ -397,7 +397,7 @@ def _engine() -> Engine:
 
 
 def check_disk_folder(folder: Path) -> None:
-    """Refuses a folder that no disk store can be in."""
+    """Rejects a folder that no disk store can be in."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"disk folder {folder} {what}: make it, or name one on a local disk")
@@ -413,7 +413,7 @@ def check_disk_folder(folder: Path) -> None:
 
 
 def file_system(folder: Path) -> str:
-    """Returns the kind of file system that a folder lies on; empty where that is not known."""
+    """Returns the kind of file system that a folder is on; empty where that is not known."""
     try:
         lines = Path(MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -438,7 +438,7 @@ class Residency(Enum):
     """Where an object of the manager is between the fast tier and the store."""
 
     AWAY = auto()
-    """No memory is held: the content lies in the store, or there is none."""
+    """No memory is held: the content is in the store, or there is none."""
     QUEUED = auto()
     """The object is wanted, and waits for memory."""
     ARRIVING = auto()
@@ -491,7 +491,7 @@ class ManagedTensor:
     reads: bool = field(default=False, repr=False)
     # Whether its memory is filled with zeros when it comes.
     zero: bool = field(default=False, repr=False)
-    # Whether others may still read its memory, which serves nobody else until they end.
+    # Whether others may still read its memory, which serves no one else until they end.
     viewed: bool = field(default=False, repr=False)
     # Whether its memory, once it leaves, is left to who has views of it.
     given: bool = field(default=False, repr=False)

@@ -12,8 +12,8 @@ from gulliver.memory.stores import Transfer
 
 
 # [Note: order of copies] A copy waits for what the current stream was given before it, and the
-# current stream waits for a copy before it goes on with the memory: both are queued on the device.
-# So the host never waits, and still no memory is written while it is read.
+# current stream waits for a copy before it continues with the memory: both are queued on the
+# device. So the host never waits, and still no memory is written while it is read.
 class Copy(Transfer, Protocol):
     """A copy between the memory of a device and of its host."""
 

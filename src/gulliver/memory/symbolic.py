@@ -79,14 +79,14 @@ class FakeTensors:
 #
 # `activation_peak` runs forward and backward with tensors that have shapes but no memory, under a
 # dispatch mode that sees every operation (`StorageCounter`). A storage counts from the operation
-# that makes it until nobody refers to it any more, autograd's saved tensors included: the frees
-# are real ones, only the bytes are not. What is recomputed in backward runs there again, and
-# counts there.
+# that makes it until no one refers to it any more, autograd's saved tensors included: the frees are
+# real ones, only the bytes are not. What is recomputed in backward runs there again, and counts
+# there.
 #
 # Parameters and buffers are not counted, nor gradients from the moment at which they are
-# accumulated. Nor is what kernels use inside and give back before they return: nobody sees that
-# from Python. Where activations are off-loaded, the very code that does it runs with a manager
-# that only counts.
+# accumulated. Nor is what kernels use inside and give back before they return: no one sees that
+# from Python. Where activations are off-loaded, the very code that does it runs with a manager that
+# only counts.
 
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -241,7 +241,7 @@ class _CountingManager:
     discard = remove = done
 
     def view(self, managed: ManagedTensor) -> Tensor:
-        """Refuses: there is room for everything, so nothing lies behind to be shown."""
+        """Rejects: there is room for everything, so nothing is behind to be shown."""
         raise AssertionError(f"{managed.name} has left a memory that has room for everything")
 
 
@@ -278,7 +278,7 @@ RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 GROUPED = "aten::_grouped_mm"
 """Products of experts: torch knows shapes of them in bfloat16 only, and CPUs compute float32."""
 ALIGNED = 16
-"""Bytes that the rows of their factors are a multiple of; torch refuses others when it computes."""
+"""Bytes that the rows of their factors are a multiple of; torch rejects others when it computes."""
 
 
 class StorageCounter(DispatchMode):
@@ -491,7 +491,7 @@ def block_activations(
     """The blocks of a predicted step, for `choose_activations`.
 
     With everything kept each pass needs what was predicted of it. One more block, which can only be
-    kept, stands for what is outside of the blocks: its passes need what the rest of the step needs
+    kept, represents what is outside of the blocks: its passes need what the rest of the step needs
     when all of them are there.
 
     Args:

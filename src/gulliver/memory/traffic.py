@@ -31,17 +31,17 @@ _living: WeakSet[Traffic] = WeakSet()
 # [Note: bytes in flight] For the one who decides, an object that leaves has gone, and one that is
 # loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
 # memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
-# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
-# A caller that needs an object, or memory, waits for the writes in the way, the oldest first.
-# What was decided always fits in the end, so nobody waits for ever; and what is held, memory that
-# is kept for the next one included, never exceeds the budget.
+# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits. A
+# caller that needs an object, or memory, waits for the writes in the way, the oldest first. What
+# was decided always fits in the end, so no one waits for ever; and what is held, memory that is
+# kept for the next one included, never exceeds the budget.
 #
 # [Note: failures] A failed write is begun again before its error is raised, and the content stays
 # where it is until one succeeds. A failed read leaves its object in the store. So an error is
 # raised at the next use, and nothing is lost.
 @atexit.register
 def end_workers() -> None:
-    """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
+    """Ends the threads of all that lives: at exit I/O engines close next, and reject new reads."""
     for traffic in [*_living]:
         traffic.end_worker()
 
@@ -308,7 +308,7 @@ class Traffic:
 
     def _is_released_soon(self) -> bool:
         """Whether others stop referring to memory soon: a thread that sends it may be about to."""
-        # Such a thread drops its tensor a moment after the message is there, and says so to nobody.
+        # Such a thread drops its tensor a moment after the message is there, and says so to no one.
         # Hence the polling, for as long as a slow message may take.
         due = time.monotonic() + PATIENCE_S
         while time.monotonic() < due:
@@ -425,7 +425,7 @@ class Traffic:
             self.give(memory, trusted=not managed.viewed)
         managed.viewed = managed.given = False
 
-    # The thread that waits where nobody else does
+    # The thread that waits where no one else does
 
     def end_worker(self) -> None:
         """Makes the thread start nothing more; a forked child has none."""

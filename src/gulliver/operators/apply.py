@@ -33,7 +33,7 @@ from gulliver.planner.model import broadcast_all, no_optimizer
 def check_operators(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Program:
-    """Refuses what cannot run, with nothing changed; returns the program."""
+    """Rejects what cannot run, with nothing changed; returns the program."""
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
@@ -144,7 +144,7 @@ def _described(form: dict[str, str]) -> str:
 
 
 class OperatorCheckpoint(OptimizerCheckpoint):
-    """Refuses to save: parameters are DTensors, which model files cannot hold."""
+    """Declines to save: parameters are DTensors, which model files cannot hold."""
 
     @property
     def has_whole_model(self) -> bool:
@@ -179,7 +179,7 @@ class OperatorOptimizer(BoostedOptimizer):
         return sum(local_of(_spread(p)).nbytes for p in model.parameters())
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients by name; every rank calls it."""
+        """Whole gradients by name (collective)."""
         found = {n: p.grad for p, n in self.names.items() if p.grad is not None}
         return {name: whole_of(grad, self.engine.mesh) for name, grad in found.items()}
 
@@ -206,7 +206,7 @@ class OperatorOptimizer(BoostedOptimizer):
         return norm
 
     def export_state(self, keep: bool = True) -> Any:
-        """Refused: see `OperatorCheckpoint`."""
+        """Rejected: see `OperatorCheckpoint`."""
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:

@@ -39,7 +39,7 @@ class Program:
         graph: graph of its operators.
         calls: calls as they run.
         parameters: layout in which each parameter is kept, by name.
-        runs: number of the run of each call that is computed again.
+        runs: number of the run of each call that is recomputed.
         stays: values that are kept whatever becomes of the call that gives them.
         away: calls whose memories leave.
     """
@@ -227,7 +227,7 @@ def program_of(plan: Plan, model: nn.Module) -> Program:
 
 
 class _Compiler:
-    """Compiles a plan into a program; refuses contradictions."""
+    """Compiles a plan into a program; rejects contradictions."""
 
     def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
         self.plan, self.graph, self.names = plan, graph, names

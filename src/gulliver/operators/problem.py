@@ -390,7 +390,7 @@ class Problem:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
     def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
-        """Peak bytes of changing the layouts of the inputs, one after the other."""
+        """Peak bytes of changing the layouts of the inputs, one at a time."""
         found = [0]
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]

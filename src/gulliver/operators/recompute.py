@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # [Note: runs] A run consists of the calls of recomputed operators, from the first one on for as
 # long as one of their values is still needed. They are called again without the model's code, with
 # the inputs from outside of the run, which are kept, and with the values that the run has made.
-# Calls that draw random numbers are refused.
+# Calls that draw random numbers are rejected.
 class Origin(NamedTuple):
     """Source of memory."""
 
@@ -50,9 +50,9 @@ class _RecomputedRun:
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
     # Number of handles of each origin.
     wanted: Counter[Origin] = field(default_factory=Counter)
-    # Memories that were computed again, by origin.
+    # Memories that were recomputed, by origin.
     found: dict[Origin, Tensor] = field(default_factory=dict)
-    # Whether it was computed again.
+    # Whether it was recomputed.
     done: bool = False
 
 

@@ -1,6 +1,6 @@
 """Runs the calls of a forward as planned, on DTensors.
 
-A function mode sees every torch function that the model calls, in order, and refuses calls that
+A function mode sees every torch function that the model calls, in order, and rejects calls that
 were not planned. Inputs are converted to the layout of the call by the cheapest conversion, every
 rank calls the function with its parts, and outputs become DTensors again. So the model's code is
 unchanged and sees the shapes of whole tensors.
@@ -99,7 +99,7 @@ class OperatorMode(TorchFunctionMode):
         return out
 
     def end(self) -> None:
-        """Refuses a forward with fewer calls than planned."""
+        """Rejects a forward with fewer calls than planned."""
         if self._at < len(self._calls):
             raise self._other("the end", self._calls[self._at])
 
@@ -259,7 +259,7 @@ def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
-    """The whole of a DTensor; all ranks call it."""
+    """The whole of a DTensor (collective)."""
     assert isinstance(tensor, DTensor), "parameters of a plan of operators are DTensors"
     wanted = (Replicate(),) * mesh.ndim
     return local_of(changed(plain(tensor, mesh), wanted))

@@ -1,7 +1,7 @@
 """Tensors of a model that share memory without being one: moving a parameter cuts them apart.
 
-Sharding moves every parameter into a chunk of its own. A parameter that a model holds under two
-names moves as one; two parameters made of one tensor's memory would train apart from then on.
+Sharding moves every parameter into its own chunk. A parameter that a model holds under two names
+moves as one; two parameters made of one tensor's memory would train apart from then on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gulliver.parallel.zero.elementwise import is_boosted
 
 
 def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a trained parameter that shares memory with another parameter or a buffer."""
+    """Rejects a trained parameter that shares memory with another parameter or a buffer."""
     trained = {id(p) for p in named_trainables(model, optimizer)}
     parameters = {n: p for n, p in model.named_parameters() if not is_boosted(p)}
     buffers = dict(model.named_buffers())

@@ -103,7 +103,7 @@ class _Drop(Function):
     # [Note: a recomputation that draws otherwise is noticed] What is kept for backward is the mask
     # as bytes. torch's own dropout keeps bools or floats, so where `torch.utils.checkpoint`
     # recomputes a function that no hook sees, and torch's dropout runs in the place of this one, it
-    # finds tensors of another dtype and refuses.
+    # finds tensors of another dtype and rejects.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:

@@ -115,7 +115,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Refuses a model with state that is neither parameter nor buffer."""
+    """Rejects a model with state that is neither parameter nor buffer."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise GulliverError(
@@ -282,7 +282,7 @@ class OptimizerCheckpoint:
         """Waits for all that is in flight, before the model is filled."""
 
     def after_model_load(self) -> None:
-        """Sends what was filled to all ranks; every rank calls it."""
+        """Sends what was filled to all ranks (collective)."""
 
     # The optimizer's groups.
 
@@ -356,11 +356,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
     Attributes:
         checkpoint: saves and loads it.
         feedback: what feeds back what packing loses of gradients, where this optimizer does not.
-        names: a tied parameter that lies in another stage, too, has the same name in both: the one
+        names: a tied parameter that is in another stage, too, has the same name in both: the one
             that it has in the whole model.
         taken: what the last steps took.
-        spreads_state: whether the state lies with several ranks, element by element; else every
-            rank has all of it, of whatever kinds and shapes.
+        spreads_state: whether the state is with several ranks, element by element; else every rank
+            has all of it, of whatever kinds and shapes.
 
     Args:
         inner: the user's optimizer.
@@ -394,7 +394,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a copy would share the model's gradients; `copy` and `pickle` ask here."""
+        """Rejected: a copy would share the model's gradients; `copy` and `pickle` ask here."""
         # torch would set the copy up before it is filled, and in that wrap `step` of the class.
         raise GulliverError(
             "a boosted optimizer cannot be copied or pickled: save it with "
@@ -417,7 +417,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: groups are fixed when the model is boosted."""
+        """Rejected: groups are fixed when the model is boosted."""
         raise GulliverError(
             "parameters cannot be added after boost: add them to the optimizer before"
         )
@@ -553,7 +553,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def check_norm(max_norm: float, norm_type: float = 2.0) -> None:
-        """Refuses limits that would clip nothing, or everything, unnoticed, and other norms."""
+        """Rejects limits that would clip nothing, or everything, unnoticed, and other norms."""
         if norm_type not in (2, math.inf):
             raise GulliverError(f"norm_type={norm_type} is not supported: use 2 or math.inf")
         if math.isnan(max_norm) or max_norm <= 0:
@@ -566,7 +566,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         nn.utils.clip_grad_value_(list(self.names), limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name, where there is one; every rank calls it."""
+        """Whole averaged gradients by name, where there is one (collective)."""
         return {name: p.grad for p, name in self.names.items() if p.grad is not None}
 
     def export_state(self, keep: bool = True) -> State:

@@ -37,7 +37,7 @@ from gulliver.solve.activations import (
 )
 
 MOSTLY = 0.5
-"""Share of a limit from which blocks are computed again, where blocks cannot be chosen for."""
+"""Share of a limit from which blocks are recomputed, where blocks cannot be chosen for."""
 ROOMS = 6
 """Amounts of room that are tried, besides the least."""
 STEPS = 3
@@ -53,11 +53,11 @@ def plan_activations(
         plan: choices, with tiers.
         model: whole model, perhaps on meta.
         state: tells the bytes of state.
-        rates: link to what lies behind the first memory; None where that is not known.
+        rates: link to what is behind the first memory; None where that is not known.
 
     Raises:
-        GulliverError: blocks are to be computed again, and none can be; activations are to leave,
-            and cannot.
+        GulliverError: blocks are to be recomputed, and none can be; activations are to leave, and
+            cannot.
     """
     tiers = _tiers(plan)
     if tiers.activations == "auto":

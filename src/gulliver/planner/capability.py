@@ -3,7 +3,7 @@
     check_family("bloom", "ring_attn", size=2)    # refused, naming what works instead
 
 A combination is in the table because a test holds it against one process, forward and gradient
-(`docs/parity.md`); whatever is not in it is refused by name. The rows are the records of
+(`docs/parity.md`); whatever is not in it is rejected. The rows are the records of
 `gulliver.families`. Read `MODES`, `families`, `check_family`.
 """
 
@@ -65,7 +65,7 @@ def family_of(model: nn.Module) -> str | None:
 
 
 def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
-    """Refuses a sequence mode that does not go with the sizes of the axes."""
+    """Rejects a sequence mode that does not go with the sizes of the axes."""
     if mode is None:
         if sp_size > 1:
             raise GulliverError(
@@ -95,7 +95,7 @@ def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
 
 
 def check_family(family: str | None, mode: str | None, size: int) -> None:
-    """Refuses a sequence mode that the table does not list for a family of models."""
+    """Rejects a sequence mode that the table does not list for a family of models."""
     every = families()
     known = every.get(family or "")
     if known is None and mode in SHARED_BY_SEQUENCE:
@@ -122,7 +122,7 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def sequence_plan(plan: Plan) -> SequencePlan:
-    """How a sequence lies over its ranks."""
+    """How a sequence is over its ranks."""
     s = plan.sequence
     layout: Any = s.layout
     return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
@@ -137,7 +137,7 @@ def choose_plan(
     length: int | None = None,
     cluster: Cluster | None = None,
 ) -> Chosen:
-    """The plan with the least predicted seconds for a model's attention; every rank calls it."""
+    """The plan with the least predicted seconds for a model's attention (collective)."""
     cluster = cluster or current_cluster(world_size)
     shape = attention_shape(model, tp_size, causal, length)
     if shape.dtype not in cluster.device.matmul:

@@ -111,7 +111,7 @@ def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
 
 
 def check_units(plan: Plan, model: nn.Module) -> None:
-    """Refuses FP8 on a rank without units for it."""
+    """Rejects FP8 on a rank without units for it."""
     if plan.precision.fp8 is not None:
         check_hardware(model, _recipe(plan.precision.fp8))
 

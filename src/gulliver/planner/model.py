@@ -36,7 +36,7 @@ def no_optimizer() -> torch.optim.Optimizer:
 
 
 def check_modules(model: nn.Module, sharded: bool) -> None:
-    """Refuses lazy modules and, where parameters are sharded, TorchScript."""
+    """Rejects lazy modules and, where parameters are sharded, TorchScript."""
     for name, module in model.named_modules():
         if any(is_lazy(p) for p in module.parameters(recurse=False)):
             raise GulliverError(
@@ -51,7 +51,7 @@ def check_modules(model: nn.Module, sharded: bool) -> None:
 
 
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer with state, which would have another dtype than the parameters."""
+    """Rejects an optimizer with state, which would have another dtype than the parameters."""
     if has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: precision converts the model, so boost first"
@@ -104,7 +104,7 @@ def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Te
 
 
 def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Refuses values that would become infinite in a dtype; arguments as of `convert`."""
+    """Rejects values that would become infinite in a dtype; arguments as of `convert`."""
     for name, tensor in converted(model, kept):
         wider = torch.finfo(tensor.dtype).max > torch.finfo(dtype).max
         if not wider or tensor.is_meta or not tensor.numel():
@@ -147,14 +147,15 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 # Mixed precision: a model's own call runs under autocast.
 #
 # By hooks, not by a wrapped forward: a deep copy of the model (an average of its weights, say)
-# takes hooks along, while a wrapped forward would go on calling the model that it was copied from.
+# takes hooks along, while a wrapped forward would continue calling the model that it was copied
+# from.
 
 
 PRECISIONS = {"bf16": torch.bfloat16}
 
 
 def check_precision(name: Any) -> None:
-    """Refuses a precision that is not supported."""
+    """Rejects a precision that is not supported."""
     if name is not None and name not in PRECISIONS:
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: {nearest(str(name), PRECISIONS)} (or None)"
@@ -200,14 +201,14 @@ NO_BLOCKS = (
 
 
 def has_switch(model: nn.Module) -> bool:
-    """Whether a model has a switch of its own for recomputation."""
+    """Whether a model has its own switch for recomputation."""
     return hasattr(model, "gradient_checkpointing_enable")
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
     """Paths of the blocks of a model, as registered; none where there are fewer than two."""
     # A block has several layers: single ones of torch have nothing to keep but their input. Modules
-    # of a block's class that lie in no list are blocks, too.
+    # of a block's class that are in no list are blocks, too.
     found = _within(model, "")
     paths = dict(model.named_modules())
     kinds = {type(paths[path]) for path in found} - set(LISTS)
@@ -239,7 +240,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that backward can compute again."""
+    """Paths of the blocks that backward can recompute."""
     # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
     # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
     if not has_switch(model):
@@ -272,7 +273,7 @@ def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[
 
 
 def check_uncompiled(model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuses to recompute compiled blocks where that needs a wrapper."""
+    """Declines to recompute compiled blocks where that needs a wrapper."""
     for path in () if has_switch(model) else paths:
         if any(compiled_call(m) is not None for m in model.get_submodule(path).modules()):
             raise GulliverError(

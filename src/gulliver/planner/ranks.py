@@ -37,7 +37,7 @@ Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
 """Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
 
 NUMBERED = re.compile(r"(.*\.\d+)\..*")
-"""Path of the innermost module of a list, and what lies in it."""
+"""Path of the innermost module of a list, and what is in it."""
 KEPT_WHOLE = 0.5
 """Share of activations, at most, that ranks of a tensor or sequence axis have all of: what passes
 layers by, norms, masks."""

@@ -1,6 +1,6 @@
 """Residency of state: what stays on the device, what moves, and what that costs.
 
-`find_residency` replays the steps of a plan and refuses a limit that is too small, naming the least
+`find_residency` replays the steps of a plan and rejects a limit that is too small, naming the least
 one that suffices.
 """
 
@@ -169,7 +169,7 @@ def _again(state: StateBytes) -> int:
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Refuses tiers that cannot hold every object, since any may have to leave."""
+    """Rejects tiers that cannot hold every object, since any may have to leave."""
     # So may whole gradients during accumulation.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
@@ -183,7 +183,7 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
 
 
 def _check_host(state: StateBytes, tiers: Tiers) -> None:
-    """Refuses host memory without room for transfers between device and disk."""
+    """Rejects host memory without room for transfers between device and disk."""
     largest = max((whole_pages(one.nbytes) for one in state.objects()), default=0)
     least, beyond = largest, state.reserved - tiers.disk_bytes
     if beyond > 0:

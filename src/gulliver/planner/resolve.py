@@ -118,7 +118,7 @@ def _of_fullest(resolved: ResolvedPlan) -> Predicted:
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
-    """Refuses `precision.kept` paths without parameters."""
+    """Rejects `precision.kept` paths without parameters."""
     paths = dict(model.named_modules())
     own = {
         path
@@ -154,7 +154,7 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
         return None
-    # Dropout is refused, or drawn, by the steps that follow: see `check_positions`.
+    # Dropout is rejected, or drawn, by the steps that follow: see `check_positions`.
     rest = layout.replicate_rest, True
     found = plan_tensor(model, size, layout.rules, *rest)
     _check_rules(plan, model)
@@ -199,7 +199,7 @@ def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Refuses rules of a file that match no module."""
+    """Rejects rules of a file that match no module."""
     for rule in _unfit_rules(plan, model) if plan.lines else ():
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
@@ -230,7 +230,7 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
-    """Refuses wrong declarations about blocks before any of them runs."""
+    """Rejects wrong declarations about blocks before any of them runs."""
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):

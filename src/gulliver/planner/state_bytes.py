@@ -53,7 +53,7 @@ class StateBytes:
     later: int = 0
     # Forwards and backwards of a step, where a pipeline has several of each.
     passes: Passes = ()
-    # Paths of the blocks that backward computes again.
+    # Paths of the blocks that backward recomputes.
     blocks: tuple[str, ...] = ()
     # Whether ranks run unequal work: inside a step each has copies of whole chunks.
     unequal: bool = False
@@ -102,7 +102,7 @@ class StateBytes:
     def together(self) -> list[tuple[int, int]]:
         """First and last chunk that are in use at the same time as each chunk.
 
-        What a block has computed again looks at its parameters until its gradients are there.
+        What a block has recomputed looks at its parameters until its gradients are there.
         """
         homes: dict[str, list[int]] = {}
         names = {name for chunk in self.chunks for name in chunk.names}

@@ -157,7 +157,7 @@ class OffloadTiers:
     host: int = 0
     # Folder on the disk of a rank; None for none.
     disk: str | None = None
-    # Bytes of a rank that may lie there.
+    # Bytes of a rank that may be there.
     disk_bytes: int = 0
 
     def __bool__(self) -> bool:
@@ -183,7 +183,7 @@ class OffloadTiers:
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:
-        """Refuses tiers that the machines do not have, or whose speed is not known."""
+        """Rejects tiers that the machines do not have, or whose speed is not known."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
                 f"host={size_text(self.host)}: ranks of {cluster.name} compute in the host's "

@@ -76,7 +76,7 @@ class WireOptions(Options):
         return cls(formats, None, force, feedback, gate)
 
     def check_equal_on_ranks(self) -> None:
-        """Refuses options that differ between ranks; every rank calls it."""
+        """Rejects options that differ between ranks (collective)."""
         every = [str(asked) for asked in gather_objects((self.formats, self.every, *self.switches))]
         other = next((rank for rank, asked in enumerate(every) if asked != every[0]), None)
         if other is not None:

@@ -1,7 +1,7 @@
-"""Refuses what would silently compute something else in a cut model.
+"""Rejects what would silently compute something else in a cut model.
 
 Hooks of the user, norms with statistics of the batch, options of embeddings, virtual tokens of
-PEFT: each is refused by name while the model is whole, or carried over.
+PEFT: each is rejected while the model is whole, or carried over.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STAYS = ("summed", "experts", "parameters", "latent")
 
 
 def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> None:
-    """Refuses a user's hooks that would be lost, or would see a part of what they saw."""
+    """Rejects a user's hooks that would be lost, or would see a part of what they saw."""
     if plan is not None:
         _check_replaced(model, plan)
         _check_beneath(model, plan.sites, "would see the features or heads of one rank")
@@ -87,7 +87,7 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
-    """Refuses hooks of modules that lie beneath some."""
+    """Rejects hooks of modules that are beneath some."""
     starts = tuple(f"{path}." if path else "" for path in paths)
     for path, module in model.named_modules():
         if path and path.startswith(starts) and _users(hooks_of(module)):
@@ -111,7 +111,7 @@ def _module_of(hook: Any) -> str:
 class TrailingHooks:
     """Runs a user's hooks on outputs after ours, which are registered later.
 
-    Logits are brought together, and losses computed, by hooks of ours.
+    Logits are gathered, and losses computed, by hooks of ours.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -129,7 +129,7 @@ class TrailingHooks:
 
 
 def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
-    """Refuses norms whose statistics would be of a part of the batch."""
+    """Rejects norms whose statistics would be of a part of the batch."""
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
         if module.training and (counts or is_batch_norm(module)):
@@ -142,7 +142,7 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
 
 
 def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
-    """Refuses options of embeddings that count or renormalize what the whole batch looks up."""
+    """Rejects options of embeddings that count or renormalize what the whole batch looks up."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
@@ -159,7 +159,7 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
 
 
 def check_virtual_tokens(model: nn.Module) -> None:
-    """Refuses PEFT's prompt and prefix tuning in a model that is cut."""
+    """Rejects PEFT's prompt and prefix tuning in a model that is cut."""
     if hugging_face_of(model) is model:
         return
     configs: dict[str, Any] = getattr(model, "peft_config", {})
@@ -185,7 +185,7 @@ BLOCKS = "compile its blocks, one by one: block.compile(...)"
 def check_compiled(
     model: nn.Module, plan: TensorPlan | None, lists: Iterable[str], style: str, mode: str | None
 ) -> None:
-    """Refuses compiled modules that cannot be cut."""
+    """Rejects compiled modules that cannot be cut."""
     for path, module in model.named_modules():
         if is_compiled(module):
             name = path.removesuffix("._orig_mod") or "the model"
@@ -210,7 +210,7 @@ def check_compiled(
 
 
 def refuse_whole(model: nn.Module) -> None:
-    """Refuses to run a cut model that was compiled as a whole after boost."""
+    """Declines to run a cut model that was compiled as a whole after boost."""
     refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
 
     def before(*_: Any) -> None:
@@ -235,7 +235,7 @@ def _refuse(traced: bool) -> None:
 def lazy_parameters() -> Iterator[None]:
     """Inside, modules that are built have their parameters on meta, which takes no memory.
 
-    Buffers are made as ever, because their values come from no file. Parameters are made one at a
+    Buffers are made as usual, because their values come from no file. Parameters are made one at a
     time and let go, so no more than the largest is ever there.
     """
     # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
@@ -255,7 +255,7 @@ def lazy_parameters() -> Iterator[None]:
 
 
 def check_lazy(model: nn.Module, weights: Path | None) -> None:
-    """Refuses a model on meta that nothing would fill."""
+    """Rejects a model on meta that nothing would fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -273,7 +273,7 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
 
 
 def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: torch.device) -> None:
-    """Reads this rank's part of a Hugging Face folder; every rank calls it."""
+    """Reads this rank's part of a Hugging Face folder (collective)."""
     materialize(model, device)
     tied = {name: first for name, first in aliases.items() if name != first}
     raise_on_any_rank(
@@ -281,7 +281,7 @@ def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: to
     )
 
 
-# Refuses models that cannot be cut as a plan says, while they are whole.
+# Rejects models that cannot be cut as a plan says, while they are whole.
 
 
 # Least share of the parameters of the blocks that is cut without a warning.
@@ -289,7 +289,7 @@ LEAST_SHARE = 0.5
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
-    """Refuses models that were boosted before, and adapters that no plan supports."""
+    """Rejects models that were boosted before, and adapters that no plan supports."""
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
@@ -306,7 +306,7 @@ def check_cut(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> None:
-    """Refuses what a plan cannot do to a model, before anything is changed."""
+    """Rejects what a plan cannot do to a model, before anything is changed."""
     family, mode = family_of(model), plan.sequence.mode
     sizes = plan.mesh.of("tensor"), plan.mesh.of("sequence")
     check_sizes(mode, *sizes)
@@ -341,7 +341,7 @@ def check_cut(
 
 
 def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None:
-    """Refuses blocks that cannot be recomputed."""
+    """Rejects blocks that cannot be recomputed."""
     known = recomputable(plan, model, stages) if plan.recompute else ()
     if plan.recompute and not known:
         raise GulliverError(NO_BLOCKS)
@@ -357,7 +357,7 @@ def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None
 
 
 def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
-    """Refuses a cut that leaves the blocks whole; says where it leaves most of them so."""
+    """Rejects a cut that leaves the blocks whole; says where it leaves most of them so."""
     share, size = tensor.share_of(model), tensor.size
     if share == 0 and not plan.tensor.rules:
         raise GulliverError(
@@ -375,7 +375,7 @@ def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
 
 
 def _check_outputs(plan: Plan, model: nn.Module) -> None:
-    """Refuses losses of routers that each rank would have a part of."""
+    """Rejects losses of routers that each rank would have a part of."""
     if plan.sequence.mode not in SHARED_BY_TENSOR and plan.mesh.of("pipeline") == 1:
         return
     if asks_routers(model, {}):
@@ -387,7 +387,7 @@ def _check_outputs(plan: Plan, model: nn.Module) -> None:
 
 
 def _check_stages(plan: Plan, model: nn.Module, stages: Stages) -> None:
-    """Refuses blocks that cannot be run in stages."""
+    """Rejects blocks that cannot be run in stages."""
     stack, found, numbers = stages
     check_stages(model, stack)
     line = plan.pipeline

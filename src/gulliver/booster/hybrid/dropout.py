@@ -9,7 +9,7 @@ It follows from what ran before and from shapes:
 - elsewhere in blocks whose sequence is cut over the tensor ranks, dim 1 is cut as `SharedSequence`
   says; all else is whole.
 
-A shape that does not fit is refused: nobody would notice a mask for the wrong part.
+A shape that does not fit is rejected: no one would notice a mask for the wrong part.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ActivationParts:
             if found is not None:
                 assert isinstance(found, SharedSequence)
                 self.shared[path] = found
-            # A recomputation may end between columns and rows: the next block begins anew.
+            # A recomputation may end between columns and rows: the next block begins again.
             for block in stack.children():
                 block.register_forward_pre_hook(self._join)
         model.register_forward_pre_hook(self._join, prepend=True)
@@ -217,7 +217,7 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
 def check_positions(
     model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
 ) -> None:
-    """Refuses dropout that cannot be drawn by position."""
+    """Rejects dropout that cannot be drawn by position."""
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
@@ -287,7 +287,7 @@ class PositionDropout:
     # is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
     # its state is put back afterwards. Outside of a forward a site that runs is being recomputed.
     # How often sites ran before, the recomputation does not see; one that runs more than once in a
-    # forward is refused there, unless the site that calls it is recomputed with it.
+    # forward is rejected there, unless the site that calls it is recomputed with it.
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.model = mesh, model
@@ -360,7 +360,7 @@ class PositionDropout:
         self.frames.append(frame)
 
     def leave(self, site: _Site) -> None:
-        """Called when a site's module ends, in whatever way."""
+        """Called when a site's module ends, in any way."""
         while self.frames and self.frames.pop().site is not site:
             pass
 

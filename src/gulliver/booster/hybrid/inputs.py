@@ -152,7 +152,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, over a sequence that lies on several ranks."""
+    """Attention as transformers calls it, over a sequence that is on several ranks."""
     call: SequenceCall | None = others.get(KEY)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check(module, call, attention_mask, causal, sliding_window, others)
@@ -203,8 +203,8 @@ def _check(
 # Splits the arguments of a forward: this rank's tokens for the model, the rest for the call.
 #
 # All ranks of a sequence are called with the whole batch, as one process would be. Arguments along
-# the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the
-# loss are kept until the logits are there; plain values pass. Any other tensor is refused by name.
+# the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the loss
+# are kept until the logits are there; plain values pass. Any other tensor is rejected.
 
 
 ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -281,7 +281,7 @@ class CallArguments:
         raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
 
     def check_all_known(self, known: tuple[str, ...]) -> None:
-        """Refuses what no part of the library understands."""
+        """Rejects what no part of the library understands."""
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
             if name not in known and not plain:
@@ -332,7 +332,7 @@ def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -
     batch.kwargs["position_ids"] = positions.to(device)
     for name in ("input_ids", "inputs_embeds", "token_type_ids"):
         if name in batch.kwargs:
-            # Nobody reduces the gradient of what a user gives: each rank gets it as one process.
+            # No one reduces the gradient of what a user gives: each rank gets it as one process.
             batch.kwargs[name] = shard(batch.kwargs[name], groups, gradient="mean")
     return call
 
@@ -378,7 +378,7 @@ def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences
 
 
 def check_length(groups: SequenceGroups, length: int) -> None:
-    """Refuses sequences that are too short to give each rank a token."""
+    """Rejects sequences that are too short to give each rank a token."""
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(
             n for n in range(length, 4 * groups.plan.degree + 1) if min(groups.plan.lay(n).sizes())

@@ -74,7 +74,7 @@ def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str,
 
 
 def check_size(name: str, size: object) -> None:
-    """Refuses what is no number of ranks or parts."""
+    """Rejects what is no number of ranks or parts."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
 
@@ -178,7 +178,7 @@ class Degree:
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
         """Groups of other numbers of ranks side by side, where all ranks share sequences."""
         # Every rank of the world calls it with the same rows; groups that are new are made. Where a
-        # sequence lies on tensor ranks too, there are groups of the first ones, of the second ones,
+        # sequence is on tensor ranks too, there are groups of the first ones, of the second ones,
         # and so on.
         if self.fixed:
             raise GulliverError(f"groups that change from step to step: not where {self.fixed}")
@@ -233,7 +233,7 @@ def readers(
 def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
     """Lets forwards and backwards inside share sequences over groups of several sizes."""
     # Every rank of the world calls it with the same rows. What one rank runs inside is of one
-    # group, so that blocks that are computed again in backward need not remember which.
+    # group, so that blocks that are recomputed in backward need not remember which.
     before, lasting = degree.now, degree.lasting
     degree.now, degree.lasting = degree.of_rows(rows), True
     degree.varied = degree.varied or degree.now is not degree.planned

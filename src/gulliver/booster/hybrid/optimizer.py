@@ -167,7 +167,7 @@ class HybridOptimizer(ZeroOptimizer):
         return total
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name, where there is one; every rank calls it."""
+        """Whole averaged gradients by name, where there is one (collective)."""
         # They travel as objects: for looking at, not for training with.
         held = super().full_gradients()
         regions = {name: region_of(p) for p, name in self.names.items()}

@@ -1,7 +1,7 @@
 """Where the tokens of a clip are cut, and how attention reaches over the cut.
 
 Tokens [B, T, S, C] are cut along the spatial dim S or the temporal dim T. Attention along the other
-dim needs nobody else; attention along the cut runs
+dim needs no one else; attention along the cut runs
 
 - by *swap*: the whole attention with the other dim cut instead, an all-to-all before it and one
   after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank
@@ -299,7 +299,7 @@ def wire_stdit(
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
     degree = Degree(groups)
     adapter = ClipAdapter(degree, tensor, (width, mode, cluster, scheme), show)
-    # Asked for one shape now, so that what is not possible is refused before anything runs.
+    # Asked for one shape now, so that what is not possible is rejected before anything runs.
     _ = adapter.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
     put_degree(model, degree)
     if groups.all.size * tensor.size > 1:
@@ -334,7 +334,7 @@ class ClipAdapter:
         self._choice = choice
         self._show = show
         self._chosen: dict[tuple[int, Clip], ChosenScheme] = {}
-        # Those of the forward under way.
+        # Those of the forward in flight.
         self._opened: SequenceGroups | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -343,7 +343,7 @@ class ClipAdapter:
 
     @property
     def groups(self) -> SequenceGroups:
-        """Ranks that share the clip of the forward under way."""
+        """Ranks that share the clip of the forward in flight."""
         if self._opened is None and self.degree.lasting:
             return self.degree.now
         if self._opened is None and self.degree.varied:

@@ -1,4 +1,4 @@
-"""Compares the batches of ranks that share one model, and refuses unknown tokens and labels.
+"""Compares the batches of ranks that share one model, and rejects unknown tokens and labels.
 
 All ranks compare first, so they find the same and none waits for one that stopped.
 """
@@ -71,7 +71,7 @@ class Vocabulary:
         return cls(tokens, labels, own is not None and own.shifted)
 
     def check(self, batch: Any) -> None:
-        """Refuses tokens and labels out of the vocabulary, as one process does."""
+        """Rejects tokens and labels out of the vocabulary, as one process does."""
         if not isinstance(batch, Mapping):
             return
         for name in TOKENS:
@@ -199,11 +199,11 @@ class WholeModel:
         stages: Stages | None,
     ) -> None:
         self.vocabulary = Vocabulary.of(model)
-        # Paths of the blocks that backward can compute again.
+        # Paths of the blocks that backward can recompute.
         self.recomputable = recomputable(plan, model, stages)
         # Whether its dropout is drawn by position.
         self.drops = drops_by_position(plan, model)
-        # Names of its parameters in the order of use, where chunks are to lie so.
+        # Names of its parameters in the order of use, where chunks are to be so.
         self.order = order_of_use(plan, model)
         # Names of the trainable parameters of each group.
         self.groups = named_groups(model, optimizer)

@@ -13,7 +13,7 @@ Three hooks do it, around the model's own forward:
 
 The *region* of a model runs on cut sequences. Where a head works token by token (`TASKS`) it is the
 whole model with its loss, if that can be computed of pieces (`own_loss`); else it is the base
-model, and all ranks go on with whole hidden states. What differs from model to model is in the
+model, and all ranks continue with whole hidden states. What differs from model to model is in the
 records of their families (`gulliver.families.Sequences`).
 
 Where ranks share tensors but no sequences, only the loss is wired: the head's columns stay apart
@@ -68,8 +68,8 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
     # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
     # once they are averaged over the ranks of the sequence.
     #
-    # In training with labels, logits are None, for nobody has them whole; without labels, and
-    # in evaluation, they are whole.
+    # In training with labels, logits are None, for no one has them whole; without labels, and in
+    # evaluation, they are whole.
     task = type(model).__name__.endswith(TASKS)
     shared = groups.plan.degree > 1
     if not shared and (tensor.size == 1 or not task):
@@ -271,7 +271,7 @@ class SequenceAdapter:
         if self.known.exit is None and isinstance(last, Tensor):
             fields["last_hidden_state"] = leave(last, groups, length)
         if fields.get("hidden_states") is not None:
-            # The last may be the very tensor that was brought together already.
+            # The last may be the very tensor that was gathered already.
             fields["hidden_states"] = tuple(
                 fields["last_hidden_state"] if h is last else leave(h, groups, length)
                 for h in fields["hidden_states"]
@@ -327,7 +327,7 @@ class SequenceAdapter:
 
 
 def check_dropout(model: nn.Module, known: Sequences) -> None:
-    """Refuses random drops for which ranks would have to draw alike."""
+    """Rejects random drops for which ranks would have to draw alike."""
     config: Any = model.config
     for name in known.dropouts:
         if getattr(config, name, 0):

@@ -6,8 +6,8 @@
     chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in pieces
 
 They hold for modules made of convolutions, norms, resampling and attention; what cannot be exact is
-refused by name. `sharded` has the tensor through which a module runs unchanged, `shapes` and
-`functions` what torch's functions mean for a part, `ranks` and `stream` where the rest comes from.
+rejected. `sharded` has the tensor through which a module runs unchanged, `shapes` and `functions`
+what torch's functions mean for a part, `ranks` and `stream` where the rest comes from.
 """
 
 from typing import TYPE_CHECKING

@@ -59,12 +59,12 @@ def overlap(a: Interval, b: Interval) -> Interval:
 # neighbours read their common border twice. Each piece reads its part of the input, pads it as the
 # whole would be padded and writes its part of the output. The backward goes over the same pieces: a
 # convolution's gradients need its input, its weight and the gradient of its output only, so nothing
-# is computed again.
+# is recomputed.
 
 
 # [Note: the index limit] Kernels that count elements in 32 bits compute nonsense, or crash, from
 # 2^31 elements on, on whichever side is the larger. So the limit holds for the input of a piece and
-# for its output, whatever the budget is.
+# for its output, regardless of the budget.
 INDEX_LIMIT = 2**31 - 1
 """Most elements that a kernel with 32-bit indices can count."""
 

@@ -129,7 +129,7 @@ def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], 
 
 
 class _ModuleChain(nn.Module):
-    """Modules called one after the other."""
+    """Modules called one at a time."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__()

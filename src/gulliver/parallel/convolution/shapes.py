@@ -45,7 +45,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
             outer = above // (inside * extent) if extent else 1
             return _viewed(x, shape, ShardedDim(dim, x.cut.sizes, outer, inside // below))
         if below <= inside < above:
-            # The positions go on in the dim before: whole blocks of them stay together.
+            # The positions continue in the dim before: whole blocks of them stay together.
             block, extent, inside = block * (above // inside), extent // (above // inside), above
         below = above
     return reject(f"a view as {tuple(shape)}", x)

@@ -4,8 +4,7 @@
 elements of a part along one dim. Torch hands every function that is called with one to `HANDLERS`:
 each says what the function means for the part, and what has to come from elsewhere. So a module's
 own forward runs over several ranks, or over one stretch of time after another, and knows nothing of
-it. A function that is in no table is refused by name: nothing is computed that would be nearly
-right.
+it. A function that is in no table is rejected: nothing is computed that would be nearly right.
 
 Where the rest comes from is the *holder's* business: `Ranks` (`ranks.py`) exchanges with other
 ranks, `FrameStream` (`stream.py`) keeps what earlier calls have seen.
@@ -218,7 +217,7 @@ _NOT_IN_PLACE = "call the function that returns a new tensor"
 
 
 def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
-    """Refuses to compute where autograd is switched off inside of a module that is trained."""
+    """Declines to compute where autograd is switched off inside of a module that is trained."""
     # [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
     # tensors is made by the functions themselves. What an autograd.Function or a reentrant
     # checkpoint computes with a shell is in no graph at all, and its backward would never be
@@ -244,7 +243,7 @@ def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> Sharded | None:
-    """Returns the activation that a function writes to, if any; refuses those that have views."""
+    """Returns the activation that a function writes to, if any; rejects those that have views."""
     # Some views of a part are views, others copies (a slice along the cut dim is fetched from other
     # ranks), so what a write changes elsewhere is not what it changes in the whole.
     target = args[0] if in_place(func, kwargs) else None

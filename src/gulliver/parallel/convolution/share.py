@@ -63,7 +63,7 @@ class SharedNetworks:
         self._networks = []
 
     def sum_gradients(self) -> None:
-        """Adds up the ranks' gradients of the networks' parameters; all ranks call it."""
+        """Adds up the ranks' gradients of the networks' parameters (collective)."""
         if self.rank_group.size == 1:
             return
         # Each once: two networks may be halves of the same modules.

@@ -14,7 +14,7 @@ remainder for later (a downsampling) keeps it.
 Group norms over time are special: their statistics depend on frames that are still to come.
 ``norms="passes"`` runs through the clip once for each of them, in their order: with the statistics
 of all norms before, those of the next one can be counted. That is exact and of constant memory, and
-costs as much time as there are norms, halved. Without it they are refused.
+costs as much time as there are norms, halved. Without it they are rejected.
 
 Attention of the middle block must be of single frames or causal: then keys and values are kept.
 """
@@ -57,7 +57,7 @@ Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 def stream_encode(
     autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
-    """Encodes stretches of one clip, one after the other.
+    """Encodes stretches of one clip, one at a time.
 
     Args:
         autoencoder: one of ours, or one of diffusers' (what its `encoder` and `quant_conv` give:
@@ -83,7 +83,7 @@ def stream_encode(
 def stream_decode(
     autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
-    """Decodes stretches of one clip's latents, one after the other; see `stream_encode`."""
+    """Decodes stretches of one clip's latents, one at a time; see `stream_encode`."""
     own = pieces_of(autoencoder, "decode")
     if own is not None:
         return own(latents() if callable(latents) else latents, frames)
@@ -330,9 +330,9 @@ class FrameStream(PartLayout):
 # and a stream is a chain of these, as a recurrent network is: its backward runs from the last
 # segment to the first, and what comes back for the kept frames of one is the gradient that the
 # segment before begins with. Forward therefore keeps the borders alone, a few frames of each layer;
-# the activations of a segment are computed again when backward comes to it
-# (`torch.utils.checkpoint`), and dropped when it has passed. Gradients are those of the whole clip,
-# at the price of one more forward.
+# the activations of a segment are recomputed when backward comes to it (`torch.utils.checkpoint`),
+# and dropped when it has passed. Gradients are those of the whole clip, at the price of one more
+# forward.
 def stream_trained(
     network: Callable[[Tensor], Tensor], parts: Iterable[Tensor], dim: int = 2
 ) -> Tensor:
@@ -341,7 +341,7 @@ def stream_trained(
     Args:
         network: module or function made of convolutions, resampling, attention, and norms that do
             not reach over time.
-        parts: segments of its input, one after the other.
+        parts: segments of its input, one at a time.
         dim: dim of time.
 
     Returns:
@@ -365,7 +365,7 @@ def _segment(
     after: list[FrameStream | None] = []
 
     def run(part: Tensor, *tails: Tensor) -> tuple[Tensor | None, ...]:
-        # A stream of its own each time: backward computes this once more, from the same start.
+        # its own stream each time: backward computes this once more, from the same start.
         stream = _with_tails(before, iter(tails))
         with without_masks(network):
             out = stream.run(network, part, dim, final)

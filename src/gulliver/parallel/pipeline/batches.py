@@ -340,7 +340,7 @@ def compare_batches(
     device: torch.device,
     check: bool,
 ) -> str:
-    """Compares the batches of ranks that share a model; every one of them calls this."""
+    """Compares the batches of ranks that share a model; collective."""
     seen, agreed, wrong = digest(batch) if check else 0, "", None
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     for rank_group in shared:

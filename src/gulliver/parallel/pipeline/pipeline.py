@@ -56,10 +56,10 @@ class Pipeline:
             or ``dualpipev``.
         micro_batches: number of micro-batches that a batch is cut into; None: two for each stage.
         call: function to call instead of the model, for instance under autocast.
-        readers: gives the rank groups that must read the same batch, one after the other, the
-            first with all ranks of the pipeline; None: that of the pipeline.
+        readers: gives the rank groups that must read the same batch, one at a time, the first with
+            all ranks of the pipeline; None: that of the pipeline.
         check_batch: whether to compare what they read, at every run.
-        look: function called with each batch when all ranks have the same; it may refuse it.
+        look: function called with each batch when all ranks have the same; it may reject it.
         before: function called before each forward with the number of its first sample and how
             many samples it has.
 
@@ -256,7 +256,7 @@ class Pipeline:
                 runner.clear_runtime_states()
 
     def _alone(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
-        """Runs micro-batches one after the other where all blocks lie on one rank."""
+        """Runs micro-batches one at a time where all blocks are on one rank."""
         with torch.set_grad_enabled(not forward_only):
             for number in range(len(run.micros)):
                 args, kwargs = run.arguments(number)
@@ -298,9 +298,9 @@ class Pipeline:
         return loss.detach()
 
     def _refuse_uncounted(self, losses: Losses) -> None:
-        """Refuses, on all ranks, a criterion whose denominator is unknown."""
+        """Rejects, on all ranks, a criterion whose denominator is unknown."""
         # The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
-        # where the others would wait for it: so it goes on to the end.
+        # where the others would wait for it: so it continues to the end.
         found = torch.tensor([float(losses.uncounted)], device=self._device())
         self._broadcast(found)
         if bool(found):

@@ -23,17 +23,17 @@ from gulliver.precision.wire.formats import IDENTITY
 Gradients = tuple[Tensor | None, ...]
 
 
-# [Note: why two parts] The stage before waits for the gradient of the inputs, and nobody waits for
+# [Note: why two parts] The stage before waits for the gradient of the inputs, and no one waits for
 # those of the weights before the optimizer's step. Zero-bubble schedules (Qi et al., 2024, arXiv
 # 2401.10241) therefore send the former on as soon as they can, and fill the time in which a stage
 # would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
 #
-# Let C be the nodes of the autograd graph that lie between the inputs and the outputs. The first
+# Let C be the nodes of the autograd graph that are between the inputs and the outputs. The first
 # part runs C alone. A weight is attached to C at some nodes, its *ends*; the gradient that comes
 # into them is noted as it passes. The second part starts backward at the ends, with what was noted.
-# Weights that share ends are done together; as one end may lie behind another, what would come into
+# Weights that share ends are done together; as one end may be behind another, what would come into
 # an end from there is replaced by what was noted, which has it already. So each path from the
-# outputs to a weight is counted once, whatever the graph is like: shared weights, weights used
+# outputs to a weight is counted once, regardless of the graph like: shared weights, weights used
 # twice, weights in front of an input that comes in later.
 #
 # The second part accumulates as any backward does, hooks of accumulation included.
@@ -198,11 +198,11 @@ _DTYPES = (
 # for micro-batches of the same shapes in the same states, so it is announced once: before the first
 # message of each kind goes a header on the CPU with the shapes, dtypes, and which of the tensors
 # want gradients. Both ends then remember it; a message of known kind has no header, which would
-# cost a latency each time, and a tensor that is not as the header said is refused, not sent.
+# cost a latency each time, and a tensor that is not as the header said is rejected, not sent.
 # Gradients go back in the shapes of what came.
 #
-# On the CPU each message has a tag of its own, so the order in which the two ends ask does not
-# matter; on GPUs the order is that of torch's schedules, which is the same at both ends.
+# On the CPU each message has its own tag, so the order in which the two ends ask does not matter;
+# on GPUs the order is that of torch's schedules, which is the same at both ends.
 @dataclass(frozen=True)
 class Meta:
     """The shape and dtype of a tensor that is to come, and whether it wants a gradient."""
@@ -494,7 +494,7 @@ class StageRunner:
         return self.messages.sends(self.stage_index + 1, outputs, micro)
 
     def set_local_fwd_input(self, outputs: Any, micro: int) -> None:
-        """Takes a micro-batch from the stage before, which lies on this rank."""
+        """Takes a micro-batch from the stage before, which is on this rank."""
         self.messages.hand_over_local(self._run.kinds[micro], outputs)
         self._received[micro] = tuple(t.detach() for t in outputs)
 
@@ -551,11 +551,11 @@ class StageRunner:
         return self.messages.sends(self.stage_index, sent, micro)
 
     def get_local_bwd_output(self, micro: int) -> tuple[Tensor | None, ...]:
-        """Returns gradients for the stage before, which lies on this rank."""
+        """Returns gradients for the stage before, which is on this rank."""
         return self._to_send.pop(micro, ())
 
     def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], micro: int) -> None:
-        """Takes gradients from the next stage, which lies on this rank."""
+        """Takes gradients from the next stage, which is on this rank."""
         self._gradients[micro] = gradients
 
     def backward_one_chunk(

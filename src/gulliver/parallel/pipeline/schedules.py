@@ -76,7 +76,7 @@ def stages_by_rank(name: str, ranks: int, chunks: int | None = None) -> tuple[tu
 
 
 def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None:
-    """Refuses a number of micro-batches that a schedule cannot order."""
+    """Rejects a number of micro-batches that a schedule cannot order."""
     least = 1
     if name == "1f1b":
         least = ranks

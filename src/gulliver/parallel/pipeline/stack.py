@@ -102,7 +102,7 @@ def stack_of(
 def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known: Blocks) -> Stack:
     """The blocks that a family's record describes."""
     _check_record(model, known)
-    # A part of an encoder-decoder may be a model of its own.
+    # A part of an encoder-decoder may be its own model.
     lists = [found for end in known.lists if (found := _ending(paths, end)) is not None]
     lists = lists or _encoder_and_decoder(model, paths, known) or [_longest(paths)]
     rows = [[_join(path, child) for child, _ in paths[path].named_children()] for path in lists]
@@ -122,7 +122,7 @@ def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known
 
 
 def _check_record(model: nn.Module, known: Blocks) -> None:
-    """Refuses models that cannot run in stages."""
+    """Rejects models that cannot run in stages."""
     if known.refused:
         raise GulliverError(
             f"{type_of(model)} is not cut into stages: {known.refused}; take tp_size instead of "
@@ -175,7 +175,7 @@ def _longest(paths: dict[str, nn.Module]) -> str:
         kinds = {type(block) for block in module}
         if len(kinds) == 1 and all(any(True for _ in b.parameters()) for b in module):
             best, length = path, len(module)
-    # Blocks of several kinds lie in a list of this name.
+    # Blocks of several kinds are in a list of this name.
     named = [p for p in paths if p.rpartition(".")[2] in LISTS and _many(paths[p])]
     if named and (best is None or best.startswith(f"{named[0]}.")):
         best = named[0]
@@ -271,9 +271,9 @@ def _plain_container(module: nn.Module) -> bool:
 # Cuts a model into stages: by the predicted cost of its blocks, or as the user says.
 #
 # The cost of a block is the work of its matrix multiplications for one token, 2 FLOPs forward for
-# each element of its weights; modules around the blocks are added to the blocks that they lie
-# with, embeddings at nothing, the output head like any other weight. That leaves out the products
-# inside attention, which are the same in every block of a list, and that the two lists of an
+# each element of its weights; modules around the blocks are added to the blocks that they are with,
+# embeddings at nothing, the output head like any other weight. That leaves out the products inside
+# attention, which are the same in every block of a list, and that the two lists of an
 # encoder-decoder may read different lengths: pass `costs` where it matters.
 
 

@@ -32,7 +32,7 @@ from gulliver.parallel.pipeline.stage_forward import (
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The part of a model that lies on one rank: one stage, or several of a looped pipeline.
+    """The part of a model that is on one rank: one stage, or several of a looped pipeline.
 
     Attributes:
         model: model with placeholder modules where others' modules were.
@@ -160,7 +160,7 @@ def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> Non
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
-    """Refuses models whose blocks would run differently in a pipeline."""
+    """Rejects models whose blocks would run differently in a pipeline."""
     for path, module in model.named_modules():
         if getattr(module, "layerdrop", 0.0) and model.training:
             raise GulliverError(
@@ -232,7 +232,7 @@ def _tied(
 
 
 def _holds(paths: frozenset[str], name: str) -> bool:
-    """Whether a parameter lies in one of the modules."""
+    """Whether a parameter is in one of the modules."""
     path = name.rpartition(".")[0]
     while path:
         if path in paths:

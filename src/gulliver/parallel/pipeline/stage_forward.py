@@ -133,8 +133,8 @@ Carry = tuple[Tensor, ...]
 
 
 # [Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
-# computes masks, positions or rotary tables before the blocks. So the model is called as ever, with
-# the whole micro-batch, and its own code makes these. What is different is what its blocks do
+# computes masks, positions or rotary tables before the blocks. So the model is called as usual,
+# with the whole micro-batch, and its own code makes these. What is different is what its blocks do
 # (`StageForward.block`):
 #
 # - a block before the stage's first returns the hidden state that it got;
@@ -144,8 +144,7 @@ Carry = tuple[Tensor, ...]
 #
 # In place of modules around the blocks that lie elsewhere are placeholders (`stage_forward.py`).
 # They return NaN, not zeros: what they return is replaced before it is used, and if it should leak
-# into a block by another way, that is seen and refused by name (`_refuse_leaks`) rather than
-# trained on.
+# into a block by another way, that is seen and rejected (`_refuse_leaks`) rather than trained on.
 #
 # In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
 # state (`StageForward.around_memory`). What is carried over the cut before block b is
@@ -304,7 +303,7 @@ class StageForward:
         return output
 
     def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
-        """Refuses an output of NaN that modules of other stages have made."""
+        """Rejects an output of NaN that modules of other stages have made."""
         # They are no more than suspects: a NaN that came with the hidden state is none of theirs.
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
@@ -397,7 +396,7 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 # [Note: NaN, not zeros] Every stage runs the model's own forward, so a module that lies elsewhere
 # has to return something of the right shape. What it returns is replaced before it is used. If it
 # should reach a block by another way all the same, zeros would train silently on nonsense; NaN is
-# seen in the block's arguments, and refused by the argument's name (`StageForward._refuse_leaks`).
+# seen in the block's arguments, and rejected by the argument's name (`StageForward._refuse_leaks`).
 class _OnMeta:
     """Keeps a module on meta, out of sight of `nn.Module`, which would register its parameters."""
 

@@ -108,7 +108,7 @@ def _attention(
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     )
     if kernel is not None:
-        # Refused at once on all ranks, not where its first block happens to be computed.
+        # Rejected at once on all ranks, not where its first block happens to be computed.
         _ = [
             select(requirements_of(q, v, kind, deterministic), kernel)
             for kind in _kinds(mask, queries)

@@ -35,7 +35,7 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 # | cuda efficient | cuda | 16 bits, float32 | all |
 #
 # `select` takes the first of `ORDER` that can do what is asked, or the one that was named; it
-# refuses with the reason. The CUDA kernels are written to the operators' signatures and have not
+# rejects with the reason. The CUDA kernels are written to the operators' signatures and have not
 # run yet.
 @dataclass(frozen=True)
 class KernelRequirements:

@@ -81,7 +81,7 @@ class Mask:
         causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
     ) -> Self:
-        """Makes the mask of documents that lie one after the other.
+        """Makes the mask of documents that lie one at a time.
 
         Args:
             cu_seqlens: start of each document, and the end of the last, ``[documents + 1]``: 0, 3,
@@ -148,7 +148,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Rules:
-    """A mask for one call. Rows stand for the batch, one row for all of it; None allows all."""
+    """A mask for one call. Rows represent the batch, one row for all of it; None allows all."""
 
     before: int = FAR  # Number of keys that a query sees before its position
     after: int = FAR  # Number of keys that a query sees after its position; 0 is causal

@@ -48,7 +48,7 @@ Count = Callable[[int, int], int]
 # behind the block: a rank computes its share for the block that it has, adds what the rank before
 # has gathered for that block, and sends the sum after the block. Its own block's share stays where
 # it is, so that sums make as many hops as blocks, N - 1, and not one more. With two levels the sum
-# of an inner turn ends at the rank that brought the block into this inner ring, and goes on along
+# of an inner turn ends at the rank that brought the block into this inner ring, and continues along
 # the outer ring from there. The order of the additions is that of the ring, so the bits do not
 # depend on timing.
 #
@@ -59,9 +59,9 @@ Count = Callable[[int, int], int]
 # [Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
 # travels is freed when it has left, and visits of the own block may carry nothing.
 #
-# [Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
-# turn again, so that the link has something to carry all the time, and the last step that nothing
-# can hide is that of one piece. What is sent is the same.
+# [Note: pieces] A long block travels as pieces, which take turns: each continues as soon as it is
+# its turn again, so that the link has something to carry all the time, and the last step that
+# nothing can hide is that of one piece. What is sent is the same.
 @dataclass(frozen=True)
 class Visit:
     """A piece of a block that has arrived."""
@@ -135,7 +135,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
     """Yields one piece of each block; waits happen when it is this piece's turn again."""
-    # So the other pieces' computation lies between posting a hop and waiting for it.
+    # So the other pieces' computation is between posting a hop and waiting for it.
     ahead: Messages | None = Messages([], arriving=own)
     del own
     for a in range(groups.outer.size):

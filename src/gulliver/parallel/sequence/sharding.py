@@ -23,13 +23,13 @@ UnshardGradient = Literal["own", "alike"]
 #
 # - `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens'
 #   share, which is right where ranks' gradients are added up later anyway (a table of position
-#   embeddings is a parameter). For an input that nobody reduces, "gather" gives all ranks the sum
+#   embeddings is a parameter). For an input that no one reduces, "gather" gives all ranks the sum
 #   of the shares, "mean" divides it as the optimizer divides those of parameters.
-# - `unshard`, and the value of `mean_loss`: all ranks go on with the same computation. With "own"
-#   the ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the
-#   sum is divided by the number of sequences. With "alike" each counts the loss that it shows as
-#   one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and
-#   the sum is divided by the number of ranks.
+# - `unshard`, and the value of `mean_loss`: all ranks continue with the same computation. With
+#   "own" the ranks of a sequence count one loss together: a rank's gradient is its tokens' share,
+#   and the sum is divided by the number of sequences. With "alike" each counts the loss that it
+#   shows as one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message
+#   needed), and the sum is divided by the number of ranks.
 #
 # Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard`
 # has parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients
@@ -84,7 +84,7 @@ def unshard(
 def unshard_tail(
     x: Tensor, groups: SequenceGroups, tail: Tail, gradient: UnshardGradient = "own"
 ) -> Tensor:
-    """Gathers the last tokens of a sequence, which lie on any of the ranks."""
+    """Gathers the last tokens of a sequence, which are on any of the ranks."""
     _check(gradient, get_args(UnshardGradient))
     return _Unshard.apply(x, groups, tail, 1, gradient)
 
@@ -92,7 +92,7 @@ def unshard_tail(
 def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:
     """Returns this rank's shard of next-token labels, shifted before they are cut.
 
-    The label of a token is the next token's id, which may lie on another rank; a model that shifts
+    The label of a token is the next token's id, which may be on another rank; a model that shifts
     labels itself would lose one at each cut. So compare these with logits position by position.
 
     Args:

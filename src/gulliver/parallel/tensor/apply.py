@@ -73,7 +73,7 @@ def enter_once(site: nn.Module, shared: SharedSequence) -> None:
 
 
 def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
-    """Refuses a piece as the input of a module that is taken to work on the whole sequence."""
+    """Rejects a piece as the input of a module that is taken to work on the whole sequence."""
     # Such a module stands past gathered columns, so its gradients are not summed over the ranks.
 
     def before(module: nn.Module, args: Any) -> None:
@@ -125,7 +125,7 @@ def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
 
 
 def refuse_outputs(model: nn.Module, shared: bool) -> None:
-    """Refuses outputs of which each rank has only a shard."""
+    """Rejects outputs of which each rank has only a shard."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config = getattr(module, "config", None)
@@ -239,7 +239,7 @@ def apply_tensor(
 
 
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
-    """Refuses a sequence mode that a model cannot have."""
+    """Rejects a sequence mode that a model cannot have."""
     if sequence is None:
         return
     family = family_of(model)

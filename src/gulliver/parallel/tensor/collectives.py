@@ -201,7 +201,7 @@ def _slots(rank_group: RankGroup) -> list[int]:
 
 
 def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
-    # Detached: a collective's copies run on a thread of their own, where gradients are recorded.
+    # Detached: a collective's copies run on their own thread, where gradients are recorded.
     piece = piece.detach()
     if piece.shape[dim] == length:
         return piece.contiguous()

@@ -322,7 +322,7 @@ class Entry:
         rank_group, cut = self.rank_group, self.cut
         if cut is not None:
             return start_reduce(grad, cut.dim, cut.lengths, rank_group)
-        # Summed in place: it was made here, by `input_gradient`, and nobody else reads it.
+        # Summed in place: it was made here, by `input_gradient`, and no one else reads it.
         grad = grad.contiguous()
         handle = all_reduce(
             grad,
@@ -453,7 +453,7 @@ def _plain(value: Any, look: Any) -> Any:
 # rows reduce-scatter it (Korthikanti et al., 2022, arXiv 2205.05198).
 #
 # A piece does not show the length of the whole, as pieces are uneven, so the first block notes it
-# (`SharedSequence.lengths`) for as long as a block runs. Where a block is computed again for its
+# (`SharedSequence.lengths`) for as long as a block runs. Where a block is recomputed for its
 # gradient by a checkpoint inside of it, nothing was noted, and the ranks ask each other.
 
 

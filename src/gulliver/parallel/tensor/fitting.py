@@ -48,7 +48,7 @@ class Choices:
         return self.placed[path].total // self.placed[path].how.blocks
 
     def block_of(self, path: str) -> str:
-        """Returns the path of the block that a module lies in; empty outside of blocks."""
+        """Returns the path of the block that a module is in; empty outside of blocks."""
         for stack in self.stacks:
             if path.startswith(f"{stack}."):
                 number, _, inner = path[len(stack) + 1 :].partition(".")
@@ -57,7 +57,7 @@ class Choices:
 
 
 def check_fitting(choices: Choices) -> None:
-    """Refuses styles whose result would differ from that of one process."""
+    """Rejects styles whose result would differ from that of one process."""
     layers = {path: one for path, one in choices.placed.items() if not layer_of(path)[1]}
     columns = [p for p, one in layers.items() if one.how.kind == "column" and not one.how.gather]
     rows = [p for p, one in layers.items() if one.how.kind == "row" and not one.how.split]
@@ -188,7 +188,7 @@ def _paired(choices: Choices, columns: list[str], rows: list[str]) -> Iterator[_
 
 
 def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
-    """Refuses columns in blocks that no row takes, and rows that no columns feed."""
+    """Rejects columns in blocks that no row takes, and rows that no columns feed."""
     in_blocks = [path for path in columns if choices.block_of(path)]
     past_blocks = [path for path in rows if not choices.block_of(path)]
     # Rows past a list may take what the members of the list leave.
@@ -212,7 +212,7 @@ def _refuse_row(choices: Choices, row: str) -> NoReturn:
 
 
 def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
-    """Refuses whole outputs that a known model combines with those of columns."""
+    """Rejects whole outputs that a known model combines with those of columns."""
     how, known = choices.placed[path].how, STYLES[choices.known(path) or "replicate"]
     if beside and (how.gather or how.split) and known.kind == "column" and not known.gather:
         raise GulliverError(
@@ -222,7 +222,7 @@ def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
 
 
 def _check_known(choices: Choices, path: str) -> None:
-    """Refuses blocks or ends that a layer of a known model does not have."""
+    """Rejects blocks or ends that a layer of a known model does not have."""
     name, one = choices.known(path), choices.placed[path]
     known = STYLES[name or "replicate"]
     if known.kind not in ("column", "row") or known.gather or known.split:
@@ -236,7 +236,7 @@ def _check_known(choices: Choices, path: str) -> None:
 
 
 def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
-    """Refuses to sum gradients that every rank has whole."""
+    """Declines to sum gradients that every rank has whole."""
     known = choices.known(path) or "replicate"
     if known == "summed":
         return

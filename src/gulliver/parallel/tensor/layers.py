@@ -366,7 +366,7 @@ class UnknownTokenError(GulliverError, IndexError):
 
 
 class _Embedding(OnLine):
-    """A sharded embedding; the options that are refused stand at their defaults for adapters."""
+    """A sharded embedding; the options that are rejected stand at their defaults for adapters."""
 
     weight: nn.Parameter
     max_norm: None = None

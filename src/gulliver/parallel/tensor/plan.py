@@ -4,7 +4,7 @@
     print(plan)
 
 A plan is pure: it looks at modules and shapes and touches nothing. What it does not understand it
-names and refuses.
+names and rejects.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class _Planner:
     def _style(self, path: str, module: nn.Module) -> str | None:
         """How a module is cut; the two factors of an adapter go with the layer that they are of."""
         # Next to columns the second factor is columns, too; next to rows the first is rows; the
-        # other one is whole, and so is what lies between them.
+        # other one is whole, and so is what is between them.
         layer, factor = layer_of(path)
         style = self._style_of(layer, module)
         if factor == "other":
@@ -397,7 +397,7 @@ class _Planner:
         return all(id(p) in cut for p in self.modules[path].parameters(recurse=False))
 
     def _check_ties(self, placed: dict[str, ShardedModule]) -> None:
-        """Refuses tied parameters that would be cut differently."""
+        """Rejects tied parameters that would be cut differently."""
         seen: dict[int, tuple[str, Any]] = {}
         for path, module in self.modules.items():
             one = placed.get(path)
@@ -444,7 +444,7 @@ class _Planner:
         }
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
-        """Refuses whole parameters between columns and rows, where their gradients are partial."""
+        """Rejects whole parameters between columns and rows, where their gradients are partial."""
         wrong = [
             r
             for r in replicated

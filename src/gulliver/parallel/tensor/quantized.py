@@ -24,7 +24,7 @@ from gulliver.precision.int8.replace import GROUPED, REPLACED, QuantizeOptions, 
 # once, of the activations' rows in each product (one number a row, all-reduced before the product).
 # What differs from one rank then is the order in which a sum over ranks is rounded. The groups of
 # int4 are those of the whole layer, too: where a rank's inputs begin or end inside of one, the
-# layer is refused.
+# layer is rejected.
 class _Sharded(QuantizedLinear):
     rank_group: RankGroup
 
@@ -93,7 +93,7 @@ def _row(layer: Any, ways: QuantizeOptions) -> nn.Module:
 
 
 def _grouped(layer: Any, path: str) -> bool:
-    """Whether int4's groups divide the inputs of the whole row layer; refuses to cut them."""
+    """Whether int4's groups divide the inputs of the whole row layer; rejects to cut them."""
     total = layer.total or layer.in_features
     if total % GROUP:
         return False

@@ -44,7 +44,7 @@ class ModuleSharding:
     # (latent).
     kind: Kind
     heads: bool = False  # Heads are not cut, and query heads go where their key-value head goes
-    # Number of blocks that are dealt alike, one after the other: 3 for ``[q; k; v]``.
+    # Number of blocks that are dealt alike, one at a time: 3 for ``[q; k; v]``.
     blocks: int = 1
     gather: bool = False  # The output is whole on all ranks
     split: bool = False  # The input is whole on all ranks
@@ -88,7 +88,7 @@ HUGGING_FACE: dict[str, str] = {
     "mla_kv_a_proj": "latent",
     "local_params": "parameters by heads",
 }
-"""Names in a model's own plan; columns and rows of attention go by heads. Others are refused."""
+"""Names in a model's own plan; columns and rows of attention go by heads. Others are rejected."""
 
 
 GATHERED = {"column": "column, gathered", "row": "row, split"}
@@ -166,7 +166,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 
 def head_groups(module: nn.Module) -> int:
-    """Heads of an attention module that can lie on different ranks; 0 for other modules."""
+    """Heads of an attention module that can be on different ranks; 0 for other modules."""
     keys, width = getattr(module, "k_proj", None), vars(module).get("head_dim")
     if isinstance(keys, nn.Linear) and isinstance(width, int):
         return keys.out_features // width

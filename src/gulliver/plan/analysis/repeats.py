@@ -167,7 +167,7 @@ class CallKind:
     first: list[Any] | None = None
     # What the second call left behind.
     template: Template | None = None
-    # Reason why no call can stand for others.
+    # Reason why no call can represent others.
     refused: str = ""
 
 

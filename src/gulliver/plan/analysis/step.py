@@ -375,8 +375,8 @@ def analyse(
             its floating-point tensors.
         autocast: dtype of autocast.
         kernels: kind of device whose operators are taken: "cpu" or "cuda".
-        prepare: called with the model before it runs, such as to have blocks computed again; what
-            it changes of modules is put back.
+        prepare: called with the model before it runs, such as to have blocks recomputed; what it
+            changes of modules is put back.
         repeats: whether equal calls of equal modules are followed once.
 
     Raises:

@@ -71,14 +71,13 @@ class Grid:
     axes: Axes
     # Stage of ZeRO over data and sequence ranks.
     stage: int = 0
-    # Parts of a replica's batch, one after the other: those of a pipeline, or backwards that
-    # accumulate.
+    # Parts of a replica's batch, one at a time: those of a pipeline, or backwards that accumulate.
     micro_batches: int = 1
     # Order of a pipeline's forwards and backwards; empty without one.
     schedule: str = ""
     # Stages on each rank of a pipeline.
     chunks: int = 1
-    # Number of blocks that backward computes again.
+    # Number of blocks that backward recomputes.
     recomputed: int = 0
     # Size of a chunk of ZeRO in MiB; 0 chooses the best.
     chunk_mb: int = 0
@@ -589,7 +588,7 @@ def facts_of(
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Refuses parameters and buffers without shapes (lazy modules)."""
+    """Rejects parameters and buffers without shapes (lazy modules)."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__

@@ -278,7 +278,7 @@ SHARES = (0.5, 0.75, 1.0, 1.5)
 DOUBLINGS = 4
 """Times that a cluster that is too small is doubled."""
 COUNTS = 24
-"""Numbers of ranks that are looked at one by one: each is a search of its own."""
+"""Numbers of ranks that are looked at one by one: each is its own search."""
 
 
 # [Note: few searches] The fastest grid under a limit is also the fastest under every limit between

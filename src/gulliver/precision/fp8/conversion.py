@@ -274,7 +274,7 @@ def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def check_hardware(model: nn.Module, recipe: Recipe) -> None:
-    """Refuses FP8 where there are no units for it."""
+    """Rejects FP8 where there are no units for it."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

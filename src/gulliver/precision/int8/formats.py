@@ -2,7 +2,7 @@
 
 A weight is a matrix ``[outputs, inputs]``. In int8 each row has a scale: its largest magnitude is
 127. In int4 each 128 inputs of a row have one: the value of largest magnitude is -8, and two values
-lie in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
+are in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
 2208.07339); the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
 
 Rows are independent of each other, and a shard of rows has the values of the whole's. A shard of
@@ -44,7 +44,7 @@ def largest_of(weight: Tensor, path: str) -> Tensor:
 
 
 def check_int4(largest: Tensor, inputs: int, path: str) -> None:
-    """Refuses weights whose products in int4 would overflow on the way to a sum."""
+    """Rejects weights whose products in int4 would overflow on the way to a sum."""
     # Kernels add the groups of a row up before the row's activations are scaled back: up to 127
     # times the weights' magnitude for each input.
     most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
@@ -93,12 +93,12 @@ def packed_int4(values: Tensor) -> Tensor:
 
 
 def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix that int8 values and their scales stand for."""
+    """Returns the matrix that int8 values and their scales represent."""
     return (values.float() * scales[:, None]).to(dtype)
 
 
 def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix that int4 bytes and their scales stand for."""
+    """Returns the matrix that int4 bytes and their scales represent."""
     groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
     values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
     return (values * scales[:, :, None]).flatten(1).to(dtype)
@@ -106,10 +106,9 @@ def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Rounds weights so that a layer's outputs err least on inputs that were seen: GPTQ.
 #
-# Columns of a weight are rounded one after the other. What a column's rounding changes in the
-# outputs is made good by the columns after it, as far as their inputs went along with its own: the
-# least squares solution, of which the Cholesky factor of the inverse of ``x^T x`` has all that is
-# needed.
+# Columns of a weight are rounded one at a time. What a column's rounding changes in the outputs is
+# made good by the columns after it, as far as their inputs went along with its own: the least
+# squares solution, of which the Cholesky factor of the inverse of ``x^T x`` has all that is needed.
 #
 # The numbers are kept in the formats of `formats.py`, and run on the same kernels. In int4 a
 # group's scale is that of its weights as they are when their turn comes. Columns whose input never

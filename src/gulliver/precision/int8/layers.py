@@ -2,8 +2,8 @@
 
 A layer keeps two buffers, ``weight`` (int8) and ``weight_scale`` (float32), and the bias as it was,
 so that its state dict goes to safetensors and back as any other. They have no gradient, and nothing
-can be trained through them: a backward pass is refused. Scales stay in float32 whatever the model
-is cast to.
+can be trained through them: a backward pass is rejected. Scales stay in float32 regardless of the
+model cast to.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class QuantizedLayer(nn.Module, ABC):
         """The weight as kernels take it."""
         weight, scales, version = self._state()
         known = self._stored
-        # Sums are computed again when the weight was replaced or written.
+        # Sums are recomputed when the weight was replaced or written.
         if known is None or known[0] != version or known[1].values is not weight:
             sums = None if self.mode == "int4" else _row_sums(weight)
             known = version, Stored(self.mode, weight, scales, sums, self.inputs, self.threshold)
@@ -130,7 +130,7 @@ class QuantizedLayer(nn.Module, ABC):
         """Returns the output, which has no gradient."""
 
     def _activations(self, x: Tensor) -> Tensor:
-        """Returns an input as autocast wants it; whole numbers are refused."""
+        """Returns an input as autocast wants it; whole numbers are rejected."""
         if not (x.is_floating_point() or x.is_complex()):
             raise GulliverError(
                 f"{self.path} takes floats, not {_name(x.dtype)}: a model that casts its input to "
@@ -189,7 +189,7 @@ class QuantizedConvolution(QuantizedLayer):
         self._around = like._reversed_padding_repeated_twice
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the convolution with the weight that the int8 values stand for."""
+        """Returns the convolution with the weight that the int8 values represent."""
         x = self._activations(x)
         values = self.weight.flatten(1)
         weight = from_int8(values, self.weight_scale, x.dtype).view(self.weight.shape)
@@ -234,7 +234,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
 
 class _Forward(Function):
-    """A forward pass whose backward pass is refused, with the layer's path."""
+    """A forward pass whose backward pass is rejected, with the layer's path."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Any) -> Tensor:

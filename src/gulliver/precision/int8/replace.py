@@ -284,7 +284,7 @@ class _Replacing:
         self.report = Report(options.mode, before=model_bytes(model))
 
     def match(self, exclude: Sequence[str], only: Sequence[str] | None) -> None:
-        """Finds the paths that patterns keep; one that matches nothing is refused."""
+        """Finds the paths that patterns keep; one that matches nothing is rejected."""
         for pattern in (*exclude, *(only or ())):
             if not any(_matches(path, pattern) for path in self.modules):
                 raise GulliverError(f"no module matches {pattern!r}: name a path or its end")
@@ -309,7 +309,7 @@ class _Replacing:
                 made, why = self._loaded(path, module, mode, weight)
             new[id(module)] = made
             self._note(path, module, weight, made, why)
-        # Only now: a weight that is refused leaves the model as it was.
+        # Only now: a weight that is rejected leaves the model as it was.
         for path, module in self.modules.items():
             made = new.get(id(module))
             if made is not None and path:
@@ -439,7 +439,7 @@ def matrix_of(module: Any) -> Tensor:
 def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
     """Whether a module's forward reads its layer's weight itself, as CLIP asks for its dtype."""
     # Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
-    # branch for slices of its weights that nobody takes, so that other uses than dtypes do not
+    # branch for slices of its weights that no one takes, so that other uses than dtypes do not
     # count.
     source = "" if parent is None else _source(type(parent))
     asked = re.search(rf"\bself\.{re.escape(name)}\.weight{re.escape(what)}\b", source)

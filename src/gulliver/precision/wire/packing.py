@@ -31,7 +31,7 @@ RUN = 1 << 16
 """Elements that are worked on at once."""
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, None: 0}
-"""Codes of nan, by the dtype of elements; those of int4 lie in halves of a byte."""
+"""Codes of nan, by the dtype of elements; those of int4 are in halves of a byte."""
 _LOG = logging.getLogger("gulliver")
 _TOLD = (
     "an infinity or a nan travels packed, and arrives as one; "
@@ -57,7 +57,7 @@ _on_devices: dict[torch.device, Tensor] = {}
 # elements only where one is. Such blocks are counted (`nonfinite_blocks`).
 #
 # [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives
-# zeros, nothing is divided by zero, and what lies below 1e-35 loses bits.
+# zeros, nothing is divided by zero, and what is below 1e-35 loses bits.
 def nonfinite_blocks() -> int:
     """Blocks with an infinity or a nan that this process has packed since it began."""
     return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
@@ -228,7 +228,7 @@ def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
     if wire.kind.dtype is not None:
         values.view(wire.kind.dtype).copy_(buffer)
         return
-    # The second half of a block lies in the upper halves of the bytes.
+    # The second half of a block is in the upper halves of the bytes.
     half = values.shape[1]
     low, high = buffer[:, :half].add_(8.0), buffer[:, half:].add_(8.0)
     low[:, : high.shape[1]].add_(high, alpha=16.0)
