@@ -86,7 +86,7 @@ class ZeroOptions(Options):
         if self.chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes chunks in the first steps of LowLevelZeroPlugin without a "
-                "memory_limit; use 'auto' or a number of MiB here"
+                "memory_limit; use 'auto' or a number of MiB"
             )
 
 
@@ -111,13 +111,13 @@ class LimitOptions(Options):
         limit = self.memory_limit
         for name in ("disk", "host_limit"):
             if limit is None and (value := getattr(self, name)) is not None:
-                raise GulliverError(f"{name}={value!r} needs a memory_limit: what fits it stays")
+                raise GulliverError(f"{name}={value!r} needs a memory_limit")
         if limit is None:
             return None
         if stage != 3:
             raise GulliverError(
-                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
-                f"leave its memory; take {right}"
+                f"memory_limit={limit!r} with stage {stage}: unsharded state cannot be off-loaded; "
+                f"use {right}"
             )
         return MemoryTiers(limit, self.host_limit, self.disk, **others)
 
@@ -291,7 +291,7 @@ class PipelineOptions(Options):
 
 @dataclass(frozen=True)
 class HybridOptions(Options):
-    """How a model that is cut over ranks runs.
+    """How a sharded model runs.
 
     Attributes:
         zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer, 2 gradients too,
@@ -347,7 +347,7 @@ def sort_options(
 
 
 def refuse_unused(options: Options, names: Sequence[str], needs: str) -> None:
-    """Rejects options that have no effect, where they are not left at their defaults."""
+    """Rejects options that have no effect, unless they have their default values."""
     default = type(options)()
     for name in names:
         if (value := getattr(options, name)) != getattr(default, name):
