@@ -18,7 +18,7 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks in a ring order, with the process group that they belong to."""
+    """Ranks in ring order, with their process group."""
 
     ranks: tuple[int, ...] = (0,)  # Ranks of the world, in the order of the group
     rank: int = 0
@@ -40,7 +40,7 @@ class RankGroup:
         return len(self.ranks)
 
     def group_order(self) -> list[int]:
-        """Ranks of this group, in the order in which the process group numbers them."""
+        """Ranks of this group in the order of the process group."""
         members = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         return [self.ranks.index(member) for member in members]
 
@@ -80,7 +80,7 @@ def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
-    """Whether tensors like this one use our point-to-point collectives (gloo on the CPU)."""
+    """Whether tensors like this one use our point-to-point collectives (gloo on CPU)."""
     return tensor.device.type == "cpu" and _place(group).gloo
 
 
@@ -108,7 +108,7 @@ Key = tuple[str, tuple[int, ...]]
 # are never in the way of those of the other.
 @dataclass
 class _Shared:
-    """A process group with its users, or what torch gives to ranks that are not in it."""
+    """A process group with its users, or torch's placeholder on ranks outside it."""
 
     group: Any
     # Rank groups of this process that were given it; those that are gone are empty.
@@ -130,11 +130,11 @@ _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
 def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
-    """Returns this rank's row with its group; every rank calls it with the same rows.
+    """Returns this rank's row with its group; called by every rank with the same rows.
 
     Args:
-        rows: ranks of the world in the order of their places; one of the rows has this rank.
-        use: rows of the same ranks have one group for each use.
+        rows: rows of world ranks in order; one row has this rank.
+        use: purpose; rows of the same ranks share a group per purpose.
     """
     me = dist.get_rank()
     # Every rank makes the groups of all ranks: that is what torch asks for.
@@ -164,7 +164,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
 
 
 def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
-    """A rank group with a gloo group: NCCL moves nothing in host memory. All its ranks call it."""
+    """A rank group with a gloo group, as NCCL cannot send host memory (collective)."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ALONE
     found = rank_group_of(group)
@@ -180,7 +180,7 @@ def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
 
 
 def return_rank_group(rank_group: RankGroup) -> None:
-    """Gives back a rank group of `host_rank_group`; its ranks call this together."""
+    """Returns a rank group of `host_rank_group` (collective)."""
     # What was made for it goes once none of them uses it any more.
     groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
     mine = rank_group.process_group
@@ -195,7 +195,7 @@ def return_rank_group(rank_group: RankGroup) -> None:
 
 
 def release_groups() -> None:
-    """Destroys groups that no rank uses or has asked for since the last call (collective)."""
+    """Destroys groups that no rank uses or has requested since the last call (collective)."""
     if not dist.is_initialized():
         return
     groups = _made.get(dist.group.WORLD, {})
