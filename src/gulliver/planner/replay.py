@@ -40,7 +40,7 @@ from gulliver.planner.state_bytes import (
 from gulliver.solve.replacement import Action, MiddleReplacement, Move, Policy, Replacement
 
 WINDOW = 2
-"""Chunks whose parameters are in use at once at least: the present one, and the one before it."""
+"""Minimum number of chunks with parameters in use at once."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class ReplayedUse:
     held: dict[str, int] = field(default_factory=dict)
 
     def note(self, counter: ByteCounter) -> None:
-        """Keeps the largest holdings so far."""
+        """Records peak bytes."""
         if counter.total > sum(self.held.values()):
             self.held = dict(counter.live)
 
@@ -265,7 +265,7 @@ class Replay:
         self.done(self._sum(number))
 
     def _sum(self, number: int) -> Key:
-        """Key of what micro-batches add up in."""
+        """Key of gradients accumulated over micro-batches."""
         return ("collected" if self.state.is_gathered(number) else "gradient", number)
 
     def _reduce(self, number: int, begun: bool) -> None:
@@ -389,7 +389,7 @@ class Replay:
         self.forget(("gradient", number))
 
     def forget(self, key: Key) -> None:
-        """Forgets what an object holds."""
+        """Drops an object's content."""
         self._run(self._core.discard(key))
 
     def allocate(self, nbytes: int, kind: str) -> None:
@@ -399,7 +399,7 @@ class Replay:
         self._seen[-1].note(self.counter)
 
     def free(self, nbytes: int, kind: str) -> None:
-        """Takes a buffer back."""
+        """Frees a buffer."""
         self.counter.add(kind, -nbytes)
         self._run(self._core.free_buffer(whole_pages(nbytes)))
 
@@ -449,7 +449,7 @@ class Replay:
 
 
 class MultiRankReplay(StepReplay):
-    """Steps of one of several ranks, by the rules of ZeRO's gathers and reductions."""
+    """Steps of one of several ranks, with ZeRO's gathers and reductions."""
 
     def __init__(self, replay: Replay) -> None:
         state = replay.state
@@ -529,7 +529,7 @@ class MultiRankReplay(StepReplay):
 
 
 class MicroBatches(MultiRankReplay):
-    """Steps of a pipeline: gradients add up in objects until the last micro-batch, see `Replay`."""
+    """Steps of a pipeline, which accumulates gradients until the last micro-batch; see `Replay`."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(replay)
@@ -555,7 +555,7 @@ class MicroBatches(MultiRankReplay):
         yield "prefetched", -1
 
     def _backward(self, names: tuple[str, ...]) -> Iterator[Event]:
-        """Uses and gradients of a micro-batch; a chunk rests when its gradients are complete."""
+        """Uses and gradients of a micro-batch; chunks are unpinned when complete."""
         left = {number: set(self.chunks[number].size.names) for number in self._homes.values()}
         first = {name: place for place, name in reversed(list(enumerate(names)))}
         for uses, members in backward_uses(names, self._replay.state.blocks):

@@ -92,7 +92,7 @@ class StateBytes:
 
     @property
     def has_copies(self) -> bool:
-        """Whether whole chunks of parameters are objects of their own."""
+        """Whether full chunks of parameters are separate objects."""
         return self.unequal and self.parts > 1
 
     def is_gathered(self, number: int) -> bool:
@@ -127,7 +127,7 @@ class StateBytes:
 
 
 class Shares:
-    """The ``static`` policy: shares of each kind stay, by the order of objects."""
+    """The ``static`` policy: shares of each kind stay, in object order."""
 
     def __init__(self, leaving: Mapping[str, float]) -> None:
         self._leaving = leaving
@@ -141,7 +141,7 @@ class Shares:
         return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})
 
     def keeps(self, kind: str, nbytes: int) -> bool:
-        """Whether the next object of a kind must stay."""
+        """Whether the next object of a kind must stay on the device."""
         if kind not in self._leaving:
             return False
         self._seen[kind] += nbytes
