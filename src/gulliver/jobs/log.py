@@ -1,4 +1,4 @@
-"""Seeds that depend on what they are for."""
+"""Seeds by purpose."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RunFolder:
         return self.folder / "config.json"
 
     def values(self) -> dict[str, Any]:
-        """What `write` has written; empty if there is no run."""
+        """The values written by `write`; empty without a run."""
         return read_json(self.config_path) if self.config_path.is_file() else {}
 
     def options(self) -> dict[str, Any]:
@@ -74,8 +74,8 @@ class RunFolder:
         if not config.resume:
             if newest is not None:
                 raise GulliverError(
-                    f"{self.folder} already holds a run ({newest.name}): "
-                    "add --resume to continue it, or choose another --out"
+                    f"{self.folder} already holds a run ({newest.name}): add --resume to continue "
+                    "it, or use another --out"
                 )
             return None
         if step is not None:
@@ -106,11 +106,11 @@ class RunFolder:
         require_space(self.folder, needed)
 
     def write(self, **values: Any) -> None:
-        """Writes options, fingerprints and what else describes the run."""
+        """Writes options, fingerprints and other facts about the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_path, values)
 
     def cut(self, step: int) -> None:
-        """Drops log lines after `step`: a resumed run writes them again."""
+        """Drops log lines after `step`, which a resumed run writes again."""
         self.log.cut(step)
         self.samples.cut(step)

@@ -192,7 +192,7 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 STEP_COPIES = 2
-"""Most copies of a parameter that a step makes for a while: Adam's root, and what divides."""
+"""Maximum temporary copies of a parameter in a step: Adam's root and divisor."""
 
 
 # [Note: bytes on the safe side] A run must not exceed the predicted bytes. Temporaries that no
@@ -213,7 +213,7 @@ class Problem:
 
     @cached_property
     def shardings(self) -> list[list[OperatorSharding]]:
-        """Ways of each operator."""
+        """Possible shardings of each operator."""
         return [self.graph.shardings(n) for n in range(len(self.graph.nodes))]
 
     @cached_property
@@ -249,8 +249,8 @@ class Problem:
                 near = block_of[user] - block_of[maker]
                 if near > 1 or (near == 1 and maker != last):
                     raise GulliverError(
-                        f"{self.graph.nodes[user].name} reads what "
-                        f"{self.graph.nodes[maker].name} gave, past a block: name no such blocks"
+                        f"{self.graph.nodes[user].name} reads the output of "
+                        f"{self.graph.nodes[maker].name} across a block: choose other blocks"
                     )
 
     def _block(self, costs: Costs, numbers: range) -> Block:
@@ -355,7 +355,7 @@ class Problem:
         )
 
     def _own(self, node: int) -> list[int]:
-        """Outputs of an operator, one for each memory that it allocates."""
+        """Outputs of an operator, one per memory that it allocates."""
         calls, found = self.graph.trace.calls, dict[int, int]()
         for value in self.graph.gives(node):
             root = value
@@ -390,7 +390,7 @@ class Problem:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
     def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
-        """Peak bytes of changing the layouts of the inputs, one at a time."""
+        """Peak bytes of converting each input's layout."""
         found = [0]
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]
@@ -429,7 +429,7 @@ class Problem:
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """Maker, last reader, last referrer, largest bytes, saved, trained: of each value."""
+        """For each value: maker, last reader, last referrer, largest bytes, saved, trained."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):

@@ -105,7 +105,7 @@ class SavedCalls:
         return self._runs.setdefault(self._numbers[call], _RecomputedRun())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
-        """What autograd keeps in place of a tensor."""
+        """Placeholder that autograd saves for a tensor."""
         tensor = tensor.detach()
         form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if origin is None:
@@ -131,7 +131,7 @@ class SavedCalls:
             self._replay(run)
         if saved.origin not in run.found:
             raise GulliverError(
-                "backward runs twice through what is computed again: call it once, or keep it"
+                "backward ran twice through recomputed operators: call it once, or use keep"
             )
         tensor = run.found[saved.origin]
         run.wanted[saved.origin] -= 1
@@ -209,7 +209,7 @@ class RecomputedCall:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context that takes what autograd saves."""
+        """Context that intercepts tensors saved by autograd."""
         with saved_tensors_hooks(self._pack, self._again.unpacked):
             yield
 
@@ -252,7 +252,7 @@ class SavedTensorStore:
         self.moved = 0
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Offloads the memory of a tensor; returns a function that fetches it."""
+        """Offloads a tensor's memory; returns a function that restores it."""
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat.set_(tensor.untyped_storage())
         self.moved += flat.nbytes

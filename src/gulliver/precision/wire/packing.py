@@ -34,13 +34,13 @@ _NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, No
 """Codes of nan, by the dtype of elements; those of int4 are in halves of a byte."""
 _LOG = logging.getLogger("gulliver")
 _TOLD = (
-    "an infinity or a nan travels packed, and arrives as one; "
-    "gulliver.precision.wire.nonfinite_blocks() counts the blocks that have some from here on"
+    "a message has an infinity or a nan, which the receiver gets too; see "
+    "gulliver.precision.wire.nonfinite_blocks()"
 )
 _lock = threading.Lock()
 _nonfinite = 0
 _on_devices: dict[torch.device, Tensor] = {}
-"""Counts of devices: they are read when somebody asks, for to read one waits for the device."""
+"""Counters on devices, read on request because reading waits for the device."""
 
 
 # [Note: passes] What is packed is as large as the gradients of a chunk, and on a CPU each pass over
