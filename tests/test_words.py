@@ -1,12 +1,15 @@
-"""The words of docstrings: a first line is a sentence or a noun phrase, an entry names its thing.
+"""Checks the wording of docstrings, error messages, pages and the README.
 
-Engineers skim: "size of a chunk, in bytes" says what an argument is, "of a chunk" makes them guess.
-`python -m tests.test_words src/gulliver/comm` lists what is to be mended in a folder or a file.
+A docstring's first line is a sentence or a noun phrase, and an entry of `Args` starts with a noun:
+"size of a chunk, in bytes" describes an argument, "of a chunk" does not. `HABITS` lists phrases
+that have a plainer form. `python -m tests.test_words src/gulliver/comm` lists the findings of a
+folder, and `python -m tests.test_words` lowers the allowances to what is found.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +17,30 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "gulliver"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "gulliver"
+PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").glob("*.md")})
+HABITS = {
+    r"\banew\b": "again, from scratch",
+    r"\bbeside\b": "next to, compared with, in addition to",
+    r"\bhangs? on\b": "depends on",
+    r"\bnobody\b": "no one; name the subject",
+    r"\bwho(ever|soever)\b": "all that, any rank that",
+    r"\bwhatever there is\b": "all of",
+    r"\brefused by name\b": "raises an error that names it",
+    r"\b(is|are) told\b": "is reported, is printed",
+    r"\btold (by|of|apart)\b": "reported, distinguished",
+    r"\bkept apart\b": "kept separate",
+    r"\bone (after|behind) the other\b": "in sequence, one at a time",
+    r"\bunder way\b": "in flight, in progress",
+    r"\bon (its|their) way\b": "in flight",
+    r"\bgoes? on\b": "continues",
+    r"\bthere is \w+ that\b": "name the subject",
+}
+ANY_HABIT = re.compile("|".join(HABITS), re.IGNORECASE)
+# Files that have not been cleaned yet, with their number of findings: numbers may only fall.
+ALLOWANCES = Path(__file__).with_name("words_allowed.json")
+ALLOWED: dict[str, int] = json.loads(ALLOWANCES.read_text()) if ALLOWANCES.exists() else {}
 FRAGMENT = (
     "of|by|in|on|to|at|as|for|from|with|without|whose|that|which|what|where|when|who|whether|if|"
     "because|between|under|over|beside|until|before|after|them|it|its|they|their|one|so|only"
@@ -58,18 +84,69 @@ def faults(path: Path) -> Iterator[str]:
                 indent = None
 
 
-ROOMS = sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")})
+def literals(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and texts of all strings of a file: docstrings, messages and help."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_docstrings_say_what_things_are(room: str) -> None:
-    place = SOURCE / room
-    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+def paragraphs(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and texts of a page, without code."""
+    fenced = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced:
+            yield number, re.sub(r"`[^`]*`", "", line)
+
+
+def habits(path: Path) -> Iterator[str]:
+    """Phrases of a file that have a plainer form."""
+    for number, text in literals(path) if path.suffix == ".py" else paragraphs(path):
+        line = " ".join(text.split())
+        if not ANY_HABIT.search(line):
+            continue
+        for pattern, instead in HABITS.items():
+            for found in re.finditer(pattern, line, re.IGNORECASE):
+                yield f"{path.relative_to(ROOT)}:{number}: {found[0]!r}: write {instead}"
+
+
+def above_allowance(paths: list[Path]) -> list[str]:
+    """Findings of the files that have more than they are allowed."""
+    found = {path: list(habits(path)) for path in paths}
+    counts = {path: ALLOWED.get(path.relative_to(ROOT).as_posix(), 0) for path in paths}
+    return [line for path, lines in found.items() if len(lines) > counts[path] for line in lines]
+
+
+FOLDERS = sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")})
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_docstrings_use_plain_words(name: str) -> None:
+    path = SOURCE / name
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     assert [fault for path in files for fault in faults(path)] == []
+    assert above_allowance(files) == []
+
+
+def test_pages_use_plain_words() -> None:
+    assert above_allowance(PAGES) == []
+
+
+def lower_allowances() -> None:
+    """Writes each file's number of findings where it has fallen; drops clean files."""
+    found = {
+        name: sum(1 for _ in habits(ROOT / name)) for name in ALLOWED if (ROOT / name).exists()
+    }
+    lower = {name: min(count, ALLOWED[name]) for name, count in found.items() if count}
+    ALLOWANCES.write_text(json.dumps(lower, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         for path in sorted(Path(name).rglob("*.py")) if Path(name).is_dir() else [Path(name)]:
-            for fault in faults(path):
+            for fault in (*faults(path), *habits(path.resolve())):
                 print(fault)
+    if not sys.argv[1:]:
+        lower_allowances()

@@ -1,8 +1,8 @@
 """Copies from a device into the engine's pages, on a copy stream.
 
-The copy stream begins after what had been queued when the snapshot was taken. Whoever is about to
-change a source makes its own stream wait for the copy; no thread waits for the device, but the one
-that calls `pump`.
+The copy stream starts after the work that was queued when the snapshot was taken. Code that will
+change a source makes its own stream wait for the copy; only the thread that calls `pump` waits
+for the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Texts for data-centric steps: shapes of few lengths, and rows without padding.
 
 Documents have nearly as many lengths as there are documents, and a plan deals with samples of one
-shape together. So lengths are rounded up for planning only; `pack_documents` lays the documents of
-a micro-batch one behind the other as they are, and positions that start again at 0 tell them apart.
+shape together. So lengths are rounded up for planning only; `pack_documents` concatenates
+the documents of a micro-batch without padding, with positions that restart at 0 for each document.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleS
 
 
 def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor]:
-    """Lays texts one behind the other in one row, as models of transformers take them.
+    """Concatenates texts in one row for transformers models.
 
     Args:
         documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps

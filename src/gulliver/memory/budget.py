@@ -1,8 +1,8 @@
 """Sets glibc's malloc to return freed memory to the system while a limit is set.
 
-By default glibc keeps what is freed, below a size that grows up to 32 MiB, in heaps where it serves
-whoever asks for less next. A manager that shares a limit with activations needs it back: their
-memory would stay resident after backward, while chunks want the room.
+By default glibc keeps freed memory, below a threshold that grows up to 32 MiB, in heaps for later
+smaller allocations. A manager that shares a limit with activations needs it back: activation memory
+would stay resident after backward, when chunks need it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read locks on memory that a snapshot still reads and the next step will write.
 
 A snapshot that is copied while training continues holds a read lock (`ReadLock`) on memory that it
-has not copied yet. Whoever writes such memory in place asks `before_write` first, and is held up
-for just that part. Autograd's version counters would only tell of a write when it is too late.
+has not copied yet. Code that writes such memory in place calls `before_write` first, which waits
+for just that part. Autograd's version counters would detect a write too late.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 ASKS = "asks_before_write"
-"""Attribute of an optimizer that calls `before_write` itself; a function that yields the tensors a
-step changes.
-"""
+"""Attribute of an optimizer that calls `before_write` itself: yields the tensors a step changes."""
 
 
 class ReadLock(Protocol):

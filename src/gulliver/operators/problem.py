@@ -429,7 +429,7 @@ class Problem:
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """For each value: maker, last reader, last referrer, largest bytes, saved, trained."""
+        """Maker, last reader, last referrer, largest bytes, saved, trained: for each value."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):

@@ -294,7 +294,7 @@ def check_new(plan: Plan, model: nn.Module) -> None:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError(
-            "the model is boosted already: boost it once here, or build it anew; two optimizers of "
+            "the model is boosted already: boost it once, or build a new one; two optimizers of "
             "one model, such as Muon and AdamW, need LowLevelZeroPlugin below stage 3"
         )
 

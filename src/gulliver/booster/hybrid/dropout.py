@@ -350,7 +350,7 @@ class PositionDropout:
             if site.repeated:
                 raise GulliverError(
                     f"{site.path} drops at random, runs several times in a forward, and is "
-                    "recomputed without what calls it, so its calls cannot be told apart: "
+                    "recomputed without what calls it, so its calls cannot be distinguished: "
                     "recompute whole blocks, or use dropout='alike'"
                 )
             counted = Counter()

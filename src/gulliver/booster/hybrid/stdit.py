@@ -293,7 +293,7 @@ def wire_stdit(
             "share its tensors with tp_size instead, or its blocks with pp_size"
         )
     if any(isinstance(m, ShardedBlock | ShardedFinalLayer) for m in model.modules()):
-        raise GulliverError("this STDiT3 is wired for a sequence already: build it anew")
+        raise GulliverError("this STDiT3 is wired for a sequence already: build a new one")
     width = _width(model, tensor)
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)

@@ -41,7 +41,7 @@ OF_PART = frozenset(_PART.split())
 """Attributes of the part."""
 
 IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
-"""In-place operators, next to functions whose names end with ``_``."""
+"""Operators that work in place, in addition to functions whose names end with ``_``."""
 
 _ALIASING = (
     "view unflatten permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand "

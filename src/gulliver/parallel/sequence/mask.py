@@ -1,7 +1,7 @@
 """Attention masks as rules on positions instead of dense tensors, so that any layout is exact.
 
     Mask(causal=True, window=(1023, None))       # the last 1024 tokens
-    Mask.packed(cu_seqlens, causal=True)         # documents one after the other
+    Mask.packed(cu_seqlens, causal=True)         # packed documents
     Mask(key_lengths=lengths)                    # padding at the end of the keys
 
 The parts of a mask all have to allow a pair. A query that may see no key gives zeros, and zero

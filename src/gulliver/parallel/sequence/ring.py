@@ -1,8 +1,8 @@
 """Ring exchange of one or two levels.
 
 Rank (o, i) begins with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
-inner ring turns fully for each hop of the outer ring, and the block of the next hop is on its way
-meanwhile, so each block crosses the slow links once per outer hop. This is the double ring of
+inner ring turns fully for each hop of the outer ring, and the block of the next hop is in
+flight, so each block crosses the slow links once per outer hop. This is the double ring of
 LoongTrain (Gu et al., 2024, arXiv 2406.18485) for any two sizes.
 
 `turn` brings the blocks. `round_trip` brings them and takes home what was gathered for each (the
@@ -52,8 +52,8 @@ Count = Callable[[int, int], int]
 # the outer ring from there. The order of the additions is that of the ring, so the bits do not
 # depend on timing.
 #
-# The share of the own block is computed in two halves, one while the first block is on its way
-# here, one while the last sum is on its way home: nothing but the pipeline's first and last step
+# The share of the own block is computed in two halves, one while the first block is in
+# flight, one while the last sum is returning: nothing but the pipeline's first and last step
 # waits.
 #
 # [Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
