@@ -117,7 +117,6 @@ class AutoEngine:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs."""
         return self.booster.plan
 
     def run(self, batch: Any, criterion: Callable[[Any, Any], Tensor] | None = None) -> float:

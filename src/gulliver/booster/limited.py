@@ -86,7 +86,6 @@ class LimitedManager(Manager):
         return placed
 
     def remove(self, managed: ManagedTensor) -> None:
-        """Forgets an object."""
         if managed in self._kept:
             self._kept.remove(managed)
             self.done(managed)
@@ -122,7 +121,6 @@ class LimitedManager(Manager):
             raise InsufficientMemory(f"{text}; {controller.least_limit(needed)}", needed) from None
 
     def end_step(self) -> None:
-        """Ends a step."""
         super().end_step()
         stats = self.stats()
         self.step_moved = self._since("", stats)

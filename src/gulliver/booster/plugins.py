@@ -494,7 +494,6 @@ class PlanPlugin(Plugin):
         self.takes = ("meta",) if plan.stage == 3 or plan.weights is not None else ()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The plan."""
         # It may have been edited, or made for other machines.
         check_plan(self.plan, ranks)
         device = current_world().device.type

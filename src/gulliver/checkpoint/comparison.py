@@ -175,7 +175,6 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
         odd = self.missing or self.unexpected or self.shapes or self.values or self.differences
         return not odd and (self.allow_dtypes or not self.dtypes)
 

@@ -75,12 +75,10 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def shape_from_json(value: Any) -> tuple[int, ...]:
-    """Parses a shape."""
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"{value!r} is no shape")
     return tuple(value)
@@ -259,12 +257,10 @@ def write_json(path: Path, value: Any, indent: int | None = 1, durable: bool = T
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON."""
     return parse_json(path, read_bytes(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a small file."""
     path = Path(path)
     if not path.is_file():
         raise GulliverError(f"{path} does not exist")

@@ -44,7 +44,6 @@ class PartOffset:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property

@@ -298,7 +298,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(image.nbytes for image in self.images.values())
 
     @cached_property
@@ -504,7 +503,6 @@ class Snapshot:
         self.close_files(engine)
 
     def close_files(self, engine: Engine) -> None:
-        """Closes open files."""
         for name in tuple(self._files):
             engine.close_file(self._files.pop(name))
 

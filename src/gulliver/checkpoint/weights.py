@@ -52,12 +52,10 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return self.numel * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:

@@ -299,7 +299,6 @@ class PartsSaver(AsyncCheckpointer):
             self._remove()
 
     def _remove(self) -> None:
-        """Removes the parts."""
         if self.rank == 0:
             self._lock.release()
             shutil.rmtree(self.folder.root, ignore_errors=True)

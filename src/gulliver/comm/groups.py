@@ -36,7 +36,6 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def group_order(self) -> list[int]:

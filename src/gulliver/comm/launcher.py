@@ -61,19 +61,15 @@ class LocalRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOCALHOST, self._port))
 
     def is_closed(self) -> bool:
-        """Whether it was closed."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Closes it."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Always 0."""
         return 0
 
     def get_run_id(self) -> str:
-        """The name of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:

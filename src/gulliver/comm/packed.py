@@ -75,7 +75,6 @@ class Packer:
         return like.new_empty(count, dtype=torch.uint8)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Packs elements."""
         return pack(tensor, self.wire, self.buffer(tensor.numel(), tensor))
 
     def exchange(

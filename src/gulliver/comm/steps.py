@@ -130,7 +130,6 @@ _under_way: WeakSet[PendingCollective] = WeakSet()
 
 
 def start(steps: Steps, apart: bool = False) -> PendingCollective:
-    """Starts a collective."""
     global _threads
     if _threads is None:
         _threads = _Threads()

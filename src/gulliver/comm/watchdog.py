@@ -89,7 +89,6 @@ class FlightRecorder:
         self.raised = False
 
     def note(self, group: Any, number: int, purpose: Purpose) -> None:
-        """Records a collective."""
         self.check()
         with self._lock:
             row = self._rows.get(group)
@@ -229,7 +228,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._heard = {other: (_Status(), time.monotonic()) for other in self._others}
         self._thread.start()
 

@@ -39,7 +39,6 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
 

@@ -265,7 +265,6 @@ class PinnedArena:
                 self._grow(need)
 
     def statistics(self) -> ArenaStatistics:
-        """Returns the arena's counters."""
         with self._lock:
             self._reclaim()
             return ArenaStatistics(
@@ -335,7 +334,6 @@ class PinnedArena:
         return owner
 
     def _reclaim(self) -> None:
-        """Reclaims unused blocks."""
         # Events of one stream happen in their order; those of several are only looked at later.
         while self._held and self._held[0][0].query():
             self._held.popleft()

@@ -132,7 +132,6 @@ class _Channel:
         self.drain()
 
     def drain(self) -> None:
-        """Empties the queue."""
         while True:
             try:
                 self.entries.get_nowait()

@@ -48,7 +48,6 @@ class Shares:
 
 
 def shares_of(plans: Iterable[StepPlan]) -> Shares:
-    """Sums steps."""
     seconds = whole = busy = sent = again = bound = 0.0
     samples = 0
     for plan in plans:

@@ -94,7 +94,6 @@ class StepPlan:
 
     @property
     def all_groups(self) -> tuple[RankGroup, ...]:
-        """Groups of all phases."""
         return tuple(group for phase in self.phases for group in phase)
 
     @property
@@ -104,7 +103,6 @@ class StepPlan:
 
     @property
     def ranks(self) -> int:
-        """Data ranks."""
         return sum(group.degree for group in self.groups)
 
     @property

@@ -114,7 +114,6 @@ class Scalars:
     writer: Any
 
     def __call__(self, name: str, value: float, step: int) -> None:
-        """Writes a number."""
         if self.writer is not None:
             with named_errors(self.folder):
                 self.writer.add_scalar(name, value, step)

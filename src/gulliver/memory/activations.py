@@ -111,25 +111,19 @@ class ActivationManager(Protocol):
 
     device: torch.device
 
-    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
-        """Adds a new object."""
-        ...
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor: ...
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
         """Loads an object, and pins it until `done`."""
         ...
 
-    def done(self, managed: ManagedTensor) -> None:
-        """Ends a use."""
-        ...
+    def done(self, managed: ManagedTensor) -> None: ...
 
     def discard(self, managed: ManagedTensor) -> None:
         """Forgets the content of an object."""
         ...
 
-    def remove(self, managed: ManagedTensor) -> None:
-        """Forgets an object."""
-        ...
+    def remove(self, managed: ManagedTensor) -> None: ...
 
     def view(self, managed: ManagedTensor) -> Tensor:
         """Shows the content of an object in whichever tier it is."""

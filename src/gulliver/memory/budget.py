@@ -119,17 +119,13 @@ INTERVAL_S = 0.002
 class Gauge(Protocol):
     """Reads how many bytes of the fast tier the process uses for any purpose."""
 
-    def used(self) -> int:
-        """Bytes that are used now."""
-        ...
+    def used(self) -> int: ...
 
     def most(self) -> int:
         """Peak bytes since the last call, as far as the gauge tracks them itself."""
         ...
 
-    def close(self) -> None:
-        """Closes the gauge's files."""
-        ...
+    def close(self) -> None: ...
 
 
 class ProcessGauge:
@@ -141,14 +137,12 @@ class ProcessGauge:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
 
     def used(self) -> int:
-        """Bytes that are used now."""
         fields = os.pread(self._file, 128, 0).split(None, 3)
         return (int(fields[1]) - int(fields[2])) * PAGE
 
     most = used
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
 
@@ -159,7 +153,6 @@ class CudaGauge:
         self._device = device
 
     def used(self) -> int:
-        """Bytes that are used now."""
         return int(torch.cuda.memory_stats(self._device).get("allocated_bytes.all.current", 0))
 
     def most(self) -> int:

@@ -88,7 +88,6 @@ class BufferPool:
             free.append(buffer)
 
     def clear(self) -> None:
-        """Frees the cached buffers."""
         self._free.clear()
 
 

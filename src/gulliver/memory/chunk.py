@@ -168,7 +168,6 @@ class ChunkGradients:
         return buffer
 
     def free(self) -> None:
-        """Frees the buffer."""
         if self.buffer is not None:
             self.give_reduced(self.take())
 

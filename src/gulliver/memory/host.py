@@ -160,7 +160,6 @@ class CopiedPages(Pages):
             copy.synchronize()
 
     def close(self) -> None:
-        """Unlocks all pages."""
         for room in self._rooms.values():
             self._copier.unlock_pages(room.shown(room.nbytes))
         self._rooms.clear()
@@ -182,7 +181,6 @@ class DeferredWrite:
         return self._write is not None and self._write.done
 
     def wait(self) -> None:
-        """Waits until it has ended."""
         for copy in self._copies:
             copy.synchronize()
         self._begin().wait()
@@ -209,7 +207,6 @@ class CopiedDisk:
 
     @property
     def used(self) -> int:
-        """Bytes that are allocated."""
         return self._disk.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
@@ -217,11 +214,9 @@ class CopiedDisk:
         return self._disk.allocate(nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Frees a reservation."""
         self._disk.free(offset, nbytes)
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Starts to read."""
         return self._disk.read(offset, into)
 
     def write(self, offset: int, data: Tensor) -> Transfer:

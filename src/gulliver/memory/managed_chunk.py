@@ -106,7 +106,6 @@ class ManagedGradients(ChunkGradients):
         self._in_place = in_place
 
     def discard(self) -> None:
-        """Frees everything."""
         self.free()
         for made in {"_reduced", "_whole"} & vars(self).keys():
             self._manager.remove(vars(self).pop(made))
@@ -153,12 +152,10 @@ class ManagedGradients(ChunkGradients):
         self._manager.done(self._whole)
 
     def fetch(self) -> None:
-        """Loads the buffer."""
         if self.parked:
             self.buffer, self.parked = self._manager.use(self._whole, write=True), False
 
     def free(self) -> None:
-        """Frees the buffer."""
         if self.resting is not None:
             managed, self.resting, self.buffer = self.resting, None, None
             self._manager.discard(managed)

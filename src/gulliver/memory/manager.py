@@ -128,7 +128,6 @@ class Manager:
             return managed
 
     def remove(self, managed: ManagedTensor) -> None:
-        """Forgets an object."""
         with self._entered():
             self._check(managed)
             self._run(self._core.remove(managed.number))

@@ -56,7 +56,6 @@ class Resident:
     used: bool = False
 
     def enter(self, presence: Presence) -> None:
-        """Changes the state."""
         assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
         self.presence = presence
 

@@ -161,9 +161,7 @@ class Transfer(Protocol):
         """Whether it has ended, successfully or not."""
         ...
 
-    def wait(self) -> None:
-        """Waits until it has ended."""
-        ...
+    def wait(self) -> None: ...
 
 
 class Middle:
@@ -200,9 +198,7 @@ class Store(Protocol):
     in_stream: bool
 
     @property
-    def used(self) -> int:
-        """Bytes that are allocated."""
-        ...
+    def used(self) -> int: ...
 
     @property
     def middle(self) -> Middle:
@@ -213,9 +209,7 @@ class Store(Protocol):
         """Reserves whole pages and returns their offset."""
         ...
 
-    def free(self, offset: int, nbytes: int) -> None:
-        """Frees a reservation."""
-        ...
+    def free(self, offset: int, nbytes: int) -> None: ...
 
     def read(self, offset: int, into: Tensor) -> Transfer:
         """Starts to read into a page-aligned flat uint8 tensor."""
@@ -252,7 +246,6 @@ class DiskTransfer:
         return self._ticket.done
 
     def wait(self) -> None:
-        """Waits until it has ended."""
         try:
             self._ticket.wait()
         finally:
@@ -312,7 +305,6 @@ class DiskStore:
         return found[1]
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Frees a reservation."""
         size = whole_pages(nbytes)
         self._left.setdefault(size, []).append(offset)
         self.used -= size
@@ -498,7 +490,6 @@ class ManagedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -517,7 +508,6 @@ class ManagedTensor:
         return self.transfer is None or self.transfer.done
 
     def enter(self, residency: Residency) -> None:
-        """Changes its residency."""
         assert (self.residency, residency) in LEGAL_RESIDENCY, (
             f"{self.name}: {self.residency} -> {residency}"
         )

@@ -33,9 +33,7 @@ class Copier(Protocol):
         """Locks the pages of host memory."""
         ...
 
-    def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
-        ...
+    def unlock_pages(self, memory: Tensor) -> None: ...
 
     def mark(self) -> Any:
         """Records the point in the device's work after which a later copy may start."""
@@ -63,7 +61,6 @@ class CudaTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
         return self._event.query()
 
     def wait(self) -> None:
@@ -96,7 +93,6 @@ class CudaCopier:
             )
 
     def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
         cuda_runtime().cudaHostUnregister(memory.data_ptr())
 
     def mark(self) -> torch.cuda.Event:

@@ -223,7 +223,6 @@ class _CountingManager:
         self.device, self.taken, self._counter = device, list[int](), counter
 
     def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
-        """Adds an object."""
         return ManagedTensor(name, kind, numel, dtype, number=len(self.taken))
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
@@ -235,7 +234,6 @@ class _CountingManager:
         return managed.tensor
 
     def done(self, managed: ManagedTensor) -> None:
-        """Drops that memory."""
         managed.tensor = None
 
     discard = remove = done

@@ -152,11 +152,9 @@ class OperatorCheckpoint(OptimizerCheckpoint):
         return False
 
     def model_leaves(self, model: nn.Module) -> Any:
-        """Not supported."""
         raise _unsaved()
 
     def state_leaves(self) -> Any:
-        """Not supported."""
         raise _unsaved()
 
 

@@ -272,7 +272,6 @@ class _Compiler:
         return f"{place}: {value}{self.plan.line_text(place)}"
 
     def program(self) -> Program:
-        """The program."""
         layouts = [self._layouts(node) for node in range(len(self.graph.nodes))]
         runs, stays, away = self._fates()
         calls, parameters = list[PlannedCall](), dict[str, Layout]()

@@ -94,7 +94,6 @@ class Costs:
         layouts: Mapping[int, Layout],
         gives: Sequence[int],
     ) -> OperatorCosts:
-        """Costs of some calls."""
         order = list(dict.fromkeys(v for c in calls for v in (*c.takes, *c.gives)))
         short = {v: n for n, v in enumerate(order)}
         key = (
@@ -181,7 +180,6 @@ def _run(
 
 @cache
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
     count = dtype.itemsize
     for size in shape:
         count *= size

@@ -214,7 +214,6 @@ class RecomputedCall:
             yield
 
     def end_call(self, given: Sequence[DTensor]) -> None:
-        """Ends the call."""
         self._again.name(self._planned, given, self._origins)
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -259,7 +259,6 @@ def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
-    """Gathers a DTensor (collective)."""
     assert isinstance(tensor, DTensor), "parameters of a plan of operators are DTensors"
     wanted = (Replicate(),) * mesh.ndim
     return local_of(changed(plain(tensor, mesh), wanted))

@@ -279,7 +279,6 @@ class Tracer(TorchFunctionMode):
         self.path = self._paths.get(module, self.path)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        """Ends it."""
         self.path = self._stack.pop()
 
 

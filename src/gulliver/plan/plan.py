@@ -144,7 +144,6 @@ class Plan:
         return values
 
     def to_yaml(self) -> str:
-        """The plan as YAML."""
         return to_yaml(self.to_values())
 
     def save(self, path: Path | str) -> None:

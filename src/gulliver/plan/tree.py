@@ -81,7 +81,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.axes.values())
 
     @property
@@ -334,7 +333,6 @@ class Wire:
 
     @property
     def formats(self) -> dict[str, str]:
-        """Format of each kind."""
         return {kind: getattr(self, kind) for kind in WIRE_KINDS}
 
 

@@ -348,7 +348,6 @@ class Replay:
             self.discard(number)
 
     def update(self, number: int) -> None:
-        """Steps a chunk."""
         if not self.state.chunks[number].trained:
             return
         moments: list[Key] = [("moment", number, n) for n in range(len(self.state.moments[number]))]
@@ -373,7 +372,6 @@ class Replay:
     # What is asked of the manager.
 
     def use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
-        """Uses an object."""
         self._decide(lambda: self._core.use(key, write, fresh))
         self.held.used(key, self._visits)
         if self._middle is not None and self.behind is not None:
@@ -381,7 +379,6 @@ class Replay:
             self.behind.used(key, self._visits)
 
     def done(self, key: Key) -> None:
-        """Ends a use."""
         self._run(self._core.done(key))
 
     def discard(self, number: int) -> None:
@@ -389,17 +386,14 @@ class Replay:
         self.forget(("gradient", number))
 
     def forget(self, key: Key) -> None:
-        """Drops an object's content."""
         self._run(self._core.discard(key))
 
     def allocate(self, nbytes: int, kind: str) -> None:
-        """Lends a buffer."""
         self._decide(lambda: self._core.allocate_buffer(whole_pages(nbytes), f"a buffer of {kind}"))
         self.counter.add(kind, nbytes)
         self._seen[-1].note(self.counter)
 
     def free(self, nbytes: int, kind: str) -> None:
-        """Frees a buffer."""
         self.counter.add(kind, -nbytes)
         self._run(self._core.free_buffer(whole_pages(nbytes)))
 
@@ -459,7 +453,6 @@ class MultiRankReplay(StepReplay):
         self._sent, self._unstepped = deque[ImaginedChunk](), list[ImaginedChunk]()
 
     def step(self) -> None:
-        """Replays a step."""
         state = self._replay.state
         self.run(ordinary_step(state.chunks, state.order, state.blocks))
 

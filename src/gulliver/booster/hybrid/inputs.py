@@ -266,7 +266,6 @@ class CallArguments:
         return cls({k: v for k, v in named.items() if v is not None}, type(module).__name__)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Pops an argument."""
         return self.kwargs.pop(name, default)
 
     def shape(self) -> tuple[int, int, torch.device]:

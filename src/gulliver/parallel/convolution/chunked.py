@@ -31,7 +31,6 @@ class SlidingWindow:
     span: int = 1  # Number of positions that a window covers
 
     def count(self, extent: int, after: int = 0) -> int:
-        """Returns the number of outputs."""
         return max(0, (extent + after - self.first - self.span) // self.stride + 1)
 
     def needs(self, start: int, stop: int) -> Interval:

@@ -136,7 +136,6 @@ class _ModuleChain(nn.Module):
         self.parts = nn.ModuleList(part for part in parts if part is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Calls the modules in order."""
         for part in self.parts:
             x = part(x)
         return x

@@ -63,7 +63,6 @@ class ShardedDim:
 
     @property
     def extent(self) -> int:
-        """Positions of all parts."""
         return sum(self.sizes)
 
     @property

@@ -213,7 +213,6 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> Meta:
-        """Describes a tensor."""
         return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:

@@ -46,7 +46,6 @@ STYLES = {
 
 
 def style_of(name: str, chunks: int | None = None) -> Style:
-    """Returns the style of a name."""
     if name not in STYLES:
         raise GulliverError(f"pp_style={name!r} is not known: {nearest(name, STYLES)}")
     style = STYLES[name]

@@ -289,12 +289,10 @@ class Cut:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.bounds) - 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Blocks of each stage."""
         return tuple(b - a for a, b in itertools.pairwise(self.bounds))
 
     def __str__(self) -> str:

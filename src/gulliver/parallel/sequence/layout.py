@@ -46,7 +46,6 @@ class Layout:
 
     @property
     def degree(self) -> int:
-        """Number of ranks."""
         return self.ring * self.ulysses
 
     def of_place(self, place: int) -> tuple[Interval, ...]:
@@ -122,12 +121,10 @@ class Tail:
 
     @property
     def degree(self) -> int:
-        """Number of ranks."""
         return self.whole.degree
 
     @property
     def length(self) -> int:
-        """Number of the tokens."""
         return self.count
 
     def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:

@@ -70,7 +70,6 @@ class Sum:
         self._total: Tensor | None = None
 
     def add(self, term: Tensor) -> None:
-        """Adds a term."""
         if self._total is None:
             self._total = term.to(term.dtype if term.dtype.itemsize > 2 else torch.float32)
         else:
@@ -118,7 +117,6 @@ class SequenceCut:
 
     @property
     def whole(self) -> int:
-        """Full length."""
         return sum(self.lengths)
 
     def pieces(self, x: Tensor) -> list[Tensor]:

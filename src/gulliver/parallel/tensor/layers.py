@@ -106,7 +106,6 @@ class _Sharded(OnLine):
         return self.weight.shape[0 if self.transposed else 1]
 
     def extra_repr(self) -> str:
-        """Returns the text shown by `print`."""
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         rank, size = self.rank_group.rank, self.rank_group.size
         return f"{shape}, bias={self.bias is not None}, rank {rank} of {size}"
@@ -380,12 +379,10 @@ class _Embedding(OnLine):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows on this rank."""
         return self.weight.shape[0]
 
     @property
     def embedding_dim(self) -> int:
-        """Number of columns on this rank."""
         return self.weight.shape[1]
 
 

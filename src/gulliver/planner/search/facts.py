@@ -55,7 +55,6 @@ class Axes:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.data * self.sequence * self.tensor * self.pipeline
 
     @property

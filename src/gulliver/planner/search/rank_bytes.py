@@ -61,7 +61,6 @@ class RankBlocks:
 
     @property
     def count(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
 

@@ -45,7 +45,6 @@ class Scaled(NamedTuple):
     inverse: Tensor  # Factors that turn them back, float32: one, or one for each row or column
 
     def t(self) -> Scaled:
-        """Returns the transpose."""
         return Scaled(self.values.t(), self.inverse.t())
 
     def decoded(self, dtype: torch.dtype) -> Tensor:

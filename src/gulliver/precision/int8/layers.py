@@ -50,7 +50,6 @@ class QuantizedLayer(nn.Module, ABC):
 
     @property
     def outputs(self) -> int:
-        """Number of outputs."""
         return self.weight.shape[0]
 
     @property
@@ -114,7 +113,6 @@ class QuantizedLayer(nn.Module, ABC):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output."""
         if not torch.is_grad_enabled():
             return self.run(x)
         bias = self.bias
@@ -142,7 +140,6 @@ class QuantizedLayer(nn.Module, ABC):
         return {**self.__dict__, "_stored": None}
 
     def extra_repr(self) -> str:
-        """Returns the text shown by `print`."""
         return f"{self.mode}, {self.inputs} to {self.outputs}, bias={self.bias is not None}"
 
 
@@ -151,12 +148,10 @@ class QuantizedLinear(QuantizedLayer):
 
     @property
     def in_features(self) -> int:
-        """Number of inputs."""
         return self.inputs
 
     @property
     def out_features(self) -> int:
-        """Number of outputs."""
         return self.outputs
 
     def run(self, x: Tensor) -> Tensor:
@@ -216,12 +211,10 @@ class QuantizedEmbedding(QuantizedLayer):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows."""
         return self.outputs
 
     @property
     def embedding_dim(self) -> int:
-        """Width of a row."""
         return self.inputs
 
     def run(self, x: Tensor) -> Tensor:

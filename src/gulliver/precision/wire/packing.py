@@ -64,7 +64,6 @@ def nonfinite_blocks() -> int:
 
 
 def pack(tensor: Tensor, wire: WireFormat, out: Tensor | None = None) -> Tensor:
-    """Packs the elements of a tensor."""
     flat = tensor.detach().reshape(-1)
     count = packed_bytes(flat.numel(), wire, flat.element_size())
     packed = flat.new_empty(count, dtype=torch.uint8) if out is None else out
@@ -103,7 +102,6 @@ def unpack(
     out: Tensor | None = None,
     add: float = 0.0,
 ) -> Tensor:
-    """Unpacks elements."""
     target = packed.new_empty(numel, dtype=dtype) if out is None else out
     if not wire.scaled:
         kept = target.dtype if wire.name == "identity" else torch.bfloat16
