@@ -154,7 +154,7 @@ class CopiedPages(Pages):
                 self._copies[memory.data_ptr()] = found
             return [*found]
 
-    def settle(self, memory: Tensor) -> None:
+    def wait_unused(self, memory: Tensor) -> None:
         """Waits until a buffer may be reused."""
         for copy in self.copies(memory):
             copy.synchronize()

@@ -104,7 +104,7 @@ class Pages:
             self._rooms[memory.data_ptr()] = room
             return memory
 
-    def settle(self, memory: Tensor) -> None:
+    def wait_unused(self, memory: Tensor) -> None:
         """Waits until a buffer may be reused."""
 
     def fits(self, memory: Tensor, size: int) -> bool:

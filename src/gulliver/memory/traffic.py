@@ -237,7 +237,7 @@ class Traffic:
         # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
         # memory that was shown to them before, and never take this lock.
         before_write([memory])
-        self._pages.wait_arrived(memory)
+        self._pages.wait_unused(memory)
 
     def _resized(self, size: int) -> Tensor | None:
         """Cached memory of the nearest size, resized; None if there is none."""
