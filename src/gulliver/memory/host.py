@@ -116,7 +116,7 @@ class HostStore:
 #
 # 1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
 # 2. What leaves the host is written when the device has copied it there: `DeferredWrite`.
-# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
+# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.wait_unused`.
 #
 # No one waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
 # the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
