@@ -41,6 +41,7 @@ stress: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples tools
 	$(BIN)/ruff format --check src tests benchmarks examples tools
+	$(BIN)/python tools/words.py
 
 types: $(STAMP)
 	$(BIN)/pyright

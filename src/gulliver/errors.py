@@ -86,7 +86,7 @@ def first_difference(
 
 
 def once_differentiable(what: str, linear: bool = False) -> Callable[[Any], Any]:
-    """Refuses to record a backward that cannot be differentiated; torch's lets saved tensors pass.
+    """Declines to record a backward that cannot be differentiated; torch's lets saved tensors pass.
 
     Args:
         what: what it is the backward of, in terms of the user's options.

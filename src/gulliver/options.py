@@ -1,4 +1,4 @@
-"""Numbers and sizes that users give, the ranges that they must lie in, and options in files.
+"""Numbers and sizes that users give, the ranges that they must be in, and options in files.
 
 A field of an `Options` dataclass declares its type, its choices (``Literal["a", "b"]``) and its
 range (``Annotated[int, AT_LEAST_1]``), and `checked` applies them wherever a value comes from: the
@@ -200,7 +200,7 @@ class Options(metaclass=_RenamingType):
             self.check_combinations()
 
     def check_combinations(self) -> None:
-        """Refuses combinations of values; subclasses override it and call it on their bases."""
+        """Rejects combinations of values; subclasses override it and call it on their bases."""
 
 
 RENAMED: dict[str, tuple[str, ...]] = {
@@ -306,7 +306,7 @@ def check_options(options: Any, prefix: str = "--") -> None:
 
 
 def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Refuses options that have no effect, unless they have their defaults."""
+    """Rejects options that have no effect, unless they have their defaults."""
     default = type(options)()
     for path, (met, right) in needs.items():
         value = operator.attrgetter(path)(options)
@@ -452,7 +452,7 @@ def differences(
 
 
 def from_keywords(kind: type[_Kind], given: Mapping[str, Any], owner: Callable[..., Any]) -> _Kind:
-    """Makes an options dataclass of a constructor's keywords; refuses names that neither has."""
+    """Makes an options dataclass of a constructor's keywords; rejects names that neither has."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     given = with_new_names(kind, given)
     for name in given:

@@ -152,7 +152,7 @@ def test_what_is_no_whole_is_told() -> None:
     everything = PartOffset(shape, 0, 48)
     assert missing(shape, [everything]) is None
     assert missing(shape, [everything, whole(second)]) == (
-        "lies whole with some ranks and in regions with others"
+        "is complete on some ranks and split into regions on others"
     )
     assert missing(shape, [everything, everything]) == "has element 0 not once"
     assert missing(shape, [PartOffset(shape, 0, 20)]) == "ends at element 20"

@@ -66,7 +66,7 @@ from gulliver.planner.ranks import ResolvedPlan, rank_state, rank_work, state_by
 def check_meta(
     model: nn.Module, weights: str | None, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuses a model on meta that nothing would fill."""
+    """Rejects a model on meta without weights to fill it."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -81,7 +81,8 @@ def check_meta(
         for name, parameter in module.named_parameters(path, recurse=False):
             other = owners.setdefault(parameter, name)
             if parameter.is_meta and other != name:
-                # Of a module that is made in memory the tie says whose values stay; here none does.
+                # Of a module in memory the tie decides which values stay; here no module is in
+                # memory.
                 raise GulliverError(
                     f"parameters {other!r} and {name!r} on meta are one, and which module's "
                     "reset_parameters() initialises it is not known: fill it with weights=folder"
@@ -95,7 +96,7 @@ def check_meta(
 
 
 def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Moves parameters on meta to a device as stretched nans, which take no memory."""
+    """Moves meta parameters to a device as expanded nans, which take no memory."""
     # They stay the same objects, so that an optimizer keeps them.
     # Before any is moved: each module that shares a parameter initialises it, as with torch.
     found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
@@ -111,7 +112,7 @@ def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
 def fill_boosted(
     optimizer: ZeroOptimizer, model: nn.Module, empty: Sequence[nn.Module], weights: str | None
 ) -> None:
-    """Fills a boosted model chunk by chunk; every rank calls it."""
+    """Fills a boosted model chunk by chunk (collective)."""
     if weights is not None:
         read_sharded(optimizer, model, Path(weights), strict=True, checked=True)
     elif empty:
@@ -145,15 +146,15 @@ def _set_random_state(states: Sequence[torch.Tensor]) -> None:
 #
 # Every plugin and every loaded plan runs through it. Steps that cut one model over several ranks
 # are in `booster.hybrid.steps`, and do nothing where their axis has one rank; how replicas share
-# the rest is in `booster.replicas`. What cannot be run is refused first, with nothing changed.
+# the rest is in `booster.replicas`. What cannot be run is rejected first, with nothing changed.
 
 
 def apply_plan(
     resolved: ResolvedPlan, model: nn.Module, world: World, verbose: bool = True
 ) -> tuple[nn.Module, BoostedOptimizer]:
-    """Runs a resolved plan: changes the model in place and wraps its optimizer; all ranks call it.
+    """Runs a resolved plan: changes the model in place and wraps its optimizer (collective).
 
-    What cannot be run so raises on all ranks, with nothing changed.
+    A plan that cannot run raises on all ranks, with nothing changed.
     """
     plan, optimizer = resolved.plan, resolved.optimizer
     tensor, stages = resolved.tensor, resolved.stages
@@ -166,7 +167,7 @@ def apply_plan(
     if plan.ddp is not None:
         use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)
-    # While the model is whole, and on all ranks, so that none goes on where another cannot.
+    # While the model is whole, and on all ranks, so that none continues where another cannot.
     raise_on_any_rank(lambda: _check_whole(resolved))
     manager = raise_on_any_rank(lambda: _manager(resolved))
     uses = state_bytes(plan, resolved.sizes(_place(plan))).order if plan.stage == 3 else ()
@@ -202,7 +203,7 @@ def apply_plan(
 
 
 def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses what a plan cannot run, before it is known that all ranks have the same model."""
+    """Rejects plans that cannot run, before ranks compare their models."""
     check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
         from gulliver.operators.apply import check_operators  # few plans are of operators
@@ -236,7 +237,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
-    """Makes the manager of state under a memory limit, before anything is changed."""
+    """Creates the state manager for a memory limit, before anything is changed."""
     plan = resolved.plan
     if not plan.limited:
         return None
@@ -245,24 +246,24 @@ def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
 
 
 def _place(plan: Plan) -> tuple[int, int]:
-    """This rank's number on the pipeline axis, and on the tensor axis."""
+    """This rank's index on the pipeline axis and on the tensor axis."""
     world, size = current_world(), plan.mesh.of("tensor")
     return world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
 
 
 def _is_streamed(plan: Plan) -> bool:
-    """Whether a model may be on meta and is filled when it is sharded."""
+    """Whether a model may be on meta and is filled while it is sharded."""
     return plan.stage == 3 and not plan.mesh.names_model
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses a second optimizer where the first one holds the whole model."""
+    """Rejects a second optimizer where the first one holds the whole model."""
     half = plan.precision.parameters
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
         raise GulliverError(
-            f"a parameter is trained by another boosted optimizer, and {what} the model: make "
-            "one optimizer with a group for each part; two kinds, such as Muon and AdamW, need "
+            f"another boosted optimizer trains a parameter already, and {what} the model: use one "
+            "optimizer with several parameter groups; two kinds, such as Muon and AdamW, need "
             "stage 2 or less, and not fp16"
         )
     if half != "none" and optimizer is not None:
@@ -290,7 +291,7 @@ def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """Tensors that may differ between ranks, but those that chunks broadcast."""
+    """Tensors that may differ between ranks, except those that chunks broadcast."""
     stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
     cut = plan.mesh.names_model
     rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]

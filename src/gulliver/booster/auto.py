@@ -72,18 +72,16 @@ def plugin_of(
 
 
 def _check_offload(grid: Grid, limit: int) -> None:
-    """Refuses offloading grids that no plugin can run."""
+    """Rejects offloading grids that no plugin can run."""
     if grid.stage != 3:
-        raise GulliverError(
-            f"{grid}: what is whole on every rank cannot leave its memory; off-load needs stage 3"
-        )
+        raise GulliverError(f"{grid}: unsharded state cannot be off-loaded; use stage 3")
     if grid.axes.pipeline == 1 and grid.micro_batches > 1:
         raise GulliverError(
-            f"{grid}: what moves in backwards that accumulate is not planned; off-load needs 1 "
-            "micro-batch, or a pipeline"
+            f"{grid}: off-load with gradient accumulation is not supported; use 1 micro-batch or a "
+            "pipeline"
         )
     if limit < 1:
-        raise GulliverError(f"{grid}: say how many bytes a rank may hold")
+        raise GulliverError(f"{grid}: give the bytes per rank with memory=")
 
 
 # `auto_engine`: searches, plans and boosts in one call.
@@ -98,7 +96,7 @@ def _check_offload(grid: Grid, limit: int) -> None:
 
 @dataclass
 class AutoEngine:
-    """A boosted model that runs the plan a search has chosen."""
+    """A boosted model that runs the plan found by a search."""
 
     # Booster that runs the plan: its `backward`, `compare` and checkpoints.
     booster: Booster
@@ -119,11 +117,10 @@ class AutoEngine:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs."""
         return self.booster.plan
 
     def run(self, batch: Any, criterion: Callable[[Any, Any], Tensor] | None = None) -> float:
-        """Forward and backward of a step's samples of this replica; `optimizer.step` follows."""
+        """Runs forward and backward of this replica's samples; `optimizer.step` follows."""
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(
@@ -161,18 +158,18 @@ def auto_engine(
     host: int | str | None = None,
     disk: str | None = None,
 ) -> AutoEngine:
-    """Searches the fastest layout of a model over the ranks and boosts it; every rank calls it.
+    """Searches the fastest plan of a model for these ranks and boosts it (collective).
 
     Args:
         model: whole model.
         optimizer: optimizer of its parameters.
         cluster: machines; None for those here, as measured by ``gulliver probe`` or as described.
         batch: example of the batch, as the model takes it: one sample is enough.
-        samples: samples of a step, of all ranks together.
-        memory: bytes that a rank may hold; None for what its device has.
+        samples: samples per step over all ranks.
+        memory: bytes per rank; None for the device's memory.
         precision: ``fp32``, ``bf16`` or ``fp16``; None for bf16 on GPUs and fp32 elsewhere.
-        verbose: print what was chosen, beside what, and why.
-        operators: whether each operator is shared, kept and computed again in its own way
+        verbose: print the choice, the alternatives and the reason.
+        operators: whether each operator is shared, kept and recomputed in its own way
             (`find_operators`), instead of a grid; every rank then reads all samples of a step, and
             the example is a batch of them.
         host: page-locked host memory of a rank for what does not fit `memory`, as text or in bytes;
@@ -240,8 +237,8 @@ def _of_grids(
 def _of_size(cluster: Cluster, size: int) -> Cluster:
     if cluster.size != size:
         raise GulliverError(
-            f"the cluster {cluster.name!r} has {cluster.size} ranks, and there are {size}: "
-            f"pass cluster.resized({size}), or none"
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, but {size} ranks run: pass "
+            f"cluster.resized({size}), or no cluster"
         )
     return cluster
 
@@ -256,7 +253,7 @@ def _of_operators(
     precision: str | None,
     verbose: bool,
 ) -> AutoEngine:
-    """The best plan of operators along one axis, or along two where the cluster has several."""
+    """The best plan of operators along one axis, or along two if the cluster has several."""
     from gulliver.operators.plans import find_operators
 
     def search() -> Plan:
@@ -304,7 +301,7 @@ def plan_of(
     optimizer: torch.optim.Optimizer | None,
     precision: str = "fp32",
 ) -> Plan:
-    """The plan of a grid with its predictions; nothing is changed."""
+    """The plan of a grid with its predictions; changes nothing."""
     grid, facts = scored.grid, found.facts
     scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
     work = scorer.work(grid)

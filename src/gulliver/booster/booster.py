@@ -35,7 +35,7 @@ Signature = dict[str, str]
 
 
 def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses models that differ between ranks; every rank calls it."""
+    """Rejects models that differ between ranks (collective)."""
     mine = _signature(model, optimizer)
     # Digests first: signatures are long, and nearly always the same on all ranks.
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
@@ -58,7 +58,10 @@ def _signature(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Sig
 def _difference(every: Sequence[Signature]) -> str:
     found = first_difference(every)
     if found is None:
-        return "ranks have built models whose tensors come in different orders: build the same"
+        return (
+            "ranks have built models whose tensors come in different orders: build the same model "
+            "on every rank"
+        )
     rank, name, first, other = found
     return (
         f"ranks have built different models: {name} is {first or 'not there'} on rank 0 and "
@@ -75,11 +78,11 @@ class Booster(CheckpointIO):
     """Boosts models as a plugin plans.
 
     Args:
-        plugin: way to make the plan; None for torch's DDP.
+        plugin: strategy that makes the plan; None for torch's DDP.
         mixed_precision: ``bf16`` runs calls of the model under autocast, parameters and reductions
             stay in their own dtype; None leaves the model as it is.
-        plan: plan to run as it is, instead of a plugin's: ``Plan.load("plan.yaml")``.
-        verbose: print a plan when its model is boosted; a plugin says that by itself.
+        plan: plan to run instead of a plugin's: ``Plan.load("plan.yaml")``.
+        verbose: print the plan when the model is boosted; plugins have this option themselves.
         gradient_noise: measure the gradient noise scale, for `noise_scale`; it costs a pass over
             the gradients of each backward and a number that travels at each step.
 
@@ -124,12 +127,12 @@ class Booster(CheckpointIO):
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs now, tuning included, once a model is boosted."""
+        """The plan that runs now, with tuned values, once a model is boosted."""
         return self._running().plan
 
     @property
     def moved(self) -> tuple[int, int] | None:
-        """Bytes that the last step read and wrote behind a memory limit; None without one."""
+        """Bytes read from and written to slower tiers in the last step; None without a limit."""
         return self._running().moved
 
     def compare(self) -> Comparison:
@@ -172,7 +175,7 @@ class Booster(CheckpointIO):
 
         Every rank calls it with the same model; values of rank 0 are taken. Criterion, data loader
         and scheduler are given back as they came, so that a call reads like others of its kind; the
-        scheduler goes on steering the boosted optimizer. What is wrong is refused on all ranks,
+        scheduler continues steering the boosted optimizer. What is wrong is rejected on all ranks,
         before anything is done.
 
         Args:
@@ -217,7 +220,7 @@ class Booster(CheckpointIO):
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
 
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> Plan:
-        """Returns the plugin's choices; refuses what cannot be run, before anything is done."""
+        """Returns the plugin's choices; rejects unsupported ones before anything is changed."""
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -288,24 +291,26 @@ class Booster(CheckpointIO):
         """The gradient noise scale estimated so far; None before the first step.
 
         McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
-        samples teaches half of what its samples would one by one. Every rank has the same numbers.
-        Micro-batches should be of one size; of sizes that differ by one sample, as 16 over 3 ranks,
-        the estimate is off by less than a hundredth.
+        samples makes half the progress of the same samples one at a time. Every rank has the same
+        numbers. Micro-batches should be of one size; of sizes that differ by one sample, as 16 over
+        3 ranks, the estimate is off by less than a hundredth.
 
         Args:
             batch: samples of a step since the last call, over all ranks and micro-batches.
 
         Raises:
-            GulliverError: it is not measured.
+            GulliverError: the noise scale is not measured.
         """
         if not self.gradient_noise:
-            raise GulliverError("the noise is not measured: say Booster(gradient_noise=True)")
+            raise GulliverError(
+                "the gradient noise is not measured: use Booster(gradient_noise=True)"
+            )
         return None if self._noise is None else self._noise.scale(batch)
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Backward of this rank's loss; gradients are averaged over the ranks.
 
-        Losses that share a graph are added, and their sum is passed once.
+        Add losses that share a graph and call this once with their sum.
 
         Args:
             loss: loss of this rank.
@@ -315,10 +320,10 @@ class Booster(CheckpointIO):
             boosted_only(optimizer).backward(loss)
 
     def release(self, model: nn.Module, *optimizers: BoostedOptimizer) -> nn.Module:
-        """Undoes `boost`: the model has whole parameters of its own again.
+        """Undoes `boost`: the model has ordinary full parameters again.
 
-        Every rank calls it. The parameters are new tensors; the optimizers can still be saved, and
-        no longer step. 16 bits stay 16 bits.
+        Must be called on all ranks. The parameters are new tensors; the optimizers can still be
+        saved, and no longer step. 16 bits stay 16 bits.
 
         Args:
             model: model that `boost` returned.
@@ -386,13 +391,12 @@ class Booster(CheckpointIO):
 
     @contextmanager
     def full_parameters(self, model: nn.Module) -> Iterator[None]:
-        """Block in which a model's parameters are whole, to be read and written.
+        """Context in which a model's full parameters can be read and written.
 
-        Stage 3 of ZeRO keeps shards of them between uses. What is written inside, on all ranks
-        alike and through any view, is in the shards when it ends. Every rank enters and leaves it.
-        Under a memory limit parameters come one by one as they are read, and what is written
-        through a view after the next one has come is refused. Of a hybrid run it is this rank's
-        slices that are whole.
+        Stage 3 of ZeRO keeps only shards between uses. Writes inside, which must be the same on all
+        ranks, are copied to the shards on exit. All ranks must enter and exit it. Under a memory
+        limit parameters are loaded one at a time as they are read, and a write through a view after
+        the next load raises. In a hybrid run the parameters are this rank's slices.
 
         Args:
             model: model that `boost` returned.
@@ -409,7 +413,7 @@ class Booster(CheckpointIO):
     def no_sync(
         self, model: nn.Module, optimizer: BoostedOptimizer | None = None
     ) -> AbstractContextManager[Any]:
-        """Accumulates gradients; they are exchanged with the next backward outside.
+        """Accumulates gradients; the next backward outside reduces them.
 
         Stage 2 of ZeRO keeps no whole gradients: it exchanges them inside too and adds up shards.
 

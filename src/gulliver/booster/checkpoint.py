@@ -1,4 +1,4 @@
-"""The files of a model, an optimizer and a scheduler: safetensors and JSON, checked when read."""
+"""Files of a model, an optimizer and a scheduler: safetensors and JSON, checked when read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from gulliver.planner.model import narrow_dtypes, unwrapped
 
 
 def on_main(write: Callable[[], object]) -> None:
-    """Writes on rank 0 and raises on every rank if that fails; every rank calls it."""
+    """Writes on rank 0 and raises on every rank if that fails (collective)."""
     world = init_world()
     failure: Exception | None = None
     if world.is_main:
@@ -69,16 +69,16 @@ CUT = "gulliver_cut"
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuses one rank's share of a model that this booster has not boosted."""
+    """Rejects a sharded model that this booster has not boosted."""
     if CUT in vars(model):
         raise GulliverError(
-            "each rank has a share of this model, and it is not the one that this booster has "
-            "boosted: pass that one (copies do not know what they are shares of)"
+            "this sharded model is not the one that this booster has boosted: pass that one, not "
+            "a copy"
         )
 
 
 def whole_model(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict; every rank calls it, for sharded parameters come from all of them."""
+    """A model's full state dict (collective, because sharded parameters are gathered)."""
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -87,7 +87,7 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
-    """The groups by the names of their parameters, trained and frozen, with their options."""
+    """Parameter groups with names of trained and frozen parameters, and their options."""
     saved = optimizer.checkpoint
     named = zip(saved.all_group_names(), saved.frozen_groups(), strict=True)
     found = list[dict[str, Any]]()
@@ -100,7 +100,7 @@ def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
 def check_groups(
     ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
 ) -> None:
-    """Refuses groups of other parameters; what is frozen here may be trained there, and back."""
+    """Rejects groups of other parameters; frozen and trained ones may be swapped."""
     if len(saved) != len(ours):
         raise GulliverError(f"{folder} has {len(saved)} parameter groups, not {len(ours)}")
     for number, (group, names, still) in enumerate(zip(saved, ours, frozen, strict=True)):
@@ -108,23 +108,23 @@ def check_groups(
         missing = set(names) - found - set(group.get("frozen", ()))
         odd = Mismatch(sorted(missing), sorted(found - set(names) - set(still)))
         if odd:
-            raise GulliverError(f"{folder} is of other parameters, group {number}: {odd}")
+            raise GulliverError(f"{folder} has other parameters in group {number}: {odd}")
 
 
 def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
-    """Writes a scheduler's numbers as JSON, on the rank that writes; all of them check it."""
+    """Writes a scheduler's numbers as JSON on rank 0; all ranks check it."""
     tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
         raise GulliverError(
-            f"{type(lr_scheduler).__name__} keeps tensors, which a file of numbers does not take: "
-            "save it with booster.save(..., lr_scheduler=...), or make its optimizer's lr a float"
+            f"{type(lr_scheduler).__name__} holds tensors, which JSON cannot store: save it with "
+            "booster.save(..., lr_scheduler=...), or make its optimizer's lr a float"
         )
     if writes:
         write_json(path, {"scheduler": type(lr_scheduler).__name__, "state": skeleton})
 
 
 def read_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """Takes over what `write_scheduler` wrote."""
+    """Loads what `write_scheduler` wrote."""
     content, ours = read_json(path), type(lr_scheduler).__name__
     if not isinstance(content, Mapping) or not {"scheduler", "state"} <= content.keys():
         raise GulliverError(f"{path} holds no scheduler")
@@ -134,7 +134,7 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
 
 
 def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Gives a scheduler the numbers that were saved."""
+    """Sets a scheduler's numbers to the saved ones."""
     own = lr_scheduler.state_dict()
     for key, value in state.items():
         # JSON knows plain dicts only; a step schedule counts its milestones.
@@ -144,7 +144,7 @@ def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
 
 
 def scheduler_numbers(lr_scheduler: Any) -> dict[str, Any]:
-    """A scheduler's state without its functions, which are the program's."""
+    """A scheduler's state without its functions, which belong to the program."""
     return {k: v for k, v in lr_scheduler.state_dict().items() if not _is_code(v)}
 
 
@@ -173,7 +173,7 @@ def boosted_state(
     state: Mapping[str, Any] | None,
     frozen: bool = True,
 ) -> dict[str, Any]:
-    """Everything that is saved of a training run, by entry."""
+    """All saved entries of a training run."""
     found: dict[str, Any] = {}
     plain = unwrapped(model)
     if holder is not None:
@@ -220,7 +220,7 @@ def optimizer_entry(
     }
     if others := optimizer.checkpoint.other_state():
         found["others"] = others
-    # A run that went on with the first scale would skip steps that the saved one did not.
+    # A run that continued with the first scale would skip steps that the saved one did not.
     if isinstance(optimizer, ZeroOptimizer) and optimizer.scaler is not None:
         found["loss_scale"] = optimizer.scaler.state_dict()
     return found
@@ -235,7 +235,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class LoadPlan:
-    """Loads a step in place, at any number of ranks: matches all, agrees once, then fills."""
+    """Loads a step in place at any number of ranks: matches everything, agrees once, then fills."""
 
     reader: StepReader
     model: nn.Module | None
@@ -251,10 +251,10 @@ class LoadPlan:
     frozen: bool = True
 
     def load(self) -> Loaded:
-        """Matches and fills; every rank calls it."""
+        """Matches and fills (collective)."""
         reader, optimizer, model = self.reader, self.optimizer, self.model
         self.loaded = Loaded(reader.manifest.step)
-        # These ask other ranks, so they come before anything that may fail on one rank alone.
+        # These call other ranks, so they run before anything that may fail on one rank alone.
         entry = None if optimizer is None else OptimizerEntry.of(reader, optimizer)
         elsewhere = names_of_all(model, self.holder)
         rest = raise_on_any_rank(lambda: self._match(entry, elsewhere))
@@ -269,7 +269,7 @@ class LoadPlan:
         return self.loaded
 
     def _match(self, entry: OptimizerEntry | None, elsewhere: set[str]) -> dict[str, Filling]:
-        """Refuses what does not match, while nothing is changed."""
+        """Rejects mismatches while nothing is changed."""
         reader, model, holder = self.reader, self.model, self.holder
         given = {MODEL: model, OPTIMIZER: self.optimizer, SCHEDULER: self.lr_scheduler}
         for name, value in given.items():
@@ -299,7 +299,7 @@ class LoadPlan:
         return rest
 
     def _leaves(self, model: nn.Module, holder: BoostedOptimizer) -> dict[str, Tensor | Part]:
-        """Returns what is to be filled, by the checkpoint's names: it may have one of tied ones."""
+        """Returns the leaves to fill by checkpoint name, which may be one of several tied names."""
         leaves, saved = holder.checkpoint.load_leaves(model), self.reader.tensors(MODEL)
         for name, known in holder.checkpoint.canonical_names(model).items():
             if name in leaves and self.prefix + name not in saved and self.prefix + known in saved:
@@ -328,10 +328,7 @@ class LoadPlan:
 
 
 def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
-    """Names that a checkpoint may have of this model, on any rank.
-
-    Every rank calls it.
-    """
+    """All names that a checkpoint may use for this model, on any rank (collective)."""
     if model is None:
         return set()
     names = [name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)]
@@ -343,19 +340,19 @@ def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> se
 
 @dataclass
 class OptimizerEntry:
-    """The entry of an optimizer in a step, and how the optimizer takes it."""
+    """The entry of an optimizer in a step, and how the optimizer loads it."""
 
     reader: StepReader
     optimizer: BoostedOptimizer
     # Names of the parameters of each group, of all ranks: trained ones, and frozen ones besides.
     trained: list[list[str]]
     frozen: list[list[str]]
-    # Nested values with stand-ins for tensors, once they are matched.
+    # Nested values with placeholders for tensors, once they are matched.
     content: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
-        """Asks an optimizer for its groups; every rank calls it."""
+        """Collects an optimizer's groups (collective)."""
         return cls(
             reader,
             optimizer,
@@ -364,7 +361,7 @@ class OptimizerEntry:
         )
 
     def match(self) -> None:
-        """Refuses the entry of another optimizer, or of other parameters."""
+        """Rejects the entry of another optimizer or of other parameters."""
         reader, ours = self.reader, type(self.optimizer.inner).__name__
         content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
         if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
@@ -378,7 +375,7 @@ class OptimizerEntry:
         self.content = content
 
     def unfreeze(self) -> None:
-        """Makes room for the saved state of parameters that are frozen here."""
+        """Allocates the saved state of parameters that are frozen here."""
         frozen = {name for names in self.frozen for name in names}
         state = self.content["state"]
         lost = self.optimizer.checkpoint.take_up([n for n, e in state.items() if e and n in frozen])
@@ -403,7 +400,7 @@ class OptimizerEntry:
 
 
 def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of the parameters of a saved state, where the step has them."""
+    """Shapes and dtypes of the parameters of a saved state, if the step records them."""
     if "parameters" in content:
         return {n: (tuple(shape), dtype) for n, (shape, dtype) in content["parameters"].items()}
     return {name: (t.shape, t.dtype) for name, t in reader.tensors(MODEL).items()}
@@ -412,7 +409,7 @@ def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
 def _check_shapes(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
-    """Whether the state is of parameters of the same shapes."""
+    """Whether the state belongs to parameters of the same shapes."""
     # Where every rank has all of it, it may have any shape itself: then the step tells the
     # parameters'.
     shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
@@ -440,7 +437,7 @@ def _fill_shards(
     optimizer: BoostedOptimizer,
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Fills what this rank has of the state of each parameter."""
+    """Fills this rank's shards of the state of each parameter."""
     assert isinstance(optimizer, ZeroOptimizer), "state is spread over ranks by ZeRO's kind"
     entries = {
         name: {
@@ -457,7 +454,7 @@ def _fill_shards(
 def _load_optimizer_state(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
-    """Gives an optimizer its whole state."""
+    """Loads an optimizer's full state."""
     found = _read(reader, {"state": content["state"], "others": content.get("others", {})})
     state = {
         name: {
@@ -473,7 +470,7 @@ def _load_optimizer_state(
 
 
 def _read(reader: StepReader, value: Any) -> Any:
-    """Reads nested values, with tensors in place of their stand-ins."""
+    """Reads nested values, replacing placeholders with tensors."""
     made = reader.whole(OPTIMIZER, [ref.name for ref in refs_in(value)])
     return replace_refs(value, made)
 
@@ -485,7 +482,7 @@ def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The generators of this process: torch's, Python's and numpy's."""
+    """State of this process's generators: torch's, Python's and numpy's."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     found: dict[str, Any] = {
@@ -509,7 +506,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(reader: StepReader) -> bool:
-    """Restores the generators of this rank; False where the checkpoint has none."""
+    """Restores this rank's generators; False if the checkpoint has none."""
     rank = group_rank()
     if not reader.is_per_rank(RANDOM) or rank >= reader.manifest.world_size:
         return False
@@ -539,7 +536,7 @@ def restore_random(reader: StepReader) -> bool:
 
 
 def _feedback(optimizer: BoostedOptimizer) -> Any:
-    """The object that feeds packing errors back; None without one."""
+    """The object that adds packing errors to later messages; None without one."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.shards.reducer.sender
     return optimizer.feedback
@@ -561,7 +558,7 @@ def _copied(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
-    """Restores packing errors, or warns that they are dropped; every rank calls it."""
+    """Restores packing errors, or warns that they are dropped (collective)."""
     world, feedback = init_world(), _feedback(optimizer)
     if feedback is not None:
         feedback.take_lost({})
@@ -578,7 +575,7 @@ def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
                 f"this run of {world.size}" if saved != world.size else "chunks are cut elsewhere"
             )
             logging.getLogger("gulliver").warning(
-                "%s: what packing had lost is left out: it is of %d ranks, %s",
+                "%s: packing errors are dropped: they were saved by %d ranks, %s",
                 reader.folder,
                 saved,
                 where,

@@ -1,4 +1,4 @@
-"""Optimizers without their models: a run whose only step has one entry.
+"""Files of optimizers without their models: a run whose only step has one entry.
 
 Every rank writes what it has, in the format of whole steps. The entry also has the float32 copies
 of 16-bit parameters, which a whole step keeps as the model, and shapes and dtypes of parameters.
@@ -56,7 +56,7 @@ from gulliver.planner.model import dtypes_of, narrow_dtypes, unwrapped
 
 
 def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None) -> None:
-    """Writes an optimizer as the only step of a run; all ranks call it."""
+    """Writes an optimizer as the only step of a run (collective)."""
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.take_writes()
     content = optimizer_entry(optimizer, _state_of(optimizer))
@@ -74,7 +74,7 @@ def _state_of(optimizer: BoostedOptimizer) -> Any:
 
 
 def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
-    """Shapes of the parameters by name, whole, and the dtypes of their state."""
+    """Full shapes of the parameters by name, and the dtypes of their state."""
     return {
         name: [list(whole_shape(p)), optimizer.checkpoint.state_dtype(p)]
         for p, name in optimizer.checkpoint.trainable.items()
@@ -82,7 +82,7 @@ def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
 
 
 def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
-    """Loads an optimizer at any number of ranks; every rank calls it."""
+    """Loads an optimizer at any number of ranks (collective)."""
     entry = OptimizerEntry.of(reader, optimizer)
 
     def match() -> None:
@@ -101,14 +101,14 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
 
 
 def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:
-    """Refuses state of parameters of other shapes or dtypes."""
+    """Rejects state of parameters of other shapes or dtypes."""
     theirs = content.get("parameters", {})
     for name, ours in stepped(optimizer).items():
         there = theirs.get(name, ours)
         if there != ours:
             raise GulliverError(
-                f"{folder} does not fit: the optimizer state of {name!r} does not fit: it is of "
-                f"{tuple(there[0])} {there[1]}, the parameter {tuple(ours[0])} {ours[1]}"
+                f"{folder} does not fit: the optimizer state of {name!r} is {tuple(there[0])} "
+                f"{there[1]}, but the parameter is {tuple(ours[0])} {ours[1]}"
             )
 
 
@@ -118,7 +118,7 @@ Write = Callable[[Weights], object]
 
 
 def write_file(model: nn.Module, path: Path) -> Write:
-    """Returns what writes a model as one file, under its own names and in its own dtypes."""
+    """Returns a function that writes a model to one file, with its own names and dtypes."""
     dtypes = _of_all(dtypes_of(model))
     return lambda weights: write_single(weights, {n: n for n in weights.infos}, path, dtypes)
 
@@ -126,9 +126,9 @@ def write_file(model: nn.Module, path: Path) -> Write:
 def write_folder(
     holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
 ) -> tuple[Write, set[str] | None]:
-    """Returns what writes a Hugging Face folder, and the names that it reads; None for all.
+    """Returns a function that writes a Hugging Face folder, and the names it reads; None: all.
 
-    Tied weights are there once. Of a model with PEFT's adapters these are written.
+    Tied weights are written once. For a model with PEFT adapters only the adapters are written.
     """
     raise_on_any_rank(lambda: refuse_existing(folder))
     dtype = options.pop("dtype", None) or _of_all(dtypes_of(model))
@@ -144,14 +144,14 @@ def write_folder(
 
 
 def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
-    """Joins the entries of all ranks by name; every rank calls it."""
+    """Joins the entries of all ranks by name (collective)."""
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 
 def read_sharded(
     holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
 ) -> list[str]:
-    """Fills a model from a file or a Hugging Face folder, each rank with what it holds."""
+    """Fills a model from a file or a Hugging Face folder; each rank reads what it holds."""
     leaves, elsewhere = holder.checkpoint.load_leaves(model), names_of_all(model, holder)
     aliases = holder.checkpoint.canonical_names(model)
     narrow = {} if checked else narrow_dtypes(model)
@@ -172,7 +172,7 @@ def read_sharded(
 
 
 class CheckpointIO:
-    """Saves and loads what a booster has boosted."""
+    """Saves and loads boosted models, optimizers and runs."""
 
     _last: Running | None
     plugin: Any
@@ -201,9 +201,9 @@ class CheckpointIO:
         frozen: bool = True,
         **options: Any,
     ) -> bool:
-        """Saves everything of a step as one checkpoint while training goes on; every rank calls it.
+        """Saves a step as one checkpoint while training continues (collective).
 
-        Each rank writes what it has of the state; nothing is gathered. It loads at any number of
+        Each rank writes its part of the state; nothing is gathered. It loads at any number of
         ranks, stage and chunk size, and with any plugin.
 
         Args:
@@ -212,19 +212,20 @@ class CheckpointIO:
             model: boosted by this booster, or plain.
             optimizer: optimizer that `boost` returned; None saves the model without one.
             lr_scheduler: scheduler to save, or None.
-            state: what else belongs to the run, by entry: the average of the weights, the loader's
+            state: further state of the run, by entry: the average of the weights, the loader's
                 position, numbers; see `gulliver.checkpoint.AsyncCheckpointer.save`.
             use_async: False returns when the step is complete.
             frozen: whether parameters that are not trained are saved, too; without them it loads
                 with ``frozen=False``, into a model that has them.
             options: arguments of `gulliver.checkpoint.AsyncCheckpointer`, for this folder; the
-                first save settles them.
+                first save fixes them.
 
         Returns:
-            Whether it was begun; False where one was under way and ``when_busy="skip"`` was given.
+            Whether the save was started; False if another was in flight and ``when_busy="skip"``
+            was given.
 
         Raises:
-            GulliverError: what went wrong with the save before; it cannot be saved.
+            GulliverError: the previous save failed, or this one cannot be written.
         """
         if optimizer is not None:
             boosted_only(optimizer)
@@ -241,7 +242,7 @@ class CheckpointIO:
         begun = checkpointer.save(step, content)
         first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
         if first and limit is not None and self.plugin.verbose:
-            print(f"checkpoints in {folder} are held in {checkpointer.held}", flush=True)
+            print(f"checkpoints in {folder} use {checkpointer.held}", flush=True)
         if not use_async:
             checkpointer.wait()
         return begun
@@ -259,7 +260,7 @@ class CheckpointIO:
         random: bool = True,
         frozen: bool = True,
     ) -> Loaded:
-        """Loads what `save` saved, at any number of ranks; every rank calls it.
+        """Loads what `save` saved, at any number of ranks (collective).
 
         Args:
             folder: folder of the run's checkpoints, or of one step.
@@ -269,14 +270,14 @@ class CheckpointIO:
             state: what else to load, by entry; see `gulliver.checkpoint.load`.
             step: number of the step; None for the newest complete one: the one saved last,
                 whatever its number.
-            strict: refuse what does not match, before anything is changed; else it is reported.
+            strict: raise on mismatches before anything is changed; otherwise report them.
             prefix: prefix of the model's names in the checkpoint.
-            random: take up the random generators too, where an optimizer is loaded and this rank
-                has them in the checkpoint.
+            random: also restore the random generators, if an optimizer is loaded and the checkpoint
+                has this rank's.
             frozen: whether parameters that are not trained are loaded, too.
 
         Returns:
-            The step, the values of `state`, and what did not match.
+            The step, the values of `state`, and the mismatches.
 
         Raises:
             GulliverError: there is no such step; something does not match; a file is broken.
@@ -293,17 +294,17 @@ class CheckpointIO:
 
     @staticmethod
     def _open_step(folder: Path, step: int | None) -> StepReader:
-        """Opens the step that rank 0 finds: while one is written, others may find a newer one."""
+        """Opens the step that rank 0 finds, because others may find a newer one meanwhile."""
         found = raise_on_any_rank(lambda: step_folder(folder, step))
         where = found.parent / broadcast_object(found.name)
         return raise_on_any_rank(lambda: StepReader(where))
 
     def _check_single(self, model: nn.Module | None) -> None:
-        """Refuses steps of models that several optimizers train: a step has the state of one."""
+        """Rejects models with several optimizers: a step holds the state of one."""
         if model in self._several:
             raise GulliverError(
-                "the model has several optimizers, and a step is saved with one: use save_model, "
-                "and save_optimizer for each"
+                "the model has several optimizers, and a step holds one: use save_model, and "
+                "save_optimizer for each"
             )
 
     @property
@@ -313,22 +314,22 @@ class CheckpointIO:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which checkpoints have held up training so far."""
+        """Seconds for which checkpoints have stalled training so far."""
         return sum(checkpointer.stall_s for checkpointer in self._checkpointers.values())
 
     def wait_copied(self) -> None:
-        """Waits until the state may be changed in any way; see `save`."""
+        """Waits until the state may be modified; see `save`."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait_copied()
 
     def wait(self) -> None:
-        """Waits until every step that is being saved is complete; every rank calls it."""
+        """Waits until all pending saves are complete (collective)."""
         for checkpointer in self._checkpointers.values():
             checkpointer.wait()
         self._await_model()
 
     def close(self) -> None:
-        """Waits as `wait` does, and frees the memory that saving has needed."""
+        """Waits like `wait`, and frees the buffers used for saving."""
         with ExitStack() as stack:
             # Whatever fails, the folders of the others are free afterwards.
             while self._checkpointers:
@@ -336,7 +337,7 @@ class CheckpointIO:
             self._await_model()
 
     def abandon(self) -> None:
-        """Finishes what this rank writes, and frees the folders, when other ranks may be gone."""
+        """Finishes this rank's writes and unlocks the folders when other ranks may be gone."""
         while self._checkpointers:
             self._checkpointers.popitem()[1].abandon()
 
@@ -351,8 +352,8 @@ class CheckpointIO:
         known = self._options.setdefault(key, dict(options))
         if options and known != options:
             raise GulliverError(
-                f"{folder} is being saved with {known or 'the defaults'}: the first save settles "
-                "its options"
+                f"{folder} is being saved with {known or 'the defaults'}: options are fixed by the "
+                "first save"
             )
         if key not in self._checkpointers:
             given = {"memory_limit": limit, **options}
@@ -368,7 +369,7 @@ class CheckpointIO:
         names: set[str] | None,
         use_async: bool,
     ) -> None:
-        """Writes files of a model from memory where a rank has all of it, else from its parts."""
+        """Writes files of a model from memory if a rank has all of it, else from its parts."""
         if not use_async and not _is_spread(holder):
             state = _whole_state(holder, model)
             state = state if names is None else {name: state[name] for name in names}
@@ -384,13 +385,13 @@ class CheckpointIO:
     def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
         """Writes the model's state dict, whole and under its own names, as one safetensors file.
 
-        Every rank calls it; rank 0 writes, buffers as it has them. Any world size and any
-        safetensors reader loads it.
+        Must be called on all ranks; rank 0 writes, including its buffers. It loads at any world
+        size and with any safetensors reader.
 
         Args:
             model: boosted or not.
             path: path of the file.
-            use_async: write a boosted model while training goes on; `wait`, or the next save of a
+            use_async: write a boosted model while training continues; `wait`, or the next save of a
                 model, raises if that failed. Each rank writes its parts, from which rank 0 makes
                 the file: for that time the disk holds the model twice.
         """
@@ -405,24 +406,24 @@ class CheckpointIO:
             on_main(lambda: write_tensors(place, state))
 
     def _await_model(self) -> None:
-        """Waits for a model that is being written; every rank calls it."""
+        """Waits for a model that is being written (collective)."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.close()
 
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
-        """Reads a state dict into the model in place; every rank calls it.
+        """Reads a state dict into the model in place (collective).
 
-        Values are converted to the model's dtype, where they fit it, as `load` converts them.
+        Values are converted to the model's dtype if it can represent them, as by `load`.
 
         Args:
             model: boosted or not.
             path: a safetensors file, a Hugging Face folder, or a step or run, of which the entry
                 ``model`` is taken.
-            strict: refuse names that are missing or left over.
+            strict: raise on missing or unexpected names.
 
         Returns:
-            The names that were missing or left over.
+            The missing and unexpected names.
         """
         holder, plain = self._optimizers.get(model), unwrapped(model)
         if holder is not None:
@@ -435,13 +436,13 @@ class CheckpointIO:
     ) -> None:
         """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
 
-        What lies with several ranks is gathered one tensor at a time. Of a model with PEFT's
-        adapters these are written, as a folder that PEFT reads, and not the model below them.
+        Sharded tensors are gathered one at a time. For a model with PEFT adapters only the adapters
+        are written, in PEFT's format.
 
         Args:
             model: boosted by this booster.
             folder: folder to make; it must not exist.
-            use_async: write it while training goes on, as `save_model` does.
+            use_async: write it while training continues, as `save_model` does.
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
                 `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
                 written where none is given.
@@ -457,15 +458,15 @@ class CheckpointIO:
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Writes the optimizer state by parameter name, and the plan, to a folder.
 
-        Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
-        The folder is a run whose only step has the entry ``optimizer``, with the plan in its
-        manifest; the step appears, or is replaced, whole or not at all.
+        Must be called on all ranks. It loads at any world size, stage and chunk size, and with any
+        plugin. The folder is a run whose only step has the entry ``optimizer``, with the plan in
+        its manifest; the step appears, or is replaced, whole or not at all.
         """
         plan = None if self._last is None else self._last.plan
         write_optimizer(boosted_only(optimizer), Path(path), plan)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
-        """Reads what `save_optimizer` wrote; every rank calls it."""
+        """Reads what `save_optimizer` wrote (collective)."""
         optimizer = boosted_only(optimizer)
         with self._open_step(Path(path), None) as reader:
             read_optimizer(optimizer, reader)
@@ -483,7 +484,7 @@ class CheckpointIO:
 
 
 def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str, Tensor]:
-    """State dict of a model that every rank has whole; every rank calls it."""
+    """State dict of a model that is unsharded on every rank (collective)."""
     state = whole_model(model)
     if isinstance(holder, ZeroOptimizer):
         # Where updates travel packed, parameters differ from the shards that are trained.
@@ -492,7 +493,7 @@ def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str,
 
 
 def _is_spread(holder: BoostedOptimizer) -> bool:
-    """Whether a model is written tensor by tensor: no rank has, or has room for, all of it."""
+    """Whether a model is written tensor by tensor, because no rank can hold all of it."""
     return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None
 
 

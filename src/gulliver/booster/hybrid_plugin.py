@@ -1,4 +1,4 @@
-"""The plugin for hybrid parallelism: what is wrong whatever the model is, is refused at once."""
+"""The plugin for hybrid parallelism; options are checked when it is created."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from gulliver.planner.tiers import plan_tiers
 class HybridParallelPlugin(Plugin):
     """Tensor, pipeline and sequence parallelism over one model, ZeRO over its replicas.
 
-    Ranks that the sizes leave over go to data parallelism. The model stays the object that it was,
-    with parameters under their own names; the loop stays as it is, but for a pipeline, whose steps
-    are `Booster.execute_pipeline`.
+    Remaining ranks are used for data parallelism. The model stays the same object with the same
+    parameter names. The training loop does not change, except that pipelines use
+    `Booster.execute_pipeline`.
 
     Args:
         tp_size: ranks that share each layer's tensors.
@@ -119,7 +119,7 @@ class HybridParallelPlugin(Plugin):
         )
 
     def _check(self) -> None:
-        """Refuses what is wrong whatever the model is."""
+        """Rejects options that no model supports."""
         self.zero.refuse_tuning()
         if self.pipeline.pp_style not in STYLES:
             style = self.pipeline.pp_style
@@ -139,7 +139,7 @@ class HybridParallelPlugin(Plugin):
         check_sizes(self.mode, self.tp_size, self.sp_size)
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
-        """How a sequence lies over its ranks.
+        """How a sequence is over its ranks.
 
         Raises:
             GulliverError: the inner sizes do not divide `sp_size`.
@@ -151,13 +151,13 @@ class HybridParallelPlugin(Plugin):
         inner = self.grid.inner_ring_size or max(1, self.sp_size // ulysses)
         if self.sp_size % (ulysses * inner):
             raise GulliverError(
-                f"sp_size={self.sp_size} is no multiple of ulysses_size {ulysses} x "
+                f"sp_size={self.sp_size} is not a multiple of ulysses_size {ulysses} x "
                 f"inner_ring_size {inner} = {ulysses * inner}"
             )
         return SequencePlan(ulysses, self.sp_size // (ulysses * inner), inner, layout)
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The axes, and how a model lies over them."""
+        """The axes, and how a model is sharded over them."""
         sizes = size_axes(ranks, self.pp_size, self.sp_size, self.tp_size)
         device = current_world().device.type
         sequence = self.sequence_plan(causal=False)
@@ -209,7 +209,7 @@ class HybridParallelPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Mode of sequences, blocks that are recomputed, and chunks under a limit."""
+        """Mode of sequences, recomputed blocks, and chunks under a limit."""
         family = family_of(model)
         check_family(family, self.mode, max(self.tp_size, self.sp_size))
         known = families().get(family or "")
@@ -235,7 +235,7 @@ class HybridParallelPlugin(Plugin):
         return plan_tiers(plan, model, optimizer, cluster, self.zero.chunk_mb == "auto")
 
     def data_place(self) -> tuple[int, int]:
-        """This rank's number among those that read different samples, and how many there are."""
+        """Index of this rank among those that read different samples, and their number."""
         world = current_world()
         sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)
         return world.rank // (sizes["sp"] * sizes["tp"]) % sizes["dp"], sizes["dp"]

@@ -1,6 +1,6 @@
-"""Memory limits: the manager of a plan's state, and the budget that a process keeps to.
+"""Memory limits: the manager of a plan's state, and the budget of a process.
 
-The plan says how much state may take; the budget then follows what steps really need in addition.
+The plan sets the bytes for state; the budget then follows what steps need in addition.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLACK = 4
 
 
 class LimitedManager(Manager):
-    """Keeps the shares of a plan on the device; its budget follows measurements."""
+    """Keeps a plan's resident state on the device; its budget follows measurements."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LimitedManager(Manager):
         self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> ManagedTensor:
-        """Adds an object, and pins it if its share stays on the device."""
+        """Adds an object, and pins it if it stays on the device."""
         placed = super().add(name, kind, *arguments, **options)
         if kind == ACTIVATIONS:
             self.spare -= placed.size
@@ -86,7 +86,6 @@ class LimitedManager(Manager):
         return placed
 
     def remove(self, managed: ManagedTensor) -> None:
-        """Forgets an object."""
         if managed in self._kept:
             self._kept.remove(managed)
             self.done(managed)
@@ -94,7 +93,7 @@ class LimitedManager(Manager):
         super().remove(managed)
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Brings an object to the device; lowers the budget first where memory is scarce."""
+        """Loads an object to the device; lowers the budget first if memory is scarce."""
         if self.controller is not None:
             self.controller.check(managed.name)
         try:
@@ -106,7 +105,7 @@ class LimitedManager(Manager):
         return super().use(managed, write, fresh)
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
-        """Decides; raises the budget where more activations come back than planned."""
+        """Decides moves; raises the budget if more activations return than planned."""
         try:
             return super()._decided(decide)
         except InsufficientMemory as error:
@@ -122,7 +121,6 @@ class LimitedManager(Manager):
             raise InsufficientMemory(f"{text}; {controller.least_limit(needed)}", needed) from None
 
     def end_step(self) -> None:
-        """Ends a step."""
         super().end_step()
         stats = self.stats()
         self.step_moved = self._since("", stats)
@@ -146,7 +144,7 @@ class LimitedManager(Manager):
 def manager_of(
     plan: Plan, state: StateBytes, work: Work, device: torch.device
 ) -> LimitedManager | None:
-    """Makes the manager of a plan's tiers with its store; None without tiers."""
+    """Creates the manager of a plan's tiers with its store; None without tiers."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None

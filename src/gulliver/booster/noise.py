@@ -65,7 +65,7 @@ class NoiseMeter:
     """Measures at every step of an optimizer, before gradients are clipped.
 
     Args:
-        optimizer: boosted optimizer, on whose parameters it listens.
+        optimizer: boosted optimizer, whose parameters get hooks.
         world: ranks, each with its own samples.
     """
 
@@ -104,7 +104,7 @@ class NoiseMeter:
         optimizer.backward = counted  # type: ignore[method-assign]
 
     def _listen(self, gradient: Tensor) -> None:
-        """Adds a parameter's gradient in one backward: the sum over all that it is used for."""
+        """Adds a parameter's gradient of one backward, over all its uses."""
         self._parts.append(gradient.detach().double().square().sum())
 
     def _first(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,8 +122,8 @@ class NoiseMeter:
         ranks, count = self._world.size, self._calls * self._world.size
         if count < 2:
             raise GulliverError(
-                "gradient_noise compares gradients of parts of the batch, and there is one: call "
-                "backward for two micro-batches or more, or run on two ranks or more"
+                "gradient_noise needs two or more parts of a batch: use two or more "
+                "micro-batches, or two or more ranks"
             )
         parts = torch.stack(self._parts).sum()
         if ranks > 1:
@@ -157,7 +157,7 @@ class NoiseMeter:
 
 
 def check_noise(plugin: Any, kinds: tuple[type, ...]) -> None:
-    """Refuses plugins whose ranks do not each have whole gradients of their own samples.
+    """Rejects plugins whose ranks do not have full gradients of their own samples.
 
     Raises:
         GulliverError: the plugin is another one, steps in backward, or scales losses.
@@ -165,8 +165,8 @@ def check_noise(plugin: Any, kinds: tuple[type, ...]) -> None:
     name = type(plugin).__name__
     if not isinstance(plugin, kinds):
         told = " or ".join(kind.__name__ for kind in kinds)
-        raise GulliverError(f"gradient_noise is not measured under {name}: take {told}")
+        raise GulliverError(f"gradient_noise is not measured under {name}: use {told}")
     if getattr(plugin, "step_in_backward", False):
-        raise GulliverError("gradient_noise needs whole gradients: leave step_in_backward away")
+        raise GulliverError("gradient_noise needs full gradients: leave step_in_backward out")
     if getattr(plugin, "precision", None) == "fp16":
-        raise GulliverError("gradient_noise is not measured with fp16's loss scale: take bf16")
+        raise GulliverError("gradient_noise is not measured with fp16's loss scale: use bf16")

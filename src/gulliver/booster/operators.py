@@ -1,4 +1,4 @@
-"""The old place of `gulliver.operators`, kept for one release."""
+"""Old location of `gulliver.operators`, kept for one release."""
 
 from gulliver._lazy import lazy_exports
 

@@ -82,11 +82,11 @@ class ZeroOptions(Options):
         )
 
     def refuse_tuning(self) -> None:
-        """Refuses to tune chunks where their size is planned or fixed."""
+        """Declines to tune chunks where their size is planned or fixed."""
         if self.chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes chunks in the first steps of LowLevelZeroPlugin without a "
-                "memory_limit; use 'auto' or a number of MiB here"
+                "memory_limit; use 'auto' or a number of MiB"
             )
 
 
@@ -111,13 +111,13 @@ class LimitOptions(Options):
         limit = self.memory_limit
         for name in ("disk", "host_limit"):
             if limit is None and (value := getattr(self, name)) is not None:
-                raise GulliverError(f"{name}={value!r} needs a memory_limit: what fits it stays")
+                raise GulliverError(f"{name}={value!r} needs a memory_limit")
         if limit is None:
             return None
         if stage != 3:
             raise GulliverError(
-                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
-                f"leave its memory; take {right}"
+                f"memory_limit={limit!r} with stage {stage}: unsharded state cannot be off-loaded; "
+                f"use {right}"
             )
         return MemoryTiers(limit, self.host_limit, self.disk, **others)
 
@@ -151,7 +151,7 @@ class StepOptions(Options):
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete: gradients take less memory, and at stages 1 and 2 gathers begin earlier. With
             `max_norm` and with ``fp16`` all gradients are waited for. Clipping in the loop comes
-            too late and is refused, and `zero_grad` has to follow each step.
+            too late and is rejected, and `zero_grad` has to follow each step.
         activations: treatment of activations under a memory limit: ``keep``, ``recompute`` by
             blocks, ``offload`` to the host or the disk, or ``auto``, the fastest for each block.
         broadcast_buffers: give all ranks rank 0's buffers, such as running statistics, at every
@@ -233,7 +233,7 @@ class CommunicationOptions(Options):
 
 @dataclass(frozen=True)
 class GridOptions(Options):
-    """How one model lies over several ranks.
+    """How one model is over several ranks.
 
     Attributes:
         tp_size: ranks that share each layer's tensors.
@@ -246,8 +246,8 @@ class GridOptions(Options):
             model takes.
         inner_ring_size: ranks of an inner ring, for ``ring_attn`` over links of two speeds.
         ulysses_size: ranks that exchange heads inside a ring, for ``ring_attn``.
-        tensor_rules: how modules lie over the tensor axis, by pattern of their names, for models
-            without a plan of their own; see `gulliver.parallel.tensor`.
+        tensor_rules: how modules are over the tensor axis, by pattern of their names, for models
+            without their own plan; see `gulliver.parallel.tensor`.
         replicate_rest: keep modules that no rule matches whole on every rank.
     """
 
@@ -291,7 +291,7 @@ class PipelineOptions(Options):
 
 @dataclass(frozen=True)
 class HybridOptions(Options):
-    """How a model that is cut over ranks runs.
+    """How a sharded model runs.
 
     Attributes:
         zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer, 2 gradients too,
@@ -347,7 +347,7 @@ def sort_options(
 
 
 def refuse_unused(options: Options, names: Sequence[str], needs: str) -> None:
-    """Refuses options that have no effect, where they are not left at their defaults."""
+    """Rejects options that have no effect, unless they have their default values."""
     default = type(options)()
     for name in names:
         if (value := getattr(options, name)) != getattr(default, name):

@@ -1,4 +1,4 @@
-"""Plugins: short, hand-written ways to make a plan.
+"""Plugins: short, hand-written strategies that make a plan.
 
 Each states its choices (`Plugin.choices`); `make_plan` resolves them for a model, and `apply_plan`
 runs the result, for all plugins alike.
@@ -48,7 +48,7 @@ from gulliver.planner.wires import WireOptions, decide
 
 
 class Plugin(ABC):
-    """A way to make plans."""
+    """A strategy that makes plans."""
 
     verbose: bool = True
     wires = WireOptions()
@@ -57,14 +57,14 @@ class Plugin(ABC):
 
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The choices of a plan, whatever the model is.
+        """The choices of a plan, regardless of the model.
 
         Args:
             ranks: number of ranks of the world.
             precision: dtype of autocast, or none.
 
         Raises:
-            GulliverError: it cannot be run by so many ranks.
+            GulliverError: that many ranks cannot run it.
         """
 
     def for_model(
@@ -74,7 +74,7 @@ class Plugin(ABC):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """The choices that are made by looking at a model; a plugin may have some."""
+        """The choices that depend on the model."""
         return plan
 
     def make_plan(
@@ -86,7 +86,7 @@ class Plugin(ABC):
         precision: str = "none",
         work: Work | None = None,
     ) -> Plan:
-        """Plans how a model would run; nothing is changed.
+        """Plans how a model would run; changes nothing.
 
         One process can plan for any number of ranks. Where the ranks that the plan is of are up,
         each of them calls it.
@@ -129,10 +129,10 @@ class Plugin(ABC):
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
     ) -> Plan:
-        """The choices for a model; refuses what this plugin cannot run, with nothing changed.
+        """The choices for a model; rejects unsupported models, with nothing changed.
 
         Raises:
-            GulliverError: the plugin cannot run it; what is wrong is named.
+            GulliverError: the plugin does not support the model.
         """
         ranks = current_world().size
         choices = self.wires.asked(self.choices(ranks, precision))
@@ -210,13 +210,13 @@ class Plugin(ABC):
         )
 
     def data_place(self) -> tuple[int, int]:
-        """This rank's number among those that read different samples, and how many there are."""
+        """Index of this rank among those that read different samples, and their number."""
         world = current_world()
         return world.rank, world.size
 
 
 class TorchDDPPlugin(Plugin):
-    """torch's DistributedDataParallel: everything on every rank.
+    """torch's DistributedDataParallel: full state on every rank.
 
     Args:
         find_unused_parameters: allow parameters without gradients in a backward.
@@ -243,7 +243,7 @@ class TorchDDPPlugin(Plugin):
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """Keeps everything whole on every rank."""
+        """Keeps full state on every rank."""
         return Plan(
             plugin=type(self).__name__,
             mesh=Mesh(current_world().device.type, {"data": ranks}),
@@ -310,8 +310,8 @@ class LowLevelZeroPlugin(Plugin):
         self.weights, self.verbose = weights, verbose
         if weights is not None and stage != 3:
             raise GulliverError(
-                f"weights= fills the shards of stage=3, not of stage={stage}: load the model "
-                "before it is boosted"
+                f"weights= fills shards, which stage={stage} does not have: use stage=3, or load "
+                "the model before boost"
             )
         self.takes = ("meta",) if stage == 3 else ()
         self.memory = limits.tiers(
@@ -321,7 +321,7 @@ class LowLevelZeroPlugin(Plugin):
             activations=self.steps.activations,
         )
         if self.memory is None and self.steps.activations != "keep":
-            raise GulliverError(f"activations={activations!r} needs a memory_limit to keep to")
+            raise GulliverError(f"activations={activations!r} needs a memory_limit")
         if self.memory is not None:
             self.zero.refuse_tuning()
 
@@ -378,18 +378,18 @@ class LowLevelZeroPlugin(Plugin):
 
 
 class GeminiPlugin(Plugin):
-    """ZeRO's stage 3 under a memory limit: what does not fit lies in the host or on a disk.
+    """ZeRO's stage 3 under a memory limit: what does not fit is in the host or on a disk.
 
     Values are those of a run without a limit. Parameters, gradients and optimizer state move chunk
     by chunk, ahead of use; which of them stay is planned from the order in which a step uses them.
-    A limit that is too small is refused before the first step, and the error names the smallest
-    that is enough.
+    A limit that is too small raises before the first step; the error names the smallest one that
+    works.
 
     Args:
         memory_limit: memory of each rank in bytes or as text, ``6GiB`` or ``70%``; see
             `LimitOptions`. The interpreter and torch are not counted.
         host_limit: page-locked host memory of a GPU that may be used; None for none.
-        disk: folder and the bytes that may lie there, ``/scratch:100GiB``; None for none. With
+        disk: folder and the bytes that may be there, ``/scratch:100GiB``; None for none. With
             `host_limit` it takes what does not fit the host's memory.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
@@ -474,7 +474,7 @@ class GeminiPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Chooses the size of chunks, where it is not given, and the blocks that are recomputed."""
+        """Chooses the chunk size, if it is not given, and the recomputed blocks."""
         return plan_tiers(plan, model, optimizer, cluster, self.zero.chunk_mb == "auto")
 
 
@@ -494,7 +494,6 @@ class PlanPlugin(Plugin):
         self.takes = ("meta",) if plan.stage == 3 or plan.weights is not None else ()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The plan."""
         # It may have been edited, or made for other machines.
         check_plan(self.plan, ranks)
         device = current_world().device.type
@@ -504,8 +503,8 @@ class PlanPlugin(Plugin):
             )
         if precision not in ("none", self.plan.precision.autocast):
             raise GulliverError(
-                f"{self.plan.describe_field('precision.autocast')}, and Booster(mixed_precision="
-                f"{precision!r}): say it in the plan alone"
+                f"{self.plan.describe_field('precision.autocast')}, and "
+                f"Booster(mixed_precision={precision!r}): set it in the plan alone"
             )
         return self.plan
 
@@ -516,11 +515,11 @@ class PlanPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Decides what happens to activations under a limit, where that is left open."""
+        """Decides the treatment of activations under a limit, if the plan leaves it open."""
         return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
 
     def data_place(self) -> tuple[int, int]:
-        """This rank's number among those that read different samples, and how many there are."""
+        """Index of this rank among those that read different samples, and their number."""
         mesh, rank = self.plan.mesh, current_world().rank
         if self.plan.operators is not None:  # all ranks read one batch, and share what it takes
             return 0, 1

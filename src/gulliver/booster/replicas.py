@@ -1,4 +1,4 @@
-"""How the ranks that hold the same parameters share the work: torch's DDP, or ZeRO."""
+"""How ranks that hold the same parameters share the work: torch's DDP, or ZeRO."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class BucketHook:
 
 
 class _DDP(DistributedDataParallel):
-    """DDP with the attributes of its module, so that loops need not know of it."""
+    """DDP that forwards attributes to its module, so that loops work unchanged."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -220,7 +220,7 @@ class _DDP(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
     def watch_gradients(self, reduce: Callable[..., Any]) -> None:
-        """Notes which gradients this rank has added to since they were reduced last."""
+        """Records which gradients this rank has accumulated since the last reduction."""
         # DDP reduces in the backward of its own forward alone, not of a submodule's that is called
         # directly, nor inside `no_sync`; a bucket that it reduces has all gradients up to then.
         self.unreduced = unreduced = set[int]()  # by id: the hooks must not keep the parameters

@@ -1,4 +1,4 @@
-"""A step of a loop written for pipelines, where each rank has the whole model."""
+"""A step of a loop written for pipelines, for models that are not pipelined."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 def own_loss(outputs: Any, batch: Any) -> Tensor:
-    """The loss that a model computes itself: its ``loss``, or an output of one number."""
+    """The loss that a model returns: its ``loss``, or an output of one number."""
     if isinstance(outputs, Tensor) and not outputs.ndim:
         return outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise GulliverError(
-            "the model's outputs have no loss: pass a criterion(outputs, batch), or batches with "
-            "labels for a model that computes its loss from them"
+            "the model's outputs have no loss: pass criterion(outputs, batch), or batches with "
+            "labels"
         )
     return loss
 
@@ -51,12 +51,12 @@ def run_whole(
     optimizer: BoostedOptimizer | None,
     return_outputs: bool,
 ) -> dict[str, Any]:
-    """Forward, and with an optimizer backward; as `Booster.execute_pipeline` returns them."""
+    """Runs forward, and backward with an optimizer, like `Booster.execute_pipeline`."""
     with torch.set_grad_enabled(optimizer is not None):
         outputs = call(model, batch)
         wanted = optimizer is not None or criterion is not None
         loss = (criterion or own_loss)(outputs, batch) if wanted else None
-        # As a pipeline returns it: the model's own loss, also where nobody asked for one.
+        # As a pipeline returns it: the model's own loss, also where no one asked for one.
         if loss is None and isinstance(getattr(outputs, "loss", None), Tensor):
             loss = outputs.loss
     if optimizer is not None and loss is not None:
@@ -70,7 +70,7 @@ def run_whole(
 # The plan as it runs now, tuning included, and what its steps take and hold.
 
 
-EXTRA = "the steps so far tuned chunks, or compared packed gradients: take more steps"
+EXTRA = "all steps so far tuned chunks or compared packed gradients: run more steps"
 KINDS = ("parameters", "gradients", "optimizer_state")
 
 
@@ -82,9 +82,9 @@ class Running:
 
     @property
     def plan(self) -> Plan:
-        """The plan as it runs now, with chunks that were tuned since."""
+        """The running plan, with tuned chunks."""
         plan, zero, optimizer = self.planned, self.planned.zero, self.optimizer
-        # Ranks of a pipeline have chunks of their own, which nothing cuts anew.
+        # Ranks of a pipeline have chunks of their own, which nothing cuts again.
         if zero is None or not isinstance(optimizer, ZeroOptimizer) or optimizer.pipeline:
             return plan
         chunks = tuple(
@@ -117,7 +117,7 @@ class Running:
         assert self.planned.zero is not None
         found = optimizer.memory()
         if optimizer.stage < 3:
-            # Frozen parameters lie beside the chunks.
+            # Frozen parameters lie alongside the chunks.
             whole = sum(chunk.bytes for chunk in self.planned.zero.chunks)
             found["parameters"] += planned.parameters - whole
         # The first rank's, which all ranks' plans have: the others' shards may be smaller.
@@ -131,7 +131,7 @@ class Running:
 
     @property
     def disk_moved(self) -> tuple[int, int] | None:
-        """The same between host memory and a disk behind it; None without one."""
+        """The same between host memory and disk; None without a disk."""
         return None if self._manager is None else self._manager.disk_moved
 
     @property
@@ -140,7 +140,7 @@ class Running:
         return manager if isinstance(manager, LimitedManager) else None
 
     def compare(self) -> Comparison:
-        """Predicted and measured seconds of a step, and bytes that this rank sends and holds."""
+        """Compares predicted and measured step seconds, and bytes sent and held by this rank."""
         predicted, rows = self.plan.predicted, list[ComparisonRow]()
         between = [b - a for a, b in itertools.pairwise(self.optimizer.taken.stepped_at)]
         if between:
@@ -163,7 +163,7 @@ class Running:
         return Comparison(tuple(rows))
 
     def _sent(self, predicted: int) -> ComparisonRow:
-        """Bytes sent in a step, without those that tune chunks or compare gradients."""
+        """Bytes sent in a step, without those for tuning chunks or comparing gradients."""
         steps, alone = self.optimizer.taken.sent()
         # What is posted as a step ends counts for it or for the next one, as time goes, which a
         # mean of few steps would show: so the usual number, where steps have one.
@@ -172,7 +172,7 @@ class Running:
         return ComparisonRow("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
 
     def _phases(self, step: float) -> list[ComparisonRow]:
-        """Seconds of a step, of what comes before the optimizer, and of the optimizer's step."""
+        """Seconds of a step, of its part before the optimizer, and of the optimizer's step."""
         # On a GPU the processor runs ahead: there the two phases are what it waits for in each.
         predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
         update = statistics.median(self.optimizer.taken.updated_in)
@@ -189,7 +189,7 @@ class Running:
         ]
 
     def _held(self) -> dict[str, int]:
-        """Bytes of model state that this rank holds: of ZeRO at the fullest moment so far."""
+        """Peak bytes of model state on this rank so far."""
         optimizer = self.optimizer
         if isinstance(optimizer, ZeroOptimizer):
             inside = optimizer.names | optimizer.shards.frozen_names

@@ -1,4 +1,4 @@
-"""The old place of `gulliver.planner.search` and `auto_engine`, kept for one release."""
+"""Old location of `gulliver.planner.search` and `auto_engine`, kept for one release."""
 
 from gulliver._lazy import lazy_exports
 

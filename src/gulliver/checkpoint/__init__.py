@@ -1,4 +1,4 @@
-"""Checkpoints, saved while training goes on and loaded at any number of ranks.
+"""Checkpoints, saved while training continues and loaded at any number of ranks.
 
 Saving starts in `saving.py`, loading in `loading.py`; `interchange.py` converts between steps and
 Hugging Face folders. Sharded state arrives as `gulliver.memory.parts.Part`s.

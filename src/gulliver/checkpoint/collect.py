@@ -1,4 +1,4 @@
-"""Hooks that make the steps of torch's optimizers wait for what a checkpoint is still copying."""
+"""Hooks that make torch optimizer steps wait for a checkpoint's pending copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _hooked: list[Callable[[], None]] = []
 
 
 def install_hooks() -> None:
-    """Makes the step of every torch optimizer wait for what it changes; once per process."""
+    """Makes the step of every torch optimizer wait for what it changes; installed once."""
     if _hooked:
         return
 
@@ -55,7 +55,7 @@ def install_hooks() -> None:
 
 
 def guarded_storages() -> set[int]:
-    """Storages that only optimizers change whose steps wait for a snapshot."""
+    """Storages that are changed only by optimizers whose steps wait for a snapshot."""
     return set().union(*(_storages(optimizer) for optimizer in writers()))
 
 
@@ -69,7 +69,7 @@ def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yields what a step changes."""
+    """Yields the tensors that a step changes."""
     if changed := getattr(optimizer, ASKS, None):
         yield from changed()
         return
@@ -82,7 +82,7 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields all tensors in a state: some optimizers keep lists of them."""
+    """Yields all tensors in a state, including those in lists."""
     if isinstance(value, torch.Tensor):
         yield _local(value)
     elif isinstance(value, Mapping):
@@ -94,7 +94,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Returns what this rank has of a DTensor, which has no memory itself; others as they are."""
+    """Returns this rank's part of a DTensor; other tensors unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -103,18 +103,18 @@ def _local(tensor: Any) -> torch.Tensor:
 
 WHOLE_FILE = ".safetensors"
 SMALL = 2**16
-"""Bytes: tensors up to this size are copied at once, which is cheaper than to look after them."""
+"""Tensors up to this many bytes are copied at once, which is cheaper than tracking them."""
 TINY = 2**12
-"""Bytes: the same limit for tensors that only optimizers change, whose steps wait anyway."""
+"""The same limit for tensors changed only by optimizers, whose steps wait anyway."""
 ALIKE = 2**20
-"""Bytes: smaller tensors that every rank has are written by rank 0, as it has them."""
+"""Smaller replicated tensors, in bytes, are written by rank 0."""
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """Marks an entry of a state that every rank has a value of its own for.
+    """Marks an entry of a state that has a separate value on every rank.
 
-    The value is given back to the rank of that number, whatever the number of ranks is then.
+    On loading, the value goes to the rank of the same number, for any number of ranks.
     """
 
     value: Any
@@ -141,7 +141,7 @@ class RankContent:
 
 
 def own_entry(entry: str, rank: int) -> str:
-    """Name under which a rank's own values of an entry stand among the files and tensors."""
+    """Name of a per-rank entry among files and tensors."""
     return f"{entry}@{rank}"
 
 
@@ -157,7 +157,7 @@ def collect(
     rank: int = 0,
     world_size: int = 1,
 ) -> RankContent:
-    """Takes a state apart."""
+    """Splits a state into tensors and skeletons by entry."""
     found = RankContent()
     common: dict[str, dict[str, Tensor]] = {}
     for entry, value in state.items():
@@ -174,8 +174,8 @@ def collect(
             found.kinds[entry] = kind
         if RESERVED in leaves:
             raise GulliverError(
-                f"{entry}: a tensor is called {RESERVED!r}, which files of the safetensors format "
-                "keep for text: call it something else"
+                f"{entry}: a tensor is called {RESERVED!r}, which the safetensors format reserves: "
+                "rename it"
             )
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
         if alone:
@@ -193,7 +193,7 @@ def collect(
 
 
 def _content(value: Any) -> Any:
-    """Returns what there is to save of an object: its state, or the value itself."""
+    """Returns what to save of an object: its state dict, or the value itself."""
     if isinstance(value, nn.Module):
         refuse_boosted(value, "save")
         return {
@@ -204,7 +204,7 @@ def _content(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> dict[str, Any] | None:
-    """Describes an optimizer or scheduler, whose state does not say its class; None for others."""
+    """Describes an optimizer or scheduler, whose state does not name its class; else None."""
     if isinstance(value, LRScheduler):
         return {"kind": type(value).__name__}
     if not isinstance(value, torch.optim.Optimizer):
@@ -216,12 +216,12 @@ def kind_of(value: Any) -> dict[str, Any] | None:
 
 
 def refuse_boosted(model: nn.Module, action: str) -> None:
-    """Refuses a model whose parameters are in chunks: what this rank has may not be the whole."""
+    """Rejects a model with parameters in ZeRO chunks, of which this rank may hold only a part."""
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
             raise GulliverError(
-                f"parameter {name!r} lies in a chunk of ZeRO: call booster.{action}, of the "
-                "booster that boosted it, which knows what each rank has"
+                f"parameter {name!r} is in a ZeRO chunk: call booster.{action} of the booster that "
+                "boosted the model"
             )
 
 
@@ -248,7 +248,7 @@ def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
 def _assign_shared(
     common: Mapping[str, Mapping[str, Tensor]], found: RankContent, rank: int, world_size: int
 ) -> None:
-    """Gives every tensor that all ranks have to the rank that has least to write so far."""
+    """Assigns each replicated tensor to the rank with the fewest bytes to write so far."""
     if world_size == 1:
         for entry, tensors in common.items():
             found.tensors[entry].update(tensors)

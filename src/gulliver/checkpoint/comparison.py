@@ -1,7 +1,7 @@
-"""Finds what is broken in a checkpoint, and what differs between two.
+"""Verifies a checkpoint, and compares two.
 
-`verify` reads every page of every file of a step against its checksum, and goes on after what is
-broken. `compare` reads two checkpoints of any kind side by side, batch by batch.
+`verify` checks every page of every file of a step against its checksum, and continues after errors.
+`compare` reads two checkpoints of any kind side by side, batch by batch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _joined(problems: list[Problem]) -> list[Problem]:
 
 @dataclass
 class Difference:
-    """Distance between the values that two checkpoints have of a tensor."""
+    """Distance between a tensor's values in two checkpoints."""
 
     # Name of the tensor.
     name: str
@@ -140,7 +140,7 @@ def _bytes(value: Tensor) -> Tensor:
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
-    """A dtype of the same size that can be compared: not all unsigned ones can."""
+    """An integer dtype of the same size that supports comparisons."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
@@ -175,7 +175,6 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
         odd = self.missing or self.unexpected or self.shapes or self.values or self.differences
         return not odd and (self.allow_dtypes or not self.dtypes)
 
@@ -191,13 +190,13 @@ def compare(
     other_step: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compares two checkpoints, batch by batch: memory does not grow with their size."""
+    """Compares two checkpoints batch by batch, in constant memory."""
     # Elements are apart where ``|a - b| > tolerance + relative * max(|a|, |b|)``. Zeros of either
     # sign are equal, and so is what is not a number in both.
     with open_weights(a, entry, step) as one, open_weights(b, entry, other_step) as other:
         if entry is None and type(one) is not type(other):
             raise GulliverError(
-                f"{a} and {b} cannot be compared entry by entry: one of them is no step; choose "
+                f"{a} and {b} cannot be compared entry by entry: one of them is not a step; choose "
                 "one entry"
             )
         odd = match(other.infos, one.infos)
@@ -243,7 +242,7 @@ def _differences(
 
 
 def _different_values(one: Weights, other: Weights) -> list[str]:
-    """Entries of two steps that differ in what is no tensor."""
+    """Entries of two steps whose non-tensor values differ."""
     assert isinstance(one, StepWeights)
     assert isinstance(other, StepWeights)
     ours, theirs = _values(one), _values(other)

@@ -28,7 +28,7 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 # Plan of a safetensors file: its header, and the memory that each of its bytes comes from.
 #
-# The file is cut into pages of equal size, each gathered from the tensors that lie in it, so that
+# The file is cut into pages of equal size, each gathered from the tensors that are in it, so that
 # every write but the last is aligned whatever the sizes of the tensors are.
 #
 # Format: https://github.com/huggingface/safetensors, read as of version 0.8.
@@ -58,9 +58,9 @@ CODES: dict[torch.dtype, str] = {
 """Dtypes that the format can hold, and its names for them."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
-"""Name that no tensor can have: headers keep it for text."""
+"""Reserved name that headers use for text."""
 MAX_HEADER = 100_000_000
-"""Bytes of the largest header; readers refuse more."""
+"""Bytes of the largest header; readers reject more."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,10 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def shape_from_json(value: Any) -> tuple[int, ...]:
-    """Parses a shape."""
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"{value!r} is no shape")
     return tuple(value)
@@ -93,7 +91,7 @@ def is_holdable(tensor: Tensor) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor lie in memory of its own: not those of wrappers."""
+    """Whether a strided tensor has its own storage, as opposed to wrapper tensors."""
     try:
         return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
     except (NotImplementedError, RuntimeError):
@@ -101,18 +99,18 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
-    """Refuses a tensor that the format cannot hold."""
+    """Rejects a tensor that the format cannot hold."""
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
-            kind = f"a {type(tensor).__name__} without memory of its own, save the tensors in it"
+            kind = f"a {type(tensor).__name__} has no storage: save the tensors in it"
         if tensor.is_nested:
             kind = "a nested tensor, save its values() and offsets()"
-        raise GulliverError(f"{where} is {kind}: the safetensors format cannot hold it")
+        raise GulliverError(f"{where} is {kind}, which the safetensors format does not support")
 
 
 class Image:
-    """File to be written: a header, and tensors one behind the other."""
+    """A file to be written: a header, and tensors in sequence."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
@@ -138,7 +136,7 @@ class Image:
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER:
             raise GulliverError(
-                f"{len(tensors)} tensors need a header of {len(text)} bytes, the safetensors "
+                f"{len(tensors)} tensors need a header of {len(text)} bytes, but the safetensors "
                 f"format allows {MAX_HEADER}: save them in several entries"
             )
         # Kept by this object: pages are gathered from its memory, too.
@@ -167,7 +165,7 @@ class Image:
 
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Finds the tensors in a safetensors file, and the text next to them; reads the header only."""
+    """Reads the header of a safetensors file: its tensors and its text."""
     # Opening it checks the header: tensors lie one behind the other, from there to the file's end.
     metadata = read_metadata(path)
     with named_errors(path, "read"), path.open("rb") as file:
@@ -189,7 +187,7 @@ def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes named tensors to a safetensors file, whole or not at all."""
+    """Writes named tensors to a safetensors file atomically."""
     # Tied and non-contiguous tensors are written each by its own values.
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -199,7 +197,7 @@ def write_tensors(
     for name, tensor in tensors.items():
         value = _plain(name, tensor)
         storage = value.untyped_storage()
-        # safetensors refuses shared storage and writes the whole of a larger one.
+        # safetensors rejects shared storage and writes the whole of a larger one.
         if storage.data_ptr() in seen or storage.nbytes() != value.nbytes:
             value = value.clone()
         seen.add(storage.data_ptr())
@@ -207,7 +205,7 @@ def write_tensors(
     path = Path(path)
     needed = sum(t.nbytes for t in ready.values()) + 4096
     with atomic_file(path, needed) as partial:
-        # safetensors makes files that nobody else may read: the umask says who may.
+        # safetensors makes files that no one else may read: the umask says who may.
         partial.touch()
         mode = partial.stat().st_mode & 0o777
         try:
@@ -220,7 +218,7 @@ def write_tensors(
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor, contiguous in host memory."""
+    """Returns a tensor's values, contiguous in host memory."""
     check_holdable(f"tensor {name!r}", tensor)
     # Views that are conjugated or negated only by a flag would be written without it.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -233,7 +231,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Reads the text stored next to the tensors of a safetensors file."""
+    """Reads the text in the header of a safetensors file."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
 
@@ -249,22 +247,20 @@ def _opened(path: Path) -> Any:
             return safe_open(str(path), framework="pt")
     except SafetensorError as error:
         raise GulliverError(
-            f"{path} is truncated or no safetensors file ({error}): take another checkpoint"
+            f"{path} is truncated or not a safetensors file ({error}): use another checkpoint"
         ) from error
 
 
 def write_json(path: Path, value: Any, indent: int | None = 1, durable: bool = True) -> None:
-    """Writes JSON, whole or not at all; with `indent=None` ten times as fast, for machines."""
+    """Writes JSON atomically; `indent=None` is ten times as fast."""
     write_text(Path(path), json.dumps(value, indent=indent) + "\n", durable)
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON."""
     return parse_json(path, read_bytes(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a small file."""
     path = Path(path)
     if not path.is_file():
         raise GulliverError(f"{path} does not exist")

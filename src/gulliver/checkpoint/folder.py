@@ -1,4 +1,4 @@
-"""Folder of the steps of a run: their order, which of them stay, and who may write there."""
+"""Folder of the steps of a run: their order, which are kept, and the writer's lock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gulliver.options import whole_number
 # ``order`` is one more than the highest in the folder was, and the step of the highest order is the
 # newest. No order changes when steps are deleted, copied or linked.
 def order_in(folder: Path) -> int | None:
-    """Returns the order of a step; None where its manifest cannot be read."""
+    """Returns the order of a step; None if its manifest cannot be read."""
     path = Path(folder) / MANIFEST
     try:
         found = os.stat(path)
@@ -44,12 +44,12 @@ def order_in(folder: Path) -> int | None:
 
 @functools.lru_cache(maxsize=4096)
 def _read_order(path: str, inode: int, mtime_ns: int, nbytes: int) -> int:
-    """Reads the order in a manifest, once while the file is the same: it may be large."""
+    """Reads the order from a manifest, cached until the file changes, as it may be large."""
     return order_of(read_json(Path(path)))
 
 
 def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
-    """Steps that have a readable manifest, those saved first first."""
+    """Steps with a readable manifest, oldest first."""
     ages = ((order_in(folder), step) for step, folder in folders)
     return [step for _, step in sorted((order, step) for order, step in ages if order is not None)]
 
@@ -67,7 +67,7 @@ OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOT
 """Names of files that steps have next to their manifest."""
 
 OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-"""Flags of a lock's file. A link planted under its name is not followed: its target is not ours."""
+"""Flags for opening a lock file. Links are not followed: their target may not be ours."""
 
 _log = logging.getLogger("gulliver")
 
@@ -81,7 +81,7 @@ def steps_of(root: Path) -> list[tuple[int, Path]]:
 
 
 def _was_step(path: Path) -> bool:
-    """Whether a folder is, or has been, a step: there is a manifest, or nothing but our files."""
+    """Whether a folder is or was a step: it has a manifest, or only files of ours."""
     # What somebody else has put under a step's name is theirs.
     if not path.is_dir():
         return False
@@ -94,16 +94,16 @@ class CheckpointFolder:
 
     Args:
         root: folder of the run; made when the first step is saved.
-        keep: number of the steps saved last that stay; 0 keeps all.
+        keep: number of newest steps to keep; 0 keeps all.
 
     Raises:
-        GulliverError: `keep` is no whole number or negative.
+        GulliverError: `keep` is not a whole number or is negative.
     """
 
     def __init__(self, root: Path, keep: int = 3) -> None:
         keep = whole_number("keep", keep)
         if keep < 0:
-            raise GulliverError(f"{keep} checkpoints cannot be kept: give 1 or more, or 0 for all")
+            raise GulliverError(f"keep={keep} is negative: give 1 or more, or 0 for all")
         self.root, self.keep = Path(root), keep
 
     def path(self, step: int) -> Path:
@@ -111,7 +111,7 @@ class CheckpointFolder:
         return self.root / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Returns the path of a step's temporary folder, while it is written."""
+        """Returns the path of a step's temporary folder while it is written."""
         return self.root / f"{self.path(step).name}{PARTIAL}"
 
     def steps(self) -> list[int]:
@@ -122,19 +122,18 @@ class CheckpointFolder:
         return [step for step, _ in steps_of(self.root)]
 
     def _ages(self) -> list[int]:
-        """Lists steps whose manifests can be read, complete or not, those saved first first."""
+        """Lists steps with readable manifests, complete or not, oldest first."""
         return by_age((step, self.path(step)) for step in self._numbers())
 
     def next_order(self) -> int:
-        """Returns the order of the step that is saved next; see the note in `folder.py`."""
+        """Returns the order of the next saved step; see the note in `folder.py`."""
         orders = (order_in(self.path(step)) for step in self._numbers())
         return 1 + max((order for order in orders if order), default=0)
 
     def latest(self) -> Path | None:
-        """Returns the folder of the complete step that was saved last, whatever its number.
+        """Returns the folder of the newest complete step, by order of saving.
 
-        None where there is none. Logs it on rank 0 where the file `latest` names a step that is not
-        complete.
+        None if there is none. Rank 0 logs it if `latest` names an incomplete step.
         """
         newest = None
         for step in reversed(self._ages()):
@@ -148,7 +147,7 @@ class CheckpointFolder:
         return newest
 
     def _named(self) -> str | None:
-        """Returns what `latest` says, be it nonsense: the steps themselves say what is there."""
+        """Returns the step named by `latest`, which may not exist."""
         try:
             return (self.root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:
@@ -160,11 +159,11 @@ class CheckpointFolder:
         return STEP.fullmatch(name) is not None and is_complete(self.root / name)
 
     def begin(self, step: int) -> Path:
-        """Removes what a killed process left half written, and makes the temporary folder."""
+        """Removes leftovers of killed processes, and creates the temporary folder."""
         partial, final = self.partial(step), self.path(step)
         if final.exists() and not final.is_symlink() and not _was_step(final):
             raise GulliverError(
-                f"{final} is in the way, and is no step: move it, or save to another folder"
+                f"{final} exists and is not a step: move it, or save to another folder"
             )
         with named_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -175,7 +174,7 @@ class CheckpointFolder:
         return partial
 
     def publish(self, step: int) -> None:
-        """Gives a step its final name, moves `latest` to it, and removes what is not kept.
+        """Renames a step to its final name, moves `latest` to it, and removes old steps.
 
         From the moment that it has its name the step is saved, and is found without `latest`: what
         fails after that is logged.
@@ -197,27 +196,27 @@ class CheckpointFolder:
         write_text(self.root / LATEST, self.path(step).name + "\n")
 
     def _retire(self, step: int) -> None:
-        """Removes what is not kept now that a step is there."""
+        """Removes steps that are no longer kept."""
         for old in self._expired_steps():
             if old != step:
                 remove_folder(self.path(old))
         for old in self._incomplete_steps():
-            _log.warning("%s is not complete, and older than those that stay: it goes", old)
+            _log.warning("%s is incomplete and older than the steps to keep: it is removed", old)
             remove_folder(old)
 
     def discard(self, step: int) -> None:
-        """Removes what was written of a step that failed."""
+        """Removes the files of a failed step."""
         remove_all(self.partial(step))
 
     def _expired_steps(self) -> list[int]:
-        """Lists steps that go, as they are too many."""
+        """Lists steps to remove because there are too many."""
         if not self.keep:
             return []  # without a look at the steps, which may be many
         complete = set(self.steps())
         return [step for step in self._ages() if step in complete][: -self.keep]
 
     def _incomplete_steps(self) -> list[Path]:
-        """Lists steps that lack files, and would have gone by now had they been complete."""
+        """Lists incomplete steps that are old enough to be removed."""
         if not self.keep:
             return []
         complete = set(self.steps())
@@ -231,12 +230,12 @@ class CheckpointFolder:
         ]
 
     def needs(self) -> str:
-        """Says for how many steps there has to be room, for messages."""
+        """Describes how many steps need disk space, for messages."""
         return f"keep={self.keep} needs room for {self.keep + 1} steps" if self.keep else ""
 
 
 class FolderLock:
-    """Keeps a second job from writing the same folder, for as long as this process has it."""
+    """Keeps other jobs from writing to the same folder while this process holds it."""
 
     # The system releases it when the process ends, however it ends. Processes that it forks do not
     # have it.
@@ -246,7 +245,7 @@ class FolderLock:
         self._handle: int | None = None
 
     def take(self) -> None:
-        """Takes the lock; having it already is fine."""
+        """Acquires the lock; does nothing if it is held already."""
         if self._handle is not None:
             if self._is_there(self._handle):
                 return
@@ -254,7 +253,7 @@ class FolderLock:
         with named_errors(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_symlink():
-                raise GulliverError(f"{self.path} is a link: remove it, what it leads to stays")
+                raise GulliverError(f"{self.path} is a link: remove the link (its target stays)")
             handle = os.open(self.path, OPEN_LOCK, 0o644)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,13 +261,13 @@ class FolderLock:
                 owner = os.read(handle, 200).decode("utf-8", "replace").strip() or "another process"
                 os.close(handle)
                 raise GulliverError(
-                    f"{self.path.parent} is being written by {owner}: choose another folder, or "
-                    "end that job first"
+                    f"{self.path.parent} is being written by {owner}: use another folder, or stop "
+                    "that job first"
                 ) from None
             except OSError:
                 os.close(handle)
                 raise
-            # Who holds the lock, for the message of the one that is refused.
+            # Who holds the lock, for the message of the one that is rejected.
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._handle = handle
@@ -281,7 +280,7 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Gives the lock back; a second time does nothing."""
+        """Releases the lock; releasing it twice has no effect."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             unlock(handle)
@@ -295,7 +294,7 @@ class FolderLock:
 
 
 def lock_file(path: Path) -> int | None:
-    """Opens and locks a file; None where another process, or another handle, has it locked."""
+    """Opens and locks a file; None if another process or handle holds the lock."""
     handle = os.open(path, OPEN_LOCK, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -310,7 +309,7 @@ def lock_file(path: Path) -> int | None:
 
 
 def unlock(handle: int) -> None:
-    """Gives back what was locked; in a process that was forked since there is nothing to give."""
+    """Unlocks a handle; does nothing in a forked process, which does not own the lock."""
     if handle in _handles:
         _handles.discard(handle)
         fcntl.flock(handle, fcntl.LOCK_UN)
@@ -321,7 +320,7 @@ _handles: set[int] = set()
 
 
 def _forget_all() -> None:
-    """Closes the handles in a process that was forked: the locks are the parent's."""
+    """Closes the handles in a forked process, whose parent owns the locks."""
     # Closed, not unlocked: the lock is shared, and unlocking would take it from the parent.
     while _handles:
         os.close(_handles.pop())

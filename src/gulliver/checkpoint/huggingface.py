@@ -1,8 +1,8 @@
-"""Weights of a folder under the names of a transformers model.
+"""Weights of a folder by the parameter names of a transformers model.
 
-transformers writes many models under other names, or in other pieces, than their parameters have,
-and converts them as it loads. `model_weights` applies the same table of conversions, so that all
-readers see the tensors of the model; block-scaled FP8 tensors appear as what they stand for.
+transformers saves many models with other names, or in other pieces, than their parameters, and
+converts them on loading. `model_weights` applies the same table of conversions, so that all readers
+see the tensors of the model; block-scaled FP8 tensors appear as what they represent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCALED = "_scale_inv"
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 UNUSED = (".input_scale", ".activation_scale")
-"""Endings of the scales of activations, which only arithmetic in FP8 has a use for."""
+"""Suffixes of activation scales, which only FP8 arithmetic uses."""
 
 _Compute = Callable[[], dict[str, Tensor]]
 _Slabs = list[tuple[int, int, str, _Compute]]
@@ -69,7 +69,7 @@ def model_weights(
 
 
 def float_config(folder: Path | str) -> Any:
-    """Reads the configuration of a folder's model, without how its weights are stored."""
+    """Reads the model's configuration from a folder, without its quantization settings."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -78,8 +78,8 @@ def float_config(folder: Path | str) -> Any:
         stored = stored if isinstance(stored, Mapping) else stored.to_dict()
         if stored.get("quant_method") != "fp8":
             raise GulliverError(
-                f"{folder}: weights quantized by {stored.get('quant_method')!r} are not read: get "
-                "the model in bfloat16, float32 or block-scaled FP8"
+                f"{folder}: weights quantized by {stored.get('quant_method')!r} are not supported: "
+                "get the model in bfloat16, float32 or block-scaled FP8"
             )
         del config.quantization_config
     return config
@@ -138,7 +138,7 @@ class ModelWeights(Weights):
 
 
 def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
-    """Applies transformers' conversions, in the order in which it does."""
+    """Applies transformers' conversions in transformers' order."""
     every = weights.infos
     scales = {w: n for n in every if (w := _scaled(n)) in every and every[w].dtype in FP8}
     unused = UNUSED if scales else ()
@@ -200,7 +200,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
 
 
 def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, str, str, Any]]:
-    """Names in the model, names in the files, and the converter and its pattern that joins them."""
+    """Model names, file names, and the converter and pattern that join them."""
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -244,7 +244,7 @@ def _convert(
 
 
 class _WholeShapes:
-    """Gives conversions the shapes of whole parameters, of which a model may have regions."""
+    """Shows conversions the full shapes of parameters that the model may hold regions of."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -262,7 +262,7 @@ def _slabs(
     info_of: Callable[[str], TensorInfo],
     tensor: Callable[[str], Tensor],
 ) -> _Slabs | None:
-    """Runs of a joined tensor that are one source each; None where it is computed otherwise."""
+    """Runs of a joined tensor that each come from one source; None if it is computed otherwise."""
     kinds = [(type(op).__name__, op.dim) for op in converter.operations if hasattr(op, "dim")]
     stacked = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
     if not stacked or len(kinds) != len(converter.operations):
@@ -278,7 +278,7 @@ def _slabs(
 
 
 def _scaled(name: str) -> str:
-    """The weight that a tensor of scales belongs to, in any spelling; empty where it is none."""
+    """The weight that a tensor of scales belongs to, in any spelling; empty if none."""
     for ending in (".qscale_weight", ".scale"):
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
@@ -294,7 +294,7 @@ def _read_whole(weights: Weights, name: str) -> Tensor:
 
 
 def _block(path: Path) -> tuple[int, int] | None:
-    """Rows and columns that have one scale; None where the configuration does not say."""
+    """Rows and columns that share a scale; None if the configuration has no blocks."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     values = read_json(file) if file.is_file() else {}
     size = (values.get("quantization_config") or {}).get("weight_block_size")
@@ -302,7 +302,7 @@ def _block(path: Path) -> tuple[int, int] | None:
 
 
 def _dequantized(value: Tensor, scales: Tensor, block: tuple[int, int] | None, name: str) -> Tensor:
-    """Multiplies values by the scales of their blocks; those at an edge may be smaller."""
+    """Multiplies values by the scales of their blocks, which may be smaller at the edges."""
     if scales.dtype == torch.uint8:  # exponents
         scales = (scales.float() - 127.0).exp2()
     scales, (rows, columns) = scales.float(), value.shape[-2:]
@@ -315,7 +315,7 @@ def _dequantized(value: Tensor, scales: Tensor, block: tuple[int, int] | None, n
     if (-(-rows // high), -(-columns // wide)) != tuple(scales.shape[-2:]):
         raise GulliverError(
             f"{name}: {list(scales.shape)} scales do not fit {list(value.shape)} values in blocks "
-            f"of {high} x {wide}: the weight_block_size of config.json is of another model"
+            f"of {high} x {wide}: the weight_block_size in config.json does not match"
         )
     spread = scales.repeat_interleave(high, -2)[..., :rows, :]
     return value.float() * spread.repeat_interleave(wide, -1)[..., :columns]
@@ -342,7 +342,8 @@ def load_huggingface(
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
-    Every rank calls it, and reads what it needs: for a `Part`, and for a parameter that holds a
+    Must be called on all ranks, which read what they need: for a `Part`, and for a parameter that
+    holds a
     region of a whole (`gulliver.memory.parts.set_region`), only its elements. Values are
     converted to the model's dtypes, where they fit. Names that share their memory with one that is
     loaded (tied weights) need not be in the files. Boosted models can be loaded, too.
@@ -351,14 +352,14 @@ def load_huggingface(
         model: model to fill, or tensors and parts of tensors by name.
         path: a folder with ``model.safetensors`` or an index, or a safetensors file; also a step's
             or a run's, of which the entry ``model`` is taken.
-        strict: whether to refuse what does not match, before anything is changed; else it is
+        strict: whether to reject what does not match, before anything is changed; else it is
             reported.
         prefix: text before the model's names in the files: ``"model."`` loads the weights of a
             causal language model into its backbone.
         elsewhere: names that may be in the files and not in this model, as those of the other
             stages of a pipeline are.
         aliases: names of this model, and the names whose values they have where the files lack
-            them: tied weights of which one lies in another stage.
+            them: tied weights of which one is in another stage.
         like: model of transformers whose names these are, where `model` is none.
         dtypes: narrower dtypes by name that the values have to fit, too: those to compute with.
         check: whether to read values that are converted to a narrower dtype, to see if they fit.
@@ -392,7 +393,7 @@ def load_huggingface(
 def _check_fits(
     weights: Weights, sources: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Refuses values that do not fit; they are read again to be kept, for they may be many."""
+    """Rejects values that do not fit; they are read again when they are loaded."""
     batch = ReadBatch()
     for source, leaf in sources.items():
         target = dtypes.get(source, _value(leaf).dtype)
@@ -425,7 +426,7 @@ def _add_aliases(
     prefix: str,
     aliases: Mapping[str, str],
 ) -> None:
-    """Makes tensors known under the names that this model has for them, too."""
+    """Adds the model's other names of tied tensors."""
     for name, kept in aliases.items():
         there = prefix + kept in weights.infos and prefix + name not in weights.infos
         if name in targets and there:
@@ -451,7 +452,7 @@ def _value(leaf: Leaf) -> Tensor:
 
 
 def _is_plain(leaf: Leaf) -> bool:
-    """Whether a leaf's memory is its own: other kinds only take what is copied to them."""
+    """Whether a leaf has ordinary memory; other kinds only accept copies."""
     return type(_value(leaf)) in (Tensor, nn.Parameter)
 
 
@@ -460,7 +461,7 @@ def _same_memory(leaf: Leaf) -> Any:
 
 
 def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
-    """Reads into tensors and parts: straight into their memory, or through a batch's."""
+    """Reads into tensors and parts, directly or through a batch's buffer."""
     straight: dict[str, Part] = {}
     staged: dict[str, Leaf] = {}
     for source, leaf in targets.items():
@@ -509,7 +510,7 @@ def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: ReadBatch) ->
 def _pieces(
     weights: Weights, source: str, leaf: Leaf, batch: ReadBatch
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads what a leaf is filled from, batch by batch; each is good until the next."""
+    """Reads a leaf's values batch by batch; each is valid until the next."""
     count = _value(leaf).numel()
     (first, region), step = _origin(leaf), BATCH // weights.infos[source].dtype.itemsize
     for start in range(0, count, step):

@@ -40,7 +40,7 @@ from gulliver.memory.parts import Part
 
 FILE = "adapter_model.safetensors"
 DEFAULT = "default"
-"""Adapter that lies in the folder itself; others lie in folders of their names."""
+"""The adapter in the folder itself; others have folders of their names."""
 
 
 def has_adapters(model: Any) -> bool:
@@ -49,7 +49,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def adapter_names(model: Any) -> dict[str, dict[str, str]]:
-    """Returns for each adapter of a model the names of its file, each with the model's own."""
+    """Returns each adapter's file names with the model's names."""
     from peft import PeftModel, get_peft_model_state_dict
 
     # PEFT chooses and renames by names alone, so that nothing need be gathered to ask it.
@@ -58,8 +58,8 @@ def adapter_names(model: Any) -> dict[str, dict[str, str]]:
     found = dict[str, dict[str, str]]()
     for adapter, config in model.peft_config.items():
         refusal = GulliverError(
-            f"adapter {adapter!r} is {config.peft_type}, which cannot be written as a folder of "
-            "its own: save a step, or the model with save_model"
+            f"adapter {adapter!r} is {config.peft_type}, which has no folder format: save a step, "
+            "or the model with save_model"
         )
         try:
             names: Any = get_peft_model_state_dict(model, own, adapter)
@@ -79,7 +79,7 @@ def write_adapters(
     progress: Progress | None = None,
     names: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Path:
-    """Writes the adapters of a model, whole or not at all."""
+    """Writes the adapters of a model atomically."""
     refuse_existing(folder)
     found = names or adapter_names(model)
     plans = {n: plan_file(folder / FILE, weights, own, dtype) for n, own in found.items()}
@@ -120,7 +120,7 @@ def save_huggingface(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes a model as a Hugging Face folder, whole or not at all; call it on one rank.
+    """Writes a model as a Hugging Face folder atomically; call it on one rank.
 
     Of a model with PEFT's adapters these are written, as a folder that PEFT reads. Tensors that
     share their memory are written once. Which other names they have is noted in the
@@ -129,7 +129,7 @@ def save_huggingface(
     Args:
         model: model to write, or tensors by name, on any device.
         folder: folder to make; it must not exist.
-        max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+        max_shard_bytes: bytes of tensors in a file; a larger tensor has its own file.
         config: content of ``config.json``; None writes none.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
         progress: callback that is given the bytes done and the total.
@@ -213,11 +213,11 @@ def _config_of(weights: Weights) -> Mapping[str, Any] | None:
 
 
 def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
-    """Returns names as they are written, each with its name in the source."""
+    """Returns target names, each with its name in the source."""
     names = {n.removeprefix(prefix): n for n in weights.infos if n.startswith(prefix)}
     if not names or "" in names:
         raise GulliverError(
-            f"no tensor's name in {weights.path} begins with {prefix!r}: "
+            f"no tensor name in {weights.path} starts with {prefix!r}: "
             f"{nearest(prefix, [name.split('.')[0] + '.' for name in weights.infos])}"
         )
     return names
@@ -233,13 +233,13 @@ def write_untied(
     aliases: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes a Hugging Face folder, of which `names` has the tensors by name, by default all.
+    """Writes a Hugging Face folder with the tensors in `names`, by default all.
 
     Tied weights are there under one of their names; `aliases` has the others.
     """
     refuse_existing(folder)
     if not max_shard_bytes > 0:
-        raise GulliverError(f"files of {max_shard_bytes} bytes cannot be: give 1 or more")
+        raise GulliverError(f"max_shard_bytes={max_shard_bytes} is too small: give 1 or more")
     tied = {name: kept for name, kept in (aliases or {}).items() if kept in weights.infos}
     names = names or {name: name for name in weights.infos if name not in tied}
     infos = {
@@ -272,7 +272,7 @@ def _index(plans: list[FilePlan], infos: Mapping[str, TensorInfo]) -> dict[str, 
 
 
 def _shards(infos: Mapping[str, TensorInfo], limit: float) -> list[list[str]]:
-    """Groups names, in order, so that each file holds as many tensors as fit it."""
+    """Groups names in order, with as many tensors per file as fit."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():

@@ -1,4 +1,4 @@
-"""Nested values of a step before its tensors are read: a `Ref` stands for each tensor."""
+"""Nested values of a step before its tensors are read: a `Ref` represents each tensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from gulliver.memory.pending import before_write, storage_of
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor that has not been read yet."""
+    """Placeholder for a tensor that has not been read yet."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ def refs_in(value: Any) -> list[Ref]:
 
 
 def replace_refs(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Replaces the `Ref`s in nested values by tensors of their names."""
+    """Replaces the `Ref`s in nested values with the tensors they name."""
     if isinstance(value, Ref):
         return tensors[value.name]
     if isinstance(value, Mapping):
@@ -90,17 +90,19 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     shapes: Sequence[Any] | None,
 ) -> Callable[[], None]:
-    """Reads the state of an optimizer, of DTensors only what this rank has."""
+    """Reads the state of an optimizer; of DTensors only this rank's part."""
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
         if isinstance(content, dict) and {"optimizer", "groups", "state"} <= content.keys():
             raise GulliverError(
-                f"{where}, was saved by a Booster, by the names of parameters: boost model and "
-                "optimizer (TorchDDPPlugin shards nothing) and use booster.load, or leave it out"
+                f"{where}, was saved by a Booster: boost model and optimizer (TorchDDPPlugin "
+                "shards nothing) and use booster.load, or leave it out"
             )
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-            raise GulliverError(f"{where}, is not the state of an optimizer: give what was saved")
+            raise GulliverError(
+                f"{where}, is not the state of an optimizer: pass the entry that was saved"
+            )
         whole = replace_refs(content, reader.whole(entry, names_in(skeleton)))
         return lambda: optimizer.load_state_dict(whole)
     groups = content["param_groups"]
@@ -122,14 +124,14 @@ def optimizer_state(
 
 
 def _new(where: str, ref: Ref, parameter: Any) -> tuple[Tensor, Leaf]:
-    """Makes a tensor to be given to the optimizer; returns it and what of it is read."""
+    """Allocates a tensor for the optimizer; returns it and the part to read."""
     if parameter is None or not is_dtensor(parameter) or not ref.shape:
         tensor = torch.empty(ref.shape, dtype=ref.dtype)
         return tensor, tensor
     if ref.shape != tuple(parameter.shape):
         raise GulliverError(
             f"{where}: tensor {ref.name!r} is {ref.shape}, its parameter a DTensor of "
-            f"{tuple(parameter.shape)}: only state of the parameter's shape is spread over ranks"
+            f"{tuple(parameter.shape)}: only state of the parameter's shape can be sharded"
         )
     local = torch.empty_like(parameter.to_local(), dtype=ref.dtype, requires_grad=False)
     tensor = like_local(parameter, local)
@@ -144,12 +146,15 @@ def _check_groups(
 ) -> None:
     ours = optimizer.param_groups
     if len(saved) != len(ours):
-        raise GulliverError(f"{where}, has {len(saved)} parameter groups, not {len(ours)}")
+        raise GulliverError(
+            f"{where}, has {len(saved)} parameter groups, but the optimizer has {len(ours)}"
+        )
     for number, (theirs, group) in enumerate(zip(saved, ours, strict=True)):
         count = len(group["params"])
         if len(theirs["params"]) != count:
             raise GulliverError(
-                f"{where}: group {number} has {len(theirs['params'])} parameters, not {count}"
+                f"{where}: group {number} has {len(theirs['params'])} parameters, but the "
+                f"optimizer has {count}"
             )
         # A newer torch may add options; only another optimizer lacks some and has others.
         odd = sorted(theirs.keys() - group.keys())
@@ -169,14 +174,15 @@ def _check_groups(
             there, here = tuple(shapes[number][place]), state_shape(parameter)  # type: ignore[index]
             if there != here:
                 raise GulliverError(
-                    f"{where}: parameter {place} of group {number} is {there} there, {here} here"
+                    f"{where}: parameter {place} of group {number} is {there} in the checkpoint, "
+                    f"but {here} here"
                 )
 
 
 def _check_values(
     where: str, number: Any, state: Any, made: Mapping[str, Tensor], parameter: Any
 ) -> None:
-    """Refuses values that do not fit the parameter's dtype, to which torch converts the state."""
+    """Rejects values that do not fit the parameter's dtype, to which torch converts the state."""
     if parameter is None or not parameter.is_floating_point() or not isinstance(state, Mapping):
         return
     for key, value in state.items():
@@ -198,12 +204,12 @@ def _check_values(
 
 
 EXTRA = "_extra_state"
-"""Name that torch gives the state of a module that has a `get_extra_state`."""
+"""Key of `get_extra_state` in a module's state dict."""
 
 
 @dataclass
 class Filling:
-    """Plan of what is filled from an entry."""
+    """Plan for filling a value from an entry."""
 
     # Reader of the step.
     reader: StepReader
@@ -217,11 +223,11 @@ class Filling:
     odd: Mismatch = field(default_factory=Mismatch)
     # Function that takes up the rest once the leaves are filled, and returns the value.
     finish: Callable[[], Any] = lambda: None
-    # Whether the value has a state of its own, and is not given back.
+    # Whether the value has its own state, and is not given back.
     is_object: bool = False
 
     def check(self, strict: bool) -> None:
-        """Refuses what does not match, and values that do not fit; see `Mismatch.refuse`."""
+        """Rejects mismatches, and values that do not fit; see `Mismatch.refuse`."""
         where = f"{self.reader.folder}, entry {self.entry!r},"
         self.odd.refuse(where, len(self.leaves) + len(self.odd.missing), strict)
         for name, leaf in self.leaves.items():
@@ -239,7 +245,7 @@ class Filling:
 def plan(
     reader: StepReader, entry: str, value: Any, rank: int | None, strict: bool, prefix: str
 ) -> Filling:
-    """Finds out how a value is filled from an entry, while nothing is changed."""
+    """Plans how a value is filled from an entry; changes nothing."""
     stored, skeleton = reader.place(entry, rank)
     filling = Filling(reader, stored, is_object=hasattr(value, "load_state_dict"))
     if isinstance(value, nn.Module):
@@ -273,13 +279,13 @@ def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
 
 
 def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
-    """Refuses what is no scheduler's state: a scheduler would merge any dict into its own."""
+    """Rejects anything but a scheduler's state, as a scheduler accepts any dict."""
     if not isinstance(value, LRScheduler):
         return
     if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
         raise GulliverError(
-            f"{reader.folder}, entry {entry!r}, is not the state of a scheduler: give what was "
-            "saved"
+            f"{reader.folder}, entry {entry!r}, is not the state of a scheduler: pass the entry "
+            "that was saved"
         )
 
 
@@ -287,13 +293,13 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
     target = leaf.value if isinstance(leaf, Part) else leaf
     if target.is_meta:
         raise GulliverError(
-            f"{where} is on meta: give the model memory first, by model.to_empty(device=...), and "
-            "recompute what is not saved"
+            f"{where} is on meta: call model.to_empty(device=...) first, and recompute what is not "
+            "saved"
         )
     if target.layout == torch.strided and not has_memory(target):
         raise GulliverError(
-            f"{where} is a {type(target).__name__} without memory of its own, which cannot be "
-            "filled: load into the tensors in it"
+            f"{where} is a {type(target).__name__} without storage, which cannot be filled: load "
+            "into the tensors in it"
         )
     folded = [n for n, s in zip(target.shape, target.stride(), strict=True) if n > 1 and not s]
     if folded:
@@ -304,9 +310,10 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
 
 
 def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
-    """Returns what of a module's state is filled in place, and the names that it has to be given.
+    """Returns a module's tensors to fill in place, and the names that `load_state_dict` needs.
 
-    The latter is what is no tensor of its own: the state of `get_extra_state`, and what hooks and
+    The latter are entries that are not tensors of the module: the state of `get_extra_state`, and
+    what hooks and
     overridden methods make of its tensors.
     """
     refuse_boosted(module, "load")
@@ -359,7 +366,7 @@ def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str
 
 
 def _match_names(filling: Filling, leaves: Mapping[str, Leaf], prefix: str) -> None:
-    """Notes what is filled by the names of tensors."""
+    """Records fills by the names of tensors."""
     reader, filling.prefix = filling.reader, prefix
     odd = filling.odd = match(reader.tensors(filling.entry), leaves, prefix)
     filling.leaves = {n: leaf for n, leaf in leaves.items() if n not in odd.missing}
@@ -391,7 +398,7 @@ def _has_leaves(value: Any) -> bool:
 
 
 def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
-    """Plans nested values: tensors in them are filled, all else is returned as it was saved."""
+    """Plans nested values: tensors are filled, other values are returned as saved."""
     matched = _Tree(filling, entry)
     result = matched.match(value, skeleton, "")
     fresh = filling.reader.whole(filling.entry, matched.fresh)
@@ -399,9 +406,9 @@ def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
 
 
 class _Tree:
-    """Matches a nested value with where the tensors of an entry belong."""
+    """Matches a nested value with an entry's tensors."""
 
-    # What has no tensor in it stands for anything: it is given back as it was saved.
+    # What has no tensor in it represents anything: it is given back as it was saved.
 
     def __init__(self, filling: Filling, entry: str) -> None:
         self.filling, self.entry = filling, entry
@@ -410,7 +417,7 @@ class _Tree:
         """Names of tensors that are read into new memory."""
 
     def match(self, value: Any, skeleton: Any, path: str) -> Callable[[Mapping[str, Tensor]], Any]:
-        """Notes what is to be filled; returns what makes the value once new tensors are read."""
+        """Records fills; returns a function that builds the value once new tensors are read."""
         if _is_leaf(value):
             self._match_leaf(value, skeleton, path or "value")
             return lambda _: value
@@ -452,7 +459,7 @@ def _kind(skeleton: Any) -> str | None:
 
 
 def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
-    """Returns the items of a saved dict or list; None where the other is wanted."""
+    """Returns the items of a saved dict or list; None if the other kind is expected."""
     kind = _kind(skeleton)
     if is_mapping:
         if kind != "dict":
@@ -471,7 +478,7 @@ def _below(path: str, key: Any) -> str:
 _log = logging.getLogger("gulliver")
 
 ATTEMPTS = 100
-"""Number of attempts to read a step while a writer removes what is being read."""
+"""Number of attempts to read a step that a writer may be removing."""
 Result = TypeVar("Result")
 
 
@@ -481,7 +488,7 @@ class Loaded:
 
     Attributes:
         step: number of the step.
-        values: values by entry, of what is no object with a state of its own.
+        values: values by entry, of what is no object with its own state.
         mismatches: names and shapes by entry that did not match; empty if all did.
         absent: entries that are wanted and not in the checkpoint.
     """
@@ -522,7 +529,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
 
 
 def _why_broken(step: Path) -> str:
-    """Tells what is missing or too short of a step, if it is there at all."""
+    """Describes what a step lacks, if it exists at all."""
     try:
         if step.is_dir():
             Verifier(step, read_manifest(step)).check_sizes()
@@ -532,10 +539,10 @@ def _why_broken(step: Path) -> str:
 
 
 def check_number(folder: Path, step: int | None) -> None:
-    """Refuses a step's folder where another step is asked for."""
+    """Rejects a step's folder if another step is requested."""
     if step is not None and (number := read_manifest(folder).step) != step:
         raise GulliverError(
-            f"{folder} is step {number}, not step {step}: give the folder of its run, or no step"
+            f"{folder} is step {number}, not step {step}: give the run's folder, or leave step out"
         )
 
 
@@ -548,19 +555,19 @@ def load(
 ) -> Loaded:
     """Loads a step, at any number of ranks.
 
-    Modules, and tensors and parts, also those in dicts and lists, are filled in place, with only
-    their bytes read; values are converted to their dtype, where they fit it. Other objects are
-    given their whole state by `load_state_dict`. What else there is in dicts and lists is in
-    `Loaded.values`, together with the tensors that were filled; what has no tensor in it, such as
-    None, stands for whatever was saved. Everything is checked before anything is filled, but for
-    the checksums of what is read in place.
+    Modules, and tensors and parts, also those in dicts and lists, are filled in place, reading only
+    their bytes; values are converted to their dtype if they fit. Other objects are given their
+    whole state by `load_state_dict`. What else there is in dicts and lists is in `Loaded.values`,
+    together with the tensors that were filled; what has no tensor in it, such as None, represents
+    whatever was saved. Everything is checked before anything is filled, but for the checksums of
+    what is read in place.
 
     Args:
         path: folder of a run, or of one of its steps.
         state: objects and values by entry, as for `AsyncCheckpointer.save`; what is not in it is
             not loaded. None loads everything into new tensors.
         step: number of the step, of a run; None for the newest complete one.
-        strict: whether to refuse what does not match, before anything is changed; else it is
+        strict: whether to reject what does not match, before anything is changed; else it is
             reported.
         prefix: text before the state's names in the checkpoint: ``"encoder."`` loads a model's
             encoder alone.
@@ -575,7 +582,7 @@ def load(
 def read_during_writes(
     path: Path | str, step: int | None, read: Callable[[Path], Result]
 ) -> Result:
-    """Reads a step; again, and perhaps another, where its folder went while it was read."""
+    """Reads a step, and retries with another if its folder is removed meanwhile."""
     # Another process may be saving there and keep only few steps. There is no lock for readers: a
     # folder that was replaced or removed meanwhile is noticed by its identity.
     for left in reversed(range(ATTEMPTS)):
@@ -593,7 +600,7 @@ def read_during_writes(
 
 
 def _identity(folder: Path) -> object:
-    """Returns a value that changes with a folder or its entries; None where the folder is gone."""
+    """Returns a value that changes with a folder or its entries; None if it is gone."""
     try:
         found = folder.stat()
     except OSError:
@@ -616,7 +623,7 @@ def _load(folder: Path, state: Mapping[str, Any] | None, strict: bool, prefix: s
 def plan_all(
     reader: StepReader, state: Mapping[str, Any], strict: bool, prefix: str, loaded: Loaded
 ) -> dict[str, Filling]:
-    """Finds out how a state takes up a step, while nothing is changed; see `fill_all`."""
+    """Plans how a state loads a step; changes nothing. See `fill_all`."""
     found: dict[str, Filling] = {}
     for entry, value in _present(reader, state, loaded, strict).items():
         rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None
@@ -632,7 +639,7 @@ def plan_all(
 
 
 def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
-    """Fills what `plan_all` found."""
+    """Fills as planned by `plan_all`."""
     for entry, filling in fillings.items():
         value = filling.fill()
         if not filling.is_object:
@@ -642,7 +649,7 @@ def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
 def _present(
     reader: StepReader, state: Mapping[str, Any], loaded: Loaded, strict: bool
 ) -> dict[str, Any]:
-    """Picks the entries of a state that are in the checkpoint; `strict` refuses others."""
+    """Picks the entries that are in the checkpoint; `strict` rejects others."""
     found = {}
     for entry, value in state.items():
         if entry in reader.entries:

@@ -1,4 +1,4 @@
-"""Manifest of a step: its files with sizes and checksums, and where every tensor's parts lie.
+"""Manifest of a step: its files with sizes and checksums, and the location of all tensor parts.
 
 manifest.json      all that is said here
 state.json         what is no tensor, and where the tensors belong in it
@@ -6,7 +6,7 @@ ENTRY.safetensors  the tensors of an entry; with several ranks a file of each,
                    ENTRY-00002-of-00004.safetensors
 
 A tensor of which a file holds a part lies there under its own name, as one row of elements. Where
-that part lies in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
+that part is in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
 ``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it.
 """
 
@@ -50,7 +50,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PartEntry:
-    """Elements `start` to `stop` of a tensor or of a region of it, in a file."""
+    """Elements `start` to `stop` of a tensor, or of a region of it, in a file."""
 
     file: str
     start: int
@@ -58,7 +58,7 @@ class PartEntry:
     region: Region | None = None
 
     def place(self, shape: tuple[int, ...]) -> PartOffset:
-        """Returns where the part lies in a tensor of a shape."""
+        """Returns the part's position in a tensor of a shape."""
         return PartOffset(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
@@ -80,12 +80,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the full tensor."""
         return self.numel * self.dtype.itemsize
 
 
@@ -122,7 +122,7 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 
 def part_to_json(file: str, leaf: Tensor | Part) -> dict[str, Any]:
-    """Returns the JSON values of what a file holds of a tensor, as one of its parts."""
+    """Returns the JSON values of a part of a tensor in a file."""
     if isinstance(leaf, Part):
         place = PartEntry(file, leaf.start, leaf.stop, leaf.region)
         dtype = leaf.value.dtype
@@ -141,14 +141,14 @@ def file_from_json(value: Mapping[str, Any]) -> FileEntry:
 
 
 def _name_from_json(name: str) -> str:
-    """Checks a file's name, which must not lead out of the folder."""
+    """Checks a file's name, which must not leave the folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is no name of a file in the folder")
     return name
 
 
 def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies what a manifest is to say besides, and refuses now what could not be written later."""
+    """Copies the user's part of a manifest; rejects now what JSON cannot store."""
     try:
         found = dict(about or {})
         json.dumps(found, allow_nan=False)
@@ -158,14 +158,14 @@ def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes the manifest of a step; the checksum of its text is the last thing in that."""
+    """Writes the manifest of a step, with the checksum of its text last."""
     lines = json.dumps(content, indent=1 if is_short(content["tensors"]) else None)
     text = lines.rstrip().removesuffix("}").rstrip()
     write_text(Path(folder) / MANIFEST, f'{text}{SEAL}"{zlib.crc32(text.encode()):08x}"\n}}\n')
 
 
 def is_short(tensors: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a manifest is short enough for people: indented it is written ten times as slowly."""
+    """Whether a manifest is short enough to be indented, which takes ten times as long."""
     return sum(map(len, tensors.values())) < 1000
 
 
@@ -191,7 +191,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{remedy}"
         )
     if not is_intact:
-        raise GulliverError(f"{path} is corrupted: take another checkpoint")
+        raise GulliverError(f"{path} is corrupted: use another checkpoint")
     try:
         return Manifest(
             step=int(content["step"]),
@@ -208,11 +208,11 @@ def read_manifest(folder: Path) -> Manifest:
             order=int(content["order"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise GulliverError(f"{path} is broken ({error!r}): take another checkpoint") from error
+        raise GulliverError(f"{path} is broken ({error!r}): use another checkpoint") from error
 
 
 def order_of(content: Any) -> int:
-    """Returns the order of a manifest, without a look at the rest."""
+    """Returns the order of a manifest without parsing the rest."""
     try:
         return int(content["order"])
     except (KeyError, TypeError, ValueError) as error:
@@ -220,7 +220,7 @@ def order_of(content: Any) -> int:
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
-    """Parses a tensor's entry as it was written, or merged from those of several ranks."""
+    """Parses a tensor's entry, of one rank or merged."""
     shape = shape_from_json(value["shape"])
     found, regions = list[PartEntry](), set[PartEntry]()
     for file, start, stop, *rest in value["parts"]:
@@ -239,7 +239,7 @@ def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all files of a step are there in their sizes; what they hold is not looked at."""
+    """Whether all files of a step exist in their sizes; their content is not checked."""
     try:
         manifest = read_manifest(folder)
     except GulliverError as error:
@@ -266,11 +266,11 @@ SHOWN = 4
 
 
 class Shaped(Protocol):
-    """Anything with the shape of a whole tensor: a tensor, a part, an entry of a manifest."""
+    """Anything with the shape of a full tensor: a tensor, a part, a manifest entry."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Shape of the full tensor."""
         ...
 
 
@@ -297,7 +297,7 @@ class Mismatch:
         return "; ".join(text for text in said if text)
 
     def refuse(self, where: str, wanted: int, strict: bool = True) -> None:
-        """Raises unless this may be left as it is."""
+        """Raises unless the mismatch is allowed."""
         # Without `strict` names may be left over or missing, but not all missing, and no shape may
         # differ.
         if self.unlike or (strict and self) or (wanted and len(self.missing) == wanted):
@@ -305,7 +305,7 @@ class Mismatch:
 
 
 def listed(what: str, names: list[str]) -> str:
-    """Counts names and shows the first few, for messages; empty where there are none."""
+    """Counts names and shows the first few; empty if there are none."""
     shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
     return f"{len(names)} {what} ({shown})" if names else ""
 
@@ -336,17 +336,21 @@ def _shape(leaf: Shaped) -> tuple[int, ...]:
 def merge_parts(
     every: Iterable[Mapping[str, Mapping[str, Any]]], where: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """Merges what each rank has of tensors, and checks that the parts are the whole."""
+    """Merges the parts of all ranks, and checks that they make complete tensors."""
     merged: dict[str, dict[str, Any]] = {}
     for tensors in every:
         for name, found in tensors.items():
             known = merged.setdefault(name, {**found, "parts": []})
             if (known["dtype"], known["shape"]) != (found["dtype"], found["shape"]):
-                raise GulliverError(f"{where}{name} has another shape or dtype on each rank")
+                raise GulliverError(
+                    f"{where}{name} has different shapes or dtypes on different ranks"
+                )
             known["parts"] = known["parts"] + found["parts"]
     for name, found in merged.items():
         if found["dtype"] not in DTYPES:
-            raise GulliverError(f"{where}{name} is {found['dtype']}: safetensors cannot hold it")
+            raise GulliverError(
+                f"{where}{name} is {found['dtype']}, which safetensors does not support"
+            )
         try:
             tensor_from_json(found)
         except ValueError as error:

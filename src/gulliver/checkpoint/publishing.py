@@ -38,7 +38,7 @@ def _heartbeat_file(partial: Path, rank: int) -> Path:
 
 
 def create_heartbeats(partial: Path, world_size: int) -> None:
-    """Makes the files; rank 0 does, so that no rank has to wait for another's to be seen."""
+    """Creates the files on rank 0, so that no rank waits for another's to appear."""
     for rank in range(1, world_size):
         _heartbeat_file(partial, rank).touch()
 
@@ -66,7 +66,7 @@ class Heartbeat:
             self._handle = None  # no locks here
 
     def end(self, done: bool) -> None:
-        """Notes whether this rank has written its report, and gives the lock back."""
+        """Records whether this rank has written its report, and releases the lock."""
         if self._handle is not None:
             if done:
                 os.pwrite(self._handle, DONE, 0)
@@ -109,12 +109,12 @@ class HeartbeatWatch:
 
 
 PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
-"""Seconds that rank 0 waits for the reports of the others, and once its program has ended."""
+"""Seconds that rank 0 waits for the other ranks' reports, and after the program's end."""
 POLL_S = 0.02
 
 
 def write_rank_report(partial: Path, rank: int, save_id: str, report: Mapping[str, Any]) -> None:
-    """Tells rank 0 what a rank has written, or why it could not."""
+    """Reports to rank 0 what a rank has written, or its error."""
     _check_there(partial)
     # Rank 0 may complete the step, and rename its folder, as soon as the last report has its name:
     # nothing looks at the folder after that, not even to force it to the disk.
@@ -130,7 +130,7 @@ def publish(
     about: Mapping[str, Any],
     silence_s: float,
 ) -> None:
-    """Waits for the reports of all ranks, and makes the step of them."""
+    """Waits for the reports of all ranks, and publishes the step."""
     partial = folder.partial(step)
     reports = [_awaited(partial, rank, save_id, silence_s) for rank in range(world_size)]
     for rank, report in enumerate(reports):
@@ -151,7 +151,7 @@ def publish(
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
         _report_file(partial, rank).unlink()
-    # All ranks have reported, so nobody locks these files any more.
+    # All ranks have reported, so no one locks these files any more.
     remove_heartbeats(partial, world_size)
     manifest = {
         "format": FORMAT,
@@ -171,7 +171,7 @@ def _report_file(partial: Path, rank: int) -> Path:
 
 
 def _check_there(partial: Path) -> None:
-    """Refuses a folder that is gone, which writing a file into it would make again."""
+    """Rejects a missing folder, which writing a file into it would recreate."""
     if not partial.is_dir():
         raise GulliverError(f"{partial} vanished while it was written")
 
@@ -203,7 +203,7 @@ def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[s
 
 
 def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges what is no tensor, of all ranks and of each."""
+    """Merges the non-tensor values of all ranks."""
     entries: dict[str, list[Any]] = {}
     for report in reports:
         for entry, skeleton in report["entries"].items():
@@ -216,7 +216,7 @@ def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Makes Hugging Face's index of a model whose tensors lie whole in several files."""
+    """Writes Hugging Face's index of a model whose full tensors are in several files."""
     named = tensors.get("model", {})
     whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
     if world_size == 1 or not whole:
@@ -237,7 +237,7 @@ def checksummed(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Returns versions and time for a manifest, and an id of its own."""
+    """Returns versions, time and an id for a manifest."""
     import gulliver
 
     return {

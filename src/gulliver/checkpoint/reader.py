@@ -1,7 +1,7 @@
 """Checks whether saved values fit the dtype of what they are loaded into.
 
-Floating-point numbers may be rounded, as everywhere; a finite one must not become infinite or no
-number. Everything else has to be the same number afterwards.
+Floating-point values may be rounded, but finite ones must stay finite. All other values must stay
+equal.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from gulliver.io.native import default_engine
 from gulliver.memory.parts import Part
 
 QUICK = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes whose extremes torch finds."""
+"""Dtypes whose extremes torch can compute."""
 
 
 def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of one dtype fits another, so that none has to be looked at."""
+    """Whether one dtype can represent every value of another, so that no value is checked."""
     if saved == target:
         return True
     kinds = _kind(saved), _kind(target)
@@ -59,7 +59,7 @@ def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
 
 
 def first_unrepresentable(values: Tensor, target: torch.dtype) -> str | None:
-    """Names the first value that does not fit, for a message; None if all fit."""
+    """Describes the first value that does not fit; None if all fit."""
     values = values.reshape(-1)
     if always_fits(values.dtype, target) or not values.numel():
         return None
@@ -82,12 +82,12 @@ def fitted(where: str, name: str, values: Tensor, target: torch.dtype) -> Tensor
 
 
 def check_representable(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
-    """Refuses values of a tensor that do not fit the dtype that they are to be converted to."""
+    """Rejects values that the dtype they are converted to cannot represent."""
     problem = first_unrepresentable(values, target)
     if problem is not None:
         raise GulliverError(
-            f"{where}: tensor {name!r} is {str(values.dtype).removeprefix('torch.')} there: "
-            f"{problem}"
+            f"{where}: tensor {name!r} is {str(values.dtype).removeprefix('torch.')} in the "
+            f"checkpoint: {problem}"
         )
 
 
@@ -105,7 +105,7 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _unrepresentable(values: Tensor, target: torch.dtype) -> Tensor:
-    """Marks values that become infinite or, if one of the dtypes is an integer, another number."""
+    """Marks values that become infinite, or change if one dtype is an integer."""
     kinds = _kind(values.dtype), _kind(target)
     if "integer" not in kinds:
         return _not_finite(values, target)
@@ -137,7 +137,7 @@ def _not_finite(values: Tensor, target: torch.dtype) -> Tensor:
 #
 # Read `Verifier.pages`. Whoever reads a step reads it through a `Verifier`: a load the pages that
 # it wants, `verify` all of them. What is wrong is a `Problem`: a load raises the first that it
-# meets, as a `BrokenFileError`; `Verifier.check` goes on and lists all.
+# meets, as a `BrokenFileError`; `Verifier.check` continues and lists all.
 
 
 AHEAD = 8
@@ -167,7 +167,7 @@ class Problem:
 
 
 class BrokenFileError(GulliverError):
-    """A problem, for those who cannot go on after it."""
+    """A problem, raised by readers that cannot continue after it."""
 
     def __init__(self, text: str, problem: Problem | None = None) -> None:
         super().__init__(text)
@@ -185,7 +185,7 @@ class Verifier:
         """Bytes read from the disk so far."""
 
     def check_size(self, name: str) -> FileEntry:
-        """Returns the entry of a file that is there in its size."""
+        """Returns the entry of a file whose size is right."""
         if name not in self.manifest.files:
             raise GulliverError(f"{self.folder} does not list {name}: its manifest is broken")
         entry, size = self.manifest.files[name], _size(self.folder / name)
@@ -198,7 +198,7 @@ class Verifier:
         raise self._broken(name, begin, stop, what)
 
     def check_sizes(self) -> None:
-        """Refuses files that are missing, or shorter or longer than they were."""
+        """Rejects files that are missing or have another size."""
         for name in self.manifest.files:
             self.check_size(name)
 
@@ -212,7 +212,7 @@ class Verifier:
         return content
 
     def slot(self, entry: str, name: str, part: PartEntry) -> Slot:
-        """Finds a part of a tensor in its file, as the header of that tells."""
+        """Finds a part of a tensor in its file by the file's header."""
         file, dtype = part.file, self.manifest.tensors[entry][name].dtype
         if file not in self._slots:
             self.check_size(file)
@@ -225,7 +225,7 @@ class Verifier:
         return found
 
     def _read_slots(self, file: str) -> dict[str, Slot]:
-        """Reads a header; where it makes no sense its checksum tells what has happened to it."""
+        """Reads a header; if it is invalid, its checksum tells the cause."""
         try:
             return read_slots(self.folder / file)[0]
         except GulliverError:
@@ -233,12 +233,12 @@ class Verifier:
             raise
 
     def _check_header_pages(self, file: str) -> None:
-        """Checks the page that a header begins in, which holds all of most headers."""
+        """Checks a header's first page, which holds most headers completely."""
         for _ in self.pages(file, [0]):
             pass
 
     def pages(self, name: str, numbers: Iterable[int]) -> Iterator[tuple[int, Page]]:
-        """Reads pages of a file in order, a few ahead; each is good until the next."""
+        """Reads pages of a file in order with read-ahead; each is valid until the next."""
         for number, page, error in self._pages(name, numbers):
             if error is not None:
                 raise error
@@ -275,7 +275,7 @@ class Verifier:
             engine.close_file(file)
 
     def check(self, name: str) -> Iterator[int | BrokenFileError]:
-        """Reads a whole file; yields the bytes of page after page, and all that is wrong."""
+        """Reads a whole file; yields its pages and all problems."""
         entry, size = self.manifest.files[name], _size(self.folder / name)
         last, broken = math.ceil(entry.nbytes / entry.page_bytes), False
         # Of a file that was cut off, the pages that are left.
@@ -296,7 +296,7 @@ class Verifier:
             yield self._error(Problem(name, 0, entry.nbytes, (), str(error)))
 
     def _check_header(self, file: str) -> None:
-        """Compares the header of a file with the manifest; those of empty files have no tensors."""
+        """Compares a file's header with the manifest."""
         if file.endswith(".safetensors"):
             self._read_slots(file)
         for entry, tensors in self.manifest.tensors.items():
@@ -309,10 +309,10 @@ class Verifier:
         return self._error(Problem(file, begin, stop, self._held(file, begin, stop), what))
 
     def _error(self, problem: Problem) -> BrokenFileError:
-        return BrokenFileError(f"{self.folder / str(problem)}: take another checkpoint", problem)
+        return BrokenFileError(f"{self.folder / str(problem)}: use another checkpoint", problem)
 
     def _held(self, file: str, begin: int, stop: int) -> tuple[str, ...]:
-        """Names the tensors between two bytes of a file; all of it where its header is broken."""
+        """Names the tensors between two bytes of a file; all of them if its header is broken."""
         places = _places(self.folder / file)
         return tuple(
             f"{entry}: {name}"
@@ -330,7 +330,7 @@ class Verifier:
         return self._engine
 
     def close(self) -> None:
-        """Ends the threads of the engine, unless it was given."""
+        """Ends the engine's threads, unless the engine was passed in."""
         if self._engine is not None and self._engine is not self._given:
             self._engine.close()
         self._engine = self._given
@@ -354,7 +354,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _failure(ticket: Ticket) -> str | None:
-    """Waits for a page; says why it could not be read."""
+    """Waits for a page; returns why it could not be read."""
     try:
         ticket.wait()
     except IoError as error:
@@ -365,7 +365,7 @@ def _failure(ticket: Ticket) -> str | None:
 
 
 def _places(path: Path) -> dict[str, tuple[int, int]] | None:
-    """First byte and one past the last of each tensor of a file; also of a truncated one."""
+    """First and last byte of each tensor in a file, which may be truncated."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -385,14 +385,14 @@ def _places(path: Path) -> dict[str, tuple[int, int]] | None:
 
 
 LARGE = 2**16
-"""Bytes of tensors that are given back to their files as they are filled."""
+"""Number of filled tensor bytes after which pages are returned to their files."""
 SCRATCH = 32 * 2**20
-"""Bytes that are read at once to see whether they fit a narrower dtype."""
+"""Bytes read at a time to check whether they fit a narrower dtype."""
 
 
 @dataclass
 class _Sink:
-    """Tensor to be filled, and how many of its bytes are still to come."""
+    """A tensor to be filled, and its number of missing bytes."""
 
     # Tensor to be filled.
     target: Tensor
@@ -406,7 +406,7 @@ class _Sink:
     staged: Tensor | None = None
 
     def take(self, content: Tensor, copies: Copies, mapped: FileMappings) -> None:
-        """Copies bytes; the last finish the tensor, and give it back to its file if it has one."""
+        """Copies bytes; the last copy finishes the tensor and releases its file pages."""
         copy_bytes(self.row, content, copies, self.dtype)
         self.left -= copies.total
         if self.left == 0 and self.staged is not None:
@@ -418,7 +418,7 @@ class _Sink:
 
 @dataclass(frozen=True)
 class _FileRun:
-    """Bytes of a file, and where they go."""
+    """A run of bytes in a file, and its destination."""
 
     begin: int
     stop: int
@@ -456,7 +456,7 @@ class StepReader:
         return sorted({entry for own in self._ranks for entry in own})
 
     def is_per_rank(self, entry: str) -> bool:
-        """Whether every rank has a value of its own for an entry."""
+        """Whether every rank has its own value for an entry."""
         return entry in self._own_entries()
 
     def tensors(self, entry: str) -> Mapping[str, TensorEntry]:
@@ -464,18 +464,18 @@ class StepReader:
         return self.manifest.tensors.get(entry, {})
 
     def skeleton(self, entry: str) -> Any:
-        """Returns the skeleton of an entry, which says where its tensors belong."""
+        """Returns the skeleton of an entry, which maps its tensors."""
         if entry not in self._entries:
             raise GulliverError(f"{self.folder} has no entry {entry!r}: it has {self.entries}")
         return self._entries[entry]
 
     def value(self, entry: str, rank: int | None = None) -> Any:
-        """Reads an entry as it was saved, its tensors in host memory."""
+        """Reads an entry as saved, with its tensors in host memory."""
         entry, skeleton = self.place(entry, rank)
         return join_state(self.whole(entry, names_in(skeleton)), skeleton)
 
     def place(self, entry: str, rank: int | None = None) -> tuple[str, Any]:
-        """Returns the name that an entry's tensors are kept under, and its skeleton."""
+        """Returns an entry's name for tensors, and its skeleton."""
         if rank is None:
             return entry, self.skeleton(entry)
         if rank >= len(self._ranks) or entry not in self._ranks[rank]:
@@ -483,18 +483,18 @@ class StepReader:
         return own_entry(entry, rank), self._ranks[rank][entry]
 
     def kind(self, entry: str) -> Mapping[str, Any]:
-        """Returns class and shapes of an optimizer or scheduler; empty where none were written."""
+        """Returns class and shapes of an optimizer or scheduler; empty if not recorded."""
         return self._kinds.get(entry, {})
 
     def whole(self, entry: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Reads whole tensors of an entry into new host memory; passes over names that it lacks."""
+        """Reads full tensors of an entry into new host memory; skips missing names."""
         saved = self.tensors(entry)
         found = {n: torch.empty(saved[n].shape, dtype=saved[n].dtype) for n in names if n in saved}
         self.read_into(entry, found)
         return found
 
     def check_tied(self, entry: str, tied: Mapping[str, str], prefix: str = "") -> None:
-        """Refuses two values for one parameter, of which the one read last would win."""
+        """Rejects two saved values for one parameter."""
         saved = self.tensors(entry)
         for name, other in tied.items():
             both = [prefix + name, prefix + other]
@@ -504,8 +504,8 @@ class StepReader:
             bits = [value.reshape(-1).view(torch.uint8) for value in (one, two)]
             if one.shape != two.shape or one.dtype != two.dtype or not torch.equal(*bits):
                 raise GulliverError(
-                    f"{name!r} and {other!r} are one parameter here and two in {self.folder}, "
-                    "which differ: untie them in the model"
+                    f"{name!r} and {other!r} are tied in the model but differ in {self.folder}: "
+                    "untie them"
                 )
 
     def check_fits(
@@ -515,7 +515,7 @@ class StepReader:
         prefix: str = "",
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Reads what is to be converted to a narrower dtype, and keeps nothing; see `read_into`."""
+        """Reads values that are converted to a narrower dtype, only to check them."""
         # `read_into` reads it again: to keep all of it until it is checked might take any amount of
         # memory.
         saved = self.tensors(entry)
@@ -547,7 +547,7 @@ class StepReader:
             check_representable(where, prefix + name, part.value, targets[name])
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
-        """Fills tensors, and parts of tensors, in place; converts to their dtype."""
+        """Fills tensors and parts in place, converting to their dtype."""
         saved = self.tensors(entry)
         there = {name: saved[prefix + name] for name in wanted if prefix + name in saved}
         # Parts may come from callers that did not match first, such as the boosters.
@@ -620,11 +620,11 @@ class StepReader:
                     run.sink.take(content, here, mapped)
 
     def check_files(self) -> None:
-        """Refuses files that are missing, or shorter or longer than they were."""
+        """Rejects files that are missing or have another size."""
         self._files.check_sizes()
 
     def close(self) -> None:
-        """Ends the threads of the engine, unless it was given."""
+        """Ends the engine's threads, unless the engine was passed in."""
         self._files.close()
 
     def __enter__(self) -> Self:

@@ -2,7 +2,7 @@
 
 A part is a run of elements of a region, and a region is slices of a whole along one dim. In the
 row-major order of the whole a part is therefore an ascending row of *stretches*: one where it is
-not sliced, or sliced along the first dim; one for each row of what lies before the dim otherwise.
+not sliced, or sliced along the first dim; one for each row of what is before the dim otherwise.
 Stretches of two parts are intersected as sorted intervals (`overlap`), whatever their dims; what
 they have in common repeats itself with fixed strides, and is copied as few boxes (`Copies.boxes`),
 not row by row.
@@ -26,7 +26,7 @@ from torch import Tensor
 from gulliver.memory.parts import Part, Region
 
 UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Dtypes that bytes are copied as, by size: the widest that all offsets are multiples of."""
+"""Integer dtypes by size, for copying bytes at the widest alignment."""
 
 
 # [Note: what makes a whole] Parts that name no region hold every element once. Parts of regions:
@@ -35,7 +35,7 @@ UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # to be equal, and any of them is read.
 @dataclass(frozen=True)
 class PartOffset:
-    """Position of a part's elements in its whole."""
+    """Position of a part's elements in the full tensor."""
 
     shape: tuple[int, ...]
     start: int
@@ -44,12 +44,11 @@ class PartOffset:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property
     def sliced(self) -> Region | None:
-        """The region; None also where it leaves nothing out."""
+        """The region; None also if it covers everything."""
         region = self.region
         if region is None or region.numel == math.prod(self.shape):
             return None
@@ -57,7 +56,7 @@ class PartOffset:
 
 
 def place_of(leaf: Tensor | Part) -> PartOffset:
-    """Returns the place of a part, or of a tensor, which is a whole."""
+    """Returns the position of a part, or of a full tensor."""
     if isinstance(leaf, Part):
         return PartOffset(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
     return PartOffset(tuple(leaf.shape), 0, leaf.numel())
@@ -65,7 +64,7 @@ def place_of(leaf: Tensor | Part) -> PartOffset:
 
 @dataclass(frozen=True)
 class ContiguousRuns:
-    """Runs of elements without a gap in the whole, ascending; arrays of one length."""
+    """Contiguous runs of elements in the full tensor, ascending; arrays of equal length."""
 
     # First element of each, counted in the whole.
     begin: np.ndarray
@@ -105,7 +104,7 @@ def stretches(place: PartOffset) -> ContiguousRuns:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies from one row of elements to another, ascending in both; arrays of one length."""
+    """Copies between two rows of elements, ascending in both; arrays of equal length."""
 
     # First element, or byte, of each copy.
     source: np.ndarray
@@ -125,16 +124,16 @@ class Copies:
         return int(self.count.sum())
 
     def scaled(self, size: int, source: int = 0) -> Copies:
-        """Counts in units of which an element has `size`, with `source` added to the sources."""
+        """Converts to units of which an element has `size`, and adds `source` to the sources."""
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
     def packed(self) -> tuple[Copies, Copies]:
-        """Cuts copies in two: to a row without gaps, and from there on."""
+        """Splits copies in two: into a row without gaps, and out of it."""
         row = np.cumsum(self.count) - self.count
         return replace(self, target=row), replace(self, source=row)
 
     def within(self, low: int, high: int) -> Copies:
-        """Cuts out what comes from sources between `low` and `high`, counted from `low`."""
+        """Keeps copies whose sources are between `low` and `high`, counted from `low`."""
         first = int(np.searchsorted(self.source + self.count, low, "right"))
         last = int(np.searchsorted(self.source, high, "left"))
         source, count = self.source[first:last], self.count[first:last]
@@ -143,7 +142,7 @@ class Copies:
         return Copies(begin - low, target, stop - begin, self.kind[first:last])
 
     def pages(self, size: int) -> set[int]:
-        """Returns the numbers of the pages of a size that the sources lie in."""
+        """Returns the numbers of the source pages."""
         first, last = self.source // size, (self.source + self.count - 1) // size
         if len(self) == 1:
             return set(range(int(first[0]), int(last[0]) + 1))
@@ -153,7 +152,7 @@ class Copies:
         return found
 
     def boxes(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Joins copies that follow each other in equal steps."""
+        """Joins copies at regular strides."""
         for kind in np.unique(self.kind):
             chosen = np.flatnonzero(self.kind == kind)
             source, target, count = self.source[chosen], self.target[chosen], self.count[chosen]
@@ -174,7 +173,7 @@ class Copies:
 
 
 def overlap(source: PartOffset, target: PartOffset) -> Copies:
-    """Finds what two parts of one whole have in common, as copies of elements between them."""
+    """Returns the elements that two parts share, as copies between them."""
     if source.sliced is None and target.sliced is None:
         low, high = max(source.start, target.start), min(source.stop, target.stop)
         row = [] if high <= low else [[low - source.start], [low - target.start], [high - low], [0]]
@@ -223,7 +222,7 @@ def copy_bytes(
 
 
 def clusters(copies: Copies, gap: int, limit: int) -> list[tuple[int, int]]:
-    """Groups copies into stretches of the source that are read at once."""
+    """Groups copies into source ranges that are read at once."""
     stops = copies.source + copies.count
     apart = np.flatnonzero(copies.source[1:] - stops[:-1] > gap) + 1
     edges = [0, *apart.tolist(), len(copies)]
@@ -235,7 +234,7 @@ def clusters(copies: Copies, gap: int, limit: int) -> list[tuple[int, int]]:
 
 
 def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
-    """Returns the largest of `UNITS` that all offsets and counts are multiples of, in bytes."""
+    """Returns the largest of `UNITS` that divides all offsets and counts, in bytes."""
     common = math.gcd(8, target.numel(), source.numel())
     for value in (target.storage_offset(), source.storage_offset()):
         common = math.gcd(common, value)
@@ -245,12 +244,12 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
 
 
 def missing(shape: tuple[int, ...], parts: Sequence[PartOffset]) -> str | None:
-    """Tells what keeps parts from being a whole, each element once; see the note above."""
+    """Describes what keeps parts from covering a tensor exactly once; see the note above."""
     whole = math.prod(shape)
     if not any(part.region for part in parts):
         return _not_once(sorted((part.start, part.stop) for part in parts), whole)
     if any(part.region is None and part.numel for part in parts):
-        return "lies whole with some ranks and in regions with others"
+        return "is complete on some ranks and split into regions on others"
     by_region: dict[Region, list[tuple[int, int]]] = {}
     for part in parts:
         if part.region is not None and part.region.numel:
@@ -293,7 +292,7 @@ def _said(region: Region) -> str:
 
 
 def region_to_json(region: Region) -> list[Any]:
-    """Returns the JSON values of a region, as the manifest has it next to a tensor's shape."""
+    """Returns the JSON values of a region in the manifest."""
     return [region.dim, [list(run) for run in region.runs]]
 
 

@@ -1,4 +1,4 @@
-"""One save: the status of each rank before it, what they agree on, and how it went.
+"""One save: the ranks' statuses, their agreement, and the result.
 
 `agree_on_save` is the whole agreement; it depends on nothing but the statuses of all ranks.
 """
@@ -57,7 +57,7 @@ class Saved:
 
 @dataclass
 class RankStatus:
-    """Message of a rank to the others before they save together."""
+    """A rank's message to the others before a joint save."""
 
     skips: bool
     failure: Exception | None
@@ -68,7 +68,7 @@ class RankStatus:
     begun: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the JSON values that the others get; exceptions as their text."""
+        """Returns JSON values for the other ranks; exceptions as text."""
         return {
             "skips": self.skips,
             "failure": None if self.failure is None else text_of(self.failure),
@@ -109,7 +109,7 @@ class Save:
 def agree_on_save(
     step: int, own: RankStatus, every: list[dict[str, Any]], raises: bool
 ) -> str | None:
-    """Returns the id of the save, or None where it is left out; the same on every rank."""
+    """Returns the id of the save, the same on every rank, or None to skip it."""
     failures = [(rank, status["failure"]) for rank, status in enumerate(every) if status["failure"]]
     problems = [(rank, status["problem"]) for rank, status in enumerate(every) if status["problem"]]
     skips = any(status["skips"] for status in every)
@@ -126,7 +126,7 @@ def agree_on_save(
     problem = own.problem or GulliverError(f"step {step}: rank {problems[0][0]}: {problems[0][1]}")
     if raises:
         raise problem
-    log.warning("step %d is not saved: %s; training goes on without it", step, problem)
+    log.warning("step %d is not saved: %s; training continues without it", step, problem)
     return None
 
 
@@ -134,7 +134,7 @@ def text_of(problem: Exception) -> str:
     return str(problem) or type(problem).__name__
 
 
-# Saves while training goes on: `AsyncCheckpointer`.
+# Saves while training continues: `AsyncCheckpointer`.
 #
 # Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
 
@@ -144,18 +144,18 @@ BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "warn")
 PAGE = 4 * 2**20
 QUEUE = 2**18
-"""Number of pages that may be waiting: a TiB of state is handed over at once."""
+"""Number of pages that may be queued, enough for a TiB of state."""
 MIB = 2**20
 LIMIT = "memory_limit"
 GROWTH = 32
-"""Pages by which the shadow grows at a time: the first are used while others are made."""
+"""Pages by which the shadow grows at a time; early ones are used meanwhile."""
 
 
 # [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
 # happened so far. Between them every rank's thread works for itself: it reports what it wrote in
 # a small file of the unfinished step, and rank 0 finishes the step when all reports are there.
 class AsyncCheckpointer:
-    """Saves a program's state while the program goes on.
+    """Saves a program's state while the program continues.
 
     What torch's optimizers step, and their state, is copied by native threads while the next
     forward and backward run; a step waits, by itself, for just what it is about to change. `save`
@@ -164,16 +164,16 @@ class AsyncCheckpointer:
 
     Args:
         folder: folder of the run; every step becomes a folder in it.
-        keep: number of the newest steps that stay; 0 keeps all.
+        keep: number of newest steps to keep; 0 keeps all.
         mode: way to hold the copy. ``shadow`` holds a copy of the whole state in host memory, which
             is made with the first save and used again: training is free as soon as memory has been
             copied. ``ring`` holds `ring_mb` only: training is held up where the disk is slower than
             a step. ``auto`` is a ring where the copy does not fit `memory_limit`, or where some of
-            the state lies on disk, else a shadow.
+            the state is on disk, else a shadow.
         ring_mb: MiB of the ring.
         memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
         on_error: answer to a failure: ``raise`` lets the next call raise it, ``warn`` logs it and
-            goes on.
+            continues.
         when_busy: behaviour of `save` while a step is still being written: ``wait`` or ``skip``.
         group: ranks that save together; None for all.
         engine: engine that moves the bytes; None for the best that this machine has. With one of
@@ -183,7 +183,7 @@ class AsyncCheckpointer:
             middle of a save is noticed at once, and named.
 
     Raises:
-        GulliverError: an option is not known or no number, or `about` is not JSON.
+        GulliverError: an option is unknown or out of range, or `about` is not JSON.
 
     Example:
         >>> checkpointer = AsyncCheckpointer("checkpoints")
@@ -229,7 +229,7 @@ class AsyncCheckpointer:
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
         self._ring_pages = min(ring_mb * 2**20, self.memory_limit or 2**63) // PAGE
         self.held = ""
-        """How the last copy was held, and why."""
+        """Where the last copy was held, and why."""
         self._given = engine
         self._engine = engine
         self._copy_stream: CopyStream | None = None
@@ -247,11 +247,11 @@ class AsyncCheckpointer:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which saves have held up training so far."""
+        """Seconds for which saves have stalled training so far."""
         return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Begins to save a step; all ranks call it.
+        """Begins to save a step (collective).
 
         Args:
             step: number of the step; one of that number is replaced when the new one is complete.
@@ -265,8 +265,8 @@ class AsyncCheckpointer:
             or where it could not be and ``on_error`` is ``warn``.
 
         Raises:
-            GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
-                cannot be written or another job has it, or something in the state cannot be saved.
+            GulliverError: the previous save failed (``on_error="raise"``), the folder cannot be
+                written or another job has it, or something in the state cannot be saved.
         """
         self._check_process()
         with _without_collection():
@@ -297,29 +297,29 @@ class AsyncCheckpointer:
         return True
 
     def _check_process(self) -> None:
-        """Refuses what would wait for ever: threads do not come along when a process forks."""
+        """Rejects calls in a forked process, which lacks the threads and would hang."""
         if os.getpid() != self._process:
             raise GulliverError(
                 f"this checkpointer belongs to process {self._process}, which forked this one: "
-                "call it there, or make one of another folder here"
+                "create another one here, for another folder"
             )
 
     def _gather(self, mine: Any, failure: Exception | None) -> list[Any]:
-        """Returns what all ranks say; where one is gone, raises what is known of it."""
+        """Gathers all ranks' statuses; raises what is known if a rank is gone."""
         if self.world_size == 1:
             return [mine]
         try:
             return gather_objects(mine, self._ranks.process_group)
         except RuntimeError as error:
             raise failure or GulliverError(
-                f"the ranks that save {self.folder.root} cannot agree, has one of them ended? "
+                f"the ranks that save {self.folder.root} cannot agree; did one of them end? "
                 f"({error})"
             ) from error
 
     def _prepare(
         self, step: int, state: Mapping[str, Any], status: RankStatus
     ) -> RankContent | None:
-        """Does what this rank can before all agree; notes in `status` whether it could."""
+        """Prepares this rank's part of the save; records failures in `status`."""
         try:
             collected = collect(state, self.rank, self.world_size)
             self._check_limit(collected)
@@ -336,7 +336,7 @@ class AsyncCheckpointer:
             return None
 
     def _check_limit(self, collected: RankContent) -> None:
-        """Refuses a shadow that does not fit."""
+        """Rejects a shadow that does not fit."""
         if self.mode == "shadow" and self.memory_limit is not None:
             leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
             values = (leaf.value if isinstance(leaf, Part) else leaf for leaf in leaves)
@@ -344,11 +344,11 @@ class AsyncCheckpointer:
             if needed > self.memory_limit:
                 raise GulliverError(
                     f"mode='shadow' needs {needed} bytes of host memory on rank {self.rank}, "
-                    f"{LIMIT} allows {self.memory_limit}: give mode='ring'"
+                    f"{LIMIT} allows {self.memory_limit}: use mode='ring'"
                 )
 
     def _agree(self, step: int, status: RankStatus) -> str | None:
-        """Agrees on what all ranks do: the save's id, None to go on without it, or an error."""
+        """Agrees with all ranks: the save's id, None to skip it, or an error."""
         every = self._gather(status.to_json(), status.failure)
         save_id = None
         try:
@@ -359,7 +359,7 @@ class AsyncCheckpointer:
         return save_id
 
     def _start(self, save: Save, collected: RankContent) -> None:
-        """Hands everything over; other ranks learn afterwards what fails from here on."""
+        """Submits everything; later failures reach other ranks through reports."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
         # Before anything that can fail: rank 0 has to see that this rank lives until it reports.
@@ -389,15 +389,15 @@ class AsyncCheckpointer:
             self._snapshot.release(self._snapshot.unguarded)
 
     def _choose(self, snapshot: Snapshot) -> bool:
-        """Whether this save goes through a ring; notes why, see `held`."""
+        """Whether this save uses a ring; records the reason, see `held`."""
         needed, limit, on_disk = snapshot.source_bytes, self.memory_limit, snapshot.disk_bytes
-        is_ring, reason = self.mode == "ring", f"as {self.mode!r} was asked for"
+        is_ring, reason = self.mode == "ring", f"because mode={self.mode!r} was given"
         if self.mode == "auto" and limit is not None and needed > limit:
             is_ring = True
             reason = f"a copy of {needed / MIB:.0f} MiB is more than {LIMIT} of {limit / MIB:.0f}"
         elif self.mode == "auto":
             is_ring = on_disk > 0
-            reason = f"{on_disk / MIB:.0f} MiB of the state lie on disk" if on_disk else "it fits"
+            reason = f"{on_disk / MIB:.0f} MiB of the state are on disk" if on_disk else "it fits"
         size = self._ring_pages * PAGE if is_ring else needed
         kind = "ring" if is_ring else "shadow"
         self.held = f"a {kind} of {size / MIB:.0f} MiB of host memory per rank: {reason}"
@@ -425,7 +425,7 @@ class AsyncCheckpointer:
         return self._copy_stream
 
     def _finish(self, save: Save) -> None:
-        """Writes and completes a step in the background, or notes why it failed."""
+        """Writes and completes a step in the background, or records the failure."""
         partial = self.folder.partial(save.step)
         try:
             self._write_and_report(save, partial)
@@ -446,7 +446,7 @@ class AsyncCheckpointer:
             self.folder.discard(save.step)
 
     def _write_and_report(self, save: Save, partial: Path) -> None:
-        """Writes the files, and reports how that went."""
+        """Writes the files and reports the result."""
         reported = False
         try:
             if save.problem is None:
@@ -468,7 +468,7 @@ class AsyncCheckpointer:
         return error
 
     def _write(self, save: Save, partial: Path) -> None:
-        """Writes the files and reports them; or notes what went wrong."""
+        """Writes the files and reports them, or records the failure."""
         snapshot, engine = save.snapshot, save.engine
         assert snapshot is not None
         assert engine is not None
@@ -496,19 +496,19 @@ class AsyncCheckpointer:
             snapshot.abandon(engine, error)
 
     def _grow(self, engine: Engine, snapshot: Snapshot) -> None:
-        """Makes the shadow as large as the state; its first pages are in use meanwhile."""
+        """Grows the shadow to the size of the state while its first pages are in use."""
         wanted = snapshot.pages(engine.page_bytes)
         while engine.pages < wanted:
             engine.grow(min(GROWTH, wanted - engine.pages))
 
     def wait_copied(self) -> None:
-        """Waits until the state may be changed by anybody, in any way."""
+        """Waits until the state may be modified in any way."""
         self._check_process()
         if self._snapshot is not None:
             self._snapshot.release(None)
 
     def wait(self) -> None:
-        """Waits until the step that is being saved is complete; all ranks call it.
+        """Waits until the step that is being saved is complete (collective).
 
         Raises:
             GulliverError: it could not be saved (``on_error="raise"``).
@@ -530,15 +530,15 @@ class AsyncCheckpointer:
             self._stalled, self._job, self._snapshot = self.stall_s, None, None
 
     def _pop_failure(self) -> Exception | None:
-        """Returns what went wrong before, once; None, and a warning, where that was wanted."""
+        """Returns the previous failure once; logs it and returns None for ``warn``."""
         failure, self._failure = self._failure, None
         if failure is not None and self.on_error == "warn":
-            log.warning("%s; training goes on without it", failure)
+            log.warning("%s; training continues without it", failure)
             return None
         return failure
 
     def close(self) -> None:
-        """Waits for the save in progress, and frees memory and folder; all ranks call it.
+        """Waits for the save in progress, and frees memory and folder (collective).
 
         Raises:
             GulliverError: the last save failed (``on_error="raise"``).
@@ -571,7 +571,7 @@ class AsyncCheckpointer:
         self.abandon()
 
     def abandon(self) -> None:
-        """Finishes what this rank saves, and frees the folder, when other ranks may be gone."""
+        """Finishes this rank's save and unlocks the folder when other ranks may be gone."""
         if os.getpid() == self._process:
             self._join()
             self._finalize()
@@ -579,7 +579,7 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Switches garbage collection off: looking at every object there is takes 0.1 s and more."""
+    """Disables garbage collection, as a full collection takes 0.1 s and more."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 """Copies from a device into the engine's pages, on a copy stream.
 
-The copy stream begins after what had been queued when the snapshot was taken. Whoever is about to
-change a source makes its own stream wait for the copy; no thread waits for the device, but the one
-that calls `pump`.
+The copy stream starts after the work that was queued when the snapshot was taken. Code that will
+change a source makes its own stream wait for the copy; only the thread that calls `pump` waits
+for the device.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from gulliver.memory.pending import storage_of
 # [Note: page-locked memory] CUDA copies into pageable memory while the caller waits. So the pool is
 # page-locked, once: every save uses it again.
 class CopyStream:
-    """Copy stream between a device and the host; copies run in the order of the calls."""
+    """Copy stream between device and host; copies run in call order."""
 
     # This base class serves host memory, where every copy has ended when the call returns.
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Makes the pool's memory fit for copies that do not wait."""
+        """Prepares the pool's memory for asynchronous copies."""
 
     def begin(self) -> None:
-        """Orders the copies to come after the work that the caller has queued so far."""
+        """Orders the copies after the work that the caller has queued."""
 
     def queue(self) -> AbstractContextManager[Any]:
-        """Returns the context in which copies are asked for."""
+        """Returns the context in which copies are queued."""
         return nullcontext()
 
     def mark(self) -> Any:
-        """Returns an event after the copies asked for so far."""
+        """Returns an event after the copies queued so far."""
         return None
 
     def order(self, event: Any) -> None:
-        """Makes the work that the caller queues next wait for an event."""
+        """Makes the caller's later work wait for an event."""
 
     def wait(self, event: Any) -> None:
         """Blocks the calling thread until an event has happened."""
 
 
 class CudaCopyStream(CopyStream):
-    """Copy stream of CUDA, into host memory that is page-locked for it."""
+    """CUDA copy stream into page-locked host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,16 +78,16 @@ class CudaCopyStream(CopyStream):
             if int(code) != 0:
                 raise GulliverError(
                     f"{nbytes} bytes of host memory could not be page-locked (CUDA error "
-                    f"{int(code)}): free some, or save with mode='ring'"
+                    f"{int(code)}): free some memory, or use mode='ring'"
                 )
             self._locked.add(address)
 
     def begin(self) -> None:
-        """Orders the copies to come after what is queued on the caller's current stream."""
+        """Orders the copies after the work on the caller's current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def queue(self) -> AbstractContextManager[Any]:
-        """Returns the context that makes the copy stream the current one."""
+        """Returns the context that makes the copy stream current."""
         return torch.cuda.stream(self.stream)
 
     def mark(self) -> Any:
@@ -97,16 +97,16 @@ class CudaCopyStream(CopyStream):
         return event
 
     def order(self, event: Any) -> None:
-        """Makes the caller's current stream wait; the calling thread does not."""
+        """Makes the caller's current stream wait, but not the thread."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait(self, event: Any) -> None:
-        """Blocks the calling thread until the event has happened, without the GIL."""
+        """Blocks the calling thread until the event, without the GIL."""
         event.synchronize()
 
 
 class CopyTicket:
-    """Page that a copy stream fills and the engine writes; waits as an engine's ticket does."""
+    """A page filled by a copy stream and written by the engine; waits like an engine ticket."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class CopyTicket:
 
     @property
     def checksum(self) -> int | None:
-        """Checksum of what was written; None until the page is with the engine."""
+        """Checksum of the page; None until the engine has it."""
         return None if self._ticket is None else self._ticket.checksum
 
     def copy(self, page: Page) -> None:
-        """Queues the copies into a page on the copy stream; does not wait for them."""
+        """Queues the copies into a page on the copy stream."""
         target, position = torch.from_numpy(page.array), 0
         with self.copy_stream.queue():
             for source, begin, count in self.sources:
@@ -144,26 +144,26 @@ class CopyTicket:
         self._issued.set()
 
     def write(self, engine: Engine, page: Page) -> None:
-        """Waits for the copies, and hands the page to the engine to be written."""
+        """Waits for the copies, and submits the page to the engine."""
         self.copy_stream.wait(self._event)
         self.sources = ()  # their memory may go
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
         self._written.set()
 
     def wait_copies(self) -> None:
-        """Waits until no copy writes the page any more; a device that is lost writes no more."""
+        """Waits until no copy writes to the page, or the device is lost."""
         with suppress(Exception):
             self.copy_stream.wait(self._event)
 
     def fail(self, error: BaseException) -> None:
-        """Wakes all waiting threads, with the error that keeps the page from being written."""
+        """Wakes all waiting threads with the error of the page."""
         if not self._written.is_set():
             self._error = error
         self._issued.set()
         self._written.set()
 
     def wait_copied(self) -> None:
-        """Makes the caller's next work on the device come after the copies."""
+        """Orders the caller's later device work after the copies."""
         self._issued.wait()
         if self._event is not None:
             self.copy_stream.order(self._event)
@@ -178,7 +178,7 @@ class CopyTicket:
 
 
 def pump(engine: Engine, tickets: Sequence[CopyTicket]) -> None:
-    """Copies page after page, as many ahead as the pool has, and has them written in order."""
+    """Copies pages as far ahead as the pool allows, and has them written in order."""
     copying: deque[tuple[CopyTicket, Page]] = deque()
     left = deque(tickets)
     try:
@@ -211,14 +211,14 @@ def _page(engine: Engine, wait: bool) -> Page | None:
 
 
 SETTLE_S = 2.0
-"""Seconds, at least, for which the end of a save waits for the thread that began it."""
+"""Minimum seconds that the end of a save waits for the thread that started it."""
 
 
 # [Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
 # page after page and write them. Until its pages are gathered a tensor must not change: `release`
 # waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of
 # every torch optimizer's step. Only what these change is copied after `save` has returned
-# (`guarded`): it waits for the rest (`unguarded`), whose writers ask nobody and may not raise a
+# (`guarded`): it waits for the rest (`unguarded`), whose writers ask no one and may not raise a
 # version (``.data``, numpy, fused kernels).
 #
 # [Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
@@ -233,7 +233,7 @@ SETTLE_S = 2.0
 # it, or all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by
 # storage.
 class Snapshot:
-    """Content that a rank saves of one step: its files, and a read lock on their sources."""
+    """A rank's content of one step: its files, and a read lock on their sources."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Snapshot:
         """Names of tensors that were changed before they had been copied."""
         self._guarded, self._caught = collected.guarded, caught
         self.unguarded: set[int] = set()
-        """Storages that may change without asking: release them before `save` returns."""
+        """Storages that may change without notice: release them before `save` returns."""
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._waiting: dict[int, list[Ticket | CopyTicket]] = {}
         self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
@@ -285,12 +285,12 @@ class Snapshot:
 
     @cached_property
     def images(self) -> dict[str, Image]:
-        """Plans of the files by name, made when first asked for: many tensors take time."""
+        """Plans of the files by name, made on first use, as many tensors take time."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
     @cached_property
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """JSON values of what the files hold, by entry and name, as the manifest has them."""
+        """JSON values of the files' parts, by entry and name, for the manifest."""
         return {
             entry: {key: part_to_json(file, leaf) for key, leaf in leaves.items()}
             for file, (entry, leaves) in self._leaves.items()
@@ -298,28 +298,27 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(image.nbytes for image in self.images.values())
 
     @cached_property
     def source_bytes(self) -> int:
-        """Bytes of all tensors; the files have headers besides."""
+        """Bytes of all tensors, without file headers."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
 
     @cached_property
     def disk_bytes(self) -> int:
-        """Bytes of tensors that lie on disk, in files that are mapped."""
+        """Bytes of tensors in memory-mapped files."""
         sources = (s for found in self._sources.values() for s in found.values())
         return sum(s.nbytes for s in sources if self._is_mapped(s))
 
     @property
     def addresses(self) -> set[int]:
-        """Addresses at which the memory begins that is copied from."""
+        """Start addresses of the source memory."""
         self._submitted.wait()
         return self._addresses
 
     def _source(self, entry: str, key: str, leaf: Leaf) -> Tensor:
-        """Returns the memory to copy from; small tensors are noted, to be copied at once."""
+        """Returns the memory to copy from; small tensors are queued for immediate copies."""
         value = leaf.value.detach() if isinstance(leaf, Part) else leaf
         name, storage = f"{entry}: {key}", storage_of(value)
         guarded = storage in self._guarded and name not in self._caught
@@ -328,7 +327,7 @@ class Snapshot:
         elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= (TINY if guarded else SMALL):
             return self._small.add(value, nbytes)
         owner = leaf.owner if isinstance(leaf, Part) else value
-        # A part lies in the file as one row of elements.
+        # A part is in the file as one row of elements.
         if isinstance(leaf, Part):
             value = value.reshape(leaf.shape if leaf.is_whole else -1)
         if owner is not None:
@@ -338,7 +337,7 @@ class Snapshot:
         return value
 
     def _is_mapped(self, value: Tensor) -> bool:
-        """Whether a tensor lies on disk, in a file that is mapped."""
+        """Whether a tensor is in a memory-mapped file."""
         return value.is_cpu and self._mapped.hold(value.data_ptr(), value.nbytes)
 
     def pages(self, page_bytes: int) -> int:
@@ -346,7 +345,7 @@ class Snapshot:
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
     def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
-        """Makes the files and hands their pages to the engine; `release` waits for that."""
+        """Creates the files and submits their pages; `release` waits for the copies."""
         try:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
@@ -364,7 +363,7 @@ class Snapshot:
             self._submitted.set()
 
     def _forget_leaves(self) -> None:
-        """Forgets the tensors, but for what has to stay alive, once their addresses are known."""
+        """Drops references to tensors, except those that must stay alive."""
         assert self.parts is not None
         assert self.source_bytes >= 0
         self._leaves.clear()
@@ -381,7 +380,7 @@ class Snapshot:
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
             if not source.is_contiguous()
         }
-        # Nobody waits for what has been copied already.
+        # No one waits for what has been copied already.
         storages = [
             None if address != source.data_ptr() else storage_of(source)
             for source, address in zip(image.sources, addresses, strict=True)
@@ -414,7 +413,7 @@ class Snapshot:
         return tickets
 
     def pump(self, engine: Engine) -> None:
-        """Copies from the device into pages, and has them written, until all are in flight."""
+        """Copies from the device into pages and queues writes until all are in flight."""
         pump(engine, self._copy_tickets)
 
     def release(self, storages: set[int] | None) -> None:
@@ -440,20 +439,20 @@ class Snapshot:
             self.stall_s += time.perf_counter() - begun
 
     def wait_copied(self) -> None:
-        """Waits in the background until everything has been copied; nobody is held up by that."""
+        """Waits in the background until everything has been copied."""
         for tickets in self._tickets.values():
             for ticket in tickets:
                 _wait_copied(ticket)
-                # What lies on disk was read for this: memory is for what training uses.
+                # What is on disk was read for this: memory is for what training uses.
                 for span in self._gone.pop(id(ticket), ()):
                     self._mapped.release_pages(*span)
         self._end_read_lock(None)
         self.copied_s = time.perf_counter() - self._begun
 
     def _compare(self, storages: Iterable[int] | None) -> None:
-        """Notes what was changed of storages that were copied, None for all, before they are free.
+        """Records changes to copied storages, None for all, before they are released.
 
-        One that is free may be written to at once, so this is done while nobody else can find it.
+        One that is free may be written to at once, so this is done while no one else can find it.
         """
         dropped = []
         with self._lock:
@@ -464,14 +463,14 @@ class Snapshot:
                 dropped.append(noted)
 
     def _end_read_lock(self, storages: Iterable[int] | None) -> None:
-        """Ends the read lock on storages that were copied, None for all."""
+        """Releases the read lock on copied storages, None for all."""
         dropped = []
         with self._lock:
             for key in {*self._waiting, *self._alive} if storages is None else storages:
                 dropped.append((self._waiting.pop(key, None), self._alive.pop(key, None)))
 
     def finish(self, engine: Engine) -> dict[str, FileEntry]:
-        """Waits until all is on the disk; returns the entries of the files by name."""
+        """Waits until everything is on disk; returns the file entries by name."""
         entries = {}
         try:
             for name, image in self.images.items():
@@ -496,7 +495,7 @@ class Snapshot:
         return entries
 
     def abandon(self, engine: Engine, error: Exception) -> None:
-        """Wakes all waiting threads, and closes the files, after a failure."""
+        """Wakes all waiting threads and closes the files after a failure."""
         self._submitted.set()
         for ticket in self._copy_tickets:
             ticket.fail(error)
@@ -504,13 +503,12 @@ class Snapshot:
         self.close_files(engine)
 
     def close_files(self, engine: Engine) -> None:
-        """Closes what is open."""
         for name in tuple(self._files):
             engine.close_file(self._files.pop(name))
 
 
 class _Small:
-    """Small tensors, which are copied together, and need no looking after from then on."""
+    """Small tensors, which are copied together up front."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -520,7 +518,7 @@ class _Small:
         self._filled = 0
 
     def add(self, tensor: Tensor, nbytes: int) -> Tensor:
-        """Notes a tensor to be copied; the tensor returned stands for the copy."""
+        """Queues a tensor for copying; returns a tensor that represents the copy."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         self._places[id(tensor)] = self._filled
@@ -537,7 +535,7 @@ class _Small:
             self._segments = []
 
     def forget(self) -> None:
-        """Forgets the tensors; what was copied stays."""
+        """Drops the tensors; copies stay."""
         self._tensors, self._places = [], {}
 
     def has(self, source: Tensor) -> bool:
@@ -545,12 +543,12 @@ class _Small:
         return id(source) in self._places
 
     def address_of(self, source: Tensor) -> int:
-        """Returns the address of a tensor's copy, or of the tensor where it has none."""
+        """Returns the address of a tensor's copy, or of the tensor if it has none."""
         place = self._places.get(id(source))
         return source.data_ptr() if place is None else self._memory.data_ptr() + place
 
     def held(self, source: Tensor) -> Tensor:
-        """Returns the bytes of a tensor's copy, or the tensor where it has none."""
+        """Returns the bytes of a tensor's copy, or the tensor if it has none."""
         place = self._places.get(id(source))
         return source if place is None else self._memory[place : place + source.nbytes]
 

@@ -1,4 +1,4 @@
-"""Nested states: the tensors taken out by name, all else as JSON that says where they belong.
+"""Nested states: tensors by name, and the rest as JSON with references to them.
 
 JSON and not pickle, as loading a pickle may run whatever code is in it.
 """
@@ -26,19 +26,19 @@ NAMED = {
 
 
 def as_leaf(value: Leaf) -> Leaf:
-    """Returns a tensor that holds a region of a whole as a part of that; others as they are."""
+    """Returns a tensor that holds a region as a `Part`; others unchanged."""
     is_slice = isinstance(value, Tensor) and region_of(value) is not None
     return part_of(value) if is_slice else value  # type: ignore[arg-type]
 
 
 def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:
-    """Takes the tensors out of a nested state."""
+    """Extracts the tensors from a nested state."""
     tensors: dict[str, Leaf] = {}
     return tensors, _take(state, "", tensors)
 
 
 def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
-    """Returns the skeleton of `value`; its tensors are added to `tensors`."""
+    """Returns the skeleton of `value` and adds its tensors to `tensors`."""
     if isinstance(value, _LEAVES):
         path = path or "value"
         # Keys with dots in them, and 1 next to "1", can give two tensors the same path.
@@ -61,8 +61,8 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise GulliverError(
-        f"{path or 'the state'} is a {type(value).__name__}: it cannot be saved; tensors, numbers, "
-        "text, and dicts, lists and tuples of them can"
+        f"{path or 'the state'} is a {type(value).__name__}: only tensors, numbers, text, and "
+        "dicts, lists and tuples of them can be saved"
     )
 
 
@@ -97,11 +97,13 @@ def join_state(tensors: Mapping[str, Any], skeleton: Any) -> Any:
         return items if kind == "list" else tuple(items)
     if kind == "dtype":
         if content not in NAMED:
-            raise GulliverError(f"{content!r} is no dtype: the state was written by something else")
+            raise GulliverError(
+                f"{content!r} is not a dtype: the state was written by another program"
+            )
         return NAMED[content]
     if kind == "float":
         return float(content)
-    raise GulliverError(f"{kind!r} is no part of a saved state: it was written by something else")
+    raise GulliverError(f"{kind!r} is not part of a saved state: it was written by another program")
 
 
 def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
@@ -111,7 +113,7 @@ def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
 
 
 def merge_skeletons(skeletons: Sequence[Any]) -> Any:
-    """Merges the skeletons of several ranks: dicts are joined, else the first rank's counts."""
+    """Merges the skeletons of several ranks: dicts are joined, else the first rank wins."""
     # Ranks that hold other parts of a state, such as the optimizer's of other parameters, have
     # dicts with other keys.
     first = skeletons[0]
@@ -145,21 +147,20 @@ def names_in(skeleton: Any) -> list[str]:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor; does not import what makes them."""
+    """Whether a value is a DTensor, without importing DTensor."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
-    """Returns what this rank has of a DTensor, as a tensor or a part of the whole."""
+    """Returns this rank's part of a DTensor, as a tensor or a part."""
     local = tensor.to_local().detach()
     check_holdable(where, local)
     placements, mesh = tensor.placements, tensor.device_mesh
     cuts = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
     if len(cuts) > 1 or any(p.is_partial() for p in placements):
         raise GulliverError(
-            f"{where} is a DTensor placed {placements} on a mesh of {mesh.ndim} axes: shards along "
-            "one axis, and replicas along any, can be saved and loaded; call full_tensor() on it "
-            "first"
+            f"{where} is a DTensor placed {placements} on a mesh of {mesh.ndim} axes: only one "
+            "axis may be sharded; call full_tensor() on it first"
         )
     if not cuts:
         return local.contiguous() if saving else local
@@ -184,7 +185,7 @@ def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
 
 
 def like_local(tensor: Any, local: Tensor) -> Any:
-    """Makes a DTensor placed as another one, of a local tensor of any dtype."""
+    """Returns a DTensor placed like another, from a local tensor of any dtype."""
     kind: Any = type(tensor.data)
     return kind.from_local(
         local,

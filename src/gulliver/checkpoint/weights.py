@@ -1,4 +1,4 @@
-"""Steps, Hugging Face folders, single safetensors files and tensors in memory as one thing.
+"""One interface to steps, Hugging Face folders, safetensors files and tensors in memory.
 
 Each is a `Weights`: tensors by name, read run by run of elements. `batches` cuts them into runs
 that fit `BATCH`, and a `ReadBatch` is the memory that they are read into, again and again.
@@ -33,14 +33,14 @@ from gulliver.memory.parts import Part, Region
 BATCH = 32 * 2**20
 """Bytes that are read at once."""
 ALIGNMENT = 64
-"""Bytes that tensors in a batch's memory are aligned to: no dtype has larger elements."""
+"""Alignment in bytes of tensors in a batch's memory, at least any dtype's size."""
 READ = 8 * 2**20
-"""Bytes that are read at once where a slice is wanted of them."""
+"""Bytes read at a time for slices."""
 GAP = 64 * 2**10
-"""Bytes of the longest gap that is read along: that costs less than a further read."""
+"""Longest gap in bytes that is read along, as that is cheaper than another read."""
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 STEMS = {"model": (SUFFIX, INDEX), "diffusion_pytorch_model": (INDEX, SUFFIX)}
-"""Names of files of weights, in order of preference, where a folder holds several kinds."""
+"""File names of weights in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,14 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return self.numel * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
-        """Returns the description after a conversion, which only floating-point tensors undergo."""
+        """Returns the description after conversion of floating-point tensors."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
         return TensorInfo(dtype, self.shape)
@@ -83,11 +81,11 @@ class Weights(ABC):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Names in the files of tensors that are one tensor there, too."""
+        """Names in the files that belong to one stored tensor."""
         return {name: name for name in self.infos}
 
     def add_alias(self, name: str, kept: str) -> None:
-        """Makes the tensor `kept` known under another name, too."""
+        """Makes the tensor `kept` known under another name too."""
         self.infos[name] = self.infos[kept]
 
     @abstractmethod
@@ -102,7 +100,7 @@ class Weights(ABC):
 
 
 def rounds(wanted: Iterable[tuple[Any, Part]]) -> list[dict[Any, Part]]:
-    """Deals out what is read of each source: once in a round, as it may have several names."""
+    """Splits reads into rounds with at most one name per source."""
     found: list[dict[Any, Part]] = []
     for source, part in wanted:
         free = next((one for one in found if source not in one), None)
@@ -113,7 +111,7 @@ def rounds(wanted: Iterable[tuple[Any, Part]]) -> list[dict[Any, Part]]:
 
 
 class StepWeights(Weights):
-    """An entry of a saved step, or all of its entries; every page that is read is checked."""
+    """One or all entries of a saved step; every page read is verified."""
 
     def __init__(self, path: Path, entry: str | None = "model", step: int | None = None) -> None:
         self.reader = read_during_writes(path, step, StepReader)
@@ -181,7 +179,7 @@ class FileWeights(Weights):
             raise GulliverError(f"{index} has no weight_map: it is no index of Hugging Face's")
         for name in places.values():
             if Path(name).name != name or name == "..":
-                raise GulliverError(f"{index} names {name!r}: its files have to lie in its folder")
+                raise GulliverError(f"{index} names {name!r}: its files must be in its folder")
         names = sorted(set(places.values()))
         self.files = [index.parent / name for name in names]
         absent = [name for name, file in zip(names, self.files, strict=True) if not file.is_file()]
@@ -196,7 +194,8 @@ class FileWeights(Weights):
         if lost:
             raise GulliverError(
                 f"{index.parent / places[lost[0]]} has no tensor {lost[0]!r}, though {index.name} "
-                f"says so{f', as of {len(lost) - 1} more' if lost[1:] else ''}: get the files again"
+                f"lists it{f', as of {len(lost) - 1} more' if lost[1:] else ''}: get the files "
+                "again"
             )
 
     def _add(self, file: Path, places: Mapping[str, str] | None = None) -> None:
@@ -233,7 +232,7 @@ class FileWeights(Weights):
             self._read_scattered(name, part.value, copies)
 
     def _started(self, name: str, begin: int, into: Tensor, count: int) -> Ticket:
-        """Starts to read bytes of a tensor from `begin` on into memory."""
+        """Starts reading bytes of a tensor from `begin` into memory."""
         assert self._engine is not None
         file, slot = self._slots[name]
         if file not in self._files:
@@ -241,7 +240,7 @@ class FileWeights(Weights):
         return self._engine.read(self._files[file], slot.offset + begin, into.data_ptr(), count)
 
     def _read_scattered(self, name: str, into: Tensor, copies: Copies) -> None:
-        """Reads what lies close together at once, gaps too, and copies what is wanted of it."""
+        """Reads nearby ranges at once, gaps included, and copies the wanted parts."""
         target = into.reshape(-1).view(torch.uint8)
         reads = deque(clusters(copies, GAP, READ))
         # While one is copied the next is read.
@@ -268,7 +267,7 @@ class FileWeights(Weights):
 
 
 class MemoryWeights(Weights):
-    """Tensors of this process, on any device; what shares its memory with another is there once."""
+    """Tensors of this process, on any device; tied ones appear once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], last: Iterable[str] = ()) -> None:
         self.path, self.files = Path(), []
@@ -295,7 +294,7 @@ class MemoryWeights(Weights):
 
     def read(self, wanted: Mapping[str, Part]) -> None:
         for name, part in wanted.items():
-            assert part.region is None, "what is in memory is read whole"
+            assert part.region is None, "tensors in memory are read as a whole"
             # Kept for the next part: flattening what is not contiguous copies it.
             if self._flat is None or self._flat[0] != name:
                 self._flat = name, self._tensors[name].reshape(-1)
@@ -308,19 +307,19 @@ class MemoryWeights(Weights):
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
-    # Parameters that ZeRO shards are of a class of their own, and would be waited for here.
+    # Parameters that ZeRO shards are of their own class, and would be waited for here.
     if type(tensor) not in (Tensor, nn.Parameter):
         raise GulliverError(
-            f"tensor {name!r} is a {type(tensor).__name__}, spread over ranks: save a "
-            "step with AsyncCheckpointer, and make a Hugging Face folder of it with "
-            "export_huggingface or `gulliver checkpoint convert`"
+            f"tensor {name!r} is a {type(tensor).__name__}, sharded over ranks: save a step with "
+            "AsyncCheckpointer, and make a Hugging Face folder of it with export_huggingface or "
+            "`gulliver checkpoint convert`"
         )
     check_holdable(f"tensor {name!r}", tensor)
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def identity(tensor: Tensor) -> Any:
-    """Returns a key that tensors of equal memory and shape share; None for empty or meta ones."""
+    """Key shared by tensors of equal memory and shape; None for empty or meta ones."""
     if tensor.nbytes == 0 or tensor.is_meta:
         return None
     place = (tensor.device, tensor.data_ptr(), tensor.dtype)
@@ -328,7 +327,7 @@ def identity(tensor: Tensor) -> Any:
 
 
 def open_weights(path: Path | str, entry: str | None = "model", step: int | None = None) -> Weights:
-    """Opens a run, a step, a safetensors file or a Hugging Face folder, whichever a path is."""
+    """Opens a run, a step, a safetensors file or a Hugging Face folder."""
     path = Path(path)
     if is_step_or_run(path):
         return StepWeights(path, entry, step)
@@ -338,7 +337,7 @@ def open_weights(path: Path | str, entry: str | None = "model", step: int | None
 
 
 def is_step_or_run(path: Path) -> bool:
-    """Whether a path is a step's folder, or a run's folder with a step in it."""
+    """Whether a path is a step's folder, or a run's folder with a step."""
     if not path.exists():
         raise GulliverError(f"{path} does not exist")
     if path.is_file():
@@ -351,14 +350,14 @@ def is_step_or_run(path: Path) -> bool:
 
 
 def _named(folder: Path) -> Path | None:
-    """The file of weights, or their index, that libraries look for in a folder."""
+    """The weights file or index that libraries look for in a folder."""
     # Where a folder has both, each library reads one: transformers the file, diffusers the index.
     names = [f"{stem}{ending}" for stem, endings in STEMS.items() for ending in endings]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
-    """Finds the single file, or the index, that holds the weights of a file or folder."""
+    """Finds the single file or the index of a file's or folder's weights."""
     if path.is_file():
         return (None, path) if path.name.endswith(INDEX) else (path, None)
     if not path.is_dir():
@@ -374,8 +373,8 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         raise GulliverError(f"{path} holds several safetensors files and no index of them: {found}")
     if any(path.glob("*.bin")):
         raise GulliverError(
-            f"{path} holds its weights as pickles (*.bin), which are not read: they may run code. "
-            "Get its safetensors files"
+            f"{path} has pickled weights (*.bin), which may run code and are not read: get its "
+            "safetensors files"
         )
     raise GulliverError(f"{path} holds no checkpoint and no safetensors file")
 
@@ -430,7 +429,7 @@ class ReadBatch:
 
 
 def _await(tickets: Iterable[Ticket]) -> None:
-    """Waits for all, even if one has failed: until then their memory is in use."""
+    """Waits for all reads even if one failed, as their memory is in use until then."""
     failure = None
     for ticket in tickets:
         try:

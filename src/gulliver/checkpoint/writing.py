@@ -39,18 +39,18 @@ from gulliver.io.files import (
 from gulliver.io.native import default_engine
 
 PAGES = 12
-"""Pages of the engine that writes: they go to the disk while the next batch is read."""
+"""Pages of the writing engine, flushed while the next batch is read."""
 
 _log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
-"""Callback that is given the bytes done so far and the total."""
+"""Callback that receives the bytes done so far and the total."""
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""Dtype that floating-point tensors are converted to: all, some by name in the source, none."""
+"""Dtype for floating-point tensors: for all, by source name, or none."""
 
 
 class _FileWriter:
-    """A new file, filled from its beginning through the engine's pages."""
+    """A new file, written sequentially through the engine's pages."""
 
     def __init__(self, engine: Engine, path: Path, nbytes: int) -> None:
         self._engine, self.nbytes = engine, nbytes
@@ -61,7 +61,7 @@ class _FileWriter:
         self._checksums: list[int] = []
 
     def put(self, content: Tensor) -> None:
-        """Appends a row of bytes in host memory, which is free again when this returns."""
+        """Appends bytes in host memory, which may be reused on return."""
         done, size = 0, content.numel()
         while done < size:
             if self._page is None:
@@ -88,7 +88,7 @@ class _FileWriter:
         self._checksums.append(int(ticket.checksum or 0))
 
     def finish(self) -> FileEntry:
-        """Waits until everything is on the disk; returns the file's entry."""
+        """Waits until everything is on disk; returns the file's entry."""
         self._flush()
         while self._open:
             self._finish_write(self._open.popleft())
@@ -97,7 +97,7 @@ class _FileWriter:
         return FileEntry(self.nbytes, self._engine.page_bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Closes the file; what was not finished is of no use."""
+        """Closes the file; an unfinished file is useless."""
         if self._page is not None:
             self._engine.release(self._page)
             self._page = None
@@ -139,7 +139,7 @@ def write_files(
     progress: Progress | None = None,
     called: str = "",
 ) -> dict[str, FileEntry]:
-    """Writes files one after the other, each from its beginning to its end; their entries by name.
+    """Writes files sequentially; returns their entries by name.
 
     `called` is what messages call the files. The disk writes what has been read while more is read.
     """
@@ -168,13 +168,13 @@ def write_files(
 
 
 def _wanted(weights: Weights, plan: FilePlan) -> dict[str, TensorInfo]:
-    """Returns what a file is made of, by name in the source and in the file's order."""
+    """Returns a file's content by source name, in file order."""
     sources = (plan.sources[name] for name in plan.image.names if name is not None)
     return {source: weights.infos[source] for source in sources}
 
 
 def dtype_of(dtype: DTypes, source: str) -> torch.dtype | None:
-    """Returns the dtype that a tensor is converted to; None where it stays as it is."""
+    """Returns the dtype that a tensor is converted to; None keeps it."""
     return dtype.get(source) if isinstance(dtype, Mapping) else dtype
 
 
@@ -186,7 +186,7 @@ def write_single(
     progress: Progress | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes tensors as one safetensors file, whole or not at all; one that is there is replaced.
+    """Writes tensors to one safetensors file atomically, replacing an existing one.
 
     `names` has the names in `weights` by name in the file, `metadata` the text next to them.
     """
@@ -206,7 +206,7 @@ def refuse_existing(target: Path) -> None:
 
 @contextmanager
 def new_parents(path: Path) -> Iterator[None]:
-    """Makes the missing folders above a path; removes them if what is done there fails."""
+    """Creates missing parent folders; removes them if the block fails."""
     made = [parent for parent in path.absolute().parents if not parent.exists()]
     with named_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,14 +221,14 @@ def new_parents(path: Path) -> Iterator[None]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes what conversions that were killed have left hidden."""
+    """Removes hidden leftovers of killed conversions."""
     for path in remove_leftovers(folder):
         _log.warning("removed %s, which a process that was killed had left half written", path)
 
 
 @contextmanager
 def new_folder(folder: Path, needed: int) -> Iterator[Path]:
-    """Opens a temporary folder next to `folder`, renamed to it when the block ends well."""
+    """Opens a temporary folder that is renamed to `folder` if the block succeeds."""
     clear_leftovers(folder.parent)
     require_space(folder.parent, needed)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")
@@ -243,19 +243,19 @@ def new_folder(folder: Path, needed: int) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-# Writes a model that ranks hold parts of as whole files, also while the program goes on.
+# Writes a model that ranks hold parts of as whole files, also while the program continues.
 
 
 ENTRY, STEP = "model", 0
 
 
-# [Note: models that no rank has] Nobody has the whole, and gathering it would hold training up. So
+# [Note: models that no rank has] No one has the whole, and gathering it would hold training up. So
 # each rank saves its parts as those of a step, in a hidden folder next to the target; when they are
 # all on the disk rank 0 reads them tensor by tensor, writes the files and removes the folder. For
 # that time the disk holds the model twice. What a killed process leaves is hidden, and removed by
 # the next one.
 class PartsSaver(AsyncCheckpointer):
-    """Begins to save parts, to make whole files of them; every rank makes one."""
+    """Saves parts in the background and joins them into files; created on every rank."""
 
     def __init__(
         self,
@@ -299,7 +299,6 @@ class PartsSaver(AsyncCheckpointer):
             self._remove()
 
     def _remove(self) -> None:
-        """Removes the parts."""
         if self.rank == 0:
             self._lock.release()
             shutil.rmtree(self.folder.root, ignore_errors=True)

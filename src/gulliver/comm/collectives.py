@@ -1,4 +1,4 @@
-"""Collectives between ranks: over gloo by our own messages, else by the backend."""
+"""Collectives between ranks: over gloo by our own messages, otherwise by the backend."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from gulliver.precision.wire.packing import pack, unpack
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 Group = dist.ProcessGroup | Torus | None
-"""Ranks that take part; None is the whole world."""
+"""Participating ranks; None is the whole world."""
 
 
 class Handle:
@@ -112,14 +112,14 @@ def all_reduce(
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
         any_order: gloo's own ring may be used among more than two ranks too, where the tensor is
-            large. It takes less of the processor, and adds each element's terms in an order that
-            depends on its place in the tensor: all ranks, and all runs, get the same bits, but not
-            the same as when the elements travel in other pieces.
-        wire: format that the elements travel in.
-        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
-        error: what the last packing has lost, of the tensor's size: it is made up for, and what
-            this one loses stands there afterwards. Nothing of it is used where nothing is packed.
-        finish: called by a thread of its own as soon as the result is there, where it is packed.
+            large. It uses less CPU time, but the order of summation depends on an element's
+            position: results are equal on all ranks and in all runs, but change if the tensor is
+            split differently.
+        wire: wire format of the elements.
+        purpose: purpose, the same on all ranks; over gloo a difference is reported.
+        error: error of the last packing, of the tensor's size, which is added first; receives this
+            packing's error. Unused without packing.
+        finish: called by its own thread as soon as the result is there, where it is packed.
     """
     _check(tensor, op)
     _check_sum(tensor.dtype)
@@ -153,7 +153,7 @@ def all_reduce(
 def backend_all_reduce(
     tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Handle:
-    """Runs the all-reduce of the backend: over gloo a ring, which adds in an order of its own."""
+    """Runs the backend's all-reduce, whose order of addition over gloo is its own."""
     count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, finish=_mean(tensor, op, group_size(group))), async_op)
@@ -170,7 +170,7 @@ def reduce_scatter(
     wire: WireFormat = IDENTITY,
     error: Tensor | None = None,
 ) -> Handle:
-    """Writes this rank's part of the reduction of `input` to `output`.
+    """Writes this rank's shard of the reduction of `input` to `output`.
 
     Over gloo the terms are added in the order of the ranks, of packed ones the own one first.
 
@@ -180,9 +180,9 @@ def reduce_scatter(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        accumulate_dtype: dtype of the sum and of `output`, where it is wider than what travels.
-        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
-        wire: format that the elements travel in.
+        accumulate_dtype: dtype of the sum and of `output`, if wider than that of `input`.
+        purpose: purpose, the same on all ranks; over gloo a difference is reported.
+        wire: wire format of the elements.
         error: the same as in `all_reduce`, of the size of the input, to which it is added.
     """
     _check(output, op)
@@ -226,7 +226,7 @@ def all_gather(
     wire: WireFormat = IDENTITY,
     add: bool = False,
 ) -> Handle:
-    """Writes the inputs of all ranks, one after the other, to `output`.
+    """Concatenates the inputs of all ranks in `output`.
 
     Args:
         output: flat, as large as all inputs together; it may contain this rank's input in its
@@ -234,9 +234,9 @@ def all_gather(
         input: flat, of one size on all ranks.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        purpose: what it is for, the same on all ranks; over gloo a difference is reported.
-        wire: format that the elements travel in. All ranks then have the same bits, those of the
-            packed elements, also of the own part: its exact values stay in `input` alone.
+        purpose: purpose, the same on all ranks; over gloo a difference is reported.
+        wire: wire format of the elements. All ranks then have the same bits, those of the packed
+            elements, also of the own part: its exact values stay in `input` alone.
         add: whether packed elements are added to what `output` holds, which may be narrower.
 
     Raises:
@@ -250,7 +250,7 @@ def all_gather(
         wire = wire.of(input)
     _check_parts(input, output, size, input.dtype if add else None)
     if add and (wire is IDENTITY or size == 1):
-        raise GulliverError("what is gathered is added to what there is where it travels packed")
+        raise GulliverError("an all-gather can add to its output only in a wire format")
     if size == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
@@ -288,7 +288,7 @@ def broadcast_object(value: Any, src: int = 0, group: Group = None) -> Any:
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """The values that all ranks passed, in the order of the ranks."""
+    """Gathers the objects of all ranks in rank order."""
     if group_size(group) == 1:
         return [value]
     values: list[Any] = [None] * group_size(group)
@@ -300,7 +300,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 def broadcast(
     tensor: Tensor, src: int = 0, group: Group = None, wire: WireFormat = IDENTITY
 ) -> None:
-    """Replaces `tensor` on every rank by that of rank `src` of the group."""
+    """Replaces `tensor` on every rank with that of rank `src` of the group."""
     # Packed in a wire format all ranks get the same bits, rank `src` too.
     _check(tensor, "sum")
     check_wire(wire)
@@ -317,7 +317,7 @@ def broadcast(
 
 
 def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Purpose) -> Packer:
-    """Returns what packs and exchanges tensors, along the axes of a torus or directly."""
+    """Returns the packed exchange of tensors, along the axes of a torus or directly."""
     check_packed(op, wire)
     rank_groups = _rank_groups(group)
     gloo = sends_directly(rank_groups[0].process_group, whole)
@@ -325,7 +325,7 @@ def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Pur
 
 
 def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
-    """The rank groups of a collective: one for each axis of a torus, else one."""
+    """Rank groups of a collective: one per axis of a torus, else one."""
     return group.rank_groups if isinstance(group, Torus) else (rank_group_of(group),)
 
 
@@ -352,7 +352,7 @@ def _sent(
 
 
 def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
-    """Starts the backend's collectives, axis after axis."""
+    """Starts the backend's collectives axis by axis."""
     return Handle(*run_chained(tensors, steps))
 
 
@@ -380,8 +380,8 @@ def _check(tensor: Tensor, op: str) -> None:
 def _check_sum(dtype: torch.dtype) -> None:
     if dtype.is_floating_point and dtype.itemsize == 1:
         raise GulliverError(
-            f"{dtype} travels but is not added up: "
-            "reduce_scatter with accumulate_dtype=torch.float32, or reduce a wider dtype"
+            f"{dtype} cannot be summed: use reduce_scatter with accumulate_dtype=torch.float32, or "
+            "a wider dtype"
         )
 
 
@@ -434,7 +434,7 @@ T = TypeVar("T")
 
 
 def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Calls a function on every rank and returns its value, unless it failed on any of them.
+    """Calls a function on every rank; raises on all ranks if it failed on any of them.
 
     Args:
         function: function to call; it must not communicate.
@@ -450,7 +450,7 @@ def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None
         value = function()
     except Exception as error:
         failure = error
-    # Ranks must not go on to a collective operation that a failed rank never enters.
+    # Ranks must not continue to a collective operation that a failed rank never enters.
     reasons = gather_objects(
         None if failure is None else str(failure) or type(failure).__name__, group
     )
@@ -473,7 +473,7 @@ MOST_AXES = 3
 MARGIN = 0.05
 """Share of the seconds by which a torus must be faster to be taken."""
 NAMES = {2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
-"""Names of axes that are not the cluster's own."""
+"""Names of axes that do not come from the cluster."""
 
 
 @dataclass(frozen=True)
@@ -497,7 +497,7 @@ class ChosenAxes:
 def choose_axes(
     cluster: Cluster, collectives: Sequence[tuple[str, int]], size: int | None = None
 ) -> ChosenAxes:
-    """Chooses the axes of collectives; every rank calls it and gets rank 0's result.
+    """Chooses the axes of collectives (collective; rank 0 decides).
 
     Args:
         cluster: links of the ranks, measured or described.
@@ -510,7 +510,7 @@ def choose_axes(
     """
     if size is not None and cluster.size != size:
         raise GulliverError(
-            f"the cluster {cluster.name!r} has {cluster.size} ranks, and there are {size}: pass "
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, but {size} ranks run: pass "
             f"cluster.resized({size}), or measure it with gulliver probe"
         )
     found = {sizes: torus_seconds(cluster, sizes, collectives) for sizes in tori(cluster.size)}
@@ -526,7 +526,7 @@ def choose_axes(
 
 
 def tori(ranks: int, axes: int = MOST_AXES) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations of a number into two factors or more, each above 1."""
+    """Ordered factorisations of a number into two or more factors above 1."""
     for first in range(2, ranks // 2 + 1):
         if ranks % first == 0:
             yield first, ranks // first

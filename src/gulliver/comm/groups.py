@@ -18,7 +18,7 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks in a ring order, with the process group that they belong to."""
+    """Ranks in ring order, with their process group."""
 
     ranks: tuple[int, ...] = (0,)  # Ranks of the world, in the order of the group
     rank: int = 0
@@ -36,11 +36,10 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def group_order(self) -> list[int]:
-        """Ranks of this group, in the order in which the process group numbers them."""
+        """Ranks of this group in the order of the process group."""
         members = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         return [self.ranks.index(member) for member in members]
 
@@ -80,7 +79,7 @@ def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
-    """Whether tensors like this one use our point-to-point collectives (gloo on the CPU)."""
+    """Whether tensors like this one use our point-to-point collectives (gloo on CPU)."""
     return tensor.device.type == "cpu" and _place(group).gloo
 
 
@@ -100,15 +99,15 @@ Key = tuple[str, tuple[int, ...]]
 
 # [Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree
 # when: a rank on which the last user of a group was collected does not know whether the others
-# still send. So a group without users is kept for its next user. Where the ranks meet
-# anyway, at the end of a boost, they agree on those that nobody has asked for or uses on any rank,
-# and destroy them. All others go with the world.
+# still send. So a group without users is kept for its next user. Where the ranks meet anyway, at
+# the end of a boost, they agree on those that no one has asked for or uses on any rank, and destroy
+# them. All others go with the world.
 #
 # Callers name the use of a group. Two uses at a time do not share a group, so that messages of one
 # are never in the way of those of the other.
 @dataclass
 class _Shared:
-    """A process group with its users, or what torch gives to ranks that are not in it."""
+    """A process group with its users, or torch's placeholder on ranks outside it."""
 
     group: Any
     # Rank groups of this process that were given it; those that are gone are empty.
@@ -116,7 +115,7 @@ class _Shared:
     wanted: bool = True  # Since the ranks agreed the last time
     # Made by its members alone, and given back by them; other ranks do not know it.
     of_members: bool = False
-    # The group was given out without a rank group, so nobody knows its users.
+    # The group was given out without a rank group, so no one knows its users.
     for_ever: bool = False
 
     @property
@@ -130,11 +129,11 @@ _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
 def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
-    """Returns this rank's row with its group; every rank calls it with the same rows.
+    """Returns this rank's row with its group; called by every rank with the same rows.
 
     Args:
-        rows: ranks of the world in the order of their places; one of the rows has this rank.
-        use: rows of the same ranks have one group for each use.
+        rows: rows of world ranks in order; one row has this rank.
+        use: purpose; rows of the same ranks share a group per purpose.
     """
     me = dist.get_rank()
     # Every rank makes the groups of all ranks: that is what torch asks for.
@@ -164,7 +163,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
 
 
 def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
-    """A rank group with a gloo group: NCCL moves nothing in host memory. All its ranks call it."""
+    """A rank group with a gloo group, as NCCL cannot send host memory (collective)."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ALONE
     found = rank_group_of(group)
@@ -180,7 +179,7 @@ def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
 
 
 def return_rank_group(rank_group: RankGroup) -> None:
-    """Gives back a rank group of `host_rank_group`; its ranks call this together."""
+    """Returns a rank group of `host_rank_group` (collective)."""
     # What was made for it goes once none of them uses it any more.
     groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
     mine = rank_group.process_group
@@ -195,7 +194,7 @@ def return_rank_group(rank_group: RankGroup) -> None:
 
 
 def release_groups() -> None:
-    """Destroys groups that no rank uses or has asked for since the last call; all ranks call it."""
+    """Destroys groups that no rank uses or has requested since the last call (collective)."""
     if not dist.is_initialized():
         return
     groups = _made.get(dist.group.WORLD, {})

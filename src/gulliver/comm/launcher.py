@@ -1,4 +1,4 @@
-"""How ranks of one machine meet: over a store that listens on localhost only.
+"""Rendezvous of the ranks of one machine, over a store that listens on localhost only.
 
 torch's own ways to meet make a store that listens on all interfaces, where any host on the network
 may read and write it. Gloo's and NCCL's listeners follow the interface that the environment names.
@@ -52,7 +52,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use this store and make none of their own."""
+        """Makes ranks use the agent's store instead of their own."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -61,19 +61,15 @@ class LocalRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOCALHOST, self._port))
 
     def is_closed(self) -> bool:
-        """Whether it was closed."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Closes it."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Always 0."""
         return 0
 
     def get_run_id(self) -> str:
-        """The name of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -94,7 +90,7 @@ def register() -> str:
 
 
 def listen_on_localhost() -> None:
-    """Restricts the backends of ranks started from here to the loopback interface."""
+    """Restricts the backends of later ranks to the loopback interface."""
     # ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set already are left alone.
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
@@ -114,11 +110,11 @@ def default_ranks() -> int:
 
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-"""What ends a rank that neither ended by itself nor was ended because of another."""
+"""Signals that end a rank without another rank's failure."""
 
 
 def under_launcher() -> bool:
-    """Whether this process is a rank that a launcher started."""
+    """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""Wire formats: how the elements of a tensor travel between ranks.
+"""Wire formats: encodings of tensor elements in messages between ranks.
 
 Every collective, exchange and message takes one. What they are, and how elements are packed, is
 in `gulliver.precision.wire`; how packed elements are reduced and gathered is in `packed.py`.
@@ -24,13 +24,13 @@ from gulliver.precision.wire.packing import pack, unpack
 
 
 def check_wire(wire: WireFormat) -> None:
-    """Refuses unknown wire formats."""
+    """Rejects unknown wire formats."""
     if wire is not IDENTITY:
         wire_format(wire)
 
 
 def with_wire(purpose: Purpose, wire: WireFormat) -> Purpose:
-    """Adds the format to a purpose: messages of ranks that disagree about it never match."""
+    """Adds the format to a purpose, so that ranks with different formats never match."""
     if wire.name == "identity":
         return purpose
     text = f"{purpose.text or 'shares a tensor'}, packed as {wire.name} in {wire.block}s"
@@ -38,7 +38,7 @@ def with_wire(purpose: Purpose, wire: WireFormat) -> Purpose:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Views a contiguous tensor as bytes, since backends do not support every dtype."""
+    """Views a contiguous tensor as bytes, as backends do not support every dtype."""
     assert tensor.is_contiguous(), "gloo would read the storage from its start"
     return tensor.detach().view(-1).view(torch.uint8)
 
@@ -47,16 +47,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 TAGS = 1 << 20
-"""Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
+"""Number of tags per purpose; gloo's tags have 31 bits."""
 _NUMBERS = 1 << 15
-"""Those of one purpose in one wire format; many more than can be under way."""
+"""Number of tags per purpose and wire format, more than can be in flight."""
 _counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _exchanges: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 _lock = threading.Lock()
 _kept_bytes = _sent_bytes = 0
 KEPT_BYTES = 128 << 20
-"""Receive buffers that are kept for the next operation: fresh memory is slow to touch."""
+"""Receive buffers kept for reuse, as fresh memory is slow to touch."""
 
 
 # [Note: tags] Messages are matched by tags that every operation takes from a counter of its
@@ -76,7 +76,7 @@ class Messages:
         self._works, self._keep, self._finish, self.arriving = works, keep, finish, arriving
 
     def wait(self) -> Any:
-        """Waits for all of them, after which what was sent may be reused; returns what arrived."""
+        """Waits for all messages; returns the received tensors. Sent ones may be reused then."""
         for work in self._works:
             work.wait()
         finish, self._finish = self._finish, None
@@ -95,14 +95,14 @@ def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int
 
 
 def count_sent(count: float) -> None:
-    """Counts bytes sent to other ranks; called from any thread."""
+    """Counts bytes sent to other ranks; thread-safe."""
     global _sent_bytes
     with _lock:
         _sent_bytes += int(count)
 
 
 def sent_bytes() -> int:
-    """Bytes of tensors that this process has sent to other ranks so far."""
+    """Bytes of tensors sent to other ranks so far."""
     # Those of our own messages are counted as they are posted. What a backend does by itself counts
     # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
     # messages of torch's DDP are not counted.
@@ -123,7 +123,7 @@ def exchange_parts(
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> Messages:
-    """Posts one message from and one to each of some ranks of the world."""
+    """Posts one message to and from each of some world ranks."""
     incoming, outgoing = list(incoming), list(outgoing)
     # Receives first: a send that meets no receive fills buffers, and the pair takes turns.
     works = [receive(tensor, peer, group, tag) for peer, tensor in incoming]
@@ -132,12 +132,12 @@ def exchange_parts(
 
 
 def others(rank: int, size: int) -> list[int]:
-    """The other ranks, beginning with the next one, so that not all ranks send to the same."""
+    """The other ranks, starting after this one, so that ranks send to different peers."""
     return [(rank + step) % size for step in range(1, size)]
 
 
 def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose = ANY) -> int:
-    """The first of `count` tags that follow each other and belong to the caller."""
+    """Reserves `count` consecutive tags and returns the first."""
     key = group or dist.group.WORLD
     with _lock:
         number = _counters.get(key, 0)
@@ -149,7 +149,7 @@ def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose =
 
 
 def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-    """Records an exchange that all ranks of a group make with tags of their own."""
+    """Records an exchange that all ranks of a group make with their own tags."""
     # Numbered by themselves, below those of collectives, whose tags stay what they are.
     key = group or dist.group.WORLD
     with _lock:
@@ -171,7 +171,7 @@ def acquire_buffer(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def release_buffer(buffer: Tensor) -> None:
-    """Gives a buffer of `acquire_buffer` back; the least recently used are freed above a limit."""
+    """Returns a buffer of `acquire_buffer`; least recently used ones are freed above a limit."""
     global _kept_bytes
     key = (buffer.numel(), buffer.dtype)
     with _lock:
@@ -198,17 +198,17 @@ def _content(tensor: Tensor) -> Tensor:
 
 EXCHANGE_TAG = 300
 PACKED_CODE = 1900
-"""Codes of messages in wire formats begin here; collectives have those below."""
+"""First code of messages in wire formats; collectives have those below."""
 Addressed = Iterable[tuple[int, Tensor]]
-"""Ranks of the world, and the tensor that comes from or goes to each; contiguous, of any dtype."""
+"""World ranks, each with the contiguous tensor to send or receive, of any dtype."""
 
 
 # [Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
-# messages are posted one after the other, so the receives stand first: a message that finds its
-# receive posted needs no further round trip. Over NCCL a batch is one grouped call, so that no
-# rank's send waits for another's. All ranks post in the same order, which is what NCCL goes by;
-# gloo goes by the tags too. What arrives is waited for before it is read or sent on: NCCL would
-# keep that order by itself, gloo does not.
+# messages are posted one at a time, so the receives stand first: a message that finds its receive
+# posted needs no further round trip. Over NCCL a batch is one grouped call, so that no rank's send
+# waits for another's. All ranks post in the same order, which is what NCCL goes by; gloo goes by
+# the tags too. What arrives is waited for before it is read or sent on: NCCL would keep that order
+# by itself, gloo does not.
 #
 # Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
 def operations(
@@ -218,7 +218,7 @@ def operations(
     tag: int,
     wire: WireFormat = IDENTITY,
 ) -> list[dist.P2POp]:
-    """Returns torch's operations, receives first, for schedules that post them themselves."""
+    """Returns torch's operations, receives first, for schedules that post them."""
     check_wire(wire)
     if wire.name != "identity":
         raise GulliverError(f"operations are not packed as {wire}: post the bytes of PackedTensors")
@@ -255,7 +255,7 @@ def post(
 
 
 class PackedTensors:
-    """Bytes of tensors that are sent or received in a wire format."""
+    """Bytes of tensors sent or received in a wire format."""
 
     # Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers,
     # and what would not become smaller, travel as they are.
@@ -265,7 +265,7 @@ class PackedTensors:
         self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
 
     def tag(self, tag: int) -> int:
-        """The tag of a message; those of other formats never match."""
+        """The tag of a message; tags of other formats never match."""
         return (1 + PACKED_CODE + self.wire.code) * TAGS + tag
 
     def sending(self, tensor: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class PackedTensors:
         return tensor if wire is IDENTITY else pack(tensor, wire)
 
     def receiving(self, tensor: Tensor) -> Tensor:
-        """Returns the buffer to receive a packed tensor into; `unpack` writes the tensor."""
+        """Returns the receive buffer of a packed tensor; `unpack` writes the tensor."""
         wire = self.wire.of(tensor)
         if wire is IDENTITY:
             return tensor
@@ -292,7 +292,7 @@ class PackedTensors:
 def shift(
     rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
 ) -> Messages:
-    """Starts a send to the next rank of a group and a receive from the one before."""
+    """Starts a send to the next rank and a receive from the previous one."""
     check_wire(wire)
     _note(rank_group, wire)
     before, after = (
@@ -310,7 +310,7 @@ def exchange(
     counts: Sequence[int],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """All-to-all of parts of any sizes, which are known to both ends."""
+    """All-to-all of parts of any sizes, known at both ends."""
     check_wire(wire)
     own = outgoing[rank_group.rank]
     if rank_group.size == 1:
@@ -334,7 +334,7 @@ def _note(rank_group: RankGroup, wire: WireFormat) -> None:
 def gather_integers(
     rank_group: RankGroup, values: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Gathers the integers of every rank, as many from each."""
+    """Gathers equally many integers from every rank."""
     own = torch.tensor(values, dtype=torch.int64, device=device)
     if rank_group.size == 1:
         return [list(values)]

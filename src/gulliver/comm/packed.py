@@ -1,9 +1,9 @@
 """Collectives of packed elements: all-reduce, reduce-scatter and all-gather in a wire format.
 
-A rank that passes packed elements on cannot add them up. So every rank sends each part straight
-to its owner, who unpacks them, adds them up in float32 or wider, this rank's own term as it is, and
-packs the sum once more where others need it. All ranks, the owner too, go on with what was packed,
-so they have the same bits.
+A rank that passes packed elements on cannot add them up. So every rank sends each part straight to
+its owner, who unpacks them, adds them up in float32 or wider, this rank's own term as it is, and
+packs the sum once more where others need it. All ranks, the owner too, continue with what was
+packed, so they have the same bits.
 
 | | packed | error at most, of one format's bound |
 |---|---|---|
@@ -75,7 +75,6 @@ class Packer:
         return like.new_empty(count, dtype=torch.uint8)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Packs elements."""
         return pack(tensor, self.wire, self.buffer(tensor.numel(), tensor))
 
     def exchange(
@@ -111,7 +110,7 @@ class Packer:
         return Messages([work], sent), [parts[order.index(p)] for p in range(group.size)]
 
     def release_buffers(self, *lists: Sequence[Tensor]) -> None:
-        """Gives buffers back once they were sent and read."""
+        """Releases buffers after they were sent and read."""
         for buffer in itertools.chain(*lists):
             if buffer.device.type == "cpu" and buffer.numel() and self.gloo:
                 release_buffer(buffer)
@@ -120,7 +119,7 @@ class Packer:
 def run_packed(
     steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
 ) -> list[Any]:
-    """Starts a collective and returns what to wait for."""
+    """Starts a collective and returns its handle."""
 
     def whole() -> Steps:
         yield from steps
@@ -133,7 +132,7 @@ def run_packed(
 
 
 def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:
-    """All-gathers packed parts, the own one included, and writes or adds them."""
+    """All-gathers packed parts, including this rank's, and writes or adds them."""
     numel = input.numel()
     held, made = packer.pack(input), list[Tensor]()
     blocks = [held]
@@ -190,7 +189,7 @@ def packed_all_reduce(tensor: Tensor, mean: bool, packer: Packer, error: Tensor 
 def _all_reduced(
     flat: Tensor, mean: bool, packer: Packer, depth: int, error: Tensor | None
 ) -> Steps:
-    """Reduces along one axis, all-reduces the own part along the outer ones, and gathers."""
+    """Reduces along one axis, all-reduces the shard along outer ones, and gathers."""
     group = packer.rank_groups[depth]
     lengths = _cut(flat.numel(), group.size, packer.wire.block)
     parts = flat.split(lengths)
@@ -217,7 +216,7 @@ def _added_up(
     packer: Packer,
     lost: Sequence[Tensor] | Tensor | None,
 ) -> Steps:
-    """Adds the other ranks' terms to this rank's own, in rank order."""
+    """Adds the other ranks' terms to this rank's, in rank order."""
     group = packer.rank_groups[depth]
     empty = total.new_empty(0, dtype=torch.uint8)
     packed = [
@@ -242,11 +241,10 @@ def _added_up(
 
 
 def check_packed(op: str, wire: WireFormat) -> None:
-    """Refuses reductions other than sums and means."""
+    """Rejects reductions other than sums and means."""
     if op not in ("sum", "mean"):
         raise GulliverError(
-            f"a reduction by {op!r} does not travel as {wire}: sums and means do, others as "
-            "identity"
+            f"a reduction by {op!r} cannot be packed as {wire}: use sum, mean, or wire identity"
         )
 
 
@@ -257,6 +255,6 @@ def _wide(term: Tensor) -> Tensor:
 
 
 def _cut(numel: int, count: int, block: int) -> list[int]:
-    """Lengths of the parts of ranks, in whole blocks; the last ones may be shorter or empty."""
+    """Lengths of the ranks' parts in whole blocks; the last may be shorter or empty."""
     each = -(-numel // (count * block)) * block
     return [max(0, min(each, numel - number * each)) for number in range(count)]

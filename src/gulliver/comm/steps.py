@@ -36,18 +36,18 @@ from gulliver.comm.messages import (
 from gulliver.comm.watchdog import ANY, Purpose, wait_for
 
 THREADS = 8
-"""Collectives that go apart at once; more wait for their turn."""
+"""Maximum number of multi-axis collectives in flight; more are queued."""
 
 
 # [Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
 # order in which they are handed in, which is the same on all ranks of a group. Those of at most two
-# exchanges go *in turn*: one thread begins them, whatever else is under way, another waits for what
+# exchanges go *in turn*: one thread begins them, whatever else is in flight, another waits for what
 # arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
 # run in parallel. It cannot block: each exchange is posted as soon as the one before it has
 # arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
 # old collective before it begins a new one blocks those that wait for the new one, and have the
 # third exchange of the old one still to post. So collectives along several axes go *apart*, in a
-# thread each: the oldest unfinished one has a thread on every rank, and always goes on.
+# thread each: the oldest unfinished one has a thread on every rank, and always continues.
 class Arriving(Protocol):
     """Messages in flight."""
 
@@ -60,7 +60,7 @@ Steps = Generator[Arriving, None, None]
 
 
 class PendingCollective:
-    """A collective in flight, done or failed."""
+    """A collective that is in flight, done or failed."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -95,7 +95,7 @@ class _Threads:
         _serve("finish", self._arriving, self._finish)
 
     def drive(self, steps: Steps, exchange: PendingCollective) -> None:
-        """Hands in a collective with a thread of its own; threads are started on demand."""
+        """Submits a collective with its own thread; threads start on demand."""
         with self._lock:
             self._driven += 1
             more = self._drivers < min(THREADS, self._driven)
@@ -130,7 +130,6 @@ _under_way: WeakSet[PendingCollective] = WeakSet()
 
 
 def start(steps: Steps, apart: bool = False) -> PendingCollective:
-    """Starts a collective."""
     global _threads
     if _threads is None:
         _threads = _Threads()
@@ -150,7 +149,7 @@ def drive(steps: Steps) -> None:
 
 
 def drain(until: float) -> bool:
-    """Waits for all collectives in flight; returns whether they ended before the deadline."""
+    """Waits for all collectives in flight; returns whether they ended in time."""
     every = [e._done.wait(max(0.0, until - time.monotonic())) for e in list(_under_way)]
     return all(every)
 
@@ -191,14 +190,13 @@ def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> Non
 
 
 ROW_BYTES = 32 << 10
-"""Rows from this size on travel as they lie."""
+"""Rows from this size on are sent in place."""
 DIRECT_BYTES = 32 << 10
-"""Along the outermost axis an all-reduce sends everything to every rank at once, which saves an
-exchange, if each rank sends at most so much more."""
+"""Extra bytes per rank allowed for a direct all-reduce, which saves one exchange."""
 TINY_BYTES = 2 << 10
-"""Up to this size it does so along every axis: to send a shard less far costs one more exchange."""
+"""Size up to which every axis sends directly; shards need one more exchange."""
 SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
-"""A tensor is cut into so many segments, of at least and at most so many bytes."""
+"""Number of segments of a tensor, with their minimum and maximum bytes."""
 
 
 # [Note: who owns what] Rank r owns part r, whether the way was flat or along axes. Seen as
@@ -230,7 +228,7 @@ class AxisExchange:
         self._group = self.rank_group.process_group or dist.group.WORLD
 
     def receive(self, peer: int, block: Tensor) -> None:
-        """Posts the receive of a block; its pieces must lie contiguously."""
+        """Posts the receive of a block, which must be contiguous."""
         for number, piece in enumerate(_pieces(block)):
             rank = self.rank_group.ranks[peer]
             self.receives.append(receive(piece, rank, self._group, self.tag + number))
@@ -250,7 +248,7 @@ class AxisExchange:
         return Messages(works)
 
     def departures(self) -> Messages:
-        """The pending sends; each may be waited for once only."""
+        """The pending sends; each may be waited for only once."""
         works, self.sends = self.sends, []
         return Messages(works, self.keep)
 
@@ -258,7 +256,7 @@ class AxisExchange:
 def segmented_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """A reduce-scatter along rank groups, outer to inner, in segments."""
+    """Segmented reduce-scatter along rank groups, outer to inner."""
     return [
         reduce_scatter_steps(output, input, op, rank_groups, _tags(rank_groups, purpose), segment)
         for segment in _segments(output.numel(), input.nbytes, rank_groups)
@@ -268,7 +266,7 @@ def segmented_reduce_scatter(
 def segmented_all_gather(
     output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """An all-gather along rank groups, outer to inner, in segments."""
+    """Segmented all-gather along rank groups, outer to inner."""
     return [
         all_gather_steps(output, input, rank_groups, _tags(rank_groups, purpose), segment)
         for segment in _segments(input.numel(), output.nbytes, rank_groups)
@@ -278,7 +276,7 @@ def segmented_all_gather(
 def segmented_all_reduce(
     tensor: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """An all-reduce in place along rank groups, outer to inner, in segments."""
+    """Segmented in-place all-reduce along rank groups, outer to inner."""
     flat = tensor.view(-1)
     return [
         all_reduce_steps(
@@ -381,7 +379,7 @@ def all_reduce_steps(
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
-    """One segment, an interval of the tensor: sums on the way out, sends them on the way back."""
+    """One segment: reduces on the way out, and returns the sums on the way back."""
     levels: list[_Level] = []
     mine = segment
     for depth in reversed(range(len(rank_groups))):
@@ -413,7 +411,7 @@ def all_reduce_steps(
 
 
 class _Level:
-    """One axis of an all-reduce: the interval of the tensor that each rank reduces."""
+    """One axis of an all-reduce: the interval that each rank reduces."""
 
     def __init__(
         self,
@@ -445,7 +443,7 @@ class _Level:
         return self.out.arrivals()
 
     def add_up(self, op: str) -> None:
-        """Adds the received terms to this rank's own."""
+        """Adds the received terms to this rank's."""
         own = self._part(self.rank_group.rank)
         add_up(own, own, self.slots, self.rank_group.rank, op)
 
@@ -483,7 +481,7 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
 
 
 def _along(parts: Tensor, rank_groups: Sequence[RankGroup], depth: int) -> Tensor:
-    """What travels along an axis in an all-gather: ``[rows, ranks, length]``."""
+    """The blocks sent along an axis in an all-gather: ``[rows, ranks, length]``."""
     # The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
     sizes = [rank_group.size for rank_group in rank_groups]
     inner = 0
@@ -497,7 +495,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def _pieces(block: Tensor) -> list[Tensor]:
-    """The contiguous pieces in which a block ``[rows, length]`` is sent; see the note above."""
+    """The contiguous pieces of a block ``[rows, length]``; see the note above."""
     if not block.numel():
         return []
     if block.shape[0] > 1 and block.shape[1] * block.element_size() >= ROW_BYTES:
@@ -520,7 +518,7 @@ def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]:
-    """The first tag of each rank group, followed by one for each row."""
+    """The first tag of each rank group, followed by one per row."""
     found, rows = [], 1
     for rank_group in rank_groups:
         found.append(next_tag(rank_group.process_group, rows, purpose))
@@ -529,7 +527,7 @@ def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]
 
 
 def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
-    """Cuts an interval into parts of one length; the last ones may be shorter or empty."""
+    """Splits an interval into equal parts; the last may be shorter or empty."""
     start, end = interval
     length = -(-(end - start) // count)
     edges = [min(start + number * length, end) for number in range(count + 1)]
@@ -537,7 +535,7 @@ def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
 
 
 def _segments(length: int, nbytes: int, rank_groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
-    """Intervals of a part that travel one after the other."""
+    """Intervals of a part that travel one at a time."""
     if len(rank_groups) == 1 or not nbytes:
         return [(0, length)]
     wanted = min(max(nbytes // SEGMENTS, LEAST_SEGMENT), MOST_SEGMENT)

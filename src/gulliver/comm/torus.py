@@ -53,7 +53,7 @@ class Axes:
         return lasting_group(self.rank_group(name)) if self.ranks is not None else None
 
     def torus(self, *names: str, flat: bool = False) -> Torus:
-        """The ranks along some axes, all of them by default; every rank of the world calls it.
+        """The ranks along some axes, by default all (collective).
 
         With `flat` the collectives go over all these ranks at once instead of axis by axis.
         """
@@ -66,7 +66,7 @@ class Axes:
         return self.rank_groups[name]
 
     def flat(self, names: Sequence[str]) -> RankGroup:
-        """This rank's line through all places along some axes; every rank calls it."""
+        """This rank's flat group along some axes (collective)."""
         if self.ranks is None:
             return ALONE
         rows = _rows(self.sizes, self.ranks, names)
@@ -83,11 +83,11 @@ class Axes:
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
             if name not in self.sizes:
-                raise GulliverError(f"there is no axis {name!r}: {nearest(name, self.sizes)}")
+                raise GulliverError(f"unknown axis {name!r}: {nearest(name, self.sizes)}")
         if list(names) != [name for name in self.sizes if name in names]:
             raise GulliverError(
-                f"axes {', '.join(names)} are out of order: name each once, outer to inner, "
-                f"as in {', '.join(self.sizes)}"
+                f"axes {', '.join(names)} must be named once, outer to inner, as in "
+                f"{', '.join(self.sizes)}"
             )
 
 
@@ -107,7 +107,8 @@ class Torus:
         flat: all its ranks, numbered outer axis first.
 
     Raises:
-        GulliverError: the sizes do not make the world; the order is none of its ranks.
+        GulliverError: the product of the sizes is not the world size; the order is not a
+            permutation of ranks.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Torus:
 def make_axes(
     sizes: Mapping[str, int], order: Sequence[int] | None = None, device_type: str | None = None
 ) -> Axes:
-    """Lays named axes over all ranks of the world; every rank calls it.
+    """Arranges all ranks of the world on named axes (collective).
 
     Args:
         sizes: name and size of each axis, outer to inner; the innermost has the fastest links.
@@ -185,7 +186,7 @@ def make_axes(
 
 
 def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list[list[int]]:
-    """The ranks along some axes, for every place on the others."""
+    """The ranks along some axes, for every position on the others."""
     places = [list(sizes).index(name) for name in names]
     last = list(range(-len(places), 0))
     count = math.prod(sizes[name] for name in names)
@@ -194,9 +195,9 @@ def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list
 
 # Collectives over the axes of a torus by the backend's own collectives, one axis after the other.
 #
-# For backends without the point-to-point messages of `steps.py`, NCCL above all. On a GPU the
-# steps are chained on a stream of their own: the host never waits, and the stream that computes
-# waits for one event, when somebody asks for the result.
+# For backends without the point-to-point messages of `steps.py`, NCCL above all. On a GPU the steps
+# are chained on their own stream: the host never waits, and the stream that computes waits for one
+# event, when somebody asks for the result.
 #
 # Between two steps the parts are put into the order that the next axis needs, by one copy in the
 # device's memory; that costs little compared with the link it saves.
@@ -230,7 +231,7 @@ class OnStream:
 
 
 def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
-    """Runs collectives; on a GPU on the side stream, without blocking the host."""
+    """Runs collectives, on a GPU on the side stream without blocking the host."""
     if tensors[0].is_cuda:
         return [OnStream(tensors[0].device, tensors, steps)]
     steps()
@@ -258,7 +259,7 @@ def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[Rank
 
 
 def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
-    """All-reduces in place: inner axes reduce-scatter and all-gather, the outermost all-reduces."""
+    """All-reduces in place: reduce-scatter and all-gather inside, all-reduce outside."""
     count = math.prod(rank_group.size for rank_group in rank_groups[1:])
     flat = tensor.view(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % count))
@@ -279,7 +280,7 @@ def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]
 def exchange_and_add(
     output: Tensor, parts: Tensor, op: str, group: dist.ProcessGroup | None
 ) -> tuple[Any, Callable[[], None]]:
-    """Sends parts to their ranks and adds them up there, in `output`'s dtype."""
+    """Sends parts to their ranks and adds them up there in `output`'s dtype."""
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 

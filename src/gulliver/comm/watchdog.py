@@ -1,4 +1,4 @@
-"""A flight recorder of the collectives that each rank starts, to find ranks that disagree."""
+"""Flight recorder of each rank's collectives, to find ranks that diverge."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import torch.distributed as dist
 from gulliver.errors import GulliverError
 
 KEPT = 64
-"""Entries of a group; no rank is further ahead of another that waits for it."""
+"""Entries kept per group; ranks cannot be further apart."""
 
 CODES = 2047
-"""Purposes that tags can tell apart; 0 is for those of no purpose."""
+"""Number of purposes that tags distinguish; 0 is for none."""
 
 Entries = dict[str, list[tuple[int, str]]]
-"""Numbers of collectives, and what they are for, by the names of groups."""
+"""Numbers and purposes of collectives, by group name."""
 
 
 # [Note: different programs] All ranks must hand in the collectives of a group in one order. One
@@ -38,7 +38,7 @@ Entries = dict[str, list[tuple[int, str]]]
 # they differ all ranks raise, or are ended where they wait in C++.
 @dataclass(frozen=True)
 class Purpose:
-    """What a collective is for."""
+    """Purpose of a collective."""
 
     text: str = ""  # Continues "rank 1 ..."
     code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
@@ -47,10 +47,10 @@ class Purpose:
 
 ANY = Purpose()
 PATIENCE_S = 1.0
-"""Waiting so long, one looks whether the others come at all."""
+"""Seconds of waiting after which other ranks are checked."""
 
 READING_S = 2.0
-"""The others look once a second for what a rank has said."""
+"""Seconds between the ranks' checks of each other."""
 
 MEETINGS = frozenset(
     {
@@ -69,7 +69,7 @@ MEETINGS = frozenset(
 )
 """Calls of torch that end when all ranks have made them."""
 
-OTHERWISE = "makes another call that all ranks have to make"
+OTHERWISE = "makes another collective call"
 
 
 class FlightRecorder:
@@ -89,7 +89,6 @@ class FlightRecorder:
         self.raised = False
 
     def note(self, group: Any, number: int, purpose: Purpose) -> None:
-        """Records a collective."""
         self.check()
         with self._lock:
             row = self._rows.get(group)
@@ -116,7 +115,7 @@ flight_recorder = FlightRecorder()
 
 
 def wait_for(done: threading.Event) -> None:
-    """Waits for a collective; raises if the ranks turn out to run different ones."""
+    """Waits for a collective; raises if ranks run different ones."""
     if done.wait(PATIENCE_S):
         return
     flight_recorder.waiting += 1
@@ -128,7 +127,7 @@ def wait_for(done: threading.Event) -> None:
 
 
 def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str:
-    """Describes the first collective in which ranks differ; empty if there is none."""
+    """Describes the first collective that differs between ranks; empty if none does."""
     groups = sorted({group for entries in sides.values() for group in entries})
     for group in groups:
         found = {rank: dict(e[group]) for rank, e in sides.items() if group in e}
@@ -144,7 +143,7 @@ def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str
 
 
 def blocking_collective() -> str:
-    """Name of the torch collective that the main thread is in; empty if there is none."""
+    """Name of the torch collective that blocks the main thread; empty if none does."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         name = frame.f_code.co_name
@@ -164,8 +163,8 @@ def _line(does: Mapping[int, str]) -> str:
         for text, ranks in by_text.items()
     )
     return (
-        f"the ranks do different things: {each}; call the model, read its parameters and save on "
-        "all ranks alike, in one order"
+        f"ranks run different collectives: {each}; call the model, read its parameters and save on "
+        "all ranks in the same order"
     )
 
 
@@ -177,13 +176,13 @@ def _line(does: Mapping[int, str]) -> str:
 
 
 GRACE_S = 5.0
-"""Time for the main thread to end by itself once a rank is known to be lost."""
+"""Seconds for the main thread to end by itself after a rank is lost."""
 
 SUSPECTED_S = 8.0
-"""A silence that is long enough once a collective has failed, too."""
+"""Seconds of silence that suffice after a failed collective."""
 
 STANDING_BEATS = 4
-"""A rank that is in one call for so many beats is stuck there."""
+"""Heartbeats in one call after which a rank counts as stuck."""
 
 MESSAGE_LENGTH = 500
 """Characters of an error that are sent to the other ranks."""
@@ -229,12 +228,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._heard = {other: (_Status(), time.monotonic()) for other in self._others}
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """Publishes the end of this rank, so that no other takes it for lost."""
+        """Publishes this rank's regular end, so that others do not report it lost."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -243,17 +241,17 @@ class Watchdog:
         elif failure is not None:
             self._status.end = f"failed {failure}"
         self._status.done = True
-        # A store that is gone has nobody left who could listen.
+        # A store that is gone has no one left who could listen.
         with contextlib.suppress(RuntimeError, dist.DistError):
             self._publish()
 
     def enter(self) -> None:
-        """Marks that the main thread enters the next passage of `together`."""
+        """Marks that the main thread enters the next section of `together`."""
         self._passages += 1
         self._inside = True
 
     def leave(self, error: BaseException | None) -> None:
-        """Leaves the passage; an error of this rank is published to the others."""
+        """Leaves the section; publishes this rank's error to the others."""
         self._inside = False
         if error is None or self._failure() is not None or flight_recorder.raised:
             return
@@ -264,7 +262,7 @@ class Watchdog:
             self._publish()
 
     def wait_for_reason(self) -> str | None:
-        """Waits until a lost or failed rank is known, at most as long as a silence lasts."""
+        """Waits until a lost or failed rank is known, up to the silence limit."""
         # For those whose collective has failed: a rank that ended as it should is lost to them,
         # too.
         self._suspected.set()
@@ -275,7 +273,7 @@ class Watchdog:
             flight_recorder.check()
         if failure := self._failure():
             return failure  # a rank that failed may have ended meanwhile: why it failed is why
-        return None if self.lost is None else f"rank {self.lost} is gone: it {self.reason}"
+        return None if self.lost is None else f"rank {self.lost} was lost: it {self.reason}"
 
     def _publish(self) -> None:
         self._store.set(str(self.rank), json.dumps(asdict(self._status)))
@@ -347,7 +345,7 @@ class Watchdog:
         return self._inside and any(status.passage == self._passages for status in statuses)
 
     def _lost(self) -> tuple[int, str] | None:
-        """A rank that has reported itself lost, or was reported by another, and why."""
+        """A rank that is reported lost, by itself or another, and why."""
         for other, (status, _) in self._heard.items():
             if status.end:
                 return other, status.end
@@ -372,7 +370,7 @@ class Watchdog:
         self.lost, self.reason = rank, reason
         self._known.set()
         if not self._stop.wait(GRACE_S):
-            self._end(self._failure() or f"rank {rank} is gone (it {reason})")
+            self._end(self._failure() or f"rank {rank} was lost (it {reason})")
 
     def _end(self, reason: str) -> None:
         print(f"gulliver: {reason}: rank {self.rank} ends", file=sys.stderr, flush=True)
@@ -386,7 +384,7 @@ class _Position:
         self._count, self._call, self._beats = 0, "", 0
 
     def look(self) -> tuple[Entries, str] | None:
-        """Returns entries, and the call that the main thread is stuck in; None on progress."""
+        """Returns entries, and the call that blocks the main thread; None on progress."""
         call = blocking_collective()
         same = (flight_recorder.count, call) == (self._count, self._call)
         self._beats = self._beats + 1 if same else 0

@@ -1,4 +1,4 @@
-"""The world: one process alone, or the ranks that torchrun started."""
+"""The world: a single process, or the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gulliver.errors import GulliverError
 
 COLLECTIVE_TIMEOUT_S = 600.0
 LEAVING_S = 10.0
-"""Longest wait at the end of a program for what is under way."""
+"""Maximum seconds to wait at exit for collectives in flight."""
 
 SILENCE_S = 30.0
 """A rank that is not heard of for so long counts as lost."""
@@ -39,7 +39,6 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -52,14 +51,14 @@ def init_world(
     silence_s: float = SILENCE_S,
     device: torch.device | None = None,
 ) -> World:
-    """Joins the world that torchrun describes in the environment, or a world of one.
+    """Joins the world described by torchrun's environment, or a world of one.
 
     A world of one makes no process group. Calling it again gives the same world. Where another
     library has made torch's process group, its ranks are the world.
 
     Args:
         timeout_s: longest wait inside a collective.
-        silence_s: a rank not heard of for so long is named and the others end.
+        silence_s: seconds of silence after which a rank is reported lost and the others end.
         device: device of this rank; None for the GPU of its local rank, or the CPU without GPUs.
 
     Raises:
@@ -90,10 +89,12 @@ def init_world(
                 backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
             )
     except (RuntimeError, ValueError) as error:
-        raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
+        raise GulliverError(
+            f"rank {rank} could not connect to the other {size - 1} ranks: {error}"
+        ) from error
     atexit.register(_shutdown_at_exit)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # A connection of its own: the main one is locked while a collective waits on it.
+    # its own connection: the main one is locked while a collective waits on it.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
     _watchdog = Watchdog(dist.PrefixStore("gulliver/heartbeat", store), rank, size, silence_s)
     _watchdog.start()
@@ -102,19 +103,19 @@ def init_world(
 
 
 def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
-    """Makes an already joined world the current one, for pools of workers."""
+    """Makes an already joined world current, for worker pools."""
     global _world, _watchdog
     _world, _watchdog = world, watchdog
     flight_recorder.clear()
 
 
 def current_world() -> World:
-    """Returns the current world; joins it on the first call."""
+    """Returns the current world, joining it on the first call."""
     return _world or init_world()
 
 
 def shutdown() -> None:
-    """Leaves the world; the other ranks see that it was on purpose."""
+    """Leaves the world and marks the exit as intended."""
     global _world, _watchdog
     if _watchdog is not None:
         _watchdog.stop()
@@ -127,7 +128,7 @@ def shutdown() -> None:
 def _shutdown_at_exit() -> None:
     """Leaves the world when the program ends."""
     # The interpreter ends threads where they stand. One that stands in a backend's code, watching
-    # or finishing a gather that nobody waited for, takes the process down with it; so all of them
+    # or finishing a gather that no one waited for, takes the process down with it; so all of them
     # are done before. After an error nothing is waited for: messages may be on their way that never
     # arrive. The others are notified, and the process ends without ending the threads. So it does
     # where a collective does not end, as after errors that were caught on some ranks only: its
@@ -140,7 +141,7 @@ def _shutdown_at_exit() -> None:
         status = 130 if issubclass(error, KeyboardInterrupt) else 1
         _exit_failed(f"with {error.__name__}: {text[0][:200]}", status)
     if not drain(time.monotonic() + LEAVING_S):
-        why = "at its end: other ranks have not taken part in a collective that it began"
+        why = "at exit: other ranks did not join a collective that this rank started"
         print(f"gulliver: this rank failed {why}", file=sys.stderr)
         _exit_failed(why, 1)
     shutdown()
@@ -169,12 +170,12 @@ def guard() -> Iterator[None]:
         reason = _watchdog.wait_for_reason()
         if reason is None:
             raise
-        raise GulliverError(f"{reason}, so the others cannot go on") from error
+        raise GulliverError(f"{reason}, so the other ranks cannot continue") from error
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Marks a passage that no rank can finish alone: an error inside of it ends all ranks."""
+    """Marks a section that needs all ranks: an error inside ends all of them."""
     # All ranks mark the same passages in the same order, and an error in one is final.
     watchdog = _watchdog
     if watchdog is None:
@@ -191,7 +192,7 @@ def together() -> Iterator[None]:
 
 
 def _is_transport(error: BaseException) -> bool:
-    """Whether an error came out of a collective's connection rather than out of a computation."""
+    """Whether an error comes from a collective's connection rather than a computation."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()

@@ -1,4 +1,4 @@
-"""Data: clips and their sources, the order of samples, and the way of batches to the device."""
+"""Data: clips and their sources, the order of samples, and moving batches to the device."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Walking through batches: dicts, lists, tuples, named tuples and dataclasses, in one another."""
+"""Traversal of batches: nested dicts, lists, tuples, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gulliver.solve.extents import Extents, size_class
 
 
 def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
-    """Rebuilds a batch with every leaf replaced by what `visit` returns for it."""
+    """Rebuilds a batch, replacing every leaf by the result of `visit`."""
     # A leaf is a tensor, an object with a method ``pin_memory`` (which knows its own tensors best),
     # or anything that is no container. Containers keep their type where it can be built again; a
     # sequence or mapping that cannot becomes a list or dict. Leaves are visited in their order.
@@ -87,7 +87,7 @@ PORTABLE = 1
 
 
 class CopyEvent(Protocol):
-    """An event that tells when a copy is done; `torch.cuda.Event` is one."""
+    """An event that tells whether a copy is done, such as `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Whether it has happened."""
@@ -100,7 +100,7 @@ class CopyEvent(Protocol):
 
 @dataclass(frozen=True)
 class ArenaStatistics:
-    """Counts of what an arena did, in bytes or numbers of tensors."""
+    """Counters of an arena, in bytes or numbers of tensors."""
 
     # Tensors placed in memory that was there.
     hits: int
@@ -128,7 +128,7 @@ class ArenaStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tensors that found memory waiting; 1 before the first."""
+        """Share of tensors placed in existing memory; 1 before the first."""
         total = self.hits + self.misses
         return self.hits / total if total else 1.0
 
@@ -152,9 +152,9 @@ class _Block(NamedTuple):
 
 # [Note: who frees a block] A tensor of the arena is `torch.frombuffer` over a small array object,
 # its *owner*. The storage holds the owner, and every view, slice and alias of the tensor holds the
-# storage, so the owner dies exactly when nobody can look at the memory any more. Its finalizer puts
+# storage, so the owner dies exactly when no one can look at the memory any more. Its finalizer puts
 # the block on a queue, and the next request takes it from there. A copy to the device is one more
-# holder: the tensors lie in a list until the event behind the copy has happened. Nobody releases
+# holder: the tensors are in a list until the event behind the copy has happened. No one releases
 # anything by hand, a dropped batch cannot leak, and nothing is known by an `id` that may come
 # again.
 #
@@ -163,17 +163,16 @@ class _Block(NamedTuple):
 #
 # [Note: why a warmed-up arena never misses] All tensors of a batch are placed together, in one
 # hole, and freed one by one. With `in_flight` slabs, each as large as the largest batch, and one
-# batch less alive, each living batch lies in one slab: at least one slab is empty, and any batch
-# fits it. No order of sizes or releases can break this, at the price of just the bytes that as many
-# of the largest batches need.
+# batch less alive, each living batch is in one slab: at least one slab is empty, and any batch fits
+# it. No order of sizes or releases can break this, at the price of just the bytes that as many of
+# the largest batches need.
 class PinnedArena:
-    """Pre-allocated host memory that is lent as tensors and comes back by itself.
+    """Pre-allocated host memory for tensors, reclaimed automatically.
 
-    A block is free again when the last tensor that looks at it is gone and the events of the device
-    copies from it have happened. The loader tells the arena of its own copies; other code that
-    copies to a device asynchronously calls `hold`, or keeps the tensor until then. Any thread may
-    use it. Blocks begin on a page and waste less than an eighth of their tensor, besides the rest
-    of a page.
+    A block is reused once its last tensor is gone and the device copies from it are done. The
+    loader registers its own copies; other code that copies to a device asynchronously calls `hold`,
+    or keeps the tensor until then. Any thread may use it. Blocks begin on a page and waste less
+    than an eighth of their tensor, besides the rest of a page.
 
     Args:
         limit: most bytes of all slabs together. What does not fit is ordinary memory, counted as a
@@ -221,7 +220,7 @@ class PinnedArena:
         return copies
 
     def empty_all(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Lends uninitialized host tensors, side by side in one slab where there is room.
+        """Allocates uninitialized host tensors, in one slab if possible.
 
         Args:
             like: tensors with the shapes, strides and dtypes wanted; their device may be ``meta``.
@@ -237,7 +236,7 @@ class PinnedArena:
         self._held.append((until, list(tensors)))
 
     def warm_up(self, batches: Iterable[Any], in_flight: int) -> None:
-        """Takes all memory that batches of certain shapes will ever need.
+        """Allocates all memory that batches of certain shapes need.
 
         Afterwards no request misses while at most `in_flight` batches, of whatever order and
         shapes of the table, are alive at once.
@@ -259,14 +258,13 @@ class PinnedArena:
             total = self._capacity + missing * need
             if total > self.limit:
                 raise GulliverError(
-                    f"{in_flight} batches of {need} bytes need {total} bytes of host memory, the "
-                    f"arena's limit is {self.limit}: raise it, or have fewer batches in flight"
+                    f"{in_flight} batches of {need} bytes need {total} bytes of host memory, but "
+                    f"the arena's limit is {self.limit}: raise it, or use fewer batches in flight"
                 )
             for _ in range(missing):
                 self._grow(need)
 
     def statistics(self) -> ArenaStatistics:
-        """Returns what the arena did so far."""
         with self._lock:
             self._reclaim()
             return ArenaStatistics(
@@ -287,7 +285,7 @@ class PinnedArena:
             event.synchronize()
 
     def _place(self, needs: list[int]) -> list[_Block | int]:
-        """Returns a block for each size, or just the size where it has to be plain memory."""
+        """Returns a block for each size, or the size if it has to be ordinary memory."""
         self._reclaim()
         sizes = [size_class(need) for need in needs]
         # One hole for all, see [Note: why a warmed-up arena never misses].
@@ -306,7 +304,7 @@ class PinnedArena:
         ]
 
     def _place_one(self, need: int, size: int, rest: int) -> _Block | int:
-        """A block by itself; a new slab holds the rest of its batch too."""
+        """Places a single block; a new slab has room for the rest of its batch."""
         found = self._extents.take(size)
         if found is not None:
             self._hits += 1
@@ -328,7 +326,7 @@ class PinnedArena:
         return _Block(self._slabs[number], start, size, need)
 
     def _owner(self, block: _Block | int) -> np.ndarray:
-        """Makes the object whose end frees a block, see [Note: who frees a block]."""
+        """Creates the object whose end frees a block, see [Note: who frees a block]."""
         if isinstance(block, int):
             return np.empty(block, np.uint8)
         owner = block.slab.bytes[block.start : block.start + block.asked]
@@ -336,7 +334,6 @@ class PinnedArena:
         return owner
 
     def _reclaim(self) -> None:
-        """Takes back what nobody uses any more."""
         # Events of one stream happen in their order; those of several are only looked at later.
         while self._held and self._held[0][0].query():
             self._held.popleft()
@@ -347,7 +344,7 @@ class PinnedArena:
             self._asked -= block.asked
 
     def _drop_slabs(self, size: int, below: int) -> None:
-        """Gives up empty slabs of less than `below` bytes, small ones first, for `size` others."""
+        """Frees empty slabs below `below` bytes, small ones first, to make room for `size`."""
         slabs = self._extents.slabs
         idle = [n for n, length in slabs.items() if length < below and self._extents.is_empty(n)]
         if self._capacity - sum(slabs[number] for number in idle) + size > self.limit:
@@ -376,7 +373,7 @@ class PinnedArena:
 
 
 class _Slab:
-    """Zeroed memory from the system, page-locked if wanted, with all pages in place."""
+    """Zeroed, populated memory from the system, optionally page-locked."""
 
     # Shared, not private: pages that a forked worker shares with its parent would be copied at the
     # parent's next write, out from under the device that they were locked for.
@@ -395,8 +392,8 @@ class _Slab:
             code = int(runtime.cudaHostRegister(address, size, PORTABLE))
             if code:
                 raise GulliverError(
-                    f"the system does not lock {size} bytes of host memory (CUDA error {code}): "
-                    "lower the arena's limit, or raise `ulimit -l`"
+                    f"cannot page-lock {size} bytes of host memory (CUDA error {code}): lower the "
+                    "arena's limit, or raise `ulimit -l`"
                 )
             weakref.finalize(self, _unlock, runtime, address, self.bytes).atexit = False
 
@@ -408,7 +405,7 @@ def _unlock(runtime: Any, address: int, memory: np.ndarray) -> None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes that a batch takes of an arena."""
+    """Bytes of an arena that a batch needs."""
     total = 0
 
     def count(leaf: Any) -> Any:
@@ -443,7 +440,7 @@ def _tensor(owner: np.ndarray | None, like: Tensor) -> Tensor:
 
 
 def _fill(buffer: Tensor, source: Tensor) -> Tensor:
-    """Copies without the interpreter's lock and in this thread alone."""
+    """Copies without the GIL, in this thread only."""
     # torch's own copy would start a second set of compute threads in addition to the training's.
     source = source.detach()
     if source.is_conj() or source.is_neg() or not _same_order(buffer, source):
@@ -460,19 +457,19 @@ def _same_order(one: Tensor, other: Tensor) -> bool:
 
 
 class CopyStream(Protocol):
-    """A way of copying tensors to a device."""
+    """Copies tensors to a device."""
 
     def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
-        """Starts copies; the event happens when the sources are no longer read."""
+        """Starts copies; the event occurs once the sources may be reused."""
         ...
 
     def receive(self, leaves: list[Any], event: CopyEvent) -> None:
-        """Orders what the caller does next behind the copies."""
+        """Orders the caller's later work after the copies."""
         ...
 
 
 class CudaCopyStream:
-    """Copies on a copy stream of its own, which never waits for the compute stream."""
+    """Copies on a separate stream, which never waits for the compute stream."""
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device, self._depth = device, depth
@@ -480,7 +477,7 @@ class CudaCopyStream:
         self._under_way: deque[CopyEvent] = deque()
 
     def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
-        """Starts copies of tensors, and of objects that have a method ``to``."""
+        """Starts copies of tensors, and of objects with a method ``to``."""
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
         if len(self._under_way) >= self._depth:
@@ -496,7 +493,7 @@ class CudaCopyStream:
         return sent, event
 
     def receive(self, leaves: list[Any], event: CopyEvent) -> None:
-        """Makes the caller's current stream wait for the copies; memory waits for it."""
+        """Makes the caller's current stream wait for the copies, and keeps their memory."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)  # type: ignore[arg-type]
         for leaf in leaves:
@@ -505,7 +502,7 @@ class CudaCopyStream:
 
 
 class MovedBatch(NamedTuple):
-    """A batch that is being copied, and what its receiver has to wait for."""
+    """A batch that is being copied, and the event to wait for."""
 
     batch: Any
     leaves: list[Any]
@@ -513,7 +510,7 @@ class MovedBatch(NamedTuple):
 
 
 class Mover:
-    """Moves batches into an arena and, by a copy stream, on to a device."""
+    """Moves batches into an arena, and to a device on a copy stream."""
 
     def __init__(
         self, arena: PinnedArena | None, copy_stream: CopyStream | None, locks: bool = False
@@ -540,13 +537,13 @@ class Mover:
         return MovedBatch(rebuilt, sent, event)
 
     def receive(self, moved: MovedBatch) -> Any:
-        """Returns the batch; what the caller does next is ordered behind its copies."""
+        """Returns the batch; the caller's later work is ordered after its copies."""
         if moved.event is not None and self._copy_stream is not None:
             self._copy_stream.receive(moved.leaves, moved.event)
         return moved.batch
 
     def _stage(self, leaves: list[Any]) -> list[Any]:
-        """Copies host tensors into the arena; other objects lock their memory by `pin_memory`."""
+        """Copies host tensors into the arena; other objects use their `pin_memory`."""
         if self._arena is None:
             return [leaf.pin_memory() for leaf in leaves] if self._locks else leaves
         tensors = iter(self._arena.copy_all([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
@@ -558,7 +555,7 @@ class Mover:
         ]
 
     def _send(self, copy_stream: CopyStream, staged: list[Any]) -> tuple[list[Any], CopyEvent]:
-        """Sends what has a method ``to``; its sources are kept until the device has read them."""
+        """Sends objects with a method ``to``, keeping the sources until they are read."""
         places = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
         arrived, event = copy_stream.send([staged[place] for place in places])
         sent = list(staged)
@@ -574,12 +571,12 @@ def _is_moved(leaf: Any) -> bool:
 
 
 def copy_stream(device: torch.device | None, ahead: int) -> CopyStream | None:
-    """Makes the way to a device; None for the host."""
+    """Creates the copy stream of a device; None for the host."""
     return CudaCopyStream(device, ahead) if device is not None and device.type == "cuda" else None
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
-    """Resolves the device that batches go to; None where none is named."""
+    """Resolves the device of batches; None if none is given."""
     if device is None:
         return None
     found = torch.device(device)

@@ -1,4 +1,4 @@
-"""Resolutions by name, with the sizes that each has for different aspect ratios, as published.
+"""Published resolutions by name, with their sizes per aspect ratio.
 
 Names are ``144p`` to ``4k`` with 17 ratios of height to width, ``256`` to ``2880`` with 40 (those
 of PixArt), and ``256px``, ``768px``, ... of squares of any side, whose sizes are computed (2.0).
@@ -31,14 +31,14 @@ Sizes = dict[float, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Resolution:
-    """A name's number of pixels, and the sizes that come near it."""
+    """A resolution's number of pixels, and its sizes."""
 
     name: str
     pixels: int
     sizes: Sizes
 
     def nearest(self, height: int, width: int) -> tuple[int, int]:
-        """The size whose aspect ratio is nearest to that of a picture."""
+        """The size with the aspect ratio nearest to that of a picture."""
         return self.sizes[min(self.sizes, key=lambda ratio: abs(ratio - height / width))]
 
 
@@ -111,7 +111,7 @@ LARGEST_SIZES = (
 """Sizes of ``2880`` in units of 64 pixels."""
 SQUARES = {"256": 16, "512": 32, "1024": 64, "2048": 128}
 SIDES = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1")
-"""Width to height of the sizes that 2.0 computes, which it turns upright as well."""
+"""Width to height of the sizes computed by 2.0, which also uses their transposes."""
 GRID = 16
 """Pixels that 2.0's sides are multiples of."""
 
@@ -145,7 +145,7 @@ def _computed(pixels: int) -> dict[str, tuple[int, int]]:
 
 
 def _square_of(name: str) -> Resolution | None:
-    """Reads ``256px``, ``256px_ar16:9`` (one ratio), and ``256px_max`` (the most pixels)."""
+    """Parses ``256px``, ``256px_ar16:9`` (one ratio), and ``256px_max`` (the most pixels)."""
     match = re.fullmatch(r"([1-9]\d{0,4})px(?:_(max|ar[\d.]+:[\d.]+))?", name)
     if match is None:
         return None
@@ -167,7 +167,7 @@ def _square_of(name: str) -> Resolution | None:
 
 @cache
 def resolution(name: str) -> Resolution:
-    """Returns what a name stands for."""
+    """Returns the resolution of a name."""
     if name in VIDEO_SIZES:
         pixels, sizes = VIDEO_SIZES[name]
         return Resolution(name, pixels, _table(VIDEO_RATIOS, sizes))
@@ -229,7 +229,7 @@ class ClipSizes(NamedTuple):
 
 
 class BucketConfig:
-    """Rules that deal clips to buckets.
+    """Rules that assign clips to buckets.
 
     Args:
         values: lengths by resolution, and for each a chance or two and a batch size.
@@ -259,23 +259,22 @@ class BucketConfig:
         A Python file is not run: what it assigns must be written out.
 
         Raises:
-            GulliverError: the file is missing or unreadable, or its content is refused.
+            GulliverError: the file is missing or unreadable, or its content is rejected.
         """
         return cls(_read(path), str(path), unit)
 
     def _check_lengths(self) -> None:
-        """Refuses lengths of videos of which a model's unit leaves one frame."""
+        """Rejects video lengths that a model's unit would cut to one frame."""
         step = self.unit[0]
         for rule in self.rules:
             if rule.keep and 1 < rule.frames <= step:
                 raise GulliverError(
-                    f"{self.where}: {rule.resolution.name}: {rule.frames} frames are cut to a "
-                    f"still, the autoencoder takes {step} k + 1: the next that fits is {step + 1}; "
-                    "1 is for pictures"
+                    f"{self.where}: {rule.resolution.name}: {rule.frames} frames would be cut to a "
+                    f"still: use {step} k + 1 frames, such as {step + 1}, or 1 for pictures"
                 )
 
     def assign(self, sizes: ClipSizes, interval: int, seed: int, epoch: int) -> np.ndarray:
-        """Deals all clips.
+        """Assigns all clips to rules.
 
         Args:
             sizes: sizes of the clips.
@@ -309,7 +308,7 @@ class BucketConfig:
     def buckets(
         self, sizes: ClipSizes, interval: int = 1, seed: int = 0, epoch: int = 0
     ) -> list[Bucket | None]:
-        """Returns the bucket of each clip in an epoch; None where it is left out."""
+        """Returns each clip's bucket in an epoch; None if it is left out."""
         chosen = self.assign(sizes, interval, seed, epoch)
         # Many clips have few sizes.
         found: dict[tuple[int, int, int], Bucket | None] = {}
@@ -329,7 +328,7 @@ class BucketConfig:
         return Bucket((rule.frames - 1) // t * t + 1, down, across)
 
     def batch_sizes(self, scale: int = 1) -> dict[Bucket, int]:
-        """Lists the batch size of every bucket there can be; where two meet, the smaller one.
+        """Lists the batch size of every possible bucket, the smaller one of two rules.
 
         Args:
             scale: number of ranks that the configuration's sizes are for, each.
@@ -343,7 +342,7 @@ class BucketConfig:
         return found
 
     def refusal(self, frames: int, height: int, width: int, interval: int) -> str | None:
-        """Says why a clip would be left out whatever the chances; None where it would not."""
+        """Why a clip is always left out; None if it is not."""
         pixels = height * width
         if all(pixels < ENOUGH_PIXELS * rule.resolution.pixels for rule in self.rules):
             return f"{height}x{width} is too small for every bucket"
@@ -352,7 +351,7 @@ class BucketConfig:
         return f"no bucket takes {frames} frames of {height}x{width}"
 
     def possible(self, frames: int, height: int, width: int, interval: int = 1) -> list[Bucket]:
-        """Lists the buckets that a clip may be dealt to, the first tried first."""
+        """Lists the buckets that a clip may be assigned to, in order of trial."""
         fitting = [
             rule
             for rule in self.rules
@@ -371,14 +370,14 @@ class BucketConfig:
 
 
 def _takes(rule: BucketRule, frames: int, interval: int) -> bool:
-    """Whether a clip is long enough for a rule; stills are only for rules of stills."""
+    """Whether a clip is long enough for a rule; stills only match rules for stills."""
     if rule.frames == 1 or frames == 1:
         return rule.frames == frames
     return frames > rule.frames * interval
 
 
 def chances(seed: int, epoch: int, rule: int, count: int) -> np.ndarray:
-    """Draws two numbers in [0, 1) for each clip, of a rule in an epoch: [2, count]."""
+    """Draws two numbers in [0, 1) per clip for a rule and an epoch: [2, count]."""
     draw = np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, rule]))
     return draw.random((2, count))
 
@@ -400,7 +399,7 @@ def _ordered(rules: Iterator[BucketRule]) -> list[BucketRule]:
 
 def _rules(values: Any, where: str) -> Iterator[BucketRule]:
     if not isinstance(values, Mapping) or not values:
-        raise GulliverError(f"{where} is no bucket configuration: write one such as {EXAMPLE}")
+        raise GulliverError(f"{where} is not a bucket configuration: write one such as {EXAMPLE}")
     kept = False
     for name, lengths in values.items():
         if str(name).startswith("_"):
@@ -413,11 +412,11 @@ def _rules(values: Any, where: str) -> Iterator[BucketRule]:
             kept |= rule.keep > 0
             yield rule
     if not kept:
-        raise GulliverError(f"{where}: every bucket has the chance 0: nothing to train on")
+        raise GulliverError(f"{where}: every bucket has probability 0: nothing to train on")
 
 
 def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
-    """Reads (keep, batch size) or ((keep, look), batch size)."""
+    """Parses (keep, batch size) or ((keep, look), batch size)."""
     try:
         # JSON has no other keys than text.
         length = int(frames) if isinstance(frames, str) else frames
@@ -425,14 +424,14 @@ def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
     except (TypeError, ValueError):
         raise GulliverError(f"{where} is {given!r}: write frames: (keep, batch size)") from None
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise GulliverError(f"{where}: {frames!r} is no number of frames")
+        raise GulliverError(f"{where}: {frames!r} is not a number of frames")
     pair = chance if isinstance(chance, list | tuple) else (chance, None)
     if len(pair) != 2 or not all(_is_share(one) for one in pair if one is not None):
         raise GulliverError(
-            f"{where}: the chance is {chance!r}: it must be {SHARE}, or two of them"
+            f"{where}: the probability is {chance!r}: it must be {SHARE}, or two of them"
         )
     if length == 1 and pair[1] is not None:
-        raise GulliverError(f"{where}: stills have one chance, not {chance!r}")
+        raise GulliverError(f"{where}: stills have one probability, not {chance!r}")
     keep, look = pair
     if not keep and batch_size in (None, 0):
         # Published configurations keep videos from a resolution so: the rule still counts.
@@ -463,7 +462,7 @@ def _read(path: Path) -> Any:
 
 
 def _python(text: str) -> Any:
-    """Reads a literal, or the one that is assigned to `bucket_config`, without running anything."""
+    """Parses a literal, or the one assigned to `bucket_config`, without running code."""
     tree = ast.parse(text)
     for node in tree.body:
         if isinstance(node, ast.Assign):

@@ -1,6 +1,6 @@
 """Frames of video and picture files, decoded with PyAV and turned upright.
 
-Read `upright_frames` first. Phones store what their sensor saw and note next to it how it was held:
+Read `upright_frames` first. Phones store the sensor's picture with its orientation:
 in a video's display matrix, in a picture's EXIF orientation. Decoders hand out the stored picture.
 What this does not know: tables, buckets, and which frames are wanted.
 """
@@ -29,7 +29,7 @@ ORIENTATION = 0x0112
 
 
 class Turn(NamedTuple):
-    """Where the stored pixel (x, y) is shown, up to a shift: (a x + c y, b x + d y)."""
+    """The displayed position of stored pixel (x, y), up to a shift: (a x + c y, b x + d y)."""
 
     a: int
     b: int
@@ -43,11 +43,11 @@ class Turn(NamedTuple):
 
     @property
     def is_upright(self) -> bool:
-        """Whether pixels are shown where they are stored."""
+        """Whether pixels are displayed where they are stored."""
         return not self.swaps and self.a >= 0 and self.d >= 0
 
     def applied(self, picture: np.ndarray) -> np.ndarray:
-        """Turns a stored picture [H, W, 3] as it is to be shown; a view."""
+        """Turns a stored picture [H, W, 3] for display; a view."""
         across, down = (self.c, self.b) if self.swaps else (self.a, self.d)
         if self.swaps:
             picture = picture.swapaxes(0, 1)
@@ -69,7 +69,7 @@ EXIF_TURNS = {
 
 @dataclass(frozen=True)
 class Frame:
-    """A decoded frame, and the rate (1/s) of its file or 0; pixels are made on demand."""
+    """A decoded frame with the frame rate (1/s) of its file or 0; converted on demand."""
 
     decoded: Any
     turn: Turn
@@ -92,7 +92,7 @@ class Frame:
 
 @contextmanager
 def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Opens a file: yields its container and the first stream of video."""
+    """Opens a file and yields its container and first video stream."""
     av = _av()
     if not path.is_file():
         raise GulliverError("does not exist")
@@ -123,7 +123,7 @@ def upright_frames(path: Path) -> Iterator[Frame]:
 
 
 def rate_shown(stated: float, frames: int, span: float) -> float:
-    """Frames per second: as stated, or by the seconds from the first to the last if that is off."""
+    """Frames per second: the stated rate, or a measured one if that is off."""
     shown = (frames - 1) / span if span > 0 else stated
     return stated if stated and abs(shown / stated - 1) < 0.01 else shown
 
@@ -182,7 +182,7 @@ def _av() -> Any:
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The shape that the clips of a batch share: frames, and height and width in pixels."""
+    """The shape of a batch's clips: frames, and height and width in pixels."""
 
     frames: int
     height: int
@@ -210,7 +210,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class BrokenClip:
-    """A sample that could not be read when its turn came, and why."""
+    """A sample that could not be read, and the reason."""
 
     index: int
     reason: str
@@ -223,14 +223,14 @@ class ClipDataset(Protocol):
     def __len__(self) -> int: ...
 
     def bucket_of(self, index: int) -> Bucket | None:
-        """The bucket of a sample, or None where it fits none."""
+        """The bucket of a sample; None if it fits none."""
         ...
 
     def __getitem__(self, index: int) -> Clip | BrokenClip: ...
 
 
 class ClipBatch(NamedTuple):
-    """Clips of one bucket: videos [B, 3, T, H, W], or None where no sample was left."""
+    """Clips of one bucket: videos [B, 3, T, H, W], or None if no sample is left."""
 
     # `kept` holds the positions, among the indices asked for, of the samples that could be read.
 
@@ -243,17 +243,17 @@ class ClipBatch(NamedTuple):
 
 @runtime_checkable
 class WindowedDataset(ClipDataset, Protocol):
-    """A data set whose clips are longer than a sample: a seed says which frames it takes."""
+    """A data set with clips longer than a sample: a seed selects the frames."""
 
     def read(self, index: int, seed: int) -> Clip | BrokenClip: ...
 
 
 @runtime_checkable
 class DealtDataset(WindowedDataset, Protocol):
-    """A data set whose samples go to another bucket in each epoch."""
+    """A data set that assigns samples to other buckets in each epoch."""
 
     def assign(self, epoch: int) -> Sequence[Bucket | None]:
-        """The bucket of every sample in an epoch, or None where it is left out."""
+        """The bucket of every sample in an epoch; None if it is left out."""
         ...
 
     def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip: ...
@@ -265,7 +265,7 @@ def collate(
     seeds: Sequence[int] | None = None,
     bucket: Bucket | None = None,
 ) -> ClipBatch:
-    """Reads samples of one bucket as a batch; broken ones are left out and named."""
+    """Reads samples of one bucket as a batch; broken ones are left out and listed."""
     clips: list[Clip] = []
     kept: list[int] = []
     broken: list[BrokenClip] = []

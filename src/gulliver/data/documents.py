@@ -1,8 +1,8 @@
 """Texts for data-centric steps: shapes of few lengths, and rows without padding.
 
 Documents have nearly as many lengths as there are documents, and a plan deals with samples of one
-shape together. So lengths are rounded up for planning only; `pack_documents` lays the documents of
-a micro-batch one behind the other as they are, and positions that start again at 0 tell them apart.
+shape together. So lengths are rounded up for planning only; `pack_documents` concatenates
+the documents of a micro-batch without padding, with positions that restart at 0 for each document.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleS
 
 
 def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor]:
-    """Lays texts one behind the other in one row, as models of transformers take them.
+    """Concatenates texts in one row for transformers models.
 
     Args:
         documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps
             ``labels`` of the same length, unshifted, and an ``attention_mask`` of ones.
-        least: tokens of the row at least; what is missing is a text of its own, without labels.
+        least: tokens of the row at least; what is missing is its own text, without labels.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids``, each ``[1, sum of lengths]``. The first
@@ -67,7 +67,7 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
             that are masked, or fields that cannot be packed.
     """
     if not len(documents):
-        raise GulliverError("there are no texts to pack: give at least one")
+        raise GulliverError("no texts to pack: pass at least one")
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
         ids, labels = _ids_and_labels(document)
@@ -84,12 +84,12 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
 
 
 def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
-    """Token ids of a text, and labels that may be changed; both [length]."""
+    """Token ids and modifiable labels of a text; both [length]."""
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     others = fields.keys() - FIELDS
     if "input_ids" not in fields or others:
         why = f"has {sorted(map(str, others))}" if others else "has no input_ids"
-        raise GulliverError(f"a text {why}: give {', '.join(FIELDS)} alone")
+        raise GulliverError(f"a text {why}: pass {', '.join(FIELDS)} only")
     found = {}
     for name in FIELDS:
         given = fields.get(name)
@@ -99,11 +99,11 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
             found[name] = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError):
             raise GulliverError(
-                f"the {name} of a text are a {type(given).__name__}: give whole numbers"
+                f"the {name} of a text are a {type(given).__name__}: pass whole numbers"
             ) from None
     ids, labels = found["input_ids"], found["labels"].clone()
     if ids.is_floating_point() or labels.is_floating_point():
-        raise GulliverError(f"a text has ids of {ids.dtype}: give whole numbers")
+        raise GulliverError(f"a text has ids of {ids.dtype}: pass whole numbers")
     if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
         raise GulliverError(
             f"a text of ids {tuple(ids.shape)} and labels {tuple(labels.shape)}: expected one "

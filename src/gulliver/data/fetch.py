@@ -1,6 +1,6 @@
-"""Making a batch: which samples, under which seed, in whatever process.
+"""Creates batches from given samples and seeds, in any process.
 
-A `_Work` says all there is to know about a batch: its epoch, number and indices. It travels through
+A `Work` describes a batch: its epoch, number and indices. It travels through
 torch's loader as if it were an index (automatic batching is off, so that one call in one worker
 makes one batch), and the random generators of Python, numpy and torch are seeded from it. What is
 drawn depends on (seed, rank, epoch, number), not on which worker makes the batch, nor on what it
@@ -27,12 +27,12 @@ from gulliver.data.sampler import Step, set_state
 from gulliver.errors import GulliverError
 
 ORDER, BATCH, STREAM = range(3)
-"""Purposes of a seed: an epoch's order, a batch by its number, a batch of a worker's stream."""
+"""Purposes of a seed: an epoch's order, a numbered batch, a batch of a worker's stream."""
 _END = object()
 
 
 class Work(NamedTuple):
-    """A batch that is to be made; `indices` as the sampler gave them."""
+    """A batch to be created; `indices` as the sampler gave them."""
 
     epoch: int
     number: int
@@ -40,14 +40,14 @@ class Work(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A position after a batch: the state of what keeps one, and whether the epoch is over."""
+    """A position after a batch: the state of its source, and whether the epoch is over."""
 
     state: Any
     is_last: bool
 
 
 def words(seed: int, *places: int) -> np.ndarray:
-    """Draws four words of 32 bits that depend on a seed and on where it is used."""
+    """Draws four 32-bit words that depend on a seed and on its use."""
     return np.random.SeedSequence([seed, *places]).generate_state(4)
 
 
@@ -55,7 +55,7 @@ def words(seed: int, *places: int) -> np.ndarray:
 def seeded(seed: int, *places: int) -> Iterator[None]:
     """Seeds the global generators of Python, numpy and torch (on the host)."""
     # In the training process they are put back afterwards, so that what the model draws is the same
-    # with and without a loader; in a worker nobody else uses them.
+    # with and without a loader; in a worker no one else uses them.
     at_home = get_worker_info() is None
     before = _states() if at_home else None
     state = words(seed, *places)
@@ -77,7 +77,7 @@ def _states() -> tuple[Any, Any, torch.Tensor]:
 
 
 class Orders:
-    """The sampler of torch's loader: yields the batches of an epoch as `Work`, in order."""
+    """Sampler of torch's loader that yields an epoch's batches as `Work`, in order."""
 
     def __init__(
         self,
@@ -93,19 +93,19 @@ class Orders:
         self.begin(0, 0)
 
     def begin(self, epoch: int, start: int, generators: list[str] | None = None) -> None:
-        """Says what the next iteration is."""
+        """Sets the next iteration."""
         self._epoch, self._start, self.at_start = epoch, start, generators
         # Another one, as a thread that is about to end may still draw for the iteration before.
         # Mark of every batch drawn: the state of `stateful` after it, and whether it is the last.
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
-        """Ends the epoch: the next one is drawn from the generators as they then are."""
+        """Ends the epoch; the next one uses the generators' later states."""
         # States of `generators` at the start of the current epoch.
         self.at_start = None
 
     def generator_states(self) -> list[str]:
-        """Returns the states that the current epoch was, or the next one will be, drawn from."""
+        """Returns the generator states of the current epoch, or of the next one."""
         if self.at_start is not None:
             return self.at_start
         return [_text(generator.get_state()) for generator in self._generators]
@@ -149,7 +149,7 @@ def _number(state: np.ndarray) -> int:
 
 
 class Fetch(Dataset):
-    """A map-style data set whose items are whole batches, looked up by their `Work`."""
+    """A map-style data set whose items are whole batches, indexed by `Work`."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class BatchStream(IterableDataset):
         self.begin(0, 0)
 
     def begin(self, epoch: int, start: int, generators: list[str] | None = None) -> None:
-        """Says which epoch the next iteration is, and the number of its first batch."""
+        """Sets the epoch of the next iteration, and the number of its first batch."""
         assert not generators
         self._place[0], self._place[1] = epoch, start
         # Mark of each batch: the data set's state after it, if it has one; filled only without
@@ -221,7 +221,7 @@ class BatchStream(IterableDataset):
         """Does nothing: a stream has no generators of ours."""
 
     def generator_states(self) -> list[str]:
-        """Returns no states: a stream has no order of ours."""
+        """Returns no states, as a stream has its own order."""
         return []
 
     def __iter__(self) -> Iterator[Any]:
@@ -249,12 +249,12 @@ class BatchStream(IterableDataset):
         return _END if not found or (self._is_short(found) and self._drop_last) else found
 
     def _is_short(self, samples: Any) -> bool:
-        """Whether the stream ended inside a batch, and its state may be a new beginning."""
+        """Whether the stream ended inside a batch, so that its state may be a new start."""
         return self._batch_size is not None and len(samples) < self._batch_size
 
 
 class WorkerStart:
-    """Calls the user's ``worker_init_fn`` in a worker, which then sees its own data set there."""
+    """Calls the user's ``worker_init_fn`` in a worker, which sees its own data set there."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -269,7 +269,7 @@ class WorkerStart:
 
 
 def length_of(sized: Any) -> int | None:
-    """Returns the length of what has one, else None."""
+    """Returns the length of a sized object, else None."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -282,7 +282,7 @@ def as_is(batch: Any) -> Any:
 
 
 def check_seed(seed: int) -> int:
-    """Returns a seed that every generator takes."""
+    """Returns a seed that every generator accepts."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise GulliverError(f"a seed must be a whole number from 0 on, not {seed!r}")
     return seed

@@ -1,4 +1,4 @@
-"""Batches for a loop: made by the caller, or ahead of use by a thread.
+"""Batches for a loop, created by the caller or ahead of use by a thread.
 
 Read `Feed`, then `_run`, which is its thread. An error is handed over in place of its batch.
 What it does not know: which batches these are, and how they are moved.
@@ -47,13 +47,13 @@ from gulliver.errors import GulliverError
 from gulliver.options import Options
 
 AT_EXIT_S = 5.0
-"""Seconds that an ending interpreter waits for a thread to end its workers."""
+"""Seconds that an exiting interpreter waits for a thread to end its workers."""
 NEWER = "this iteration was ended by a newer one, or by another position, of the same loader"
 _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Batches made when they are asked for, or `ahead` of that, by the caller."""
+    """Batches created by the caller, on request or `ahead` of it."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -74,17 +74,17 @@ class Inline:
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Drops what was made ahead, and the iterator that makes it."""
+        """Drops prefetched batches and their iterator."""
         self._closed = True
         self._ready.clear()
         self._entries = iter(())
 
     def join(self) -> None:
-        """Does nothing: there is no thread."""
+        """Does nothing, as there is no thread."""
 
 
 class Feed:
-    """Batches made by torch's workers and moved by a thread, at most `ahead` of use."""
+    """Batches created by torch's workers and moved by a thread, at most `ahead` of use."""
 
     # The thread knows its channel only, so that nothing keeps this object from being collected.
 
@@ -107,7 +107,7 @@ class Feed:
         return entry
 
     def close(self) -> None:
-        """Tells the thread to end, which it does after the batch that it waits for."""
+        """Asks the thread to end after the batch that it waits for."""
         self._channel.close()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -116,7 +116,7 @@ class Feed:
 
 
 class _Channel:
-    """The queue between thread and loop: permits go one way, batches the other."""
+    """The queue between thread and loop, with permits in the other direction."""
 
     def __init__(self, ahead: int) -> None:
         # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
@@ -126,13 +126,12 @@ class _Channel:
         self.closed = threading.Event()
 
     def close(self) -> None:
-        """Ends both sides; batches that nobody took are dropped."""
+        """Ends both sides; batches that no one took are dropped."""
         self.closed.set()
         self.permits.release()
         self.drain()
 
     def drain(self) -> None:
-        """Drops what is in the queue."""
         while True:
             try:
                 self.entries.get_nowait()
@@ -141,7 +140,7 @@ class _Channel:
 
 
 def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel: _Channel) -> None:
-    """Runs the thread; `source` is a list, so that popping it leaves the only reference here."""
+    """Runs the thread; `source` is a list, so that popping it drops the last reference."""
     entries = _moved(source.pop(), move)
     while True:
         # Before the batch is made, not after: a batch without a permit would hold arena memory.
@@ -166,7 +165,7 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel
 def _moved(
     batches: Iterator[Any], move: Callable[[Any], MovedBatch]
 ) -> Iterator[MovedBatch | BaseException]:
-    """Yields moved batches; last, in place of one that could not be made, its error."""
+    """Yields moved batches; a failed one yields its error and ends."""
     try:
         while True:
             batch, error = _attempt(next, batches)
@@ -189,7 +188,7 @@ def _moved(
 
 
 def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
-    """Returns what a function returned, and what it raised."""
+    """Returns a function's result and its exception."""
     try:
         return function(argument), None
     except BaseException as error:
@@ -198,7 +197,7 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseEx
 
 @atexit.register
 def _close_all() -> None:
-    """Ends all threads: one that the ending interpreter cuts off leaves its workers behind."""
+    """Ends all threads, as one killed at exit would leave its workers behind."""
     for feed in list(_OPEN):
         feed.close()
     for feed in list(_OPEN):
@@ -214,12 +213,12 @@ def _close_all() -> None:
 
 _log = logging.getLogger("gulliver")
 USED_AT_ONCE = 2
-"""Batches alive outside the loader: the one in use, and the next, before that is dropped."""
+"""Batches alive outside the loader: the current one, and the next before it is dropped."""
 
 
 @dataclass(frozen=True)
 class StagingOptions(Options):
-    """Memory that a `DataLoader` passes batches through; its fields are given to it by name.
+    """Memory for the batches of a `DataLoader`, which takes these fields by name.
 
     Attributes:
         arena: arena shared with other loaders; None makes one if one is needed.
@@ -235,7 +234,7 @@ class StagingOptions(Options):
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> StagingOptions:
-        """Takes these options out of keyword arguments, of which the rest is torch's."""
+        """Pops these options from keyword arguments; the rest is torch's."""
         own = (field.name for field in fields(cls))
         return cls(**{name: options.pop(name) for name in own if name in options})
 
@@ -247,7 +246,7 @@ class StagingOptions(Options):
 # number alone, see `_fetch`, the rest of the epoch is what it would have been, to the bit.
 @dataclass(frozen=True)
 class LoaderStatistics:
-    """Counts of what a loader did so far."""
+    """Counters of a loader."""
 
     # Number of batches handed out, over all epochs.
     batches: int
@@ -262,7 +261,7 @@ class LoaderStatistics:
 
 
 class DataLoader(torch_data.DataLoader):
-    """A data loader that resumes exactly, and feeds a device from memory that it takes only once.
+    """A data loader that resumes exactly, and feeds a device from preallocated memory.
 
     It takes the arguments of torch's DataLoader, whose workers, samplers and collation it uses, and
     gives the same batches. Besides:
@@ -270,7 +269,7 @@ class DataLoader(torch_data.DataLoader):
     - What a data set or collation draws from the generators of Python, numpy and torch depends on
       (seed, rank, epoch, number of the batch): not on workers, their number, or what ran before.
       Without `generator` so does the order. The training's own generators are left alone.
-    - `state_dict` says which batch comes next; one that loads it goes on there, to the bit.
+    - `state_dict` says which batch comes next; one that loads it continues there, to the bit.
     - For a device batches go through a `PinnedArena` and arrive ahead of use, on a copy stream.
       On the host they pass through as they are. With `pin_memory` torch locks their pages, for you
       to copy them; without CUDA they are then copied into an arena, as they are into one given.
@@ -282,7 +281,7 @@ class DataLoader(torch_data.DataLoader):
     Args:
         dataset: data set, map-style or iterable.
         batch_size: samples of a batch.
-        shuffle: whether each epoch has another order.
+        shuffle: whether to shuffle every epoch.
         device: device that batches are copied to; None leaves them on the host.
         ahead: number of batches made ready ahead of use, 1 or more.
         seed: seed of all that is drawn, the same on all ranks.
@@ -295,7 +294,7 @@ class DataLoader(torch_data.DataLoader):
             `num_workers`, `sampler`, `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
 
     Raises:
-        GulliverError: an argument that does not exist or that torch refuses; an arena too small.
+        GulliverError: an argument that does not exist or that torch rejects; an arena too small.
     """
 
     def __init__(
@@ -314,7 +313,7 @@ class DataLoader(torch_data.DataLoader):
     ) -> None:
         staging = StagingOptions.taken_from(options)
         if ahead < 1:
-            raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
+            raise GulliverError(f"ahead={ahead} is too small: use at least 1")
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         if world_size is None:
@@ -333,7 +332,7 @@ class DataLoader(torch_data.DataLoader):
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
         self._threaded = threaded and not self.num_workers
         if self._threaded and self._is_iterable:
-            raise GulliverError("a stream is read in order: give threaded a map-style data set")
+            raise GulliverError("a stream is read in order: use threaded with a map-style data set")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
         self.arena = self._make_arena(staging)
@@ -354,12 +353,12 @@ class DataLoader(torch_data.DataLoader):
         return self._epoch
 
     def statistics(self) -> LoaderStatistics:
-        """Returns what the loader and its arena did so far; as text, one line."""
+        """Returns counters of the loader and its arena; one line as text."""
         arena = None if self.arena is None else self.arena.statistics()
         return LoaderStatistics(self._batches, self._waited_s, arena)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch; to the one that a loaded state is in, to its position."""
+        """Moves to the start of an epoch, or to the loaded position if it is in that epoch."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise GulliverError(f"an epoch must be a whole number from 0 on, not {epoch!r}")
         if self._resumes and epoch == self._epoch:
@@ -373,7 +372,7 @@ class DataLoader(torch_data.DataLoader):
             self._stateful.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Begins an epoch, or the rest of the one that a loaded state is in."""
+        """Starts an epoch, or the rest of the one of a loaded state."""
         self._feed.close()
         # Its thread may still draw from the sampler, or wait for persistent workers.
         self._feed.join()
@@ -402,12 +401,12 @@ class DataLoader(torch_data.DataLoader):
         return map(self._inner.dataset.__getitem__, chain(first, works))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last batch that was handed out; fit for JSON.
+        """Returns the position after the last returned batch, as JSON values.
 
         A sampler's or data set's own state is in it as it gave it.
 
         Raises:
-            GulliverError: batches may come out of order.
+            GulliverError: batches may be out of order.
         """
         if not self.in_order:
             raise GulliverError("batches out of order have no position: leave in_order at True")
@@ -428,7 +427,7 @@ class DataLoader(torch_data.DataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state was taken, from the next iteration on.
+        """Continues from a state in the next iteration.
 
         Raises:
             GulliverError: the state belongs to other data, another batch size, seed or number of
@@ -441,7 +440,7 @@ class DataLoader(torch_data.DataLoader):
             if state.get(name) != here:
                 raise GulliverError(
                     f"the saved position belongs to {name.replace('_', ' ')} {state.get(name)}, "
-                    f"this loader has {here}: resume with what the run was started with"
+                    f"but this loader has {here}: resume with the original settings"
                 )
         if self._stateful is None and state["inner"] is not None:
             raise GulliverError("the saved position is of a sampler that has one: this has none")
@@ -451,13 +450,13 @@ class DataLoader(torch_data.DataLoader):
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(
-                f"the saved position belongs to {saved} generators of samplers, this loader has "
-                f"{here}: resume with what the run was started with"
+                f"the saved position belongs to {saved} generators of samplers, but this loader "
+                f"has {here}: resume with the original settings"
             )
         if saved and state["rank"] != self.rank:
             raise GulliverError(
-                f"the saved position has the generator of rank {state['rank']}, this is rank "
-                f"{self.rank}: load each rank's own, or give `seed` instead of `generator`"
+                f"the saved position has the generator of rank {state['rank']}, but this is rank "
+                f"{self.rank}: load each rank's own state, or use `seed` instead of `generator`"
             )
         # The thread draws from the sampler that is about to be set back.
         self._feed.close()
@@ -471,14 +470,14 @@ class DataLoader(torch_data.DataLoader):
 
     @property
     def _epoch_sampler(self) -> Any:
-        """The sampler that needs to know the epoch, if there is one; not one with a state."""
+        """The sampler that needs to know the epoch, unless it has its own state."""
         for sampler in (self.batch_sampler, self.sampler):
             if hasattr(sampler, "set_epoch") and sampler is not self._stateful:
                 return sampler
         return None
 
     def _find_stateful(self) -> Any:
-        """Finds what keeps its own position: a data set without workers, a sampler, or None."""
+        """Finds the owner of the position: a data set without workers, a sampler, or None."""
         if self._is_iterable:
             candidates = [] if self.num_workers else [self.dataset]
         else:
@@ -489,7 +488,7 @@ class DataLoader(torch_data.DataLoader):
         return None
 
     def _user_generators(self) -> list[torch.Generator]:
-        """Returns the user's generators that an order is drawn from, each once."""
+        """Returns the distinct user generators that determine the order."""
         if self._stateful is not None:
             return []
         inside = getattr(self.batch_sampler, "sampler", None)
@@ -502,7 +501,7 @@ class DataLoader(torch_data.DataLoader):
         return found
 
     def _identity(self) -> dict[str, Any]:
-        """Returns what has to be equal here and where a position was saved."""
+        """Returns the settings that must match to resume."""
         identity: dict[str, Any] = {"seed": self.seed}
         if self._stateful is None:
             identity["dataset_length"] = length_of(self.dataset)
@@ -517,7 +516,7 @@ class DataLoader(torch_data.DataLoader):
         return identity
 
     def _make_inner(self) -> tuple[torch_data.DataLoader, Orders | BatchStream]:
-        """A loader of torch's with items that are whole batches, and what decides which."""
+        """Creates torch's loader of whole batches, and its source of order."""
         seed = (self.seed, self.rank)
         collate: Any = self.collate_fn
         given: dict[str, Any] = {}
@@ -561,8 +560,8 @@ class DataLoader(torch_data.DataLoader):
         on_device = self.device is not None and self.device.type != "cpu"
         if arena is not None and arena.is_pinned and not on_device:
             raise GulliverError(
-                "nobody would tell this page-locked arena when copies from it are done: give the "
-                "loader a device, or leave the arena out"
+                "this page-locked arena would not know when copies are done: set the loader's "
+                "device, or leave the arena out"
             )
         # Where there is CUDA and no device is given, users copy by themselves, and only torch's own
         # allocator sees when they have done.
@@ -579,7 +578,7 @@ class DataLoader(torch_data.DataLoader):
         return arena
 
     def _begin(self) -> int:
-        """Puts everything in place for an iteration."""
+        """Sets up an iteration."""
         goes_on = self._resumes or (self._done and self._stateful is not None)
         if self._done and not goes_on:
             self._epoch, self._done = self._epoch + 1, 0
@@ -622,7 +621,7 @@ class DataLoader(torch_data.DataLoader):
 
 
 class _Batches:
-    """The iterator of a `for` loop over a loader; when it is collected, its thread ends."""
+    """The iterator of a loop over a loader; its thread ends when it is collected."""
 
     def __init__(self, loader: DataLoader, feed: Feed | Inline) -> None:
         self._loader, self._feed = loader, feed
@@ -662,7 +661,7 @@ def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> It
             work.marks.popleft()
     if passed < count:
         raise GulliverError(
-            f"the saved position is after batch {count}, the stream ended after {passed}: resume "
-            "with what the run was started with"
+            f"the saved position is after batch {count}, but the stream ended after {passed}: "
+            "resume with the original data"
         )
     yield from batches

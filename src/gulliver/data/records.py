@@ -1,4 +1,4 @@
-"""Rows of CSV and Parquet tables of clips: what is ambiguous in them is refused by file and row.
+"""Rows of CSV and Parquet tables of clips; errors name the file and row.
 
 A caption that an unquoted comma cuts, or a quote that swallows the rows after it, would be trained
 on without a word; so rows have to fit the header, and numbers have to be numbers.
@@ -33,7 +33,7 @@ Record = dict[str, Any]
 
 
 def read_records(table: Path) -> list[Record]:
-    """Reads the rows of a .csv or .parquet file that has the columns path and text."""
+    """Reads the rows of a .csv or .parquet file with the columns path and text."""
     # Of a folder each video and picture in it is a row, and its name the text. Cells of the columns
     # `NUMBERS` and `SCORES` become floats, or None where they are empty.
     if table.is_dir():
@@ -57,7 +57,7 @@ def read_records(table: Path) -> list[Record]:
 
 
 def _files_of(folder: Path) -> list[Record]:
-    """Makes a row of each video and picture in a folder and its folders."""
+    """Lists the videos and pictures of a folder, recursively, as rows."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in MEDIA)
     if not files:
         raise GulliverError(
@@ -71,7 +71,7 @@ def _files_of(folder: Path) -> list[Record]:
 
 
 def read_utf8(path: Path) -> str:
-    """Reads the text of a file, without the byte order mark that spreadsheets put before it."""
+    """Reads a UTF-8 file without its byte order mark."""
     with named_errors(path, "read"):
         content = path.read_bytes()
     try:
@@ -79,13 +79,13 @@ def read_utf8(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise GulliverError(
-            f"{path}, line {line}: byte 0x{content[error.start]:02x} is no UTF-8 (at byte "
+            f"{path}, line {line}: byte 0x{content[error.start]:02x} is not UTF-8 (at byte "
             f"{error.start} of the file): save the file as UTF-8"
         ) from None
 
 
 def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
-    """Returns each row with its file and line for messages, and the columns."""
+    """Returns each row with its file and line, and the columns."""
     reader = csv.reader(io.StringIO(read_utf8(table), newline=""), strict=True)
     columns: list[str] = []
     records, before = [], 0
@@ -96,8 +96,8 @@ def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
             if before != line:
                 # Captions may have line breaks, but so do rows that a stray quote has swallowed.
                 raise GulliverError(
-                    f"{where}: a quoted field goes on to line {before}: is a quote left open? "
-                    "Captions are written on one line"
+                    f"{where}: a quoted field continues to line {before}: close the quote, and "
+                    "write captions on one line"
                 )
             if cells and not columns:
                 columns = _checked_columns(table, cells)
@@ -110,11 +110,11 @@ def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
 
 
 def _fitted(where: str, cells: list[str], columns: list[str]) -> Record:
-    """Returns a row by column; cells that it lacks at its end are empty."""
+    """Returns a row by column; missing cells at its end are empty."""
     if len(cells) > len(columns):
         raise GulliverError(
-            f"{where}: the row has {len(cells)} fields where the header has {len(columns)}: put "
-            "quotes around a caption that has commas in it"
+            f"{where}: the row has {len(cells)} fields but the header has {len(columns)}: quote "
+            "captions with commas"
         )
     return dict(zip(columns, cells + [""] * (len(columns) - len(cells)), strict=True))
 
@@ -146,7 +146,7 @@ def _numbers(where: str, record: Record) -> dict[str, float | None]:
 
 
 def _number(where: str, column: str, cell: object) -> float | None:
-    """Returns the number in a cell; None where it is empty, which is NaN to pandas."""
+    """Returns the number in a cell; None if empty, which pandas reads as NaN."""
     text = "" if cell is None else str(cell).strip()
     if not text or (isinstance(cell, float) and math.isnan(cell)):
         return None
@@ -154,8 +154,8 @@ def _number(where: str, column: str, cell: object) -> float | None:
         value = float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError, OverflowError):
         raise GulliverError(
-            f"{where}: {column} is {text!r}, which is no number: leave the cell empty to have it "
-            "read from the file"
+            f"{where}: {column} is {text!r}, which is not a number: leave the cell empty to have "
+            "it read from the file"
         ) from None
     if column == "fps" and value not in FPS:
         raise GulliverError(
@@ -195,7 +195,7 @@ def _word(value: float, words: tuple[tuple[float, str], ...]) -> str:
 
 
 def _is_set(value: object) -> bool:
-    """Whether a cell says something: empty ones are None, "" or NaN."""
+    """Whether a cell has a value: not None, "" or NaN."""
     if isinstance(value, Real):
         return not math.isnan(value)
     return bool(str(value or "").strip())
@@ -246,7 +246,7 @@ STYLES: dict[str, Callable[[str, Values], str]] = {
     "1.3": _as_words,
     "2.0": _as_motion_score,
 }
-"""Ways to put scores into a caption: none, and those of Open-Sora's versions."""
+"""Ways to add scores to a caption: none, or those of Open-Sora's versions."""
 COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")} | {
     "2.0": ("motion_score",)
 }
@@ -254,21 +254,21 @@ COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")}
 
 
 def with_scores(text: str, values: Values, style: str) -> str:
-    """Adds a clip's scores to its caption, unless they are there."""
+    """Adds a clip's scores to its caption, unless it has them."""
     _check_style(style)
     return STYLES[style](text, values)
 
 
 def check_scores(table: object, records: Sequence[Values], style: str) -> None:
-    """Refuses a table without scores of a style: its captions would stay as they are."""
+    """Rejects a table without the scores of a style."""
     _check_style(style)
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_set(row.get(column)) for row in records for column in columns):
         return
     phrases = dict.fromkeys(name for row in records for name in row if _is_set(row[name]))
     raise GulliverError(
-        f"scores in the style of {style} are read from the columns {', '.join(columns)}: no row of "
-        f"{table} has one (columns with values: {', '.join(phrases) or 'none'})"
+        f"style {style} needs scores in the columns {', '.join(columns)}, but no row of {table} "
+        f"has one (columns with values: {', '.join(phrases) or 'none'})"
     )
 
 

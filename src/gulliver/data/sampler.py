@@ -1,6 +1,6 @@
-"""Checks of saved positions in the data: their content, and the order that they count in.
+"""Validates saved positions in the data.
 
-What it does not know: how a loader or a sampler goes on from there.
+What it does not know: how a loader or a sampler continues from there.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}
 
 
 def set_state(generator: torch.Generator, state: str) -> None:
-    """Gives a generator the state that a loader's state holds, in base64."""
+    """Sets a generator's state from a loader state's base64."""
     content = bytearray(base64.b64decode(state, validate=True))
     generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
 
 
 def check_content(state: Any) -> None:
-    """Refuses what is no state of a loader."""
+    """Rejects anything but a loader's state."""
     if not isinstance(state, Mapping) or not set(state) >= KEYS:
         raise GulliverError("this is not the state of a data loader: it has no position")
 
 
 def check_position(epoch: Any, done: Any, batches: int | None) -> None:
-    """Refuses what is no position in the data."""
+    """Rejects invalid positions in the data."""
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GulliverError(
@@ -47,12 +47,12 @@ def check_position(epoch: Any, done: Any, batches: int | None) -> None:
     if batches is not None and done > batches:
         raise GulliverError(
             f"the saved position is after batch {done} of an epoch, which has {batches} here: "
-            "resume with what the run was started with"
+            "resume with the original settings"
         )
 
 
 def order_of(source: Any) -> str:
-    """Names the classes of a sampler, or of a batch sampler and the one inside it."""
+    """Names the classes of a sampler, or of a batch sampler and its inner one."""
     inside = getattr(source, "sampler", None)
     return type(source).__qualname__ + (f" of {order_of(inside)}" if inside is not None else "")
 
@@ -89,7 +89,7 @@ class Step:
 class ResumableSampler(ABC):
     """Batches in an order that depends on the epoch, never on the number of ranks.
 
-    Iterating yields this rank's share of the rest of the present epoch; the next iteration begins
+    Iterating yields this rank's share of the rest of the current epoch; the next iteration begins
     the next epoch. The state is the position, and resumes on any number of ranks.
 
     Args:
@@ -108,7 +108,7 @@ class ResumableSampler(ABC):
         self.epoch, self.done = 0, 0
 
     fingerprint: str | cached_property[str]
-    """Digest of what an order depends on: data, sizes of batches and seed, not the ranks."""
+    """Digest of what determines the order: data, batch sizes and seed, but not the ranks."""
 
     @abstractmethod
     def batches(self, epoch: int) -> Sequence[Any]:
@@ -132,15 +132,15 @@ class ResumableSampler(ABC):
             yield self._share(order[number], epoch, number)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch."""
+        """Moves to the start of an epoch."""
         self.epoch, self.done = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last step that was given out."""
+        """Returns the position after the last returned step."""
         return {"epoch": self.epoch, "done": self.done, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state was taken, on any number of ranks.
+        """Continues from a state, on any number of ranks.
 
         Raises:
             GulliverError: the state belongs to other data, batch sizes or another seed, or is
@@ -150,7 +150,7 @@ class ResumableSampler(ABC):
         self.epoch, self.done = state["epoch"], state["done"]
 
     def check_state(self, state: Any) -> None:
-        """Refuses what `load_state_dict` does not take.
+        """Rejects states that `load_state_dict` does not accept.
 
         Raises:
             GulliverError: the same errors as there.
@@ -160,7 +160,7 @@ class ResumableSampler(ABC):
         if state["fingerprint"] != self.fingerprint:
             raise GulliverError(
                 "the saved data position belongs to other data, batch sizes or another seed: "
-                "resume with what the run was started with"
+                "resume with the original settings"
             )
         check_position(state["epoch"], state["done"], None)
         check_position(state["epoch"], state["done"], self.batches_of(state["epoch"]))
@@ -201,7 +201,7 @@ class BucketSampler(ResumableSampler):
         self._grouped: tuple[int, Groups] = 0, self._group(0)
 
     def _groups(self, epoch: int) -> Groups:
-        """Returns the samples of each bucket in an epoch; those of the last one asked for stay."""
+        """Returns the samples of each bucket in an epoch; caches the last epoch."""
         drawn, groups = self._grouped
         if callable(self._buckets) and drawn != epoch:
             groups = self._group(epoch)
@@ -231,7 +231,7 @@ class BucketSampler(ResumableSampler):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of what an order depends on: data, batch sizes and seed, not the ranks."""
+        """Digest of what determines the order: data, batch sizes and seed, but not the ranks."""
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
         for bucket, (members, size) in self._groups(0).items():
             digest.update(f"{bucket}:{size}:{len(members)}".encode())
@@ -239,7 +239,7 @@ class BucketSampler(ResumableSampler):
         return digest.hexdigest()
 
     def batches(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
-        """Draws the global batches of an epoch: the bucket and indices of each, in order."""
+        """Draws an epoch's global batches: the bucket and indices of each, in order."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         found = []
         for bucket, (members, size) in self._groups(epoch).items():
@@ -264,7 +264,7 @@ class BucketSampler(ResumableSampler):
         return Step(bucket, members[start:end].tolist(), start, len(members), epoch, number)
 
     def describe(self) -> str:
-        """Says in one line how many samples and batches there are, and of which buckets."""
+        """Describes in one line the numbers of samples and batches, and their buckets."""
         groups = self._groups(self.epoch)
         shares = Counter({str(bucket): len(members) for bucket, (members, _) in groups.items()})
         spread = ", ".join(f"{name}: {count}" for name, count in shares.most_common())

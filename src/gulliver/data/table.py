@@ -38,7 +38,7 @@ SIZES = ("frames", "height", "width")
 
 @dataclass(frozen=True)
 class Probe:
-    """Contents of a file: frames, height, width, and frames per second."""
+    """Properties of a file: frames, height, width, and frames per second."""
 
     frames: int
     height: int
@@ -48,7 +48,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A usable row of the table; `name` is its path as the table has it.
+    """A usable row of the table; `name` is its path in the table.
 
     `bucket` is that of the first epoch, None where it is left out of it.
     """
@@ -61,7 +61,7 @@ class TableRow:
 
 
 class ClipTable:
-    """Clips named by a table with the columns `path` and `text`."""
+    """Clips listed in a table with the columns `path` and `text`."""
 
     # The optional columns num_frames, height, width and fps spare opening each file at the start;
     # height and width are those of the picture as it is shown. Paths are relative to the table's
@@ -101,7 +101,7 @@ class ClipTable:
         self._deal_rows()
 
     def hold_out(self, share: float, seed: int) -> ClipTable:
-        """Takes rows away, and returns a table of them."""
+        """Moves rows into a new table, which is returned."""
         taken = [_chance(row.name, seed) < share for row in self.rows]
         if len(set(taken)) < 2:
             which = "every" if all(taken) else "no"
@@ -142,7 +142,7 @@ class ClipTable:
         )
 
     def _choose(self, probe: Probe) -> Bucket | None:
-        """Chooses the bucket of a clip, unless it is dealt one later."""
+        """Chooses a clip's bucket, unless it is assigned later."""
         if not isinstance(self.buckets, BucketConfig):
             return choose_bucket(probe, self.buckets, self.frame_interval)
         size = probe.frames, probe.height, probe.width
@@ -152,7 +152,7 @@ class ClipTable:
         return None
 
     def assign(self, epoch: int) -> list[Bucket | None]:
-        """Deals the rows to the buckets of an epoch; None where one is left out."""
+        """Assigns rows to the buckets of an epoch; None if one is left out."""
         if not isinstance(self.buckets, BucketConfig):
             return [row.bucket for row in self.rows]
         probes = [row.probe for row in self.rows]
@@ -160,7 +160,7 @@ class ClipTable:
         return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
 
     def samples(self, index: int) -> list[tuple[Bucket, int]]:
-        """Lists the buckets that a row may be dealt to, each with the seed of every window."""
+        """Lists a row's possible buckets, each with the seeds of all windows."""
         if not self.windows:
             raise GulliverError("windows that begin at any frame cannot be listed: name a number")
         row = self.rows[index]
@@ -176,7 +176,7 @@ class ClipTable:
         ]
 
     def first_frame(self, index: int, bucket: Bucket, seed: int) -> int:
-        """Returns the first frame of the window that a seed chooses."""
+        """Returns the first frame of the window that a seed selects."""
         return _first_frame(seed, self._starts(self.rows[index], bucket.frames), self.windows)
 
     def _starts(self, row: TableRow, wanted: int) -> int:
@@ -187,17 +187,17 @@ class ClipTable:
 
     @property
     def broken(self) -> list[tuple[str, str]]:
-        """Name and newest reason of each file that could not be read when its turn came."""
+        """Name and latest error of each file that could not be read."""
         return [(self.rows[index].name, reason) for index, reason in self._broken.items()]
 
     @property
     def misdescribed(self) -> list[tuple[str, str]]:
-        """Name of each file that was used and is otherwise than it was said to be, and how."""
+        """Files whose content differs from the table, and how."""
         return [(self.rows[index].name, stated) for index, stated in self._misstated.items()]
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the usable rows in their order, which saved positions depend on."""
+        """Digest of the usable rows in order, which saved positions depend on."""
         digest = hashlib.blake2b(digest_size=8)
         for row in self.rows:
             # Not the path, which changes when the folder is moved, nor the bucket, which follows.
@@ -205,15 +205,15 @@ class ClipTable:
         return digest.hexdigest()
 
     def check_rows(self, fingerprint: str) -> None:
-        """Refuses to resume with rows other than those that a saved position counts."""
+        """Rejects resuming with other rows than those of a saved position."""
         if fingerprint != self.fingerprint:
             raise GulliverError(
-                f"the rows of {self.table} are no longer those that the run was started with: "
-                "put them back in their old order, or begin another run with another --out"
+                f"the rows of {self.table} have changed since the run started: restore them, or "
+                "start a new run with another --out"
             )
 
     def bucket_of(self, index: int) -> Bucket | None:
-        """The bucket of a usable row in the first epoch; None where it is left out of it."""
+        """The bucket of a usable row in the first epoch; None if it is left out."""
         return self.rows[index].bucket
 
     def caption(self, index: int) -> str:
@@ -222,7 +222,7 @@ class ClipTable:
 
     @property
     def fps(self) -> float:
-        """Median frame rate of the clips of several frames; that of stills where there is none."""
+        """Median frame rate of clips with several frames; that of stills if there are none."""
         clips = [row for row in self.rows if row.probe.frames > 1]
         return median(row.probe.fps / self.frame_interval for row in clips) if clips else STILL_FPS
 
@@ -256,12 +256,12 @@ class ClipTable:
                 raise
             starts = end.frames - end.needed + 1
             frames = decode(path, *stated, _first_frame(seed, starts, self.windows))
-            self._misstated[index] = f"{end.frames} frames, said to be {row.probe.frames}"
+            self._misstated[index] = f"{end.frames} frames, but the table has {row.probe.frames}"
         self._check_size(index, bucket, *frames.shape[2:])
         return resize_and_crop(frames, bucket)
 
     def _check_size(self, index: int, bucket: Bucket, height: int, width: int) -> None:
-        """Notes a file of another size than the table says; refuses one too small for its bucket.
+        """Records a file whose size differs from the table; rejects one too small for its bucket.
 
         Raises:
             GulliverError: naming both sizes.
@@ -269,13 +269,13 @@ class ClipTable:
         probe = self.rows[index].probe
         if (height, width) == (probe.height, probe.width):
             return
-        stated = f"{height}x{width}, said to be {probe.height}x{probe.width}"
+        stated = f"{height}x{width}, but the table has {probe.height}x{probe.width}"
         if height * width < ENOUGH_PIXELS * bucket.height * bucket.width:
             raise GulliverError(f"is {stated}: too small for {bucket}")
         self._misstated[index] = stated
 
     def report(self) -> str:
-        """Says how many rows are used and skipped, and why the first of these were."""
+        """Describes how many rows are used and skipped, and why the first were skipped."""
         lines = [f"{len(self.rows)} clips used, {len(self.skipped)} skipped"]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped[:20]]
         if len(self.skipped) > 20:
@@ -289,7 +289,7 @@ class ClipTable:
 
 
 def _first_frame(seed: int, starts: int, windows: int) -> int:
-    """Chooses one of `starts` frames, or of `windows` of them that are evenly spread."""
+    """Chooses one of `starts` frames, or of `windows` evenly spread ones."""
     count = min(windows or starts, starts)
     return seed % count * (starts - 1) // max(1, count - 1)
 
@@ -301,7 +301,7 @@ def _chance(name: str, seed: int) -> float:
 
 
 def _stated(record: Record, path: Path) -> Probe | None:
-    """Returns what the table states of a file; None unless it states all."""
+    """Returns the table's properties of a file; None unless complete."""
     values = [record[name] for name in NUMBERS]
     stated = [value for value in values if isinstance(value, float)]
     if len(stated) < len(NUMBERS) or not path.is_file():
@@ -324,7 +324,7 @@ def probe_file(path: Path) -> Probe:
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
-    """Chooses, of the buckets filled, most pixels, then most frames, then nearest aspect ratio."""
+    """Chooses among the filled buckets by most pixels, most frames, then nearest aspect ratio."""
     long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
     if probe.frames > 1:
         # A video fills a still's bucket too, but is better used as a video.
@@ -359,15 +359,15 @@ def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
 
 
 class EndOfClip(GulliverError):
-    """A clip has fewer frames than it was said to have."""
+    """A clip has fewer frames than expected."""
 
     def __init__(self, frames: int, needed: int) -> None:
-        super().__init__(f"has {frames} of the {needed} frames that it was said to have")
+        super().__init__(f"has {frames} of the {needed} expected frames")
         self.frames, self.needed = frames, needed
 
 
 def span_of(frames: int, interval: int) -> int:
-    """Counts the frames of a file from the first to the last of a window."""
+    """Counts a file's frames from the first to the last of a window."""
     return (frames - 1) * interval + 1
 
 

@@ -1,4 +1,4 @@
-"""How much a step takes: samples, tokens, or seconds, as the user says."""
+"""Budgets of a step: samples, tokens, or seconds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gulliver.options import positive_number, whole_number
 
 @dataclass(frozen=True)
 class Samples:
-    """A step of so many samples; the last of an epoch may have fewer."""
+    """A step of a number of samples; the last of an epoch may have fewer."""
 
     count: int
 
     def __post_init__(self) -> None:
         if whole_number("samples of a step", self.count) < 1:
-            raise GulliverError(f"a step of {self.count} samples: give at least 1")
+            raise GulliverError(f"a step of {self.count} samples is too small: use at least 1")
 
     def __str__(self) -> str:
         return f"{self.count:,} samples a step"
@@ -31,13 +31,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step of about so many tokens: it ends with the sample that comes nearest."""
+    """A step of about a number of tokens: it ends with the sample that comes nearest."""
 
     count: int
 
     def __post_init__(self) -> None:
         if whole_number("tokens of a step", self.count) < 1:
-            raise GulliverError(f"a step of {self.count} tokens: give at least 1")
+            raise GulliverError(f"a step of {self.count} tokens is too small: use at least 1")
 
     def __str__(self) -> str:
         return f"about {self.count:,} tokens a step"
@@ -60,37 +60,37 @@ Budget = Samples | Tokens | Seconds
 
 
 def weight(budget: Budget, tokens: int, rank_seconds: float) -> float:
-    """How much of a budget's total a sample takes."""
+    """A sample's share of a budget."""
     if isinstance(budget, Samples):
         return 1.0
     return float(tokens) if isinstance(budget, Tokens) else rank_seconds
 
 
 def total(budget: Budget, ranks: int) -> float:
-    """What the weights of a step's samples may sum up to."""
+    """Maximum sum of the weights of a step's samples."""
     if isinstance(budget, Samples | Tokens):
         return float(budget.count)
     return budget.seconds * ranks
 
 
 def check_key(budget: Budget, tokens: int, least: float) -> float:
-    """What a sample needs of a budget at least: tokens or seconds."""
+    """A sample's minimum need of a budget: tokens or seconds."""
     return least if isinstance(budget, Seconds) else float(tokens)
 
 
 def check_sample(
     budget: Budget, index: int, shape: Hashable, tokens: int, least: float, ranks: int
 ) -> None:
-    """Refuses a budget that no step with a sample can meet."""
+    """Rejects a budget that is too small for a sample."""
     if isinstance(budget, Tokens) and tokens > budget.count:
         raise GulliverError(
-            f"no step meets {budget}: sample {index} ({shape}) has {tokens:,} tokens; give at "
-            "least as many"
+            f"no step meets {budget}: sample {index} ({shape}) has {tokens:,} tokens; use at least "
+            "as many"
         )
     if isinstance(budget, Seconds) and least > budget.seconds:
         raise GulliverError(
             f"no step meets {budget}: sample {index} ({shape}) takes {least:.4g} s on {ranks} "
-            "ranks at best; give at least as many"
+            "ranks at best; use at least as many"
         )
 
 
@@ -98,11 +98,11 @@ def check_sample(
 
 
 WINDOW, STEPS_AHEAD = 4096, 16
-"""Samples, or steps of samples, that are looked at ahead by default."""
+"""Default window in samples, or in steps of samples."""
 
 
 class Costs(Protocol):
-    """Costs of samples, such as `SampleCosts` and `TableCosts` are."""
+    """Costs of samples, such as `SampleCosts` and `TableCosts`."""
 
     @property
     def memory(self) -> float: ...
@@ -123,12 +123,12 @@ class Costs(Protocol):
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs that decide which samples make a step: they must not depend on tensor ranks."""
+    """Costs that decide a step's samples, which must not depend on tensor ranks."""
     return getattr(costs, "alone", costs)
 
 
 def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
-    """Samples of a shape that wait for each other: until each is within 2 % of the best."""
+    """Efficient micro-batch of a shape: within 2 % of the best time per sample."""
     # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
     # has must not depend on those.
     costs = alone(costs)
@@ -152,8 +152,8 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
         if not right:
             text = ", ".join(map(str, known)) or "none"
             raise GulliverError(
-                f"intra=False: {ranks} ranks are no multiple of a degree of these costs "
-                f"({text}): take other ranks"
+                f"intra=False: {ranks} ranks are not a multiple of a degree of these costs "
+                f"({text}): use another number of ranks"
             )
         raise GulliverError(
             f"intra=False needs one degree= of all groups that divides {ranks} ranks: "
@@ -163,12 +163,12 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
 
 
 def checked_window(budget: Budget, window: int | None) -> int:
-    """Samples that are looked at ahead."""
+    """Validated window in samples."""
     if isinstance(budget, Samples):
         window = STEPS_AHEAD * budget.count if window is None else window
         if window < budget.count:
             raise GulliverError(
-                f"window={window} holds no step of {budget}: give at least {budget.count}"
+                f"window={window} is shorter than a step of {budget}: use at least {budget.count}"
             )
     return WINDOW if window is None else window
 
@@ -226,7 +226,7 @@ def _drawn(
 
 
 def least_time(costs: Costs, shapes: Sequence[Any], ranks: int, pac: bool = True) -> float:
-    """Seconds that no plan of an epoch can be under: every sample in its best micro-batch."""
+    """Lower bound of an epoch's seconds: every sample in its best micro-batch."""
     found = 0.0
     for shape, count in Counter(shapes).items():
         rows = [(d, costs.batches(shape, d, pac).seconds) for d in costs.degrees(ranks)]

@@ -1,4 +1,4 @@
-"""Steps of data-centric training to look at: a chart of ranks over time, as text.
+"""Text charts of data-centric steps: ranks over time.
 
 Every group of ranks has a line, and every micro-batch a bar, then comes the wait for the step's
 last group. `Shares` sums the same over steps.
@@ -48,7 +48,6 @@ class Shares:
 
 
 def shares_of(plans: Iterable[StepPlan]) -> Shares:
-    """Sums steps."""
     seconds = whole = busy = sent = again = bound = 0.0
     samples = 0
     for plan in plans:
@@ -100,7 +99,7 @@ def _ranks(group: RankGroup) -> str:
 
 
 def _begins(plan: StepPlan) -> list[float]:
-    """Seconds at which each group begins, as if each phase began when the last one had ended."""
+    """Start times of groups, as if each phase started when the last one ended."""
     found, begun = [], 0.0
     for phase in plan.phases:
         found += [begun] * len(phase)

@@ -59,25 +59,26 @@ from gulliver.solve.steps import StepSolver
 
 MOST_LOT = 0.25
 """Share of a step that samples of one shape wait for each other to fill, at most: where lots are as
-long as steps, steps of one shape come in rows, and what is learnt suffers (docs/lab-notes.md)."""
+long as steps, steps of one shape come in rows, and what is learned suffers (docs/lab-notes.md).
+"""
 Position = tuple[int, int, Queue]
-"""Epoch, step, and what is drawn and in no step yet."""
+"""Epoch, step, and samples that are drawn but not in a step yet."""
 
 
 @dataclass(frozen=True)
 class DataCentricOptions(Options):
-    """Options of `DataCentricPlanner`, which are given to it by name.
+    """Options of `DataCentricPlanner`, passed by keyword.
 
     Attributes:
         window: samples that are drawn at a time; by default 16 steps' worth. With tokens or seconds
             as many windows as a step takes.
         memory: bytes of a rank; by default what `costs` says.
-        intra: groups may have different degrees; else all have `degree`.
+        intra: whether groups may have different degrees; otherwise all have `degree`.
         inter: groups may run several micro-batches; else one each, and what finds no place is set
             aside for the next step.
-        pac: memory that is left keeps activations; else all blocks are computed again.
+        pac: memory that is left keeps activations; else all blocks are recomputed.
         degree: degree of every group without `intra`.
-        unfit: what becomes of samples that fit at no degree: refused, or skipped and counted in
+        unfit: what becomes of samples that fit at no degree: rejected, or skipped and counted in
             `skipped`.
         shuffle: samples of a table come in random order; else in the table's.
         seed: seed of all orders.
@@ -99,7 +100,7 @@ class DataCentricOptions(Options):
     stages: Annotated[int, AT_LEAST_1] = 1
 
     def check_combinations(self) -> None:
-        """Refuses options that exclude each other."""
+        """Rejects options that exclude each other."""
         if self.stages > 1 and not self.inter:
             raise GulliverError(
                 f"stages={self.stages}: a pipeline needs several micro-batches: inter=True"
@@ -140,9 +141,9 @@ class DataCentricPlanner:
     ) -> None:
         chosen = from_keywords(DataCentricOptions, options, DataCentricPlanner)
         if not isinstance(budget, Budget):
-            raise GulliverError(f"budget={budget!r}: give Samples(n), Tokens(n) or Seconds(s)")
+            raise GulliverError(f"budget={budget!r}: use Samples(n), Tokens(n) or Seconds(s)")
         if not isinstance(ranks, int) or ranks < 1:
-            raise GulliverError(f"ranks={ranks!r}: give a whole number of at least 1")
+            raise GulliverError(f"ranks={ranks!r} must be a whole number of at least 1")
         if chosen.memory is not None:
             costs = replace(costs, memory=chosen.memory)  # type: ignore[type-var]
         self.costs, self.ranks, self.budget = costs, ranks, budget
@@ -167,7 +168,7 @@ class DataCentricPlanner:
         self.window = checked_window(budget, chosen.window)
 
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
-        """Looks at every shape of a table: (first sample, number of samples) by shape."""
+        """Checks every shape of a table: (first sample, number of samples) by shape."""
         for shape, (first, count) in counts.items():
             self._meet(shape, first, count, inside=False)
         # The sample that needs most: its budget is the least one of the table.
@@ -181,18 +182,18 @@ class DataCentricPlanner:
         if isinstance(self.budget, Samples) and self.budget.count > usable:
             raise GulliverError(
                 f"a step of {self.budget.count} samples is longer than the data set, which has "
-                f"{usable} that fit: give at most as many"
+                f"{usable} that fit: use at most as many"
             )
 
     def _needs(self, shape: Shape) -> tuple[int, float]:
-        """Tokens of a sample, and the least seconds that it takes."""
+        """Tokens of a sample, and its minimum seconds."""
         seconds = self.stages * self._solver.one_sample_seconds(shape)
         return self.costs.tokens(shape), seconds
 
     def _meet(
         self, shape: Shape, index: int, count: int | None = None, inside: bool = True
     ) -> None:
-        """Takes costs of a shape that is seen for the first time; checks that budgets hold it."""
+        """Adds the costs of a new shape; checks that budgets allow it."""
         rows = {d: self.costs.batches(shape, d, self.pac) for d in self._degrees}
         rows = {d: row for d, row in rows.items() if len(row)}
         tokens = self.costs.tokens(shape)
@@ -203,7 +204,7 @@ class DataCentricPlanner:
                 which = "" if count in (None, 1) else f", one of {count:,} of this shape,"
                 raise GulliverError(
                     f"sample {index} ({shape}, {tokens:,} tokens){which} fits at no degree of up "
-                    f"to {self.ranks} ranks in {self._room} of a rank: take more ranks or memory, "
+                    f"to {self.ranks} ranks in {self._room} of a rank: use more ranks or memory, "
                     "or unfit='skip'"
                 )
             return
@@ -243,7 +244,7 @@ class DataCentricPlanner:
                 return
 
     def _fill(self, window: SampleWindow) -> None:
-        """Draws another window where the queue has no whole step."""
+        """Draws windows until the queue has a whole step."""
         while not window.is_over and not self._has_step:
             indices, shapes = window.draw(self.window)
             self._queue.drawn += len(indices)
@@ -273,7 +274,7 @@ class DataCentricPlanner:
         return self._solver.rank_seconds(shape) if isinstance(self.budget, Seconds) else 0.0
 
     def _usable(self, indices: np.ndarray, shapes: list[Shape]) -> tuple[np.ndarray, list[Shape]]:
-        """Leaves out, and counts, what fits at no degree."""
+        """Drops and counts samples that fit at no degree."""
         fits = [self._fits[shape] for shape in shapes]
         if all(fits):
             return indices, shapes
@@ -282,7 +283,7 @@ class DataCentricPlanner:
         return indices[np.array(fits, dtype=bool)], kept
 
     def _planned(self, epoch: int) -> StepPlan:
-        """Plans the next step of what is in the queue."""
+        """Plans the next step from the queue."""
         count = self._count()
         solved = self._phases.solved(Counter(self._queue.shapes[:count]))
         while isinstance(self.budget, Seconds) and solved.seconds > self.budget.seconds:
@@ -318,15 +319,14 @@ class DataCentricPlanner:
         return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
 
     def check_sample(self, index: int, planned: Shape, found: Shape) -> None:
-        """Refuses a sample that is of another shape than the table says.
+        """Rejects a sample whose shape differs from the table's.
 
         Raises:
             GulliverError: naming the sample and both shapes.
         """
         if found != planned:
             raise GulliverError(
-                f"sample {index} is {found}, and the table says {planned}: its lengths lie; make "
-                "the table anew"
+                f"sample {index} has shape {found}, but the table has {planned}: rebuild the table"
             )
 
     @property
@@ -336,7 +336,7 @@ class DataCentricPlanner:
 
     @property
     def signature(self) -> str:
-        """Digest of all that plans depend on: ranks with the same one plan the same."""
+        """Digest of all that plans depend on; equal on ranks that plan the same steps."""
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.unfit, self.costs.memory
@@ -348,11 +348,11 @@ class DataCentricPlanner:
         return digest.hexdigest()
 
     def position(self) -> Position:
-        """The present position, to come back to with `rewind` or to save with `state_dict`."""
+        """The current position, for `rewind` or `state_dict`."""
         return self.epoch, self.step, self._queue.copy()
 
     def upcoming(self) -> StepPlan | None:
-        """Plans the next step, such as to load it ahead, and takes nothing; None where none is."""
+        """Plans the next step without advancing, for example to prefetch it; None at the end."""
         before, skipped = self.position(), self.skipped.copy()
         plan = next(iter(self), None)
         # Planning is deterministic: the same plan comes again when it is asked for.
@@ -361,12 +361,12 @@ class DataCentricPlanner:
         return plan
 
     def rewind(self, position: Position) -> None:
-        """Goes back to a position; iterators that were begun before are of no use then."""
+        """Returns to a position; earlier iterators become invalid."""
         self.epoch, self.step, queue = position
         self._queue = queue.copy()
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """Returns a position as plain values, by default that after the plan given out last."""
+        """Returns a position as plain values, by default the one after the last returned plan."""
         epoch, step, queue = position or (self.epoch, self.step, self._queue)
         position_now = {
             "epoch": epoch,
@@ -382,7 +382,7 @@ class DataCentricPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a state was taken, on any number of ranks.
+        """Continues from a state, on any number of ranks.
 
         Raises:
             GulliverError: the state is of other data, another seed or another model, or is none.
@@ -403,10 +403,10 @@ class DataCentricPlanner:
         self._queue.extend(indices, shapes, weights)
 
     def describe(self) -> str:
-        """Says in one line what is planned and with what."""
+        """Describes the planner in one line."""
         on = [name for name in ("intra", "inter", "pac") if getattr(self, name)]
         degrees = ", ".join(map(str, self._degrees))
-        ahead = f"{self.window:,} samples looked at ahead"
+        ahead = f"window of {self.window:,} samples"
         ranks = f"{self.ranks} ranks"
         if self.stages > 1:
             ranks += f" of {self.stages} stages each"

@@ -31,9 +31,9 @@ class DataCentricPlugin(HybridParallelPlugin):
 
     A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
     lets groups of fewer ranks run side by side. Of any other model every group has one rank. With
-    `tp_size` each of these ranks is so many, which share each layer's tensors in every step; with
-    `pp_size` it is so many stages, through which the micro-batches of a group run (1F1B; with fewer
-    micro-batches than stages all forwards come first).
+    `tp_size` each of these ranks is a group of tensor ranks; with `pp_size` it is a pipeline of
+    stages, through which the micro-batches of a group run (1F1B; with fewer micro-batches than
+    stages all forwards come first).
 
     Args:
         zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2
@@ -72,8 +72,8 @@ class DataCentricPlugin(HybridParallelPlugin):
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
-                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: groups that change need "
-                f"ranks of their own: {nearest(str(sequence_parallelism_mode), MODES)}"
+                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: changing groups need a "
+                f"mode with separate ranks: {nearest(str(sequence_parallelism_mode), MODES)}"
             )
         for name in options:
             if name not in OPTIONS:
@@ -97,7 +97,7 @@ class DataCentricPlugin(HybridParallelPlugin):
 
     @property
     def inside(self) -> int:
-        """Ranks that each rank of a step's plan stands for: tensor ranks times stages."""
+        """World ranks per rank of a step's plan: tensor ranks times stages."""
         return self.tp_size * self.pp_size
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
@@ -116,7 +116,7 @@ class DataCentricPlugin(HybridParallelPlugin):
         self.sp_size, self.mode = ranks, self.ways if ranks > 1 else None
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
-        """How a sequence lies over all ranks: Ulysses as far as there are heads, a ring beyond."""
+        """Plan of a sequence over all ranks: Ulysses up to the number of heads, then a ring."""
         whole = super().sequence_plan(causal)
         if self.mode != "all_to_all" or not 0 < self._heads < whole.ulysses:
             return whole
@@ -130,20 +130,20 @@ class DataCentricPlugin(HybridParallelPlugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Shares sequences where the model's attention is known, else nothing but ZeRO."""
+        """Shares sequences if the model's attention is supported, otherwise uses ZeRO only."""
         ranks, alone = plan.mesh.size // self.inside, _why_alone(model)
         self._share(1 if alone else ranks)
         # A tensor rank has its part of the heads.
         self._heads = _heads_of(model) // self.tp_size
         if self.pp_size > 1 and dropouts_of(model):
             raise GulliverError(
-                "dropout in stages that run other micro-batches in every step would be drawn by "
-                f"their places in a batch ({dropouts_of(model)[0]}): set it to 0"
+                "dropout in stages that run different micro-batches in every step is not "
+                f"reproducible ({dropouts_of(model)[0]}): set it to 0"
             )
         if not alone and ranks > 1 and dropouts_of(model):
             raise GulliverError(
-                "dropout where sequences lie on other ranks in every step would be drawn by each "
-                f"rank for itself ({dropouts_of(model)[0]}): set it to 0"
+                "dropout with sequences on different ranks in every step is not reproducible "
+                f"({dropouts_of(model)[0]}): set it to 0"
             )
         if alone:
             one = super().choices(plan.mesh.size, plan.precision.autocast)
@@ -155,12 +155,14 @@ class DataCentricPlugin(HybridParallelPlugin):
             reasons["zero.stage"] = "gradients" + (
                 " and parameters" if self.zero_stage == 3 else ""
             )
-            reasons["zero.stage"] += " lie whole on each rank inside a step: ranks run unequal work"
+            reasons["zero.stage"] += (
+                "are complete on each rank inside a step, as ranks run unequal work"
+            )
         return replace(found, reasons={**found.reasons, **reasons})
 
 
 def _why_alone(model: nn.Module) -> str:
-    """Why every group has one rank; empty where sequences can be shared."""
+    """Why every group has one rank; empty if sequences can be shared."""
     known = families().get(family_of(model) or "")
     if known is None:
         name = type(model).__name__
@@ -171,7 +173,7 @@ def _why_alone(model: nn.Module) -> str:
 
 
 def _heads_of(model: nn.Module) -> int:
-    """Heads of a model's attention; 0 where that is not known."""
+    """Heads of a model's attention; 0 if unknown."""
     model = hugging_face_of(model)
     named = (getattr(getattr(model, "config", model), name, None) for name in HEADS)
     return next((heads for heads in named if isinstance(heads, int)), 0)

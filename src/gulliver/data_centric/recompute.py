@@ -36,7 +36,7 @@ class RecomputeSwitch:
             wrap_call(model.get_submodule(path), self._around(path))
 
     def set(self, counts: Sequence[int]) -> None:
-        """Sets how many blocks of each kind are recomputed from now on: the first ones."""
+        """Sets how many blocks of each kind are recomputed from now on, starting with the first."""
         chosen = zip(self.paths, counts, strict=True)
         self._on = {path for paths, count in chosen for path in paths[:count]}
         for path in (p for paths in self.paths for p in paths) if self._switched else ():
@@ -72,8 +72,9 @@ def _by_kind(paths: Sequence[str], kinds: Sequence[tuple[str, int]]) -> list[lis
     for (name, count), mine in zip(kinds, found, strict=True):
         if len(mine) != count:
             raise GulliverError(
-                f"the costs know {count} blocks {name!r}, and of the model {len(mine)} can be "
-                "computed again: measure costs of this model, or plan with pac=False and no kinds"
+                f"the costs know {count} blocks {name!r}, but the model has {len(mine)} "
+                "recomputable ones: measure costs of this model, or plan with pac=False and no "
+                "kinds"
             )
     return found
 

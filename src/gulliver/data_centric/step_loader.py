@@ -37,7 +37,7 @@ _COMPARED = WeakSet[ZeroOptimizer]()
 
 
 def warn_of_own_buffers(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    """Warns once of saved buffers that differ between ranks; every rank calls it after a step."""
+    """Warns once about saved buffers that differ between ranks (collective, after a step)."""
     # Once in a run, and not for each epoch's loader: a gather between two steps cannot overlap.
     if optimizer.size == 1 or optimizer in _COMPARED:
         return
@@ -50,9 +50,9 @@ def warn_of_own_buffers(model: nn.Module, optimizer: ZeroOptimizer) -> None:
     if apart and current_world().is_main:
         more = f" and {len(apart) - NAMED} more" if len(apart) > NAMED else ""
         warnings.warn(
-            f"forwards have changed {', '.join(apart[:NAMED])}{more}, and ranks that run other "
-            "samples have other values now: rank 0's are saved; a buffer that samples change "
-            "is best kept outside of the model, or reduced after each step",
+            f"forwards have changed {', '.join(apart[:NAMED])}{more} differently on each rank, "
+            "and rank 0's are saved: keep such buffers outside the model, or reduce them after "
+            "each step",
             stacklevel=3,
         )
 
@@ -72,7 +72,7 @@ def _digest(buffer: Tensor) -> bytes:
 #         optimizer.step()
 #         optimizer.zero_grad()
 #
-# `step.run(criterion)` does what the inner loop does, also where blocks lie on several stages.
+# `step.run(criterion)` does what the inner loop does, also where blocks are on several stages.
 
 
 # What the mean over a step is over: a number for each sample of the data set.
@@ -80,7 +80,7 @@ Weight = Callable[[int], float] | Sequence[float]
 
 
 class DataCentricLoader:
-    """Loads and runs the steps of a planner on this rank; every rank makes one.
+    """Loads and runs the steps of a planner on this rank; created on every rank.
 
     Args:
         planner: plans, the same on all ranks, for as many as share the optimizer.
@@ -116,7 +116,7 @@ class DataCentricLoader:
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
             raise GulliverError(
-                f"steps of unequal work need a model that is boosted with DataCentricPlugin, not a "
+                "steps of unequal work need a model boosted with DataCentricPlugin, not a "
                 f"{type(optimizer).__name__}"
             )
         self.planner, self.dataset, self.model = planner, dataset, unwrapped(model)
@@ -138,7 +138,7 @@ class DataCentricLoader:
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
         if isinstance(weight, Sequence) and not any(weight):
-            raise GulliverError("weight= is 0 for every sample: there is nothing to learn from")
+            raise GulliverError("weight= is 0 for every sample: nothing can be trained")
 
     def __iter__(self) -> Iterator[TrainingStep]:
         if self._given is not None and not self._given[0].ended:
@@ -158,8 +158,8 @@ class DataCentricLoader:
                 continue
             if not weight > 0:
                 raise GulliverError(
-                    f"the samples of step {plan.step} count {weight} together: weight= must give "
-                    "numbers of at least 0"
+                    f"the samples of step {plan.step} have a total weight of {weight}: weight= "
+                    "must return numbers of at least 0"
                 )
             step = TrainingStep(plan, weight, self._context, self._load(plan))
             self._first = self._first_untaken(before)
@@ -178,7 +178,7 @@ class DataCentricLoader:
         return float(self._weight(index) if callable(self._weight) else self._weight[index])
 
     def _load(self, plan: StepPlan) -> Generator[LoadedBatch]:
-        """Loads this rank's micro-batches of a step, each while the one before it runs."""
+        """Loads this rank's micro-batches of a step, each during the previous one."""
         own = plan.groups_of(self.optimizer.rank)
         batches = [(micro, group.degree) for group in own for micro in group.micro_batches]
         if not batches:
@@ -195,7 +195,7 @@ class DataCentricLoader:
                 data = move_tensors(data, current_world().device)
                 yield LoadedBatch(data, batch.samples, batch.shape, weight, degree, seeds)
         finally:
-            # Nobody waits: of a step that is left the garbage collector may end this, on any
+            # No one waits: of a step that is left the garbage collector may end this, on any
             # thread, and on one that begins to join another would wait for itself.
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -215,7 +215,7 @@ class DataCentricLoader:
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest())
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values: after the step that was given out last, if it was taken.
+        """The position as plain values, after the last step that was applied.
 
         As long as the optimizer has not stepped, the weights are those before that step, or before
         the first of several that are added up, and so is the position: whatever the end, their
@@ -228,7 +228,7 @@ class DataCentricLoader:
         return self.planner.state_dict()
 
     def _first_untaken(self, before: Any) -> tuple[int, Any]:
-        """Steps of the optimizer so far, and the position before the first step not yet in them."""
+        """Number of optimizer steps, and the position before the first step not in them."""
         # Gradients of several steps may be added up for one of the optimizer's, and the optimizer
         # may step when the next step has been given out.
         taken = self.optimizer.taken.steps
@@ -239,7 +239,7 @@ class DataCentricLoader:
         return taken, before
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on after the step at which a state was taken, on any number of ranks.
+        """Continues after the step of a state, on any number of ranks.
 
         Raises:
             GulliverError: the state is of other data, another seed or another model.
@@ -249,40 +249,40 @@ class DataCentricLoader:
 
 
 def _check(loader: DataCentricLoader) -> None:
-    """Refuses what would go wrong in some step, on all ranks."""
+    """Rejects settings that would fail in some step, on all ranks."""
     planner, optimizer = loader.planner, loader.optimizer
     if planner.ranks != optimizer.size:
         raise GulliverError(
-            f"the planner plans for {planner.ranks} ranks, and {optimizer.size} share the "
-            "optimizer: give it as many"
+            f"the planner plans for {planner.ranks} ranks, but {optimizer.size} share the "
+            "optimizer: use as many"
         )
     check_uneven(optimizer)
     held = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None
     stages = 1 if held is None else held.cut.stages
     if getattr(planner, "stages", stages) != stages:
         raise GulliverError(
-            f"the planner plans for {planner.stages} stages, and the model has {stages}: give it "
+            f"the planner plans for {planner.stages} stages, but the model has {stages}: use "
             f"stages={stages}, DataCentricPlugin's pp_size"
         )
     mixing = [n for n, m in loader.model.named_modules() if is_batch_norm(m) and m.training]
     if mixing:
         raise GulliverError(
             f"{mixing[0]} mixes the samples of a batch, so that gradients would depend on how they "
-            "are grouped: put it into eval(), or take a norm of single samples such as GroupNorm"
+            "are grouped: call its eval(), or use a per-sample norm such as GroupNorm"
         )
     wide = [degree for degree in planner.degrees if degree > 1]
     if wide and optimizer.size > 1:
         if loader.degree is None:
             raise GulliverError(
-                f"groups of up to {wide[-1]} ranks are planned, and {type(loader.model).__name__} "
-                "shares no sequences: boost a model of a known family with DataCentricPlugin, or "
-                "plan with intra=False, degree=1"
+                f"groups of up to {wide[-1]} ranks are planned, but {type(loader.model).__name__} "
+                "does not share sequences: boost a model of a known family with "
+                "DataCentricPlugin, or plan with intra=False, degree=1"
             )
         loader.degree.of_rows([range(optimizer.size)])
     signatures = gather_objects(planner.signature)
     others = [rank for rank, found in enumerate(signatures) if found != signatures[0]]
     if others:
         raise GulliverError(
-            f"rank {others[0]} sees another table, costs, seed or position than rank 0: all ranks "
-            "must plan the same steps"
+            f"rank {others[0]} has a different table, costs, seed or position from rank 0: all "
+            "ranks must plan the same steps"
         )

@@ -1,7 +1,7 @@
-"""Steps of data-centric training as they are planned: groups of ranks and what each one runs.
+"""Planned steps of data-centric training: groups of ranks and their micro-batches.
 
-A `StepPlan` says which ranks share samples in a step and which micro-batches each group runs, one
-after the other. It is plain data, equal on all ranks, and knows nothing of how it is run.
+A `StepPlan` lists which ranks share samples in a step and which micro-batches each group runs. It
+is plain data, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MicroBatch:
     shape: Shape
     # Indices of them in the data set.
     samples: tuple[int, ...]
-    # Number of blocks that the backward computes again; 0: all activations are kept.
+    # Number of blocks that the backward recomputes; 0: all activations are kept.
     recompute: int = 0
     # How many of those are of each kind of block, in the order of the costs' kinds.
     kinds: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class MicroBatch:
     seconds: float = 0.0
     # Seconds in those of messages inside the group.
     communication: float = 0.0
-    # Seconds in those of forwards that are computed again.
+    # Seconds in those of forwards that are recomputed.
     recomputing: float = 0.0
     # Predicted bytes of a rank, at most.
     bytes: int = 0
@@ -58,7 +58,7 @@ class RankGroup:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the group's micro-batches, one after the other."""
+        """Predicted seconds of the group's micro-batches in sequence."""
         return sum(batch.seconds for batch in self.micro_batches) + self.filling
 
     @property
@@ -84,27 +84,25 @@ class StepPlan:
     # Samples that were drawn for this step and wait for the next one.
     set_aside: tuple[int, ...] = ()
     # Other groups of the same ranks that follow, such as single ranks after a sample that takes all
-    # of them. A rank goes on when its own group has ended.
+    # of them. A rank continues when its own group has ended.
     later: tuple[tuple[RankGroup, ...], ...] = ()
 
     @property
     def phases(self) -> tuple[tuple[RankGroup, ...], ...]:
-        """Groups that follow one another; those of each phase partition the ranks."""
+        """Groups in consecutive phases; those of each phase partition the ranks."""
         return (self.groups, *self.later)
 
     @property
     def all_groups(self) -> tuple[RankGroup, ...]:
-        """Groups of all phases."""
         return tuple(group for phase in self.phases for group in phase)
 
     @property
     def samples(self) -> int:
-        """Samples of the step, of all groups: what gradients are divided by."""
+        """Number of samples of the step over all groups, by which gradients are divided."""
         return sum(group.samples for group in self.all_groups)
 
     @property
     def ranks(self) -> int:
-        """Data ranks."""
         return sum(group.degree for group in self.groups)
 
     @property
@@ -114,7 +112,7 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """Share of the ranks' time in which they wait for the last group."""
+        """Share of the ranks' time spent waiting for the last group."""
         if not self.seconds:
             return 0.0
         busy = sum(group.degree * group.seconds for group in self.all_groups)
@@ -131,11 +129,11 @@ class StepPlan:
 
 
 Facts = tuple[int, tuple[int, ...], float, float, float, int]
-"""What a `MicroBatch` has in addition to its samples, in its order."""
+"""Fields of a `MicroBatch` besides its samples, in order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
-    """Facts of a `MicroBatch` without its samples, for every size of batch."""
+    """Fields of a `MicroBatch` without its samples, for every batch size."""
     again = row.recomputed
     parts = row.seconds, row.communication, row.recomputing
     seconds = ((factor * part).tolist() for part in parts)
@@ -146,7 +144,7 @@ def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
 
 @dataclass(frozen=True, slots=True)
 class SolvedStep:
-    """Parts of a step that follow one another, their seconds, and the bound of the whole."""
+    """Consecutive parts of a step, their seconds, and the bound of the step."""
 
     parts: tuple[BalancedStep, ...]
     seconds: float
@@ -159,7 +157,7 @@ def place(
     facts: Mapping[tuple[Shape, int], list[Facts]],
     ranks: int,
 ) -> tuple[RankGroup, ...]:
-    """Gives ranks and samples to groups, the widest first."""
+    """Assigns ranks and samples to groups, the widest first."""
     first, groups = 0, []
     for work in solved.groups:
         batches = []
@@ -186,9 +184,9 @@ def place(
 
 
 REMEMBERED = 4096
-"""Steps whose phases are kept: the same come again."""
+"""Number of cached phase solutions, as the same steps recur."""
 SPLIT = 1.02
-"""Seconds over the bound from which samples that need many ranks may get a phase of their own."""
+"""Seconds over the bound from which wide samples may get a separate phase."""
 
 
 class Phases:
@@ -210,7 +208,7 @@ class Phases:
         self._known.clear()
 
     def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """Deals so many samples of each shape: all in one phase, or wide groups and then others."""
+        """Assigns samples of each shape: all in one phase, or wide groups and then others."""
         if self._stages > 1:
             return self._compared(shapes)
         # Kept as counts: thousands of whole plans would be looked through by the garbage collector.
@@ -224,7 +222,7 @@ class Phases:
         return self._filled(parts, bound)
 
     def _cuts(self, shapes: Mapping[Shape, int]) -> Iterator[tuple[dict[Shape, int], ...]]:
-        """Ways to part wide samples from others."""
+        """Ways to separate wide samples from others."""
         for degree in sorted({self._least[shape] for shape in shapes} - {1}):
             wide = {s: n for s, n in shapes.items() if self._least[s] >= degree}
             others = {s: n for s, n in shapes.items() if s not in wide}
@@ -232,7 +230,7 @@ class Phases:
                 yield wide, others
 
     def _shortest(self, shapes: Mapping[Shape, int]) -> tuple[dict[Shape, int], ...]:
-        """The samples of each phase, where nothing but micro-batches counts: no groups are made."""
+        """The samples of each phase with the best micro-batches, before forming groups."""
         solver = self._solver
         best: tuple[dict[Shape, int], ...] = (dict(shapes),)
         seconds, bound = solver.step_times(shapes)
@@ -248,7 +246,7 @@ class Phases:
         return best
 
     def _compared(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """The phases that end soonest with the micro-batches that suit stages."""
+        """The fastest phases with micro-batches that suit stages."""
         solver = self._solver
         whole = solver.plan_step(shapes)
         best = self._filled((whole,), whole.bound)
@@ -266,12 +264,12 @@ class Phases:
         return best
 
     def _filled(self, parts: tuple[BalancedStep, ...], bound: float) -> SolvedStep:
-        """A step of these parts, with the micro-batches that suit stages."""
+        """A step of these parts, with micro-batches that suit stages."""
         if self._stages > 1:
             seconds = self._solver.seconds
             parts = tuple(fill_stages(part, seconds, self._stages) for part in parts)
         return SolvedStep(parts, sum(part.seconds for part in parts), bound)
 
     def _cannot_improve(self, best: SolvedStep, *seconds: float) -> bool:
-        """Whether parts of at least so many seconds cannot be shorter."""
+        """Whether parts of at least a number of seconds cannot be shorter."""
         return sum(seconds) >= best.seconds * (1 + 1e-9)

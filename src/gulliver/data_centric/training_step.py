@@ -62,26 +62,26 @@ class LoadedBatch:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Generators for each sample, on the CPU: they depend on no rank and no group."""
+        """CPU generators for each sample, independent of ranks and groups."""
         return [torch.Generator().manual_seed(seed) for seed in self.seeds]
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the steps of a run have in common."""
+    """Settings shared by the steps of a run."""
 
     # The model as it was boosted.
     model: nn.Module
     optimizer: ZeroOptimizer
     # Degree of the model; None where no sequences are shared.
     degree: Degree | None
-    # Which blocks the next forward keeps or computes again; None where all are kept.
+    # Which blocks the next forward keeps or recomputes; None where all are kept.
     switch: RecomputeSwitch | StageSwitch | None
 
 
 @dataclass
 class TrainingStep:
-    """One optimizer step on this rank; loop over it once, with a `backward` for each batch.
+    """One optimizer step on this rank; loop over it once and call `backward` for each batch.
 
     Attributes:
         plan: what all ranks run.
@@ -109,8 +109,8 @@ class TrainingStep:
     def __iter__(self) -> Iterator[LoadedBatch]:
         if self.context.optimizer.pipeline is not None:
             raise GulliverError(
-                "blocks lie on several stages, which run all micro-batches of a step together: "
-                "call step.run(criterion) in place of a loop over them"
+                "blocks are on several stages, which run all micro-batches together: call "
+                "step.run(criterion) instead of looping"
             )
         with self._opened() as phases:
             for rows, group in phases:
@@ -126,7 +126,7 @@ class TrainingStep:
     ) -> None:
         """Runs all micro-batches of this rank, forward and backward, through stages or without.
 
-        One call in place of the loop over a step, and the only way where blocks lie on several
+        One call in place of the loop over a step, and the only way where blocks are on several
         stages: their schedule needs all micro-batches at once.
 
         Args:
@@ -144,8 +144,8 @@ class TrainingStep:
             if not isinstance(given, Mapping | tuple | list | Tensor):
                 what = "collate" if prepare is None else "prepare"
                 raise GulliverError(
-                    f"{what} made a {type(given).__name__} of a micro-batch: the model is called "
-                    "with a mapping of keyword arguments, a tuple, a list or one tensor"
+                    f"{what} returned a {type(given).__name__} for a micro-batch: return a mapping "
+                    "of keyword arguments, a tuple, a list or one tensor"
                 )
             return given
 
@@ -163,7 +163,7 @@ class TrainingStep:
 
     @contextmanager
     def _opened(self) -> Iterator[Phases]:
-        """Wraps the whole step, and gives this rank's group of each phase."""
+        """Wraps the whole step, and sets this rank's group in each phase."""
         if self.begun:
             raise GulliverError("the micro-batches of a step were looped over: each step once")
         self.begun = True
@@ -183,12 +183,12 @@ class TrainingStep:
             yield list(zip(rows, own, strict=True))
 
     def _sharing(self, rows: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
-        """Lets the ranks of each row share sequences."""
+        """Context in which the ranks of each row share sequences."""
         degree = self.context.degree
         return nullcontext() if degree is None else sequence_rows(degree, rows)
 
     def _recompute(self, micro: MicroBatch) -> None:
-        """Lets the next forward keep or compute again what the plan says."""
+        """Sets the blocks that the next forward recomputes."""
         if self.context.switch is not None:
             self.context.switch.set(micro.kinds)
 
@@ -226,7 +226,7 @@ class TrainingStep:
             self.measured.append((micro.shape, micro.seconds, share * seconds))
 
     def _run(self, micro: MicroBatch, batch: LoadedBatch) -> Iterator[LoadedBatch]:
-        """Gives a micro-batch out, and sees that it had its backward."""
+        """Yields a micro-batch, and checks that its backward was run."""
         begun = time.perf_counter()
         self._recompute(micro)
         self._open = batch
@@ -239,14 +239,15 @@ class TrainingStep:
         self.measured.append((micro.shape, micro.seconds, seconds))
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of the loss of the present micro-batch: the mean over what it counts.
+        """Runs backward for the loss of the current micro-batch, a mean over its weight.
 
         Raises:
             GulliverError: there is no micro-batch, or it had its backward; the loss is no scalar.
         """
         if loss.dim():
             raise GulliverError(
-                f"a loss of shape {tuple(loss.shape)}: give the mean over the micro-batch, a scalar"
+                f"a loss of shape {tuple(loss.shape)} is not a scalar: pass the mean over the "
+                "micro-batch"
             )
         batch, uneven = self._open, self._uneven
         if batch is None or uneven is None:
@@ -266,11 +267,11 @@ class TrainingStep:
 
     @property
     def is_applied(self) -> bool:
-        """Whether the optimizer has stepped with what the micro-batches gave."""
+        """Whether the optimizer has stepped with these gradients."""
         return self.ended and self.context.optimizer.taken.steps > self._steps
 
     def loss(self) -> float:
-        """The mean loss over the whole step; every rank calls it, after the loop.
+        """The mean loss over the whole step (collective, after the loop).
 
         Raises:
             GulliverError: the step has not run, or not to its end.
@@ -286,7 +287,7 @@ class TrainingStep:
 
 
 def _ends_alike(plan: StepPlan, rank: int) -> bool:
-    """Whether no rank has work after the last group that it is in together with `rank`."""
+    """Whether no rank has work after the last group that it shares with `rank`."""
     working = [[group for group in phase if group.micro_batches] for phase in plan.phases]
     for number in reversed(range(len(working))):
         mine = next((group for group in working[number] if rank in group.ranks), None)

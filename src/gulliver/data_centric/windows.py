@@ -1,4 +1,4 @@
-"""Parts of a planner's saved position: how they are checked.
+"""Validates parts of a planner's saved position.
 
 What it does not know: what a planner does with them.
 """
@@ -23,38 +23,35 @@ PARTS = ("epoch", "step", "drawn", "queue")
 
 
 def digest_of(position: Mapping[str, Any]) -> str:
-    """Digest of a position: which samples are done shows in no other part of it."""
+    """Digest of a position, which also covers the finished samples."""
     content = json.dumps([position.get(name) for name in PARTS])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def check_state(state: Any, model: str, data: str) -> None:
-    """Refuses what is no state of a planner of this model and these data."""
+    """Rejects anything but a planner state for this model and data."""
     keys = {*PARTS, "digest", "data", "model"}
     if not isinstance(state, Mapping) or not keys <= set(state):
         raise GulliverError("this is not the state of a data-centric planner")
     if state["model"] != model:
         raise GulliverError(
-            f"the saved position was planned for model {state['model']!r}, this one is "
+            f"the saved position was planned for model {state['model']!r}, but this one is "
             f"{model!r}: resume with the same model"
         )
     if state["data"] != data:
         raise GulliverError(
-            "the saved position belongs to other data or another seed: resume with what the "
-            "run was started with"
+            "the saved position belongs to other data or another seed: resume with the original "
+            "data and seed"
         )
     if state["digest"] != digest_of(state):
-        raise GulliverError(
-            "the saved position is broken: it is not the one that was saved, samples would be "
-            "left out or come twice"
-        )
+        raise GulliverError("the saved position is corrupted: samples would be skipped or repeated")
 
 
 # Samples before they are in steps: the stream, windows of it, and the queue of what is drawn.
 
 
 class SampleStream:
-    """Samples in the order in which they arrive in an epoch."""
+    """Samples of an epoch in order of arrival."""
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class SampleStream:
         source = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
         if not callable(shapes):
             if isinstance(shapes, torch.Tensor):
-                raise GulliverError("shapes are a tensor: give a list, such as shapes.tolist()")
+                raise GulliverError("shapes are a tensor: pass a list, such as shapes.tolist()")
             if not len(shapes):
                 raise GulliverError("the data set is empty: nothing to train on")
             # A copy: what the caller does to the list afterwards would be seen by one rank alone.
@@ -99,7 +96,7 @@ class SampleStream:
 
 
 class SampleWindow:
-    """A walk through one epoch's stream, a window at a time."""
+    """Iterates over an epoch's samples window by window."""
 
     def __init__(self, stream: SampleStream, epoch: int, start: int) -> None:
         self.epoch, self.is_over = epoch, False
@@ -109,7 +106,7 @@ class SampleWindow:
         self._advance()
 
     def draw(self, count: int) -> tuple[np.ndarray, list[Shape]]:
-        """Draws up to so many samples."""
+        """Draws up to a number of samples."""
         found: list[tuple[int, Shape]] = []
         if self._next is not None:
             found = [self._next, *itertools.islice(self._samples, count - 1)]
@@ -127,7 +124,7 @@ class SampleWindow:
 
 
 class Queue:
-    """Samples that were drawn and are in no step yet, in the order in which steps take them."""
+    """Samples that were drawn but are in no step yet, in order."""
 
     def __init__(self, drawn: int = 0) -> None:
         # The same, as it grows.
@@ -161,7 +158,7 @@ class Queue:
         self.shapes += shapes
 
     def up_to(self, weight: float, nearest: bool) -> int:
-        """Counts the first samples whose weights sum up to at most so much, at least one."""
+        """Counts the first samples, at least one, whose weights sum to at most a limit."""
         # A hair of slack: weights are summed from the queue's beginning.
         slack = 1e-9 * max(1.0, abs(self._start))
         end = self._start + weight + slack
@@ -171,7 +168,7 @@ class Queue:
         return max(1, count)
 
     def take(self, count: int) -> tuple[list[int], list[Shape]]:
-        """Takes the first samples out."""
+        """Pops the first samples."""
         taken = self.indices[:count], self.shapes[:count]
         if not count:
             return taken
@@ -192,7 +189,7 @@ class Queue:
 
 
 def _counted(shapes: list[Shape]) -> dict[Shape, tuple[int, int]]:
-    """First sample and number of samples of each shape, in the order of arrival."""
+    """First sample and number of samples of each shape, in order of arrival."""
     try:
         counts = Counter(shapes)
     except TypeError:
@@ -209,13 +206,13 @@ def _check_hashable(index: int, shape: Any) -> None:
         hash(shape)
     except TypeError:
         raise GulliverError(
-            f"the shape of sample {index} is a {type(shape).__name__}, {shape!r}: give something "
-            "hashable, such as a tuple"
+            f"the shape of sample {index} is a {type(shape).__name__}, {shape!r}: use a hashable "
+            "value, such as a tuple"
         ) from None
 
 
 FEW_LOTS, MOST_LONGER = 20.0, 4.0
-"""Lots of a step below which they are made longer, and how much longer at most."""
+"""Minimum number of batches per step below which batches grow, and their maximum growth."""
 
 
 def longer_lots(
@@ -224,7 +221,7 @@ def longer_lots(
     most: Mapping[Shape, float],
     steps: float,
 ) -> dict[Shape, int]:
-    """Makes lots longer where a step has few of them."""
+    """Enlarges efficient batches if a step has few of them."""
     # Among few lots a small one finds no company of its kind, and runs on ranks that a large one
     # needs, or lets them wait: better more of them, in fewer steps.
     each = sum(count / sizes[shape] for shape, count in counts.items()) / steps
@@ -235,7 +232,7 @@ def longer_lots(
 def order_by_shape(
     shapes: Sequence[Shape], sizes: Mapping[Shape, int], draw: np.random.Generator
 ) -> np.ndarray:
-    """Orders a window: lots of one shape, those of each shape at even distances."""
+    """Orders a window so that batches of each shape are evenly spaced."""
     members: dict[Shape, list[int]] = {}
     for place, shape in enumerate(shapes):
         members.setdefault(shape, []).append(place)

@@ -1,4 +1,4 @@
-"""What every long job has: progress, a log, seeds, an end by signal.
+"""Common parts of long jobs: progress, a log, seeds, and stopping by signal.
 
 The training loop and its run folder, which import torch, are in `loop.py` and `run_folder.py`.
 """

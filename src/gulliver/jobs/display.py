@@ -30,7 +30,7 @@ from gulliver.errors import GulliverError, missing_extra
 from gulliver.io.files import named_errors, require_space
 
 UNWRITTEN = 1 << 16
-"""Bytes of scalars that a log of TensorBoard may still have to write, and more."""
+"""Maximum pending bytes of TensorBoard scalars."""
 SECONDS_BETWEEN_LINES = 15.0
 QUIET_SECONDS = 2.0
 """Seconds before a command says what it is doing."""
@@ -39,7 +39,7 @@ UNBROKEN = 100_000
 
 
 def console() -> Console:
-    """The console of messages for people; standard output stays free for results."""
+    """The console for messages; standard output stays free for results."""
     # Names are shown as they are: a folder called ``run[v2]`` is no markup.
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -173,7 +173,6 @@ class Scalars:
     writer: Any
 
     def __call__(self, name: str, value: float, step: int) -> None:
-        """Writes a number."""
         if self.writer is not None:
             with named_errors(self.folder):
                 self.writer.add_scalar(name, value, step)
@@ -187,7 +186,7 @@ class Scalars:
 
 @contextmanager
 def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Scalars]:
-    """Yields what writes scalars and pictures to TensorBoard, where that is installed."""
+    """Yields a writer of scalars and pictures to TensorBoard, if installed."""
     if not enabled:
         yield Scalars(folder, None)
         return

@@ -1,4 +1,4 @@
-"""Seeds that depend on what they are for."""
+"""Seeds by purpose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class Log:
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def append(self, line: dict[str, Any]) -> None:
-        """Adds a line."""
         with named_errors(self.path):
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
             with os.fdopen(os.open(self.path, flags, 0o666), "w") as file:

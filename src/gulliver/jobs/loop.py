@@ -1,9 +1,9 @@
 """The training loop of all jobs: fine-tuning, DreamBooth, video models, autoencoders and drafts.
 
-Read `TrainingLoop.train`, then `_step`. A job subclasses `TrainingLoop` and says where batches come
-from (`batches`), what a step computes (`forward_backward`), and what is saved with model and
-optimizer (`state`, `load_state`). The loop knows no data and no loss, and nothing of how
-parameters lie in memory: the booster does.
+Read `TrainingLoop.train`, then `_step`. A job subclasses `TrainingLoop` and defines where batches
+come from (`batches`), what a step computes (`forward_backward`), and what is saved with model and
+optimizer (`state`, `load_state`). The loop knows no data and no loss, and nothing of how parameters
+are in memory: the booster does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gulliver.options import Options, size_text
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call of a training job came to.
+    """Result of a training job.
 
     Attributes:
         step: last step.
@@ -54,15 +54,15 @@ class LoopOptions(Options):
     """Options of a training loop.
 
     Attributes:
-        title: what the progress bar is called.
+        title: title of the progress bar.
         steps: optimizer steps of the whole run.
         save_every: steps between checkpoints.
         seed: seed of the run.
         stream: number that separates the seeds of steps from other seeds that the job derives.
         log_every: steps between lines of the log.
         clip: largest gradient norm; None or 0 does not clip.
-        frozen: whether checkpoints hold the parameters that do not learn.
-        use_async: whether checkpoints are written while training goes on.
+        frozen: whether checkpoints include frozen parameters.
+        use_async: whether checkpoints are written while training continues.
         rate_option: option that a diverging run should lower.
         report_to: names of the experiment trackers.
     """
@@ -108,7 +108,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yields batches from the present position, without end, each with the position after it.
+        """Yields batches endlessly from the current position, each with the position after it.
 
         The position is saved only once the step is done, so reading ahead of the steps is safe.
         """
@@ -123,26 +123,26 @@ class TrainingLoop(ABC):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no further step."""
+        """Whether all steps are done."""
         return self.step_number >= self.options.steps
 
     def after_update(self) -> Mapping[str, float]:
-        """Follows the optimizer's step; returns further figures, the same on all ranks."""
+        """Called after the optimizer's step; returns further figures, the same on all ranks."""
         return {}
 
     def begin(self) -> bool:
-        """Precedes the first step of this call; returns whether a signal ended it."""
+        """Called before the first step; returns whether a signal ended the run."""
         return False
 
     def evaluate(self) -> None:  # noqa: B027
-        """Follows every step, before it is saved: held-out losses, samples."""
+        """Called after every step, before saving: held-out losses, samples."""
 
     def after_saving(self, stopping: bool) -> bool:
-        """Follows every step, after it is saved; returns whether a signal ended it."""
+        """Called after every step, after saving; returns whether a signal ended the run."""
         return False
 
     def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
-        """Completes a step's line for the log; returns what the progress bar shows of it."""
+        """Completes a step's log line; returns the figures for the progress bar."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -154,12 +154,12 @@ class TrainingLoop(ABC):
         return {}
 
     def load_state(self, run: dict[str, Any], folder: Path) -> None:  # noqa: B027
-        """Takes back what `state` gave as ``run``, and goes to its ``position`` in the data."""
+        """Restores the ``run`` entry of `state`, and moves to its ``position`` in the data."""
 
     # The loop.
 
     def start(self, checkpoint: Path | None, **facts: Any) -> None:
-        """Resumes from a checkpoint, or begins, and writes what the run is; every rank calls it."""
+        """Resumes from a checkpoint or starts, and writes the run's description (collective)."""
         if checkpoint is not None:
             self.restore(checkpoint)
         if self.world.is_main:
@@ -170,7 +170,7 @@ class TrainingLoop(ABC):
         barrier()
 
     def train(self, stop: StopRequest) -> bool:
-        """Steps until the end or a signal, and saves the last state; whether the run is over."""
+        """Trains until the end or a signal, and saves; returns whether the run is over."""
         self.stop = stop
         options, main = self.options, self.world.is_main
         facts = self.run.values().get("options", {}) if main else {}
@@ -206,7 +206,7 @@ class TrainingLoop(ABC):
                 return
 
     def _step(self, batch: Any, position: Any) -> bool:
-        """Runs one optimizer step and reports it; returns whether a rank wishes to stop."""
+        """Runs one optimizer step and reports it; returns whether a rank wants to stop."""
         started = time.monotonic()
         # Seeded at each step, so that a resumed run needs no saved generator.
         seed, stream = self.options.seed, self.options.stream
@@ -233,7 +233,7 @@ class TrainingLoop(ABC):
         return wishes > 0
 
     def _add_up(self, shares: Mapping[str, Tensor | float]) -> tuple[dict[str, float], float]:
-        """The figures of a step over all ranks, and how many ranks wish to stop."""
+        """Sums the figures of a step over all ranks, and the ranks that want to stop."""
         # One message for all of them: the wish travels with the loss.
         values = [*(float(share) for share in shares.values()), float(self.stop.wanted)]
         totals = torch.tensor(values, dtype=torch.float64, device=self.world.device)
@@ -255,7 +255,7 @@ class TrainingLoop(ABC):
                 self.scalars(f"train/{name}", line[name], self.step_number)
 
     def save(self) -> None:
-        """Begins a checkpoint of this step unless there is one; every rank calls it."""
+        """Starts a checkpoint of this step unless one exists (collective)."""
         if self.step_number == self.saved_step:
             return
         self.saved_step = self.step_number
@@ -276,7 +276,7 @@ class TrainingLoop(ABC):
         )
 
     def restore(self, folder: Path) -> None:
-        """Takes up the state of a checkpoint; every rank calls it."""
+        """Loads the state of a checkpoint (collective)."""
         loaded = self.booster.load(
             folder,
             self.model,
@@ -303,10 +303,10 @@ class TrainingLoop(ABC):
         return past[-1] if past else 0.0
 
     def kept(self) -> str:
-        """Says which checkpoint a run that ends with an error can be resumed from."""
+        """Describes the checkpoint from which a failed run can be resumed."""
         self.booster.wait()  # one may be in flight
         newest = self.run.checkpoints.latest()
-        return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        return f"the newest checkpoint is {newest}" if newest else "no checkpoint exists yet"
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         raise GulliverError(

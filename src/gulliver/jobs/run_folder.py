@@ -1,4 +1,4 @@
-"""A run's folder: options, log, checkpoints, and what it refuses to continue from."""
+"""A run's folder: options, log, checkpoints, and what it rejects to continue from."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunFolder:
         return self.folder / "config.json"
 
     def values(self) -> dict[str, Any]:
-        """What `write` has written; empty if there is no run."""
+        """The values written by `write`; empty without a run."""
         return read_json(self.config_path) if self.config_path.is_file() else {}
 
     def options(self) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class RunFolder:
         if not config.resume:
             if newest is not None:
                 raise GulliverError(
-                    f"{self.folder} already holds a run ({newest.name}): "
-                    "add --resume to continue it, or choose another --out"
+                    f"{self.folder} already holds a run ({newest.name}): add --resume to continue "
+                    "it, or use another --out"
                 )
             return None
         if step is not None:
@@ -104,7 +104,7 @@ class RunFolder:
         return newest
 
     def check_writable(self, needed: int) -> None:
-        """Refuses a folder that cannot be written to, or a disk without `needed` free bytes."""
+        """Rejects a folder that cannot be written to, or a disk without `needed` free bytes."""
         with named_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder):
@@ -112,11 +112,11 @@ class RunFolder:
         require_space(self.folder, needed)
 
     def write(self, **values: Any) -> None:
-        """Writes options, fingerprints and what else describes the run."""
+        """Writes options, fingerprints and other facts about the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_path, values)
 
     def cut(self, step: int) -> None:
-        """Drops log lines after `step`: a resumed run writes them again."""
+        """Drops log lines after `step`, which a resumed run writes again."""
         self.log.cut(step)
         self.samples.cut(step)

@@ -1,4 +1,4 @@
-"""A job's end by signal: at the end of a step, and not in the middle of it."""
+"""Stops a job by signal at the end of a step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 class StopRequest:
-    """Turns SIGTERM and SIGINT into a wish to stop at the next step's end."""
+    """Turns SIGTERM and SIGINT into a request to stop after the current step."""
 
     def __init__(self) -> None:
         self.wanted = False
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Listens while the block runs; a second SIGINT interrupts at once."""
+        """Handles signals while the block runs; a second SIGINT interrupts at once."""
         signals = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self._note) for number in signals}
         try:

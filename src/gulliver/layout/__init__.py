@@ -1,4 +1,4 @@
-"""How tensors lie on a mesh of ranks, and the least-cost way from one layout to another."""
+"""Layouts of tensors on a mesh of ranks, and the cheapest conversion between them."""
 
 from typing import TYPE_CHECKING
 

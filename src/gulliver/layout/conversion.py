@@ -35,7 +35,7 @@ def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
         if type(placement) is Shard:
             if not -dims <= placement.dim < dims:
                 raise GulliverError(
-                    f"{placement} on axis {axis} of the mesh cuts dim {placement.dim}, and the "
+                    f"{placement} on axis {axis} of the mesh shards dim {placement.dim}, but the "
                     f"tensor has {dims} dims"
                 )
             cuts[placement.dim % dims].append(axis)
@@ -43,23 +43,23 @@ def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
             terms.append(axis)
         elif type(placement) is not Replicate:
             raise GulliverError(
-                f"{placement} on axis {axis} of the mesh is not converted: take Shard, Replicate "
-                "or Partial"
+                f"{placement} on axis {axis} of the mesh is not supported: use Shard, Replicate or "
+                "Partial"
             )
     return Sharding(tuple(map(tuple, cuts)), tuple(terms))
 
 
 def reduction_of(*layouts: Sequence[Placement]) -> str:
-    """The one reduction of all partial values; sum where there is none."""
+    """The single reduction of all partial values; sum if there are none."""
     found = {p.reduce_op for layout in layouts for p in layout if isinstance(p, Partial)}
     if len(found) > 1:
         raise GulliverError(
-            f"partial values of {' and '.join(sorted(found))} are not converted into each other: "
+            f"partial values of {' and '.join(sorted(found))} cannot be converted into each other: "
             "reduce them first"
         )
     (op,) = found or {"sum"}
     if op not in SUMS:
-        raise GulliverError(f"Partial({op!r}) is not converted: take one of {', '.join(SUMS)}")
+        raise GulliverError(f"Partial({op!r}) is not supported: use one of {', '.join(SUMS)}")
     return op
 
 
@@ -71,7 +71,7 @@ def reduction_of(*layouts: Sequence[Placement]) -> str:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The least-cost way from one layout to another."""
+    """The cheapest conversion between two layouts."""
 
     moves: tuple[ConversionStep, ...]  # Steps in order; empty where nothing is to be done
     seconds: tuple[float, ...]
@@ -97,7 +97,7 @@ class ConversionPlan:
 
 
 def text_of(layout: Sharding) -> str:
-    """Formats a layout: the axes that cut each dim, outer to inner, and those of terms."""
+    """Formats a layout: the axes that shard each dim, outer to inner, and partial axes."""
     cuts = ", ".join("".join(map(str, axes)) or "-" for axes in layout.cuts)
     terms = "".join(map(str, layout.terms))
     return f"[{cuts}]" + (f" sum over {terms}" if terms else "")
@@ -136,7 +136,7 @@ def plan_conversion(
     cluster = cluster or current_cluster(math.prod(mesh))
     if cluster.size != math.prod(mesh):
         raise GulliverError(
-            f"the cluster {cluster.name!r} has {cluster.size} ranks and the mesh "
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, but the mesh has "
             f"{math.prod(mesh)}: pass cluster.resized({math.prod(mesh)})"
         )
     ends = sharding_of(before, len(shape)), sharding_of(after, len(shape))
@@ -157,7 +157,7 @@ def plan_conversion(
     found = search(None if room is None else room // item)
     if found is None:
         raise GulliverError(
-            f"{size_text(room or 0)} are too little room to convert {text_of(ends[0])} to "
+            f"{size_text(room or 0)} are too little memory to convert {text_of(ends[0])} to "
             f"{text_of(ends[1])}: {_least_room(search, item)}"
         )
     times = tuple(seconds(move) for move in found.moves)
@@ -167,7 +167,7 @@ def plan_conversion(
 def _least_room(search: Any, item: int) -> str:
     found = search(None)
     if found is None:
-        return "there is no way at all"
+        return "no conversion exists"
     low, high = 0, found.peak
     while low < high:
         middle = (low + high) // 2
@@ -181,7 +181,7 @@ def convert(
     cluster: Cluster | None = None,
     room: int | None = None,
 ) -> DTensor:
-    """Converts a tensor at the least cost; all ranks of its mesh call it."""
+    """Converts a tensor at the least cost (collective over its mesh)."""
     # The gradient comes back in the layout of `tensor` (replicated where that is partial), on the
     # least-cost way too.
     if not isinstance(tensor, DTensor):
@@ -245,7 +245,7 @@ _found: dict[tuple[Any, ...], tuple[Cluster | None, tuple[ConversionStep, ...]]]
 def _broadcast_moves(
     tensor: DTensor, after: tuple[Placement, ...], cluster: Cluster | None, room: int | None
 ) -> tuple[ConversionStep, ...]:
-    """The moves found by the first rank, broadcast: ranks may have measured links differently."""
+    """The moves found by the first rank, as ranks may have measured links differently."""
     mesh, shape, item = tensor.device_mesh, tuple(tensor.shape), tensor.element_size()
     key = (mesh, shape, item, tensor.placements, after, id(cluster), room)
     if key not in _found:

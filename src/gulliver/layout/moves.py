@@ -1,8 +1,7 @@
 """Runs the moves of a conversion on the local part of a tensor.
 
-In every layout a rank holds one box, which follows from its coordinate alone, so that no rank has
-to tell another what it sends. Boxes may be of unequal sizes, or empty: collectives that want equal
-parts get them padded.
+In every layout a rank holds one box, which follows from its coordinate, so no sizes are exchanged.
+Boxes may be of unequal sizes, or empty: collectives that want equal parts get them padded.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def run_move(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous from the start of its storage, as messages have to be."""
+    """A contiguous copy for messages, from the start of its storage."""
     if tensor.is_contiguous() and tensor.storage_offset() == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -179,7 +178,7 @@ def _swap(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 def _source(
     move: ConversionStep, place: MeshTensor, coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Coordinate that holds before a swap the box of another after it."""
+    """Coordinate that holds, before a swap, the box of another after it."""
     low, high = move.axes
     if place.sizes[low] == place.sizes[high]:
         # Of ranks that hold the same, each sends to one.
@@ -229,7 +228,7 @@ def _filled(tensor: Tensor, count: int) -> Tensor:
 def _view(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
     """The part of a box's tensor that is another box in it."""
     for dim, ((low, _), (first, last)) in enumerate(zip(outer, inner, strict=True)):
-        # An empty box may lie beyond the end.
+        # An empty box may be beyond the end.
         tensor = tensor.narrow(dim, first - low if last > first else 0, last - first)
     return tensor
 

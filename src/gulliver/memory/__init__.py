@@ -1,4 +1,4 @@
-"""Chunks of tensors that are used together, and the tiers of memory that they move between.
+"""Chunks of tensors that are used together, and the memory tiers they move between.
 
 Start with `chunk.py`. `prefetch.py` brings chunks ahead of use; `manager.py` keeps objects within a
 memory limit, `traffic.py` moves them to and from the stores of `stores.py` and `host.py`.

@@ -1,4 +1,4 @@
-"""Calls of modules with something around them, such as computing again in backward.
+"""Wrappers around calls of modules, such as recomputation in backward.
 
 What is around replaces `forward` of one module, or its compiled call. Copies of the module have a
 plain call again.
@@ -57,7 +57,7 @@ class AroundCall:
 
 
 def wrap_call(module: nn.Module, around: Around) -> None:
-    """Puts something around a module's calls; one that is compiled by itself stays compiled."""
+    """Wraps a module's calls; a compiled module stays compiled."""
     compiled = compiled_call(module)
     if compiled is not None:
         replace_compiled_call(module, AroundCall(compiled, around))
@@ -66,7 +66,7 @@ def wrap_call(module: nn.Module, around: Around) -> None:
 
 
 def recompute_modules(model: nn.Module, paths: Iterable[str]) -> None:
-    """Makes backward compute modules again instead of keeping what they computed."""
+    """Recomputes modules in backward instead of keeping their activations."""
     # Random numbers are drawn as they were in the forward.
     for path in paths:
         wrap_call(model.get_submodule(path), _again)
@@ -86,15 +86,15 @@ def _again(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 LEAST_BYTES = 1 << 16
-"""Size of memory from which moving it away is worth its bookkeeping."""
+"""Minimum bytes for which offloading is worth its bookkeeping."""
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What is called with what autograd saves, and with that to have it back."""
+"""Called with a saved tensor on packing, and to restore it on unpacking."""
 
 
 # [Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
-# of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
+# of it are saved. Two saves share a copy as long as the memory lives and no one wrote into it in
 # between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
 # Autograd does not compare versions where hooks are in force, so that is done here, with its words.
 # Nor does it call hooks that were in force before these: who has some that matter, such as those
@@ -107,32 +107,26 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # the manager. So it only notes what died; that is worked off at the next save or use, and at the
 # end of backward.
 class ActivationManager(Protocol):
-    """What is needed of a manager."""
+    """Methods needed from a manager."""
 
     device: torch.device
 
-    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
-        """Takes a new object."""
-        ...
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor: ...
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Brings an object, and keeps it there until `done`."""
+        """Loads an object, and pins it until `done`."""
         ...
 
-    def done(self, managed: ManagedTensor) -> None:
-        """Ends a use."""
-        ...
+    def done(self, managed: ManagedTensor) -> None: ...
 
     def discard(self, managed: ManagedTensor) -> None:
         """Forgets the content of an object."""
         ...
 
-    def remove(self, managed: ManagedTensor) -> None:
-        """Forgets an object."""
-        ...
+    def remove(self, managed: ManagedTensor) -> None: ...
 
     def view(self, managed: ManagedTensor) -> Tensor:
-        """Shows the content of an object wherever it lies."""
+        """Shows the content of an object in whichever tier it is."""
         ...
 
 
@@ -160,7 +154,7 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _KeptTensor:
-    """A saved tensor that stayed where it is."""
+    """A saved tensor that was not offloaded."""
 
     tensor: Tensor
     version: int
@@ -168,13 +162,13 @@ class _KeptTensor:
 
 @dataclass(frozen=True)
 class _Outer:
-    """What other hooks have saved in the place of a tensor."""
+    """What outer hooks saved in place of a tensor."""
 
     saved: Any
 
 
 class ActivationOffload:
-    """Gives what forward saves for backward to a manager."""
+    """Offloads what forward saves for backward to a manager."""
 
     def __init__(
         self, manager: ActivationManager, least: int = LEAST_BYTES, outer: Hooks | None = None
@@ -193,7 +187,7 @@ class ActivationOffload:
     def saving(
         self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Takes what is saved inside, in this thread."""
+        """Offloads tensors saved inside, in this thread."""
         self.sweep()
         buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
         buffers |= {_key(tensor) for tensor in others}
@@ -201,14 +195,14 @@ class ActivationOffload:
             yield
 
     def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Takes what modules save in each of their calls."""
+        """Offloads what modules save in each of their calls."""
         # A module that is compiled by itself is taken around its compiled call.
         for path in paths:
             module = model.get_submodule(path)
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards what died, and unpins what no node uses any more."""
+        """Discards dead objects, and unpins those that no node uses any more."""
         for managed, users in list(self._used.values()):
             if managed.tensor is not None and storage_users(managed.tensor) <= users:
                 del self._used[managed.number]
@@ -222,7 +216,7 @@ class ActivationOffload:
             heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
 
     def forget_unused(self) -> None:
-        """Forgets the objects that were discarded, which are kept for copies of their size."""
+        """Frees the discarded objects that are kept for reuse."""
         for unused in self._free.values():
             while unused:
                 self.manager.remove(unused.pop()[1])
@@ -250,7 +244,7 @@ class ActivationOffload:
             self.saves = False
         if copy is None:
             self.kept += tensor.nbytes
-            # A view of its own, with the same version: the tensor would hold the graph that holds
+            # its own view, with the same version: the tensor would hold the graph that holds
             # it, if a node saves its output.
             return _KeptTensor(tensor.detach(), tensor._version)
         return _Saved(
@@ -283,12 +277,13 @@ class ActivationOffload:
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
     def _brought(self, managed: ManagedTensor) -> Tensor:
-        """Memory of an object, which stays until no node refers to it any more."""
+        """Memory of an object, pinned until no node refers to it."""
         if managed.number not in self._used:
             try:
                 memory = self.manager.use(managed)
             except InsufficientMemory:
-                # Backward has to go on: a copy on top of the budget, which measurements then lower.
+                # Backward has to continue: a copy on top of the budget, which measurements then
+                # lower.
                 return self.manager.view(managed).to(self.manager.device, copy=True)
             self._used[managed.number] = (managed, storage_users(memory))
         assert managed.tensor is not None
@@ -313,7 +308,7 @@ class ActivationOffload:
         memory.copy_(source.set_(tensor.untyped_storage()))
 
     def _copy(self, tensor: Tensor) -> _ActivationCopy | None:
-        """The copy of a tensor's memory; None where it does not fit the budget."""
+        """The copy of a tensor's memory; None if it does not fit the budget."""
         storage = tensor.untyped_storage()
         known = self._copies.get(storage._cdata)
         copy = known() if known is not None else None
@@ -347,7 +342,7 @@ class ActivationOffload:
         return forget
 
     def _take(self, nbytes: int) -> ManagedTensor:
-        """An object of a size: the first that is free, so that steps take the same."""
+        """An object of a size: the first free one, so that steps use the same objects."""
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]
@@ -362,11 +357,11 @@ class ActivationOffload:
 
 @contextmanager
 def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[ActivationOffload]:
-    """Gives a manager what the forward inside saves for backward.
+    """Offloads what a forward inside saves for backward to a manager.
 
     Args:
         manager: manager that places the activations among its other objects.
-        least: size of memory from which it is taken, in bytes.
+        least: minimum bytes of offloaded memory.
 
     Example:
         with offload_activations(manager):
@@ -385,7 +380,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _is_own(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, or a leaf of the user's: it lives on anyway."""
+    """Whether a tensor is a parameter or another leaf, which stays alive anyway."""
     return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 

@@ -1,8 +1,8 @@
-"""Freed memory goes back to the system: glibc's malloc is set to return it, while a limit is set.
+"""Sets glibc's malloc to return freed memory to the system while a limit is set.
 
-By default glibc keeps what is freed, below a size that grows up to 32 MiB, in heaps where it serves
-whoever asks for less next. A manager that shares a limit with activations needs it back: their
-memory would stay resident after backward, while chunks want the room.
+By default glibc keeps freed memory, below a threshold that grows up to 32 MiB, in heaps for later
+smaller allocations. A manager that shares a limit with activations needs it back: activation memory
+would stay resident after backward, when chunks need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gulliver.memory.symbolic import ActivationPeak
 # From malloc.h: parameters of mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 MAPPED = 1 << 20
-"""Bytes from which memory is mapped by itself and goes back as soon as it is freed."""
+"""Bytes from which allocations are mapped separately and returned when freed."""
 # Once set, glibc's thresholds do not move by themselves again, and cannot be asked where they were.
 # So they are put to where they end up in a process that trains, or to what its environment says.
 _GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
@@ -37,7 +37,7 @@ _ALL = (1 << 31) - 1
 # seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
 # takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
 class FreedMemory:
-    """Returns freed memory to the system until `close`; of several, until the last one's."""
+    """Returns freed memory to the system until the last instance is closed."""
 
     _open = 0
 
@@ -51,7 +51,7 @@ class FreedMemory:
             self.keep(False)
 
     def keep(self, keeps: bool) -> None:
-        """Keeps freed memory for the next allocations of the process, or returns it at once."""
+        """Keeps freed memory for later allocations of the process, or returns it at once."""
         if self._libc is not None:
             self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP if keeps else self._mapped)
             self._libc.mallopt(_M_TRIM_THRESHOLD, _ALL if keeps else self._mapped)
@@ -59,12 +59,12 @@ class FreedMemory:
                 self.trim()
 
     def trim(self) -> None:
-        """Gives back free pages between what is used; costs a walk over all heaps."""
+        """Returns free pages between used ones to the system; walks over all heaps."""
         if self._libc is not None:
             trim_heaps()
 
     def close(self) -> None:
-        """Makes glibc keep freed memory again, as its environment says or as it does by itself."""
+        """Restores glibc's default or configured handling of freed memory."""
         libc, self._libc = self._libc, None
         if libc is None:
             return
@@ -75,13 +75,13 @@ class FreedMemory:
 
 
 def trim_heaps() -> None:
-    """Gives back what is freed already, where malloc is glibc's."""
+    """Returns already freed memory, if malloc is glibc's."""
     if not _reason():
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _said(name: str, default: int) -> int:
-    """What glibc's variable says, if it is one that glibc would have understood."""
+    """The value of glibc's environment variable, if glibc would accept it."""
     text = os.environ.get(name, "")
     return min(int(text), (1 << 31) - 1) if text.isdecimal() else default
 
@@ -92,11 +92,17 @@ def _reason() -> str:
     except (ValueError, OSError):
         version = None
     if not version or not version.startswith("glibc"):
-        return "freed memory stays in the process's heaps: only glibc's malloc is told to free it"
+        return (
+            "freed memory stays in the process's heaps: returning it is supported with glibc's "
+            "malloc only"
+        )
     preloaded = os.environ.get("LD_PRELOAD", "")
     for other in ("jemalloc", "tcmalloc", "mimalloc"):
         if other in preloaded:
-            return f"freed memory goes back as {other} likes: only glibc's malloc is told to"
+            return (
+                f"freed memory is returned as {other} decides: setting this is supported with "
+                "glibc's malloc only"
+            )
     return ""
 
 
@@ -113,21 +119,17 @@ INTERVAL_S = 0.002
 class Gauge(Protocol):
     """Reads how many bytes of the fast tier the process uses for any purpose."""
 
-    def used(self) -> int:
-        """Bytes that are used now."""
-        ...
+    def used(self) -> int: ...
 
     def most(self) -> int:
-        """Most bytes since the last call, as far as the gauge knows by itself."""
+        """Peak bytes since the last call, as far as the gauge tracks them itself."""
         ...
 
-    def close(self) -> None:
-        """Frees what the gauge has open."""
-        ...
+    def close(self) -> None: ...
 
 
 class ProcessGauge:
-    """Anonymous resident memory of this process: what a limit cannot take back."""
+    """Anonymous resident memory of this process, which the system cannot reclaim."""
 
     # Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
 
@@ -135,25 +137,22 @@ class ProcessGauge:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
 
     def used(self) -> int:
-        """Bytes that are used now."""
         fields = os.pread(self._file, 128, 0).split(None, 3)
         return (int(fields[1]) - int(fields[2])) * PAGE
 
     most = used
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
 
 class CudaGauge:
-    """Memory of a CUDA device that PyTorch's caching allocator has given out."""
+    """Memory of a CUDA device handed out by PyTorch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def used(self) -> int:
-        """Bytes that are used now."""
         return int(torch.cuda.memory_stats(self._device).get("allocated_bytes.all.current", 0))
 
     def most(self) -> int:
@@ -163,7 +162,7 @@ class CudaGauge:
         return int(peak)
 
     def close(self) -> None:
-        """Frees nothing: there is nothing open."""
+        """Does nothing, as nothing is open."""
 
 
 @dataclass(frozen=True)
@@ -176,19 +175,19 @@ class StepFootprint:
 
 
 class Footprint:
-    """Measures memory that is no model state, in steps.
+    """Measures per step the memory that is not model state.
 
     Args:
-        held: tells the bytes of the fast tier that the manager holds now.
+        held: returns the bytes that the manager holds in the fast tier.
         device: device whose memory is the fast tier.
-        base: bytes that were used before there was a model; None takes what is used now and not
-            held: then nothing of the model may lie outside of the manager.
-        interval: seconds between two looks, on a CPU.
+        base: bytes used before the model was created; None takes the bytes used now that the
+            manager does not hold.
+        interval: seconds between two measurements, on a CPU.
         gauge: gauge to read; None takes the device's.
 
     Attributes:
         alarm: total bytes from which `alarmed` is set; None for none.
-        alarmed: set as soon as a look saw more than that, until `clear_alarm`.
+        alarmed: set once a measurement exceeds that, until `clear_alarm`.
 
     Raises:
         OSError: the system has no /proc.
@@ -222,19 +221,19 @@ class Footprint:
             self._thread.start()
 
     def watch(self, alarm: int) -> None:
-        """Sets `alarmed` as soon as a look sees more than this total."""
+        """Sets `alarmed` once a measurement exceeds this total."""
         self.alarm = alarm
 
     def clear_alarm(self) -> None:
-        """The alarm was reacted to; the next look may give another."""
+        """Resets the alarm; the next measurement may set it again."""
         self.alarmed = False
 
     def now(self) -> tuple[int, int]:
-        """Bytes that no manager holds, and all, above the base; counted as seen."""
+        """Bytes outside the manager, and in total, above the base; recorded as measured."""
         return self._look(self.gauge.used)
 
     def end_step(self) -> StepFootprint:
-        """Returns what the step used that ends now; the next begins."""
+        """Returns the usage of the step that ends, and starts the next."""
         self._look(self.gauge.most)
         with self._lock:
             step = StepFootprint(self._other, self._total)
@@ -278,12 +277,12 @@ MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
 UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
 RISE_SHARE = 4
 STEADY_SHARE = 4
-"""Part of the margin that a budget may be off: a new one is not worth a new schedule."""
+"""Fraction of the margin within which a budget is kept, to save a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
-"""Share of other memory that is added where freed memory is kept, and what is too little for it."""
+"""Shares of other memory: added while freed memory is kept, and too small for that."""
 FEW_WAITS, MANY_WAITS = 0.1, 0.25
-"""Shares of a step's seconds in which it waits: below which freed memory is kept, above not."""
+"""Shares of step time spent waiting: keep freed memory below the first, not above the second."""
 
 
 # [Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
@@ -292,7 +291,7 @@ FEW_WAITS, MANY_WAITS = 0.1, 0.25
 # to and fro. A change needs a new schedule of all moves, which takes longer than a small step: so
 # what differs by a quarter of the margin only, as measurements do from step to step, changes
 # nothing. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
-# position is passed, by twice what is missing: what grew so far goes on growing. A budget never
+# position is passed, by twice what is missing: what grew so far continues growing. A budget never
 # falls below what the manager has to hold at once: there the loop can do no more, and says so.
 #
 # [Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory
@@ -315,7 +314,7 @@ class Change:
 
 
 class BudgetRule:
-    """Decides the budgets of coming steps; knows no clock, no thread and no memory."""
+    """Decides the budgets of coming steps from measurements alone."""
 
     def __init__(self, limit: int, minimum: int = 0) -> None:
         self.limit, self.minimum = limit, minimum
@@ -331,7 +330,7 @@ class BudgetRule:
 
     @property
     def alarm(self) -> int:
-        """Total bytes from which the rule wants to be asked inside a step."""
+        """Total bytes from which the rule reacts inside a step."""
         return self.limit - self.margin // 2
 
     def begin(self, predicted: ActivationPeak | None, decides: str = "") -> int:
@@ -364,7 +363,7 @@ class BudgetRule:
         return self._set(self.budget + rise, "", why)
 
     def _decide_keeping(self, other: int, waits: float) -> None:
-        """Keeps freed memory where steps hardly wait and it fits; gives that up where they do."""
+        """Keeps freed memory if steps hardly wait and it fits; returns it otherwise."""
         if self.keeps and waits > MANY_WAITS:
             self.stop_keeping(f"a step waits {waits:.0%} of its time")
         if self.keeps is not None or waits > FEW_WAITS or other < KEPT_BYTES:
@@ -373,18 +372,18 @@ class BudgetRule:
         if self.limit - self.margin - more < self.minimum + self.minimum // RISE_SHARE:
             return
         self._peaks.append(more)
-        self._set_keeping(True, f"freed memory is kept: a step waits {waits:.0%} of its time")
+        self._set_keeping(True, f"freed memory is kept: a step waits for {waits:.0%} of its time")
 
     def stop_keeping(self, why: str, at: str = "") -> None:
-        """Gives freed memory back from now on."""
-        self._set_keeping(False, f"freed memory goes back: {why}", at)
+        """Returns freed memory from now on."""
+        self._set_keeping(False, f"freed memory is returned: {why}", at)
 
     def _set_keeping(self, keeps: bool, why: str, at: str = "") -> None:
         self.keeps, self.keeps_why = keeps, why
         self.changes.append(Change(self.step, at, self.budget, self.budget, why))
 
     def press(self, other: int, total: int, at: str = "") -> int:
-        """Lowers the budget inside a step, if what is used now is close to the limit."""
+        """Lowers the budget inside a step if usage is close to the limit."""
         if total <= self.alarm:
             return self.budget
         expected = self.limit - self.margin - self.budget
@@ -396,7 +395,7 @@ class BudgetRule:
         return self._set(room, at, why)
 
     def grow(self, needed: int, other: int) -> int:
-        """Raises the budget inside a step for what is in use at once, where the limit has room."""
+        """Raises the budget inside a step for concurrent use, if the limit allows it."""
         room = self.limit - self.margin - other
         if needed > room:
             return self.budget
@@ -406,8 +405,8 @@ class BudgetRule:
         return self._set(max(self.budget, wanted), "", "more is in use at once")
 
     def hold_minimum(self) -> int:
-        """Sets the budget to the minimum, which the manager cannot go below."""
-        return self._set(max(self.budget, self.minimum), "", "as much is in use at once")
+        """Sets the budget to the manager's minimum."""
+        return self._set(max(self.budget, self.minimum), "", "so much is in use at once")
 
     def _set(self, budget: int, at: str, why: str) -> int:
         if budget != self.budget:
@@ -417,7 +416,7 @@ class BudgetRule:
 
 
 class Budgeted(Protocol):
-    """What a controller needs of a manager."""
+    """Methods of a manager that a controller needs."""
 
     @property
     def minimum(self) -> int:
@@ -425,7 +424,7 @@ class Budgeted(Protocol):
         ...
 
     def set_budget(self, nbytes: int) -> None:
-        """Holds at most so much from the next chance on."""
+        """Sets the bytes to hold, from the next opportunity on."""
         ...
 
 
@@ -435,17 +434,17 @@ class BudgetController:
     Args:
         limit: bytes that the process may use above the footprint's base.
         manager: manager of model states.
-        footprint: measures the process; None without measurements (no /proc): the prediction stays.
+        footprint: measures the process; None (no /proc) keeps the prediction.
         predicted: memory of a step as it was predicted.
         minimum: least bytes that the manager has to hold at once, as planned.
-        decides: what that minimum comes from.
+        decides: description of what determines that minimum.
         keeps: whether freed memory may be kept where steps hardly wait for transfers.
 
     Attributes:
         steps: footprint of every step so far.
 
     Raises:
-        GulliverError: limit below what a step needs; names the smallest that would do.
+        GulliverError: the limit is below what a step needs; names the smallest one that works.
     """
 
     def __init__(
@@ -470,7 +469,7 @@ class BudgetController:
             footprint.watch(self.rule.alarm)
 
     def check(self, at: str = "") -> None:
-        """Reacts to an alarm; where none was given it costs nothing.
+        """Reacts to an alarm; free of cost without one.
 
         Args:
             at: position in the step.
@@ -488,10 +487,10 @@ class BudgetController:
         footprint.clear_alarm()
 
     def grow(self, needed: int) -> bool:
-        """Raises the budget for what does not fit it, if it fits the limit; says whether it did.
+        """Raises the budget if the limit allows it; returns whether it did.
 
         Args:
-            needed: least budget that would do.
+            needed: minimum budget.
         """
         other = self._predicted if self._footprint is None else self._footprint.now()[0]
         budget = self.rule.grow(needed, other)
@@ -501,20 +500,20 @@ class BudgetController:
         return True
 
     def least_limit(self, needed: int) -> str:
-        """Says which limit would do where the budget cannot grow.
+        """Describes the limit that would be needed.
 
         Args:
-            needed: least budget that would do.
+            needed: minimum budget.
         """
         other = self._predicted if self._footprint is None else self._footprint.now()[0]
         least = math.ceil(_limit_for(needed + other) / 2**20)
         return f"with {_mib(other)} besides state, a limit of about {least}MiB"
 
     def end_step(self, waits: float | None = None) -> None:
-        """Takes the measurements of the step that ends, and sets the budget of the next.
+        """Records the measurements of the step that ends, and sets the next budget.
 
         Args:
-            waits: share of its seconds in which it waited for transfers; None where not known.
+            waits: share of its time spent waiting for transfers; None if unknown.
         """
         if self._footprint is None:
             return
@@ -527,19 +526,19 @@ class BudgetController:
         self._warn(step.other)
 
     def _follow_keeping(self) -> None:
-        """Does with freed memory what the rule has decided, and says so."""
+        """Applies and logs the rule's decision on freed memory."""
         self._freed.keep(bool(self.rule.keeps))
         logging.getLogger("gulliver").info("memory limit: %s", self.rule.keeps_why)
 
     def _warn(self, other: int) -> None:
-        """Says once that a step needs more than the limit, whatever state makes room for it."""
+        """Warns once that a step needs more than the limit with minimal state."""
         limit, least = self.rule.limit, self._least
         if other + least <= limit or self._warned:
             return
         self._warned = True
         logging.getLogger("gulliver").warning(
             "a step takes more than the memory limit of %s: %s of state at once and %s besides "
-            "(activations, what operations need); the smallest limit that would do is %dMiB",
+            "(activations and workspaces); the smallest limit that works is %dMiB",
             _mib(limit),
             _mib(least),
             _mib(other),
@@ -551,7 +550,7 @@ class BudgetController:
         return "\n".join(map(str, self.rule.changes))
 
     def close(self) -> None:
-        """Stops measuring; the process's malloc keeps freed memory again."""
+        """Stops measuring; malloc keeps freed memory again."""
         self._freed.close()
         if self._footprint is not None:
             self._footprint.close()
@@ -566,19 +565,19 @@ class BudgetController:
 
 
 def with_unseen(nbytes: int) -> int:
-    """Adds to a prediction what kernels use inside, and threads and libraries at first use."""
+    """Adds kernel workspaces, and first-use memory of threads and libraries, to a prediction."""
     return nbytes + nbytes // UNSEEN_SHARE + min(nbytes, UNSEEN_BYTES)
 
 
 def room_without_unseen(nbytes: int) -> int:
-    """Most bytes that fit with what `with_unseen` adds to them."""
+    """Maximum bytes that fit with the additions of `with_unseen`."""
     small = nbytes * UNSEEN_SHARE // (2 * UNSEEN_SHARE + 1)
     large = (nbytes - UNSEEN_BYTES) * UNSEEN_SHARE // (UNSEEN_SHARE + 1)
     return max(small, large) if large >= UNSEEN_BYTES else min(small, UNSEEN_BYTES)
 
 
 def smallest_limit(minimum: int, predicted: int) -> int:
-    """Least limit that leaves a step what it needs."""
+    """The smallest limit that leaves a step what it needs."""
     return _limit_for(minimum + with_unseen(predicted))
 
 
@@ -591,7 +590,7 @@ def _limit_for(need: int) -> int:
 
 
 def _too_small(rule: BudgetRule, predicted: ActivationPeak | None, decides: str) -> str:
-    """Names the smallest limit that works, and what decides."""
+    """Describes the smallest limit that works, and what determines it."""
     other = predicted.bytes if predicted is not None and predicted.bytes is not None else 0
     least = smallest_limit(rule.minimum, other)
     needs = [f"{_mib(rule.minimum)} at once for {decides or 'model states'}"]

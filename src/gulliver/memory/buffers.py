@@ -1,4 +1,4 @@
-"""Bytes of model state by kind: what is held now, and at most.
+"""Bytes of model state by kind: current and peak.
 
 The buffers of chunks are counted where they are made and given back. A
 prediction counts with the same class what it only imagines.
@@ -20,7 +20,7 @@ from gulliver.solve.partition import balanced_parts
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = KINDS
 ACTIVATIONS = "activations"
-"""What forward saves for backward, where a manager holds it: no model state, so none of `KINDS`."""
+"""Saved activations in a manager: not model state, so not in `KINDS`."""
 
 
 class ByteCounter:
@@ -33,15 +33,15 @@ class ByteCounter:
 
     @property
     def total(self) -> int:
-        """Bytes held now, of all kinds."""
+        """Current bytes of all kinds."""
         return self._total
 
     def restart(self) -> None:
-        """Forgets the peaks: what is held now is the most from here on."""
+        """Resets the peaks to the current bytes."""
         self.peak, self.fullest, self._most = dict(self.live), dict(self.live), self._total
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Counts bytes that were made, or with a minus given back."""
+        """Adds allocated bytes, or subtracts freed ones."""
         held = self.live[kind] = self.live.get(kind, 0) + nbytes
         self._total += nbytes
         if held > self.peak.get(kind, 0):
@@ -57,7 +57,7 @@ class ByteCounter:
 
 
 class BufferPool:
-    """Lends flat buffers; what is given back is lent again once no view of it is left."""
+    """Allocates flat buffers, and reuses those that no view refers to any more."""
 
     def __init__(self, kept: int = 4) -> None:
         self.kept = kept
@@ -65,7 +65,7 @@ class BufferPool:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-        """A buffer of `size` elements with any content, counted as of a kind."""
+        """An uninitialized buffer of `size` elements, counted as of a kind."""
         self.counter.add(kind, size * dtype.itemsize)
         free = self._free.get((size, dtype, device), ())
         for number, buffer in enumerate(free):
@@ -79,7 +79,7 @@ class BufferPool:
             return torch.empty(size, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor, kind: str) -> None:
-        """Gives a buffer back; views of it stay right as long as they live."""
+        """Returns a buffer to the pool; views of it stay valid."""
         self.counter.add(kind, -buffer.nbytes)
         if buffer.device.type != "cpu":
             return
@@ -88,7 +88,6 @@ class BufferPool:
             free.append(buffer)
 
     def clear(self) -> None:
-        """Frees what is kept."""
         self._free.clear()
 
 
@@ -96,16 +95,16 @@ class BufferPool:
 
 
 ALIGN = 16
-"""Elements: each tensor begins on a multiple of so many, as in a chunk's layout."""
+"""Alignment of tensors in elements, as in a chunk's layout."""
 
 
 def moment_size(sizes: Iterable[int]) -> int:
-    """Elements of a buffer with room for parameters of these sizes."""
+    """Elements of a buffer for parameters of these sizes."""
     return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
 
 
 def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
-    """First elements in a buffer with room for parameters of these sizes, in their order."""
+    """Offsets of parameters of these sizes in a buffer, in order."""
     starts, end = dict[str, int](), 0
     for name, numel in sizes.items():
         starts[name] = end
@@ -115,14 +114,14 @@ def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Moment:
-    """A flat buffer of state, and where in it the state of which parameter begins."""
+    """A flat buffer of optimizer state, and each parameter's offset in it."""
 
     # Flat tensor; on meta while its bytes are elsewhere.
     buffer: Tensor
     starts: Mapping[str, int]
 
     def filled(self, name: str, value: Tensor) -> Tensor:
-        """A parameter's run of the buffer, with the elements of `value`."""
+        """A parameter's part of the buffer, filled with `value`."""
         start = self.starts[name]
         run = self.buffer[start : start + value.numel()]
         if run.data_ptr() != value.data_ptr() and not value.is_meta:
@@ -132,20 +131,20 @@ class Moment:
 
 # Layouts of chunks: which tensor lies where in which chunk, as plain numbers.
 #
-# A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there
-# are ranks, so a tensor may lie on two parts and more. Tensors and parts begin on multiples of an
+# A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there are
+# ranks, so a tensor may be on two parts and more. Tensors and parts begin on multiples of an
 # alignment; the gaps, and what the tensors do not fill of the last part, are padding.
 
 
 UNEVEN = 4
-"""A chunk of whole tensors grows while more than one part in so many would be padding."""
+"""Maximum share of padding in a chunk of whole tensors, as a divisor."""
 
 
-# [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor lies on two
+# [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor is on two
 # parts: those of a chunk are dealt out to the parts by size, and every part is as large as the
 # fullest, for collectives move equal parts. The obvious way, to keep the size of chunks, would pad
 # most of them to a multiple of what they hold: one matrix over eight ranks to eight times. So a
-# chunk goes on beyond its size until its tensors fill the parts evenly, and what is left over at
+# chunk continues beyond its size until its tensors fill the parts evenly, and what is left over at
 # the end joins the chunk before it. A matrix that is more than a rank's share of the model still
 # pads, as no rank can hold less than one tensor.
 @dataclass(frozen=True)
@@ -164,9 +163,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """The part of a tensor that one rank owns: `numel` elements from `start` of the rank's shard.
+    """A rank's part of a tensor: `numel` elements from `start` of its shard.
 
-    `offset` is where the piece begins in the flattened tensor.
+    `offset` is its position in the flattened tensor.
     """
 
     name: str
@@ -182,13 +181,13 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The tensors of a chunk in their order, and the chunk's size with padding, in elements."""
+    """The tensors of a chunk in order, and the chunk's padded size in elements."""
 
     # Runs of the tensors, in the order of use, which need not be that in the buffer.
     slots: tuple[Slot, ...]
     size: int
     parts: int
-    # Whether every tensor lies on one part.
+    # Whether every tensor is on one part.
     whole: bool = False
 
     @property
@@ -202,7 +201,7 @@ class ChunkLayout:
         return self.size - sum(slot.numel for slot in self.slots)
 
     def by_address(self) -> list[Slot]:
-        """Runs of the tensors as they follow each other in the buffer."""
+        """Runs of the tensors in buffer order."""
         return sorted(self.slots, key=lambda slot: (slot.start, slot.end))
 
     def _edges(self) -> list[int]:
@@ -210,17 +209,17 @@ class ChunkLayout:
         return [0, *runs, self.size]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Beginnings and ends of what belongs to no tensor."""
+        """Start and end of ranges that belong to no tensor."""
         edges = self._edges()
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(start, end) for start, end in pairs if start < end]
 
     def cuts(self) -> list[int]:
-        """Sizes that cut the buffer into runs: a gap before each tensor, then one at the end."""
+        """Sizes that split the buffer: a gap before each tensor, and one at the end."""
         return [end - start for start, end in pairwise(self._edges())]
 
     def pieces(self, part: int) -> list[ShardPiece]:
-        """Pieces of tensors that lie on part number `part`, in order."""
+        """Pieces of tensors on part number `part`, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:
@@ -266,7 +265,7 @@ def _layout(slots: Sequence[Slot], parts: int, align: int) -> ChunkLayout:
 def _even_runs(
     tensors: Sequence[tuple[str, int]], capacity: int, parts: int, align: int
 ) -> list[list[tuple[str, int]]]:
-    """Cuts a list of tensors into runs that fill their parts evenly, where there are any."""
+    """Splits tensors into runs that fill their parts evenly, if possible."""
     runs: list[list[tuple[str, int]]] = [[]]
     held = 0
     for name, numel in tensors:
@@ -282,7 +281,7 @@ def _even_runs(
 
 
 def _is_even(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> bool:
-    """Whether little is padding once tensors are dealt out to parts."""
+    """Whether padding is small once tensors are assigned to parts."""
     sizes = [_rounded(numel, align) for _, numel in tensors]
     held = sum(sizes)
     if UNEVEN * (parts * max(sizes, default=0) - held) > held:
@@ -298,7 +297,7 @@ def _loads(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _dealt(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> ChunkLayout:
-    """Lays out a chunk in which every tensor lies on one part."""
+    """Lays out a chunk in which every tensor is on one part."""
     sizes = [_rounded(numel, align) for _, numel in tensors]
     part_size = max(align, *_loads(sizes, parts))
     ends = [part * part_size for part in range(parts)]

@@ -1,9 +1,9 @@
-"""What stands in ``parameter.grad`` when the gradient itself has left for its shard.
+"""Placeholder in ``parameter.grad`` once the gradient has been reduced to its shard.
 
 None would be wrong in two ways: `torch.nn.utils.clip_grad_norm_` would find nothing and clip
-nothing, and ``model.zero_grad()`` could not be noticed. So there is a stand-in of the right
-shape and of one element's memory. It reads as nan, and refuses norms and changes in
-place with a line that says what to do instead.
+nothing, and ``model.zero_grad()`` could not be noticed. So there is a stand-in of the right shape
+and of one element's memory. It reads as nan, and rejects norms and changes in place with a line
+that says what to do instead.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ ADVICE = (
 
 
 class ReducedGradient(Tensor):
-    """Says that a parameter's gradient lies in the ranks' shards."""
+    """Placeholder of a gradient that is in the ranks' shards."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses norms and in-place changes; the rest sees nan."""
+        """Rejects norms and in-place changes; other operations see nan."""
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        # Not everything is refused: torch.compile looks at the gradients of what it traces.
+        # Not everything is rejected: torch.compile looks at the gradients of what it traces.
         if in_place or "norm" in name:
             raise GulliverError(ADVICE)
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def reduced_gradient(parameter: Tensor) -> ReducedGradient:
-    """A stand-in for the gradient of `parameter`."""
+    """A placeholder for the gradient of `parameter`."""
     nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     return nan.expand(parameter.shape).as_subclass(ReducedGradient)
 
@@ -68,7 +68,7 @@ def reduced_gradient(parameter: Tensor) -> ReducedGradient:
 # that place: to write it there once costs less than to add it to zeros. When the buffer is reduced,
 # the parameters' gradients are exchanged for `ReducedGradient`s.
 class ChunkGradients:
-    """Collects the gradients of the parameters of a chunk, and keeps the reduced one."""
+    """Collects the gradients of a chunk's parameters, and keeps the reduced one."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ChunkGradients:
         self.parked = False
         # What is being collected, while it may leave until more comes.
         self.resting: ManagedTensor | None = None
-        # Parameters whose gradients lie in the buffer. Written for every parameter of a backward:
+        # Parameters whose gradients are in the buffer. Written for every parameter of a backward:
         # adding to a set would be a call.
         self.placed: dict[str, bool] = {}
         # Parameters that had no gradient when the chunk began to collect.
@@ -96,7 +96,7 @@ class ChunkGradients:
         self._stand_ins = [reduced_gradient(p) for p in self._members]
 
     def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
-        """Reduces to the dtype of the master shard; `in_place` collects where that will lie."""
+        """Reduces to the dtype of the master shard; `in_place` collects in its memory."""
         self.reduced_dtype = dtype
 
     # Collecting.
@@ -107,7 +107,7 @@ class ChunkGradients:
         return bool(self._views)
 
     def begin(self) -> None:
-        """Makes the buffer ready to collect."""
+        """Prepares the buffer for collection."""
         if self.buffer is None:
             self.buffer = self._take_buffer()
         for start, end in self._gaps:
@@ -120,19 +120,19 @@ class ChunkGradients:
         return self.pool.take(self.layout.size, self.dtype, self._device, GRADIENTS)
 
     def rest(self) -> None:
-        """Unpins what is being collected until more comes, where a manager has it."""
+        """Unpins the collected gradients until more arrive, if a manager has them."""
 
     def wake(self) -> None:
-        """Brings it back, for more to be added."""
+        """Loads the buffer, for more gradients to be added."""
 
     def park(self) -> None:
-        """Unpins what was collected until it is reduced, where a manager has it."""
+        """Unpins the buffer until it is reduced, if a manager has it."""
 
     def fetch(self) -> None:
-        """Brings it back."""
+        """Loads the buffer."""
 
     def place(self, name: str) -> None:
-        """Moves a parameter's first gradient to its place in the buffer."""
+        """Moves a parameter's first gradient into the buffer."""
         parameter, view = self.parameters[name], self._views[name]
         gradient = parameter.grad
         if gradient is view:
@@ -144,7 +144,7 @@ class ChunkGradients:
         self.placed[name] = True
 
     def complete(self) -> None:
-        """Fills the places of gradients that did not come with zeros."""
+        """Zero-fills missing gradients."""
         for name, view in self._views.items():
             gradient = self.parameters[name].grad
             if name in self.placed:
@@ -156,19 +156,18 @@ class ChunkGradients:
                 raise _left(name)
 
     def mark_reduced(self) -> None:
-        """Puts stand-ins in place of the parameters' gradients: the buffer is to be reduced."""
+        """Replaces the parameters' gradients by placeholders, as the buffer is to be reduced."""
         for parameter, stand_in in zip(self._members, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._views, self.placed = {}, {}
 
     def take(self) -> Tensor:
-        """Hands the buffer over; the next gradient gets another."""
+        """Returns the buffer; the next gradient gets a new one."""
         assert self.buffer is not None
         buffer, self.buffer = self.buffer, None
         return buffer
 
     def free(self) -> None:
-        """Gives the buffer back."""
         if self.buffer is not None:
             self.give_reduced(self.take())
 
@@ -182,17 +181,17 @@ class ChunkGradients:
         self._views, self.placed = {}, {}
 
     def cleared_names(self) -> list[str]:
-        """Parameters whose gradient was set to None, such as by ``model.zero_grad()``."""
+        """Parameters whose gradient was set to None, for example by ``model.zero_grad()``."""
         with without_torch_functions():
             return [name for name, p in self.parameters.items() if p.grad is None]
 
     def note_cleared(self, cleared: Sequence[str]) -> None:
-        """Forgets what was collected of gradients that were set to None."""
+        """Drops collected gradients that were set to None."""
         self.placed = {name: True for name in self.placed if name not in cleared}
         self.blank = frozenset(cleared)
 
     def foreign_names(self) -> list[str]:
-        """Parameters whose gradient the user has set to a tensor of their own."""
+        """Parameters whose gradient was replaced by the user's own tensor."""
         views = self._views
         with without_torch_functions():
             gradients = [p.grad for p in self._members]
@@ -215,21 +214,21 @@ class ChunkGradients:
         return self.pool.take(self.layout.part_size, self.reduced_dtype, self._device, GRADIENTS)
 
     def give_reduced(self, gradient: Tensor) -> None:
-        """Gives a gradient up."""
+        """Frees a reduced gradient."""
         self.pool.give(gradient, GRADIENTS)
 
     def keep_reduced(self, gradient: Tensor) -> Tensor:
-        """Keeps a gradient for later; returns what stands for it."""
+        """Keeps a gradient for later; returns its handle."""
         return gradient
 
     @contextmanager
     def reduced(self, kept: Tensor, write: bool = False) -> Iterator[Tensor]:
-        """Shows a gradient that is kept."""
+        """Shows a kept gradient."""
         yield kept
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Shows a gradient that is kept times a factor, and whether it stays multiplied."""
+        """Shows a kept gradient times a factor, and whether it stays multiplied."""
         yield kept.mul_(factor.to(kept.dtype)), True
 
 
@@ -247,7 +246,7 @@ _form = attrgetter("shape", "dtype")
 _ALWAYS = nullcontext()
 
 
-# [Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
+# [Note: the buffers of a chunk] All that belongs to a chunk's parameters is in buffers that the
 # chunk owns by name, so that it can be counted, and moved, as a whole:
 #
 # - ``parameter``: the whole chunk; it may go, and come back when it is gathered.
@@ -256,13 +255,13 @@ _ALWAYS = nullcontext()
 # - `gradients`: see `ChunkGradients`.
 # - one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
 #   which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
-#   moved here once, and the optimizer goes on with views, with the same bits.
+#   moved here once, and the optimizer continues with views, with the same bits.
 #
 # Where the parameter buffer is gone, every parameter is one nan, stretched to its shape. A buffer
 # is never emptied behind the back of a graph that still refers to it; it lives as long as somebody
 # does.
 class Chunk:
-    """Parameters of one dtype and device in one buffer, of which this rank owns one part."""
+    """Parameters of one dtype and device in one buffer, of which this rank owns a shard."""
 
     def __init__(
         self,
@@ -312,13 +311,13 @@ class Chunk:
 
     @property
     def data(self) -> Tensor:
-        """The whole buffer of parameters; only while it is there."""
+        """The full parameter buffer, while it exists."""
         assert self.buffer is not None, "the chunk has been released"
         return self.buffer
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole chunk."""
+        """Bytes of the full chunk."""
         return self.layout.size * self.dtype.itemsize
 
     @property
@@ -333,7 +332,7 @@ class Chunk:
         return self.data[self.part * size : (self.part + 1) * size]
 
     def set_master_shard(self, dtype: torch.dtype, separate: bool) -> None:
-        """Makes what the optimizer steps: a view of the buffer, or a tensor of its own."""
+        """Creates the master shard: a view of the buffer, or a separate tensor."""
         self._separate = separate or dtype != self.dtype
         self.master_shard = self.shard.to(dtype, copy=True) if self._separate else self.shard
         if self._separate:
@@ -341,23 +340,23 @@ class Chunk:
         self.gradients.follow_shard(dtype)
 
     def pack_parameters(self, wire: WireFormat, kept: bool) -> None:
-        """Sends parameters packed, or if the buffer is `kept` changes of them (`change`)."""
+        """Sends packed parameters, or packed changes (`change`) if the buffer is `kept`."""
         self.wire = wire
         if kept:
             self.shown_part = self.shard.clone()
             self.pool.counter.add(PARAMETERS, self.shown_part.nbytes)
 
     def change(self) -> Tensor:
-        """What this rank's part of the buffer lacks to be `master_shard`."""
+        """Difference between `master_shard` and this rank's shard of the buffer."""
         return self.master_shard - self.shard.to(self.master_shard.dtype)
 
     def note_gathered(self) -> None:
-        """Takes this rank's part of the buffer for what all ranks have of it."""
+        """Records this rank's shard of the buffer as the value on all ranks."""
         if self.shown_part is not None:
             self.shown_part.copy_(self.shard)
 
     def widen_master_shard(self, dtype: torch.dtype) -> None:
-        """Keeps `master_shard`, a tensor of its own, in another dtype from here on."""
+        """Keeps `master_shard`, a separate tensor, in another dtype from now on."""
         self._count_master(-self.master_shard.nbytes)
         self.master_shard = self.master_shard.to(dtype)
         self._count_master(self.master_shard.nbytes)
@@ -367,25 +366,25 @@ class Chunk:
         self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
 
     def opened(self, write: bool = False, moments: bool = False) -> AbstractContextManager[None]:
-        """Block in which `master_shard`, and with `moments` all state, is there."""
+        """Context with `master_shard`, and with `moments` all state, in memory."""
         return _ALWAYS
 
     def shown(self, fill: bool = False) -> AbstractContextManager[None]:
-        """Block in which `master_shard` and all state can be read, or filled, wherever they lie."""
+        """Context in which `master_shard` and all state can be read or filled in any tier."""
         return _ALWAYS
 
     @property
     def master_is_view(self) -> bool:
-        """Whether what is written to `master_shard` is in the parameters already."""
+        """Whether writes to `master_shard` change the parameters directly."""
         return not self._separate and self.buffer is not None
 
     def publish(self) -> None:
-        """Writes `master_shard` to this rank's part of the buffer."""
+        """Writes `master_shard` to this rank's shard of the buffer."""
         if not self.master_is_view:
             self.shard.copy_(self.master_shard)
 
     def release(self, viewed: bool = False, keeps: bool = False) -> None:
-        """Gives the parameter buffer back, or to who `keeps` views of it; the shard stays."""
+        """Frees the parameter buffer, or leaves it to views (`keeps`); the shard stays."""
         with without_torch_functions():
             for parameter, nan in zip(self.members, self._absent, strict=True):
                 parameter.data = nan
@@ -400,7 +399,7 @@ class Chunk:
         return self.pool.take(self.layout.size, self.dtype, self.device, PARAMETERS)
 
     def materialise(self) -> None:
-        """Gives every parameter its place in a buffer, of which only this rank's part is filled."""
+        """Allocates the parameters in a buffer, of which only this rank's shard is filled."""
         self.buffer = self._take_buffer()
         views = self.named_views(self.buffer).values()
         with without_torch_functions():
@@ -411,7 +410,7 @@ class Chunk:
         self._seen = self.versions() if self._watches_versions else []
 
     def discard(self) -> None:
-        """Counts its buffers as given back: its parameters have another chunk."""
+        """Counts its buffers as freed, as its parameters move to another chunk."""
         if self.buffer is not None:
             self.pool.counter.add(PARAMETERS, -self.nbytes)
         if self._separate:
@@ -422,7 +421,7 @@ class Chunk:
         self.drop_moments()
 
     def take_writes(self) -> None:
-        """Brings what the user has written to parameters, on all ranks alike, to the shard."""
+        """Copies the user's writes to parameters, equal on all ranks, to the shard."""
         # Values are compared: a write through ``.data`` leaves no other trace, as no version
         # counter moves. Nothing is compared where `master_shard` is a view.
         if not self.master_is_view and self.may_be_written():
@@ -431,11 +430,11 @@ class Chunk:
 
     @property
     def _watches_versions(self) -> bool:
-        """Whether writes are noticed by version counters: packing again to compare costs more."""
+        """Whether version counters detect writes, as packing again to compare costs more."""
         return self.wire is not IDENTITY and self.shown_part is None
 
     def versions(self) -> list[int]:
-        """Version counters of the parameters, which views of them share."""
+        """Version counters of the parameters, shared by their views."""
         with without_torch_functions():
             return [parameter._version for parameter in self.members]
 
@@ -444,14 +443,14 @@ class Chunk:
         return not self._watches_versions or self.versions() != self._seen
 
     def _as_sent(self) -> Tensor | None:
-        """This rank's part as it is on all ranks if nobody has written to it; None: rounded."""
+        """This rank's shard as sent to all ranks; None if it was rounded."""
         if self.shown_part is not None or self.wire is IDENTITY or self.sent_exact:
             return self.shown_part
         rounded = self.master_shard.to(self.dtype)
         return unpack(pack(rounded, self.wire), self.wire, rounded.numel(), self.dtype)
 
     def merge(self, master: Tensor, values: Tensor, rounded: Tensor | None = None) -> None:
-        """Writes what differs from `rounded`, or else `master_shard`; the rest keeps more bits."""
+        """Copies elements that differ from `rounded`, or else `master_shard`, to the master."""
         rounded = master.to(values.dtype) if rounded is None else rounded
         # A device would be waited for; to write what is there already costs it less.
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
@@ -464,7 +463,7 @@ class Chunk:
     def place_moment(
         self, key: str, values: Mapping[str, Tensor], sizes: Mapping[str, int]
     ) -> dict[str, Tensor]:
-        """Moves state of one kind into a buffer of this chunk."""
+        """Moves one kind of state into a buffer of this chunk."""
         dtype = next(iter(values.values())).dtype
         old = self.moments.get(key)
         if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
@@ -486,13 +485,13 @@ class Chunk:
         self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
 
     def drop_moments(self) -> None:
-        """Gives the buffers of optimizer state up: other state takes its place."""
+        """Frees the buffers of optimizer state, which is replaced."""
         for moment in self.moments.values():
             self._give_moment(moment)
         self.moments = {}
 
     def check_parameters(self) -> None:
-        """Refuses parameters that no longer lie in this chunk."""
+        """Rejects parameters that are no longer in this chunk."""
         with without_torch_functions():
             addresses = list(map(Tensor.data_ptr, self.members))
             forms = list(map(_form, self.members))
@@ -505,8 +504,7 @@ class Chunk:
             device = self.parameters[name].device
             if form == form_now and device == self.device and address != address_now:
                 raise GulliverError(
-                    f"parameter {name!r} was given other memory (p.data = ...) after boost: "
-                    f"{INSTEAD}"
+                    f"parameter {name!r} was given new memory (p.data = ...) after boost: {INSTEAD}"
                 )
             if (address, form) != (address_now, form_now):
                 raise GulliverError(
@@ -516,12 +514,12 @@ class Chunk:
                 )
 
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Cuts a buffer of the chunk's size into tensors of the parameters' shapes."""
+        """Splits a buffer of the chunk's size into tensors of the parameters' shapes."""
         return self._cuts.views(buffer)
 
 
 class _Cuts:
-    """Cuts buffers of a chunk's size into tensors of its parameters' shapes."""
+    """Splits buffers of a chunk's size into tensors of its parameters' shapes."""
 
     def __init__(self, layout: ChunkLayout, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = layout.cuts()
@@ -539,7 +537,7 @@ class _Cuts:
 
 
 def _one_nan(parameter: Tensor) -> Tensor:
-    # Made in inference mode it would make an inference tensor of the parameter that it stands for.
+    # Made in inference mode it would make an inference tensor of the parameter that it represents.
     with torch.inference_mode(False):
         nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     return nan.expand(parameter.shape)

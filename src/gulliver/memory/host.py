@@ -1,4 +1,4 @@
-"""Pinned host memory behind the memory of a GPU, with copies on streams of their own."""
+"""Pinned host memory behind a GPU's memory, with copies on separate streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gulliver.solve.extents import Extents
 from gulliver.solve.replacement import Transit
 
 SLAB = 1 << 30
-"""Bytes of a slab of pinned memory, where objects are not larger."""
+"""Bytes of a slab of pinned memory, unless objects are larger."""
 
 
 class HostStore:
@@ -38,8 +38,7 @@ class HostStore:
     ) -> None:
         if copier is None and torch.device(device).type != "cuda":
             raise GulliverError(
-                f"pinned host memory serves a GPU, not {device}: on a CPU machine the tier behind "
-                "the process's memory is a disk"
+                f"pinned host memory needs a GPU, not {device}: on a CPU machine use a disk"
             )
         self.capacity, self.used, self.pinned = capacity, 0, 0
         self._copier: Copier = copier or CudaCopier(torch.device(device))
@@ -59,7 +58,7 @@ class HostStore:
         return self._starts[found[0]] + found[1]
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `allocate` reserved; the memory stays pinned."""
+        """Frees a reservation; the memory stays pinned."""
         slab, begin = self._place(offset)
         self._extents.give(slab, begin, whole_pages(nbytes))
         self.used -= whole_pages(nbytes)
@@ -87,8 +86,8 @@ class HostStore:
         least = 1 << (size - 1).bit_length()
         if least > left:
             raise GulliverError(
-                f"the host memory of {self.capacity} bytes is full: pinned memory comes in powers "
-                f"of two, {least} bytes are needed and {left} are left: give it more"
+                f"the host memory of {self.capacity} bytes is full: pinned memory is allocated in "
+                f"powers of two, {least} bytes are needed and {left} are left: raise host_limit"
             )
         slab = max(least, min(SLAB, 1 << (left.bit_length() - 1)))
         self._extents.add(len(self._slabs), slab)
@@ -107,10 +106,9 @@ class HostStore:
 
 # Page-locked host memory behind a GPU, and a disk behind that: three tiers in all.
 #
-# The host's memory is a fast tier as well, before the disk, so a manager of its own keeps it
-# within its budget (`Manager`): it evicts to the disk by farthest next use, and reads from there
-# ahead of the device's loads. What is used when follows from the device's moves alone
-# (`solve.Transit`).
+# The host's memory is a fast tier as well, before the disk, so its own manager keeps it within its
+# budget (`Manager`): it evicts to the disk by farthest next use, and reads from there ahead of the
+# device's loads. What is used when follows from the device's moves alone (`solve.Transit`).
 
 
 # [Note: who waits for whom] Copies between device and host run on streams, in the order in which
@@ -118,13 +116,13 @@ class HostStore:
 #
 # 1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
 # 2. What leaves the host is written when the device has copied it there: `DeferredWrite`.
-# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.settle`.
+# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.wait_unused`.
 #
-# Nobody waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
+# No one waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
 # the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
 # device that were begun before.
 class CopiedPages(Pages):
-    """Buffers of page-locked memory, and the copies to and from each that may be in flight."""
+    """Page-locked buffers, and the copies to and from each that may be in flight."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__(torch.device("cpu"))
@@ -133,13 +131,13 @@ class CopiedPages(Pages):
         self._copies: dict[int, list[Copy]] = {}
 
     def fresh(self, size: int) -> Tensor:
-        """Makes a buffer, and locks its pages."""
+        """Allocates a buffer and locks its pages."""
         memory = super().fresh(size)
         self._copier.lock_pages(memory)
         return memory
 
     def drop(self, memory: Tensor) -> None:
-        """Unlocks the pages of a buffer, and gives them back."""
+        """Unlocks and frees the pages of a buffer."""
         self._copier.unlock_pages(memory)
         super().drop(memory)
 
@@ -156,20 +154,19 @@ class CopiedPages(Pages):
                 self._copies[memory.data_ptr()] = found
             return [*found]
 
-    def settle(self, memory: Tensor) -> None:
-        """Waits until a buffer may be used for something else."""
+    def wait_unused(self, memory: Tensor) -> None:
+        """Waits until a buffer may be reused."""
         for copy in self.copies(memory):
             copy.synchronize()
 
     def close(self) -> None:
-        """Unlocks all pages."""
         for room in self._rooms.values():
             self._copier.unlock_pages(room.shown(room.nbytes))
         self._rooms.clear()
 
 
 class DeferredWrite:
-    """A write to the disk that begins when the device has copied what is to be written."""
+    """A disk write that starts once the device has copied its data."""
 
     def __init__(self, disk: DiskStore, offset: int, data: Tensor, copies: list[Copy]) -> None:
         self._disk, self._offset, self._data, self._copies = disk, offset, data, copies
@@ -178,13 +175,12 @@ class DeferredWrite:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; begins it as soon as it may."""
+        """Whether it has ended; starts it as soon as possible."""
         if self._write is None and all(copy.done for copy in self._copies):
             self._begin()
         return self._write is not None and self._write.done
 
     def wait(self) -> None:
-        """Waits until it has ended."""
         for copy in self._copies:
             copy.synchronize()
         self._begin().wait()
@@ -211,7 +207,6 @@ class CopiedDisk:
 
     @property
     def used(self) -> int:
-        """Bytes that are allocated."""
         return self._disk.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
@@ -219,15 +214,13 @@ class CopiedDisk:
         return self._disk.allocate(nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `allocate` reserved."""
         self._disk.free(offset, nbytes)
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Starts to read."""
         return self._disk.read(offset, into)
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to write, once the device has copied what is to be written."""
+        """Starts a write once the device has copied its data."""
         copies = self._pages.copies(data)
         if not copies:
             return self._disk.write(offset, data)
@@ -236,7 +229,7 @@ class CopiedDisk:
         return late
 
     def advance(self) -> None:
-        """Begins the writes whose data are there."""
+        """Starts the writes whose data have arrived."""
         left = list[weakref.ref[DeferredWrite]]()
         for found in self._late:
             late = found()
@@ -254,7 +247,7 @@ class CopiedDisk:
 
 
 class StagedRead:
-    """A load that may come from the disk, through the host's memory, to the device."""
+    """A load that may go from the disk through host memory to the device."""
 
     def __init__(self, store: HostDiskStore, key: int, into: Tensor, after: Any) -> None:
         self._store, self.key, self.into, self.after = store, key, into, after
@@ -263,12 +256,12 @@ class StagedRead:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         self._store.advance()
         return self.error is not None or (self.copy is not None and self.copy.done)
 
     def wait(self) -> None:
-        """Waits for the disk; what the device is given from now on waits for the copy."""
+        """Waits for the disk; later work on the device waits for the copy."""
         self._store.send(self)
         error, self.error = self.error, None
         if error is not None:
@@ -281,7 +274,7 @@ class StagedRead:
 
 
 class HostDiskStore(Middle):
-    """Space in page-locked host memory and, for what does not fit there, on a disk."""
+    """Space in page-locked host memory, and on a disk for what does not fit."""
 
     name = "host memory and disk"
     in_stream = True
@@ -307,7 +300,7 @@ class HostDiskStore(Middle):
 
     @property
     def middle(self) -> Middle:
-        """The store itself: it decides what lies in the host's memory."""
+        """The store itself, which decides what is in host memory."""
         return self
 
     @property
@@ -316,8 +309,8 @@ class HostDiskStore(Middle):
         return self.transit.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
-        """Takes an object of the device, and returns its number, by which it is known."""
-        assert owner is not None, "objects keep their place from step to step"
+        """Adds an object of the device, and returns its number."""
+        assert owner is not None, "objects keep their position from step to step"
         number = owner.number
         if number not in self._objects:
             about = owner.name, owner.kind, nbytes, torch.uint8
@@ -331,14 +324,14 @@ class HostDiskStore(Middle):
         self.transit.forget(offset)
 
     def read(self, offset: int, into: Tensor) -> StagedRead:
-        """Starts to copy to the device, from the disk where it lies only there."""
+        """Starts to copy to the device, from the disk if necessary."""
         self.transit.expect(offset)
         read = self._reads[offset] = StagedRead(self, offset, into, self._copier.mark())
         self.advance()
         return read
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to copy from the device; waits for room in the host's memory."""
+        """Starts to copy from the device, after waiting for host memory."""
         self.transit.begin_write(offset)
         memory = self._arrived(offset, fresh=True)
         copy = self._copier.copy(memory, data, incoming=False)
@@ -348,14 +341,14 @@ class HostDiskStore(Middle):
         return copy
 
     def advance(self) -> None:
-        """Goes on with all that has come, and does not wait."""
+        """Advances all transfers whose data have arrived, without waiting."""
         for read in [*self._reads.values()]:
             if self.host.has_arrived(self._objects[read.key]):
                 self.send(read)
         self._disk.advance()
 
     def send(self, read: StagedRead) -> None:
-        """Waits for the disk, and starts the copy to the device; an error is kept for who waits."""
+        """Waits for the disk, and starts the copy to the device; keeps errors for `wait`."""
         if self._reads.get(read.key) is not read:
             return
         del self._reads[read.key]
@@ -369,7 +362,7 @@ class HostDiskStore(Middle):
         self._pages.add(memory, read.copy)
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows the content of an object, in the host's memory or on the disk."""
+        """Shows the content of an object, in host memory or on disk."""
         if write and self.transit.needs_memory(offset):
             self.transit.begin_write(offset)
             self._arrived(offset, fresh=True)
@@ -413,22 +406,22 @@ class HostDiskStore(Middle):
         self.host.end_step()
 
     def raise_write_error(self) -> None:
-        """Raises the error of a write to the disk that has failed."""
+        """Raises the error of a failed disk write."""
         self.advance()
         self.host.raise_write_error()
 
     def stats(self) -> dict[str, Any]:
-        """Returns what has moved between the host's memory and the disk."""
+        """Returns what has moved between host memory and disk."""
         return self.host.stats()
 
     # What `Transit` asks for.
 
     def use(self, key: Hashable, fresh: bool) -> None:
-        """Pins an object in the host's memory, and starts to load it there."""
+        """Pins an object in host memory, and starts to load it."""
         self._stored[key] = self.host.begin_use(self._objects[key], fresh=fresh)
 
     def done(self, key: Hashable) -> None:
-        """Unpins it, once it has been copied to the device."""
+        """Unpins an object that was copied to the device."""
         read = self._reads.get(key)
         if read is not None:
             self.send(read)

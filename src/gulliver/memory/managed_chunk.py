@@ -1,7 +1,7 @@
 """A chunk whose bytes a `Manager` moves between tiers of memory.
 
 The shard of the parameters, every moment and the reduced gradient are objects of the manager; whole
-buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta stands for
+buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta represents
 it: dtype and size can be asked for, the content cannot be read by mistake.
 """
 
@@ -46,7 +46,7 @@ from gulliver.memory.stores import ManagedTensor
 # length of such a step a whole copy of the parameters is an object of the manager, too, and the
 # buffer is that object, pinned while it is in use.
 class ManagedBufferPool(BufferPool):
-    """Lends flat buffers of a manager, which makes room for them and counts them."""
+    """Allocates flat buffers from a manager, which makes room for them and counts them."""
 
     def __init__(self, manager: Manager) -> None:
         super().__init__(0)
@@ -54,11 +54,11 @@ class ManagedBufferPool(BufferPool):
         self.counter: ByteCounter = manager.counter
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-        """A buffer of `size` elements with any content, counted as of a kind."""
+        """An uninitialized buffer of `size` elements, counted as of a kind."""
         return self.manager.allocate_buffer(size, dtype, kind)
 
     def give(self, buffer: Tensor, kind: str, keeps: bool = False) -> None:
-        """Gives a buffer back, or to who `keeps` views of it."""
+        """Frees a buffer, or leaves it to views (`keeps`)."""
         self.manager.free_buffer(buffer, kind, keeps)
 
 
@@ -96,17 +96,16 @@ class ManagedGradients(ChunkGradients):
 
     @cached_property
     def _whole(self) -> ManagedTensor:
-        """What this rank collects, where that is not the reduced gradient itself."""
+        """The collected gradients, if separate from the reduced one."""
         name = f"gradients of this rank from {self.layout.slots[0].name}"
         return self._manager.add(name, GRADIENTS, self.layout.size, self.dtype, brief=True)
 
     def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
-        """Reduces to the dtype of the master shard; `in_place` collects where that will lie."""
+        """Reduces to the dtype of the master shard; `in_place` collects in its memory."""
         super().follow_shard(dtype)
         self._in_place = in_place
 
     def discard(self) -> None:
-        """Gives everything up."""
         self.free()
         for made in {"_reduced", "_whole"} & vars(self).keys():
             self._manager.remove(vars(self).pop(made))
@@ -117,7 +116,7 @@ class ManagedGradients(ChunkGradients):
         return self._manager.use(self._whole, fresh=True)
 
     def rest(self) -> None:
-        """Unpins what is being collected until more comes; what is in flight stays."""
+        """Unpins the collected gradients until more arrive; what is in flight stays."""
         if not self.begun:
             return
         assert self.buffer is not None, "something is being collected"
@@ -135,7 +134,7 @@ class ManagedGradients(ChunkGradients):
         self._manager.done(self.resting)
 
     def wake(self) -> None:
-        """Brings it back, for more to be added."""
+        """Loads the buffer, for more gradients to be added."""
         if self.resting is None:
             return
         buffer = self._manager.use(self.resting, write=True)
@@ -148,17 +147,15 @@ class ManagedGradients(ChunkGradients):
                     parameter.grad = self._views[name]
 
     def park(self) -> None:
-        """Unpins what was collected until it is reduced."""
+        """Unpins the buffer until it is reduced."""
         self.buffer, self.parked = _on_meta(self._whole), True
         self._manager.done(self._whole)
 
     def fetch(self) -> None:
-        """Brings it back."""
         if self.parked:
             self.buffer, self.parked = self._manager.use(self._whole, write=True), False
 
     def free(self) -> None:
-        """Gives the buffer back."""
         if self.resting is not None:
             managed, self.resting, self.buffer = self.resting, None, None
             self._manager.discard(managed)
@@ -182,7 +179,7 @@ class ManagedGradients(ChunkGradients):
         return self._filled
 
     def keep_reduced(self, gradient: Tensor) -> Tensor:
-        """Keeps a gradient for later; returns what stands for it."""
+        """Keeps a gradient for later; returns its handle."""
         assert gradient is self._filled, "the first gradient is made in its object"
         self._filled = None
         self._manager.done(self._reduced)
@@ -190,13 +187,13 @@ class ManagedGradients(ChunkGradients):
 
     @contextmanager
     def reduced(self, kept: Tensor, write: bool = False) -> Iterator[Tensor]:
-        """Shows a gradient that is kept."""
+        """Shows a kept gradient."""
         with self._manager.using(self._reduced, write) as gradient:
             yield gradient
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Shows a gradient that is kept times a factor, and whether it stays multiplied."""
+        """Shows a kept gradient times a factor, and whether it stays multiplied."""
         # It does where the fast tier alone has it; a copy behind stays as it is, and serves later.
         behind = self._reduced.offset is not None
         try:
@@ -207,7 +204,7 @@ class ManagedGradients(ChunkGradients):
                 self._manager.revert(self._reduced)
 
     def give_reduced(self, gradient: Tensor) -> None:
-        """Gives a gradient up."""
+        """Frees a reduced gradient."""
         if "_whole" in vars(self) and gradient is self._whole.tensor:
             self._manager.done(self._whole)
             self._manager.discard(self._whole)
@@ -294,7 +291,7 @@ class ManagedChunk(Chunk):
         self._manager.done(placed)
 
     def publish(self) -> None:
-        """Writes `master_shard` to this rank's part of the buffer."""
+        """Writes `master_shard` to this rank's shard of the buffer."""
         if not self._in_place and not self.has_copy:
             with self.opened():
                 self.shard.copy_(self.master_shard)
@@ -304,7 +301,7 @@ class ManagedChunk(Chunk):
         return True
 
     def take_writes(self) -> None:
-        """Brings what the user has written to parameters, on all ranks alike, to the shard."""
+        """Copies the user's writes to parameters, equal on all ranks, to the shard."""
         if not self.may_be_written():
             return
         self._seen = self.versions()
@@ -316,7 +313,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
-        """Brings `master_shard`, and with `moments` all state, into the fast tier for a block."""
+        """Loads `master_shard`, and with `moments` all state, into the fast tier for a block."""
         before, outer = self.master_shard, self._stack
         try:
             with ExitStack() as self._stack:
@@ -337,7 +334,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def shown(self, fill: bool = False) -> Iterator[None]:
-        """Shows the shard and all state wherever they lie, without moving them, for a block."""
+        """Context that shows the shard and all state in place, without moving them."""
         before = self.master_shard
         try:
             self.master_shard = self._manager.view(self._shard, write=fill)
@@ -354,7 +351,7 @@ class ManagedChunk(Chunk):
             moment.buffer = _on_meta(moment.managed)
 
     def discard(self) -> None:
-        """Gives everything up: its parameters have another chunk."""
+        """Frees everything, as its parameters move to another chunk."""
         if self.buffer is not None:
             self._give_buffer(self.buffer)
             self.buffer = None
@@ -374,7 +371,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def making_copy(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Block in which the copy is to be filled: all of it, and this rank's part, which is."""
+        """Context that fills the full copy, and this rank's shard."""
         with self._manager.using(self._copy, fresh=True) as whole:
             size = self.layout.part_size
             part = whole[self.part * size : (self.part + 1) * size]
@@ -389,7 +386,7 @@ class ManagedChunk(Chunk):
         self._manager.discard(self._copy)
 
     def _refuse_write(self) -> None:
-        """Says that parameters cannot be written now."""
+        """Rejects writes to parameters at this time."""
         raise GulliverError(
             f"a parameter of the chunk of {self.layout.slots[0].name!r} was written inside a step "
             "whose ranks have unequal work: under a memory limit write parameters on all ranks, "

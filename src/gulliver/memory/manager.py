@@ -1,4 +1,4 @@
-"""The memory manager: keeps the bytes of its objects within a budget, the rest in a store."""
+"""The memory manager: keeps objects within a byte budget, and the rest in a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gulliver.memory.traffic import Traffic
 from gulliver.solve.replacement import Action, Move, Replacement
 
 # `solve.Replacement` decides what is in the fast tier, from the order of calls alone; `Traffic`
-# carries that out beside the compute. Between the two this file keeps the books: objects by
+# carries that out alongside the compute. Between the two this file keeps the books: objects by
 # number, and buffers that are lent.
 #
 # It knows nothing of training. Users call::
@@ -42,7 +42,7 @@ from gulliver.solve.replacement import Action, Move, Replacement
 
 
 class Manager:
-    """Keeps objects in a fast tier of a given size, and what does not fit in a store."""
+    """Keeps objects in a fast tier of a given size, and the rest in a store."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Manager:
         pages: Pages | None = None,
     ) -> None:
         if budget < 1 or (ahead is not None and ahead < 0):
-            raise GulliverError(f"budget {budget}, ahead {ahead}: a number of bytes is expected")
+            raise GulliverError(f"budget={budget} and ahead={ahead} must be numbers of bytes")
         self.device, self.store = torch.device(device), store
         if self.device.type != "cpu" and store is not None and not store.in_stream:
             raise GulliverError(
-                f"a {store.name} store serves the memory of a CPU machine, not of {self.device}: "
-                "give the host memory behind it (HostStore)"
+                f"a {store.name} store needs a CPU machine, not {self.device}: use host memory "
+                "(HostStore)"
             )
         # Bytes of the tensors that exist, by kind: of objects that arrive, are here or are being
         # written, and of buffers that are lent.
@@ -82,16 +82,16 @@ class Manager:
 
     @property
     def minimum(self) -> int:
-        """Most bytes that were in use at once so far: no smaller budget would have done."""
+        """Peak bytes in use at once so far, the smallest budget that would have worked."""
         return self._core.minimum
 
     @property
     def held(self) -> int:
-        """Bytes of memory held now, in whole pages, with those that are kept for reuse."""
+        """Bytes of memory held now, in whole pages, including cached ones."""
         return self._traffic.held
 
     def release_with(self, release_idle: Callable[[], None]) -> None:
-        """Ends uses that can be begun again later by `release_idle`, where there is no room."""
+        """Registers a callback that ends restartable uses when memory is short."""
         self.release_idle = release_idle
 
     # Objects
@@ -105,7 +105,7 @@ class Manager:
         value: Tensor | None = None,
         brief: bool = False,
     ) -> ManagedTensor:
-        """Takes a new object; without a value it is zeros, without memory until it is used."""
+        """Adds a new object; without a value it is zero and has no memory until used."""
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
@@ -128,7 +128,6 @@ class Manager:
             return managed
 
     def remove(self, managed: ManagedTensor) -> None:
-        """Forgets an object."""
         with self._entered():
             self._check(managed)
             self._run(self._core.remove(managed.number))
@@ -137,14 +136,14 @@ class Manager:
             self._total -= managed.kept
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Brings an object into the fast tier, and keeps it there until `done`."""
+        """Loads an object into the fast tier, and pins it until `done`."""
         with self._entered():
             self._check(managed)
             self._tell()
             return self.arrive(managed, self.begin_use(managed, write, fresh), write or fresh)
 
     def begin_use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
-        """Begins a `use`, without waiting; `arrive` takes what it returns."""
+        """Starts a `use` without waiting; pass the result to `arrive`."""
         with self._entered():
             stored = self._core.is_stored(managed.number)
             actions = self._decided(lambda: self._core.use(managed.number, write, fresh))
@@ -152,7 +151,7 @@ class Manager:
             return stored
 
     def arrive(self, managed: ManagedTensor, stored: bool, write: bool) -> Tensor:
-        """Waits for what `begin_use` has begun; where that fails, it is as if it had not been."""
+        """Waits for `begin_use`, and undoes it on failure."""
         with self._entered():
             try:
                 self._traffic.wait_arrived(managed)
@@ -178,13 +177,13 @@ class Manager:
             self._tell()
 
     def done(self, managed: ManagedTensor) -> None:
-        """Ends one `use`: after the last the object may leave, and its memory serve others."""
+        """Ends one `use`; after the last one the object may be evicted."""
         with self._entered():
             actions = self._core.done(self._check(managed).number)
             self._run(actions)
 
     def revert(self, managed: ManagedTensor) -> None:
-        """Takes back changes that `use` did not announce, if the store has the content."""
+        """Undoes changes that `use` did not announce, if the store has the content."""
         with self._entered():
             self._run(self._core.revert(self._check(managed).number))
 
@@ -192,7 +191,7 @@ class Manager:
     def using(
         self, managed: ManagedTensor, write: bool = False, fresh: bool = False
     ) -> Iterator[Tensor]:
-        """Uses an object for a block, which may fail."""
+        """Context manager for `use` and `done`."""
         tensor = self.use(managed, write, fresh)
         try:
             yield tensor
@@ -200,13 +199,13 @@ class Manager:
             self.done(managed)
 
     def discard(self, managed: ManagedTensor) -> None:
-        """Forgets the content of an object: it is zeros from now on, and takes no memory."""
+        """Drops an object's content: it reads as zeros, and takes no memory."""
         with self._entered():
             actions = self._core.discard(self._check(managed).number)
             self._run(actions)
 
     def view(self, managed: ManagedTensor, write: bool = False) -> Tensor:
-        """Shows the content of an object wherever it lies, without making room for it."""
+        """Shows the content of an object in whichever tier it is, without moving it."""
         # The tensor is good until the object is used again, or room is made for others. What a
         # checkpoint copies from it in the background is waited for before its place is written.
         with self._entered():
@@ -231,7 +230,7 @@ class Manager:
     # Loans, budget, steps
 
     def allocate_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        """Lends a flat buffer with any content, for which room is made."""
+        """Allocates an uninitialized flat buffer, evicting objects if necessary."""
         with self._entered():
             self._tell()
             nbytes = numel * dtype.itemsize
@@ -249,11 +248,13 @@ class Manager:
             return tensor
 
     def free_buffer(self, tensor: Tensor, kind: str, keeps: bool = False) -> None:
-        """Takes back what was lent, or leaves it to who `keeps` views of it, as theirs."""
+        """Frees a buffer, or leaves it to views (`keeps`)."""
         with self._entered():
             memory = self._lent.pop(tensor.data_ptr(), None)
             if memory is None:
-                raise GulliverError("this tensor was not lent by this manager, or was given back")
+                raise GulliverError(
+                    "this tensor was not allocated by this manager, or was freed already"
+                )
             self.counter.add(kind, -tensor.nbytes)
             self._traffic.leave(memory) if keeps else self._traffic.give(memory)
             actions = self._core.free_buffer(memory.numel())
@@ -261,7 +262,7 @@ class Manager:
 
     @contextmanager
     def reserved(self, nbytes: int, kind: str) -> Iterator[None]:
-        """Leaves room for memory that somebody else takes, for a block, and counts it."""
+        """Context that reserves room for memory allocated elsewhere."""
         size = whole_pages(nbytes)
         with self._entered():
             self._tell()
@@ -282,7 +283,7 @@ class Manager:
                 self._run(self._core.free_buffer(size))
 
     def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
-        """Changes the size of the fast tier (and `ahead`), and waits until no more is held."""
+        """Changes the size of the fast tier (and `ahead`), and waits until usage fits."""
         with self._entered():
             actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
@@ -291,7 +292,7 @@ class Manager:
             self._traffic.fit()
 
     def end_step(self) -> None:
-        """Ends a step: its accesses are the schedule of the next, which may differ all the same."""
+        """Ends a step; its accesses predict those of the next."""
         with self._entered():
             self._core.end_step()
             self._steps += 1
@@ -308,7 +309,7 @@ class Manager:
         return {**self._traffic.moved, **done}
 
     def close(self) -> None:
-        """Waits for transfers in flight, and frees everything, the store too."""
+        """Waits for transfers in flight, and frees everything, including the store."""
         with self._entered():
             self._closed = True
             self._traffic.close()
@@ -321,7 +322,7 @@ class Manager:
     # Inside
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
-        """Decides; where there is no room, again when its users have let go of what they can."""
+        """Decides moves; retries after releasing idle uses if memory is short."""
         try:
             return decide()
         except GulliverError:
@@ -338,8 +339,8 @@ class Manager:
     def _entered(self) -> Iterator[None]:
         if os.getpid() != self._process:
             raise GulliverError(
-                "this memory manager belongs to the parent process, whose disk and threads it "
-                "uses: make another after forking"
+                "this memory manager belongs to the parent process: create another one after "
+                "forking"
             )
         with self._lock:
             if self._closed:
@@ -347,7 +348,7 @@ class Manager:
             yield
 
     def _tell(self) -> None:
-        """Raises what went wrong behind, unless there is room now for what could not be written."""
+        """Raises background errors, unless there is room again for what could not be written."""
         for managed in self._traffic.unwritten():
             if self._core.restore(managed.number):
                 self._traffic.keep(managed)
@@ -361,7 +362,7 @@ class Manager:
         return managed
 
     def _check_total(self, managed: ManagedTensor) -> None:
-        """Refuses early what will not fit anywhere."""
+        """Rejects objects early if they do not fit all tiers together."""
         total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
@@ -394,13 +395,13 @@ class Manager:
         self._middle.end_prefetch(managed.number)
 
     def _written(self, managed: ManagedTensor) -> None:
-        """Frees an object's space in the store, whose content is out of date."""
+        """Frees an object's outdated space in the store."""
         if managed.tensor is not None:
             before_write([managed.tensor])
         self._free(managed)
 
     def _make_writable(self, managed: ManagedTensor) -> None:
-        """Gives an object a place to be filled at; nothing leaves the fast tier for it."""
+        """Allocates memory for filling an object, without evicting others."""
         self._wait_shown(managed)
         if managed.residency is Residency.HERE:
             self._core.changed(managed.number)
@@ -420,7 +421,7 @@ class Manager:
             managed.offset = None
 
     def _wait_shown(self, managed: ManagedTensor) -> None:
-        """Waits for who still reads what was shown of the store."""
+        """Waits for readers of data shown from the store."""
         if managed.shown:
             before_write_at(managed.shown)
             managed.shown.clear()

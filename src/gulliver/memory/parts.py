@@ -1,4 +1,4 @@
-"""Parts of tensors, of which the rest lies with other ranks: regions, and runs of elements."""
+"""Parts of tensors that are sharded over ranks: regions, and runs of elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class Region:
-    """Slices of a whole tensor along one dim, which lie one after the other as one tensor."""
+    """Slices of a tensor along one dim, concatenated to one tensor."""
 
     # A fused projection of queries, keys and values has three runs; a plain shard has one.
 
@@ -22,9 +22,9 @@ class Region:
     copies: int = 1
 
     def __post_init__(self) -> None:
-        assert 0 <= self.dim < len(self.shape), "a region has a dim of its whole"
+        assert 0 <= self.dim < len(self.shape), "a region has a dim of the full tensor"
         ends = [0, *(end for run in self.runs for end in run), self.shape[self.dim]]
-        assert ends == sorted(ends), "runs ascend, and lie in the whole"
+        assert ends == sorted(ends), "runs ascend inside the full tensor"
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class Region:
 
 
 def set_region(parameter: Tensor, region: Region) -> None:
-    """Says which region of a whole a parameter holds."""
+    """Sets the region of a full tensor that a parameter holds."""
     if tuple(parameter.shape) != region.local_shape:
         raise GulliverError(
             f"a parameter of {tuple(parameter.shape)} cannot hold a region of {region.local_shape}"
@@ -48,29 +48,29 @@ def set_region(parameter: Tensor, region: Region) -> None:
 
 
 def region_of(parameter: Tensor) -> Region | None:
-    """The region of a whole that a parameter holds; None where it is the whole."""
+    """The region that a parameter holds; None if it is complete."""
     return vars(parameter).get("_region")
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of the tensor that a parameter holds a region of; its own where it is the whole."""
+    """Shape of the full tensor of a parameter."""
     region = region_of(parameter)
     return tuple(parameter.shape) if region is None else region.shape
 
 
 def set_state_shape(parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Says which shape the state of a parameter has that stands for more than it holds."""
+    """Sets the state's shape for a parameter that represents more than it holds."""
     vars(parameter)["_state_shape"] = shape
 
 
 def state_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape that a parameter has in files; its own, where nothing else was said."""
+    """Shape of a parameter in files; by default its own."""
     return vars(parameter).get("_state_shape", tuple(parameter.shape))
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements `start` to `stop` of a whole tensor or of a region of it, in row-major order."""
+    """Elements `start` to `stop` of a tensor or of a region of it, in row-major order."""
 
     value: Tensor
     shape: tuple[int, ...]
@@ -82,8 +82,8 @@ class Part:
         size = math.prod(self.shape) if self.region is None else self.region.numel
         assert self.region is None or self.region.shape == tuple(self.shape)
         assert self.value.is_contiguous(), "a part is contiguous"
-        assert self.start >= 0, "a part lies in its whole"
-        assert self.stop <= size, "a part lies in its whole"
+        assert self.start >= 0, "a part is inside its tensor"
+        assert self.stop <= size, "a part is inside its tensor"
 
     @property
     def stop(self) -> int:
@@ -92,12 +92,12 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no other part."""
+        """Whether this is the only part."""
         return self.value.numel() == math.prod(self.shape)
 
 
 def part_of(tensor: Tensor) -> Part:
-    """All that a tensor holds, as a part of its whole."""
+    """A tensor's elements as a part of the full tensor."""
     region = region_of(tensor)
     if not tensor.is_contiguous():
         raise GulliverError(f"a slice of {tuple(tensor.shape)} is not contiguous: clone it first")

@@ -1,8 +1,8 @@
-"""Read locks: a snapshot still reads memory that the next step is about to write.
+"""Read locks on memory that a snapshot still reads and the next step will write.
 
-A snapshot that is copied while training goes on holds a read lock (`ReadLock`) on memory that it
-has not copied yet. Whoever writes such memory in place asks `before_write` first, and is held up
-for just that part. Autograd's version counters would only tell of a write when it is too late.
+A snapshot that is copied while training continues holds a read lock (`ReadLock`) on memory that it
+has not copied yet. Code that writes such memory in place calls `before_write` first, which waits
+for just that part. Autograd's version counters would detect a write too late.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 ASKS = "asks_before_write"
-"""Attribute of an optimizer that calls `before_write` itself, part by part; it is a function that
-yields the tensors that a step changes."""
+"""Attribute of an optimizer that calls `before_write` itself: yields the tensors a step changes."""
 
 
 class ReadLock(Protocol):
     """A read lock on memory."""
 
     def release(self, storages: set[int] | None) -> None:
-        """Returns once it needs these storages no more; None means all of its own."""
+        """Returns once these storages may be written; None means all."""
         ...
 
 
@@ -42,13 +41,13 @@ def add_read_lock(lock: ReadLock) -> None:
 
 
 def drop_read_lock(lock: ReadLock) -> None:
-    """Forgets a read lock; one that is not there is no error."""
+    """Removes a read lock, if it is registered."""
     if lock in _read_locks:
         _read_locks.remove(lock)
 
 
 def add_writer(optimizer: Any) -> None:
-    """Notes an optimizer whose steps call `before_write` for all that they change."""
+    """Registers an optimizer whose steps call `before_write` for all that they change."""
     _writers.add(optimizer)
 
 
@@ -58,17 +57,17 @@ def writers() -> tuple[Any, ...]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Address of the memory behind a tensor; views of it have the same."""
+    """Address of the memory behind a tensor, shared by its views."""
     return tensor.untyped_storage().data_ptr()
 
 
 def any_read_lock() -> bool:
-    """Whether there is a read lock on any memory."""
+    """Whether any memory has a read lock."""
     return bool(_read_locks)
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
-    """Waits until nobody reads the memory of `tensors` any more.
+    """Waits until no snapshot reads the memory of `tensors`.
 
     Costs nothing while there are no read locks. Call it before writing in place what a checkpoint
     may be copying, where no torch optimizer does the writing.
@@ -78,13 +77,13 @@ def before_write(tensors: Iterable[Tensor]) -> None:
 
 
 def before_write_at(storages: set[int]) -> None:
-    """Waits until nobody reads the memory that begins at these addresses any more."""
+    """Waits until no snapshot reads the memory at these addresses."""
     for lock in tuple(_read_locks):
         lock.release(storages)
 
 
 def before_any_write() -> None:
-    """Waits until no read lock is left on any memory."""
+    """Waits until no read lock is left."""
     for lock in tuple(_read_locks):
         lock.release(None)
 
@@ -98,7 +97,7 @@ def before_any_write() -> None:
 
 
 Handler = Callable[[list[nn.Parameter], Callable[..., Any], tuple, dict[str, Any]], Any]
-"""Called with the pending parameters of an operation, the operation, and its arguments."""
+"""Called with an operation, its pending parameters and its arguments."""
 
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
@@ -139,7 +138,7 @@ _METADATA = frozenset(
     Tensor.__len__,
 }
 INSTEAD = "do that before boost, and change values in place (copy_, mul_ under torch.no_grad())"
-"""What to do instead of an exchange of a parameter's memory."""
+"""Advice for code that replaces a parameter's memory."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -152,7 +151,7 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers for metadata; the rest goes to the handler."""
+        """Handles metadata; passes other operations to the handler."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
@@ -160,18 +159,18 @@ class PendingParameter(nn.Parameter):
             name = vars(args[0]).get("_chunk_name")
             told = "a parameter" if name is None else f"parameter {name!r}"
             raise GulliverError(
-                f"{told} was moved, converted, reshaped or given other memory (p.data = ...) after "
+                f"{told} was moved, converted, reshaped or given new memory (p.data = ...) after "
                 f"boost: {INSTEAD}"
             )
         if func is Tensor.is_contiguous:
-            # It lies row by row wherever it is; what stands for it here is one stretched element.
+            # It lies row by row wherever it is; what represents it here is one stretched element.
             return Tensor.is_contiguous(torch.empty(args[0].shape, device="meta"), **kwargs)
         waiting = list(_pending(args)) + list(_pending(kwargs.values()))
         return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)
 
 
 def hide_from_compilers() -> None:
-    """Keeps compilers from tracing the handlers; once is enough."""
+    """Hides the handlers from compilers; called once."""
     found = vars(PendingParameter)["__torch_function__"].__func__
     hidden = classmethod(torch.compiler.disable(found))
     setattr(PendingParameter, "__torch_function__", hidden)  # noqa: B010
@@ -181,7 +180,7 @@ def hide_from_compilers() -> None:
 
 
 def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
-    """Sends operations on parameters to `handler` from now on."""
+    """Routes operations on parameters to `handler` from now on."""
     for parameter in parameters:
         if type(parameter) is not PendingParameter:
             parameter._ready_class = type(parameter)  # type: ignore[attr-defined]
@@ -190,7 +189,7 @@ def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
 
 
 def mark_ready(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes them ordinary parameters again."""
+    """Turns them into ordinary parameters again."""
     for parameter in parameters:
         if type(parameter) is PendingParameter:
             parameter.__class__ = parameter.__dict__["_ready_class"]

@@ -25,14 +25,14 @@ from typing import Any, Protocol
 # It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
 # counts, it predicts what a recorded step holds at which time.
 class Presence(Enum):
-    """Where the bytes of a resident are."""
+    """State of a resident's data."""
 
     WHOLE = auto()
     """Here, all of them."""
     ARRIVING = auto()
     """Arriving: a buffer is there, and is being filled."""
     ABSENT = auto()
-    """Elsewhere only: there is no buffer."""
+    """Not loaded: there is no buffer."""
 
 
 LEGAL_PRESENCE = (
@@ -45,7 +45,7 @@ LEGAL_PRESENCE = (
 
 @dataclass(eq=False, kw_only=True)
 class Resident:
-    """Something whose bytes come and go."""
+    """An object that is loaded and released by a prefetcher."""
 
     presence: Presence = Presence.WHOLE
     # Whether it is needed again in the same pass: it stays once it is there.
@@ -56,7 +56,6 @@ class Resident:
     used: bool = False
 
     def enter(self, presence: Presence) -> None:
-        """Changes where its bytes are."""
         assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
         self.presence = presence
 
@@ -73,13 +72,13 @@ class Mover(Protocol):
     """Moves the bytes of residents."""
 
     def bring(self, resident: Any, /) -> None:
-        """Starts the way of its bytes to here, of all that others changed too if it is here."""
+        """Starts loading, including changes made elsewhere if it is loaded."""
 
     def finish(self, resident: Any, /) -> None:
         """Waits for what is in flight."""
 
     def release(self, resident: Any, /) -> None:
-        """Gives its bytes back, if they are here."""
+        """Releases the data if loaded."""
 
 
 class Prefetcher:
@@ -104,7 +103,7 @@ class Prefetcher:
         self._needed: Sequence[Any] = ()
 
     def begin(self, kind: Pass) -> None:
-        """Begins a pass, from the first resident or, backward, from the last."""
+        """Begins a pass from the first resident, or from the last in backward."""
         untouched = self._reached == 0 and self._order == self.residents
         if kind is Pass.FORWARD and untouched and self._issued:
             self.current = kind  # begun by `prefetch`
@@ -126,13 +125,13 @@ class Prefetcher:
         self._at = {id(resident): place for place, resident in enumerate(order)}
 
     def prefetch(self) -> None:
-        """Brings the first of the next forward; its first modules will wait for just those."""
+        """Loads the first residents of the next forward."""
         self.begin(Pass.FORWARD)
         self._issue(self.ahead)
         self.current = Pass.NONE
 
     def end_forward(self, keep_last: bool) -> None:
-        """Ends a forward, with what is left of it."""
+        """Ends a forward and completes its pass."""
         self.complete()
         if keep_last:
             for resident in self.residents[: -self._stay]:
@@ -144,12 +143,12 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_backward(self) -> None:
-        """Ends a backward, with what is left of it, and releases everything."""
+        """Ends a backward, completes its pass, and releases everything."""
         self.complete()
         self.release_all()
 
     def release_all(self, held: bool = True) -> None:
-        """Releases everything, with `held` also what a graph may refer to."""
+        """Releases everything; with `held` also what a graph may refer to."""
         self.current, self._left = Pass.NONE, 0
         for resident in self.residents:
             if held or not resident.held:
@@ -159,7 +158,7 @@ class Prefetcher:
                 self.mover.finish(resident)
 
     def use(self, resident: Any) -> None:
-        """Waits for a resident, fetches some ahead and releases what has been used."""
+        """Waits for a resident, prefetches others and releases used ones."""
         if self.current is Pass.NONE:
             if resident.presence is Presence.ABSENT:
                 self.mover.bring(resident)
@@ -197,14 +196,14 @@ class Prefetcher:
             self._needed = ()
 
     def complete(self) -> None:
-        """Brings what is left of the pass; nothing of it is used here."""
+        """Loads the rest of the pass, which is not used on this rank."""
         while self._issued < len(self._order):
             self._issue(self._issued + 1)
             self._pass_by(self._issued - 2 - self.ahead, len(self._order))
         self._reached = len(self._order)
 
     def _release_passed(self, place: int) -> None:
-        """Releases what a pass has used before the resident that precedes a place."""
+        """Releases residents used before the predecessor of a position."""
         end = place - 1
         if self.current is Pass.FORWARD:
             end = min(end, len(self._order) - self._stay)
@@ -214,13 +213,13 @@ class Prefetcher:
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
-        """Releases the resident at a place of the pass, if that lies before the end."""
+        """Releases the resident at a position of the pass before the end."""
         if 0 <= place < end:
             self.mover.finish(self._order[place])
             self._release_used(self._order[place])
 
     def _issue(self, count: int) -> None:
-        """Brings the first of the pass up to `count` of them."""
+        """Loads the pass up to `count` residents."""
         if not self.every:
             self._issued = max(self._issued, min(count, len(self._order)))
             return
@@ -235,7 +234,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Index of a resident in the pass; starts the pass again for one that it has passed."""
+        """Index of a resident in the pass; restarts the pass for one that was passed."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT or not self.every:
             return place

@@ -1,4 +1,4 @@
-"""Memory of the fast tier as buffers of whole pages, which shrink and grow where they lie."""
+"""Memory of the fast tier in buffers of whole pages, resized in place."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ class _Room:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=self.begin)
 
     def free(self, start: int, stop: int) -> None:
-        """Gives the pages between two places back to the system."""
+        """Returns the pages between two offsets to the system."""
         self.memory.madvise(mmap.MADV_DONTNEED, self.begin + start, stop - start)
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system."""
+    """Returns a flat uint8 tensor of page-aligned memory."""
     # It is private, and counts as such; see `_Room.of` for forks.
     return _Room.of(nbytes).shown(nbytes)
 
 
 class Pages:
-    """Makes buffers of whole pages, and others of them that keep their pages."""
+    """Allocates buffers of whole pages, and resizes them keeping their pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,7 +92,7 @@ class Pages:
         self.keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
 
     def fresh(self, size: int) -> Tensor:
-        """Makes a buffer of new pages."""
+        """Allocates a buffer of new pages."""
         with torch.inference_mode(False):  # it serves a training, too
             if self._device.type != "cpu":
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -104,16 +104,16 @@ class Pages:
             self._rooms[memory.data_ptr()] = room
             return memory
 
-    def settle(self, memory: Tensor) -> None:
-        """Waits until a buffer may be used for something else."""
+    def wait_unused(self, memory: Tensor) -> None:
+        """Waits until a buffer may be reused."""
 
     def fits(self, memory: Tensor, size: int) -> bool:
-        """Whether a buffer may become one of another size."""
+        """Whether a buffer can be resized to a size."""
         room = self._rooms.get(memory.data_ptr()) if self.keeps else None
         return room is not None and room.nbytes <= ROOM * size and size <= room.nbytes
 
     def resized(self, memory: Tensor, size: int) -> Tensor:
-        """Makes a buffer of another size, with the pages that both have; the old one is no more."""
+        """Resizes a buffer, keeping common pages; the old buffer is invalid."""
         room, before = self._rooms[memory.data_ptr()], memory.numel()
         if size < before:
             room.free(size, before)
@@ -125,13 +125,13 @@ class Pages:
         self._rooms.pop(memory.data_ptr(), None)
 
     def drop(self, memory: Tensor) -> None:
-        """Gives all pages of a buffer back."""
+        """Frees all pages of a buffer."""
         room = self._rooms.pop(memory.data_ptr(), None)
         if room is not None and self.keeps:
             room.free(0, memory.numel())  # views of buffers that it was before may live on
 
 
-# Stores: what lies behind the fast tier, with bytes that come and go asynchronously.
+# Stores: what is behind the fast tier, with bytes that come and go asynchronously.
 #
 # `DiskStore` is one file, unlinked as soon as it is open: it has no name that another run could
 # mix up with its own, and the system frees it when the process ends, however it ends. It is read
@@ -147,10 +147,10 @@ NETWORK = frozenset(
         *("afs", "fuse.sshfs", "fuse.glusterfs"),
     }
 )
-"""File systems whose disk is another machine's."""
+"""Network file systems."""
 MOUNTS = "/proc/self/mounts"
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
-"""File systems whose disk is memory."""
+"""File systems in memory."""
 
 
 class Transfer(Protocol):
@@ -158,16 +158,14 @@ class Transfer(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         ...
 
-    def wait(self) -> None:
-        """Waits until it has ended."""
-        ...
+    def wait(self) -> None: ...
 
 
 class Middle:
-    """Listener to the decisions before a store: it ignores them, unless it decides as well."""
+    """Observer of the decisions of the tier above; ignores them by default."""
 
     def expect(self, number: int) -> None:
         """An object will be read."""
@@ -185,7 +183,7 @@ class Middle:
         """Raises the error of a write that has failed."""
 
     def stats(self) -> dict[str, Any]:
-        """Returns what has moved behind."""
+        """Returns what has moved behind the store."""
         return {}
 
 
@@ -200,9 +198,7 @@ class Store(Protocol):
     in_stream: bool
 
     @property
-    def used(self) -> int:
-        """Bytes that are allocated."""
-        ...
+    def used(self) -> int: ...
 
     @property
     def middle(self) -> Middle:
@@ -213,20 +209,18 @@ class Store(Protocol):
         """Reserves whole pages and returns their offset."""
         ...
 
-    def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `allocate` reserved."""
-        ...
+    def free(self, offset: int, nbytes: int) -> None: ...
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Starts to read into a flat uint8 tensor that begins on a page."""
+        """Starts to read into a page-aligned flat uint8 tensor."""
         ...
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to write a flat uint8 tensor, which must not change until the transfer ends."""
+        """Starts to write a flat uint8 tensor, which must stay unchanged until the end."""
         ...
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
+        """Shows bytes as a flat, writable uint8 tensor that is read on access."""
         ...
 
     def close(self) -> None:
@@ -240,7 +234,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 class DiskTransfer:
-    """A ticket of the I/O engine, with the memory that has to live until it has ended."""
+    """An I/O ticket that keeps its memory alive."""
 
     def __init__(self, ticket: Ticket, memory: Tensor, under_way: set[DiskTransfer]) -> None:
         self._ticket, self._memory, self._under_way = ticket, memory, under_way
@@ -248,11 +242,10 @@ class DiskTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._ticket.done
 
     def wait(self) -> None:
-        """Waits until it has ended."""
         try:
             self._ticket.wait()
         finally:
@@ -279,7 +272,7 @@ class DiskStore:
         if self.capacity < BLOCK:
             raise GulliverError(
                 f"{capacity} bytes of disk ({folder}) are less than a page of {BLOCK} bytes: give "
-                "what may be written there, such as 100GiB"
+                "a larger size, such as 100GiB"
             )
         require_space(self.folder, self.capacity)
         self._opened = _Opened(self.folder, self.capacity, engine)
@@ -312,25 +305,24 @@ class DiskStore:
         return found[1]
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `allocate` reserved."""
         size = whole_pages(nbytes)
         self._left.setdefault(size, []).append(offset)
         self.used -= size
 
     def read(self, offset: int, into: Tensor) -> DiskTransfer:
-        """Starts to read into a flat uint8 tensor that begins on a page."""
+        """Starts to read into a page-aligned flat uint8 tensor."""
         opened = self._opened
         where = opened.source, offset, into.data_ptr(), into.numel()
         return DiskTransfer(opened.reader.read(*where), into, opened.under_way)
 
     def write(self, offset: int, data: Tensor) -> DiskTransfer:
-        """Starts to write a flat uint8 tensor, which must not change until the transfer ends."""
+        """Starts to write a flat uint8 tensor, which must stay unchanged until the end."""
         opened = self._opened
         where = opened.target, offset, data.data_ptr(), data.numel()
         return DiskTransfer(opened.writer.write(*where), data, opened.under_way)
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
+        """Shows bytes as a flat, writable uint8 tensor that is read on access."""
         memory = mmap.mmap(self._opened.handle, nbytes, offset=offset)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -339,7 +331,7 @@ class DiskStore:
         self._finish()
 
     def _probe(self) -> bool:
-        """Writes a page: does the disk take it, and past the page cache?"""
+        """Writes a page to test the disk and direct I/O."""
         writer = self._opened.writer
         before = writer.counters.direct
         try:
@@ -358,7 +350,7 @@ class DiskStore:
 
 
 class _Opened:
-    """The file of a disk store, open; it outlives the store until all transfers have ended."""
+    """The open file of a disk store, which lives until all transfers have ended."""
 
     def __init__(self, folder: Path, capacity: int, engine: Engine | None) -> None:
         self.under_way: set[DiskTransfer] = set()
@@ -397,23 +389,23 @@ def _engine() -> Engine:
 
 
 def check_disk_folder(folder: Path) -> None:
-    """Refuses a folder that no disk store can be in."""
+    """Rejects folders that cannot hold a disk store."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise GulliverError(f"disk folder {folder} {what}: make it, or name one on a local disk")
+        raise GulliverError(f"disk folder {folder} {what}: create it, or use one on a local disk")
     kind = file_system(folder)
     if kind in NETWORK:
         raise GulliverError(
-            f"disk folder {folder} lies on a network mount ({kind}): name a local disk"
+            f"disk folder {folder} is on a network mount ({kind}): use a local disk"
         )
     if kind in IN_MEMORY:
         logging.getLogger("gulliver").warning(
-            "disk folder %s lies in memory (%s): it saves none", folder, kind
+            "disk folder %s is in memory (%s), so it saves no memory", folder, kind
         )
 
 
 def file_system(folder: Path) -> str:
-    """Returns the kind of file system that a folder lies on; empty where that is not known."""
+    """Returns the file system type of a folder; empty if unknown."""
     try:
         lines = Path(MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -435,18 +427,18 @@ def file_system(folder: Path) -> str:
 
 
 class Residency(Enum):
-    """Where an object of the manager is between the fast tier and the store."""
+    """Where an object is between the fast tier and the store."""
 
     AWAY = auto()
-    """No memory is held: the content lies in the store, or there is none."""
+    """No memory is held; the content is in the store, or empty."""
     QUEUED = auto()
     """The object is wanted, and waits for memory."""
     ARRIVING = auto()
-    """Memory is held, and the content is being read into it."""
+    """Memory is held, and the content is being read."""
     HERE = auto()
     """The content is in the fast tier."""
     LEAVING = auto()
-    """The content is being written; the memory is held until that has ended."""
+    """The content is being written; memory is held until then."""
 
 
 LEGAL_RESIDENCY = (
@@ -462,7 +454,7 @@ LEGAL_RESIDENCY = (
     (Residency.LEAVING, Residency.HERE),  # it could not be written, and there is room for it
 )
 RESIDENT = (Residency.ARRIVING, Residency.HERE, Residency.LEAVING)
-"""Where an object has memory of the fast tier."""
+"""States with memory in the fast tier."""
 
 
 @dataclass(eq=False)
@@ -491,14 +483,13 @@ class ManagedTensor:
     reads: bool = field(default=False, repr=False)
     # Whether its memory is filled with zeros when it comes.
     zero: bool = field(default=False, repr=False)
-    # Whether others may still read its memory, which serves nobody else until they end.
+    # Whether others may still read its memory, which serves no one else until they end.
     viewed: bool = field(default=False, repr=False)
     # Whether its memory, once it leaves, is left to who has views of it.
     given: bool = field(default=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -508,7 +499,7 @@ class ManagedTensor:
 
     @property
     def kept(self) -> int:
-        """Bytes that there must be room for, in one tier or the other, at any time."""
+        """Bytes that need room in one tier or the other at any time."""
         return 0 if self.brief else self.size
 
     @property
@@ -517,7 +508,6 @@ class ManagedTensor:
         return self.transfer is None or self.transfer.done
 
     def enter(self, residency: Residency) -> None:
-        """Changes where it is."""
         assert (self.residency, residency) in LEGAL_RESIDENCY, (
             f"{self.name}: {self.residency} -> {residency}"
         )
@@ -528,7 +518,7 @@ class ManagedTensor:
 
 
 def typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Shows the first bytes of memory as a flat tensor of a dtype."""
+    """Shows the start of memory as a flat tensor of a dtype."""
     # In inference mode a view of another dtype would be an inference tensor, which a training that
     # comes later could not save for backward.
     with torch.inference_mode(False):

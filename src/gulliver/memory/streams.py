@@ -1,4 +1,4 @@
-"""CUDA streams, events and page-locked memory of the package; all of them are made here."""
+"""CUDA streams, events and page-locked memory of the package."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gulliver.memory.stores import Transfer
 
 
 # [Note: order of copies] A copy waits for what the current stream was given before it, and the
-# current stream waits for a copy before it goes on with the memory: both are queued on the device.
-# So the host never waits, and still no memory is written while it is read.
+# current stream waits for a copy before it continues with the memory: both are queued on the
+# device. So the host never waits, and still no memory is written while it is read.
 class Copy(Transfer, Protocol):
     """A copy between the memory of a device and of its host."""
 
@@ -26,19 +26,17 @@ class Copier(Protocol):
     """Copies between the memory of a device and of its host."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Makes a flat uint8 tensor of pinned host memory."""
+        """Allocates a flat uint8 tensor of pinned host memory."""
         ...
 
     def lock_pages(self, memory: Tensor) -> None:
         """Locks the pages of host memory."""
         ...
 
-    def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
-        ...
+    def unlock_pages(self, memory: Tensor) -> None: ...
 
     def mark(self) -> Any:
-        """Notes the place in the device's work behind which a later copy may begin."""
+        """Records the point in the device's work after which a later copy may start."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
@@ -46,12 +44,12 @@ class Copier(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Returns when all copies out of the device have ended."""
+        """Waits for all copies out of the device."""
         ...
 
 
 def cuda_runtime() -> Any:
-    """CUDA's own functions, as torch has loaded them."""
+    """The CUDA runtime library that torch has loaded."""
     return torch.cuda.cudart()
 
 
@@ -63,11 +61,10 @@ class CudaTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
         return self._event.query()
 
     def wait(self) -> None:
-        """Makes all later work of the current stream wait for it."""
+        """Makes later work of the current stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
@@ -76,7 +73,7 @@ class CudaTransfer:
 
 
 class CudaCopier:
-    """Copies on two streams, one for each direction: the bus carries both at once."""
+    """Copies on one stream per direction, as the bus carries both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,16 +84,15 @@ class CudaCopier:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory, for as many bytes as there are."""
+        """Page-locks host memory."""
         # `pinned` takes powers of two.
         if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
             raise GulliverError(
-                f"the system locks no further {memory.numel()} bytes of host memory: give a "
-                "smaller host_limit, or raise ulimit -l"
+                f"cannot page-lock {memory.numel()} more bytes of host memory: use a smaller "
+                "host_limit, or raise ulimit -l"
             )
 
     def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
         cuda_runtime().cudaHostUnregister(memory.data_ptr())
 
     def mark(self) -> torch.cuda.Event:
@@ -108,7 +104,7 @@ class CudaCopier:
     def copy(
         self, target: Tensor, source: Tensor, incoming: bool, after: Any = None
     ) -> CudaTransfer:
-        """Starts a copy, after all that the current stream was given, or what was noted."""
+        """Starts a copy after the current stream's work, or after a recorded point."""
         # Nothing here keeps source and target alive. Host memory belongs to a store. Device memory
         # is held by its owner until `CudaTransfer.wait`, which queues the wait on the current
         # stream: when the caching allocator gives the memory out again there, the copy has ended.
@@ -121,5 +117,5 @@ class CudaCopier:
         return CudaTransfer(event, self._device)
 
     def synchronize(self) -> None:
-        """Returns when all copies out of the device have ended."""
+        """Waits for all copies out of the device."""
         self._outgoing.synchronize()

@@ -1,4 +1,4 @@
-"""Fakes of the tensors of a model, which have no memory, and running it so that no trace stays."""
+"""Fake tensors of a model, and running it without side effects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gulliver.solve.activations import BlockActivations
 
 @contextmanager
 def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
-    """Puts back attributes of modules, their hooks and random states."""
+    """Restores attributes of modules, their hooks and random states."""
     gradients = [(p, p.grad) for p in model.parameters()]
     numbers, arrays = random.getstate(), np.random.get_state()
     try:
@@ -55,7 +55,7 @@ def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
 
 
 class FakeTensors:
-    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied."""
+    """Converts tensors to fakes of one mode, keeping ties."""
 
     def __init__(self, device: str | None = None) -> None:
         self._made: dict[Tensor, Tensor] = {}
@@ -79,14 +79,14 @@ class FakeTensors:
 #
 # `activation_peak` runs forward and backward with tensors that have shapes but no memory, under a
 # dispatch mode that sees every operation (`StorageCounter`). A storage counts from the operation
-# that makes it until nobody refers to it any more, autograd's saved tensors included: the frees
-# are real ones, only the bytes are not. What is recomputed in backward runs there again, and
-# counts there.
+# that makes it until no one refers to it any more, autograd's saved tensors included: the frees are
+# real ones, only the bytes are not. What is recomputed in backward runs there again, and counts
+# there.
 #
 # Parameters and buffers are not counted, nor gradients from the moment at which they are
-# accumulated. Nor is what kernels use inside and give back before they return: nobody sees that
-# from Python. Where activations are off-loaded, the very code that does it runs with a manager
-# that only counts.
+# accumulated. Nor is what kernels use inside and give back before they return: no one sees that
+# from Python. Where activations are off-loaded, the very code that does it runs with a manager that
+# only counts.
 
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -106,7 +106,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class ModuleResidue:
-    """Memory that a call of a module leaves behind."""
+    """Memory that a call of a module keeps."""
 
     # Bytes that are there after the call and were not before, its output aside.
     saved: int
@@ -148,10 +148,10 @@ def activation_peak(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Predicts the memory of a step that is no parameter, gradient or optimizer state.
+    """Predicts a step's memory besides parameters, gradients and optimizer state.
 
-    The model is afterwards as it was, and so are random states; nothing of its size is allocated.
-    A model on meta is followed as if it were on the CPU, a compiled one as if it were not compiled.
+    The model is afterwards as it was, and so are random states; nothing of its size is allocated. A
+    model on meta is traced as on the CPU, a compiled one as uncompiled.
 
     Args:
         model: model in the mode in which it will run.
@@ -191,7 +191,7 @@ def follow_step(
     autocast: torch.dtype | None = None,
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Counts the memory of a forward and a backward that runs now, with whatever tensors there are.
+    """Counts the memory of a forward and a backward that runs inside.
 
     Gradients are accumulated into the parameters as in any step. Modules at the paths of
     `offloaded` stay wrapped; the tensors have to be fake then.
@@ -217,17 +217,16 @@ def follow_step(
 
 
 class _CountingManager:
-    """A manager of fake activations: they are somebody else's bytes."""
+    """A manager of fake activations, which are counted elsewhere."""
 
     def __init__(self, device: torch.device, counter: StorageCounter) -> None:
         self.device, self.taken, self._counter = device, list[int](), counter
 
     def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor:
-        """Makes an object."""
         return ManagedTensor(name, kind, numel, dtype, number=len(self.taken))
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Makes memory that does not count."""
+        """Allocates uncounted memory."""
         if fresh:
             self.taken.append(managed.nbytes)
         managed.tensor = torch.empty(managed.numel, dtype=managed.dtype, device=self.device)
@@ -235,14 +234,13 @@ class _CountingManager:
         return managed.tensor
 
     def done(self, managed: ManagedTensor) -> None:
-        """Forgets that memory."""
         managed.tensor = None
 
     discard = remove = done
 
     def view(self, managed: ManagedTensor) -> Tensor:
-        """Refuses: there is room for everything, so nothing lies behind to be shown."""
-        raise AssertionError(f"{managed.name} has left a memory that has room for everything")
+        """Not supported, as nothing is evicted."""
+        raise AssertionError(f"{managed.name} was evicted although there is room for everything")
 
 
 class _FakeOffload(ActivationOffload):
@@ -256,7 +254,7 @@ class _FakeOffload(ActivationOffload):
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """A loss for a model of which only the output is known; it needs as much memory as any."""
+    """A generic loss for a model with only a known output, of the usual memory."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     # A model that computes its loss may return it as it is, or before all else.
     first = output[0] if isinstance(output, tuple | list) and output else output
@@ -274,15 +272,15 @@ def stand_in_loss(output: Any) -> Tensor:
 
 
 RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
-"""A layer of an LSTM on CPUs: fake tensors know nothing of the workspace that it saves."""
+"""A CPU LSTM layer, whose saved workspace fake tensors omit."""
 GROUPED = "aten::_grouped_mm"
-"""Products of experts: torch knows shapes of them in bfloat16 only, and CPUs compute float32."""
+"""Grouped matrix products, whose fake kernels support bfloat16 only."""
 ALIGNED = 16
-"""Bytes that the rows of their factors are a multiple of; torch refuses others when it computes."""
+"""Alignment in bytes of rows in grouped products."""
 
 
 class StorageCounter(DispatchMode):
-    """Counts the bytes of storages that are made inside, as long as each is referred to."""
+    """Counts the bytes of storages created inside while they are referenced."""
 
     # [Note: lifetimes] PyTorch keeps the Python object of a storage as long as the storage itself,
     # so a weak reference to it dies when the memory is freed, whether Python, autograd's graph or a
@@ -314,7 +312,7 @@ class StorageCounter(DispatchMode):
         return output
 
     def begins(self, func: Any) -> None:
-        """Called when an operation begins; for counters that note more than bytes."""
+        """Called when an operation starts; for subclasses."""
 
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
@@ -322,7 +320,7 @@ class StorageCounter(DispatchMode):
         """Called when an operation has run."""
 
     def add(self, tensors: Sequence[Tensor]) -> int:
-        """Counts storages from now on; returns the bytes that were new."""
+        """Counts storages from now on; returns their new bytes."""
         before = self.live
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -343,7 +341,7 @@ class StorageCounter(DispatchMode):
         self.live -= nbytes
 
     def drop_tensor(self, tensor: Tensor) -> None:
-        """Does not count the memory of a tensor any more: somebody else does."""
+        """Stops counting the memory of a tensor, which is counted elsewhere."""
         self.drop(_key(tensor))
 
     def mark(self) -> int:
@@ -359,7 +357,7 @@ def _grouped_products(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The output of products in groups: where one factor is cut into groups, it has their rows."""
+    """The output of grouped products; a factor that is split into groups gives its rows."""
     for factor in (one, other):
         rows = max(factor.stride()[-2:]) * factor.element_size()
         if rows % ALIGNED:
@@ -377,7 +375,7 @@ def _grouped_products(
 
 
 def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
-    """The outputs of a layer of an LSTM on a CPU, with as large a workspace as a real call has."""
+    """The outputs of a CPU LSTM layer, with a realistic workspace."""
     # Its size is oneDNN's own and depends on the processor: it is asked for, with zeros.
     *outputs, _ = RECURRENT(*args, **kwargs)
     if not torch.is_grad_enabled():  # nor is there one then
@@ -402,7 +400,7 @@ _WORKSPACES: dict[Any, int] = {}
 
 
 class _Watch:
-    """Notes memory over the calls of modules, in forward and, by hooks on outputs, in backward."""
+    """Tracks memory over calls of modules, in forward and, by hooks on outputs, in backward."""
 
     def __init__(self, model: nn.Module, counter: StorageCounter) -> None:
         self.phase, self.kept = FORWARD, dict[str, ModuleResidue]()
@@ -434,7 +432,7 @@ class _Watch:
         self._events.append((phase, path, self._counter.live, self._counter.mark()))
 
     def curve(self) -> Iterator[MemoryPoint]:
-        """The points; the peak of each was known when the next one began."""
+        """The points, each with the peak before it."""
         peaks = [most for *_, most in self._events[1:]] + [self._counter.mark()]
         for (phase, path, live, _), peak in zip(self._events, peaks, strict=True):
             yield MemoryPoint(phase, path, live, peak)
@@ -488,10 +486,10 @@ def _key(tensor: Tensor) -> int:
 def block_activations(
     found: ActivationPeak, paths: Sequence[str], recompute_s: float = 0.0
 ) -> list[BlockActivations]:
-    """The blocks of a predicted step, for `choose_activations`.
+    """Blocks of a predicted step, for `choose_activations`.
 
     With everything kept each pass needs what was predicted of it. One more block, which can only be
-    kept, stands for what is outside of the blocks: its passes need what the rest of the step needs
+    kept, represents what is outside of the blocks: its passes need what the rest of the step needs
     when all of them are there.
 
     Args:

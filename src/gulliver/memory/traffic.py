@@ -1,4 +1,4 @@
-"""Carries decisions out: memory is taken and given back, transfers overlap with compute."""
+"""Executes decisions: allocates and frees memory, and overlaps transfers with compute."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _living: WeakSet[Traffic] = WeakSet()
 # [Note: bytes in flight] For the one who decides, an object that leaves has gone, and one that is
 # loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
 # memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
-# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
-# A caller that needs an object, or memory, waits for the writes in the way, the oldest first.
-# What was decided always fits in the end, so nobody waits for ever; and what is held, memory that
-# is kept for the next one included, never exceeds the budget.
+# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits. A
+# caller that needs an object, or memory, waits for the writes in the way, the oldest first. What
+# was decided always fits in the end, so no one waits for ever; and what is held, memory that is
+# kept for the next one included, never exceeds the budget.
 #
 # [Note: failures] A failed write is begun again before its error is raised, and the content stays
 # where it is until one succeeds. A failed read leaves its object in the store. So an error is
 # raised at the next use, and nothing is lost.
 @atexit.register
 def end_workers() -> None:
-    """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
+    """Ends all worker threads at exit, before I/O engines close."""
     for traffic in [*_living]:
         traffic.end_worker()
 
 
 class BufferStillReferenced(InsufficientMemory):
-    """Views still refer to memory that was given back, and there is no other room."""
+    """Views still refer to freed memory, and there is no other room."""
 
 
 class Traffic:
-    """Memory of the fast tier, and what is in flight to and from the store."""
+    """Memory of the fast tier, and transfers to and from the store."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Traffic:
     # Objects
 
     def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
-        """Starts to load an object, reading into its memory if there is something to read."""
+        """Starts to load an object, reading it if it has content."""
         managed.reads, managed.zero = reads, zero
         if managed.residency is not Residency.LEAVING:
             managed.enter(Residency.QUEUED)
@@ -95,7 +95,7 @@ class Traffic:
         self._write(managed)
 
     def drop(self, managed: ManagedTensor) -> None:
-        """Gives the memory of an object back without writing it."""
+        """Frees an object's memory without writing it."""
         if managed.residency is not Residency.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
                 self.wait_arrived(managed)
@@ -114,14 +114,14 @@ class Traffic:
             self._release(managed)
 
     def cancel(self, managed: ManagedTensor) -> None:
-        """Takes an object back that waits for memory."""
+        """Cancels a load that waits for memory."""
         if managed in self._queue:
             self._queue.remove(managed)
         if managed.residency is Residency.QUEUED:
             managed.enter(Residency.AWAY)
 
     def wait_arrived(self, managed: ManagedTensor) -> None:
-        """Waits until an object is where it was to go."""
+        """Waits until an object has reached its tier."""
         if managed in self._queue:
             self._queue.remove(managed)  # others can wait
             self._queue.appendleft(managed)
@@ -139,20 +139,20 @@ class Traffic:
                 self._finish(managed)
 
     def wait_evicted(self, managed: ManagedTensor) -> None:
-        """Waits until an object has left; one that could not be written stays where it is."""
+        """Waits until an object is evicted; one that could not be written stays."""
         if managed in self._leaving:
             with suppress(GulliverError):
                 self._finish(managed, again=False)
 
     def has_arrived(self, managed: ManagedTensor) -> bool:
-        """Whether an object is where it was to go, or failed to; does not wait."""
+        """Whether an object has reached its tier, or failed to; does not wait."""
         self._advance()
         return managed.residency is Residency.HERE or (
             managed.residency is Residency.ARRIVING and managed.done
         )
 
     def unwritten(self) -> list[ManagedTensor]:
-        """Returns the objects that could not be written, and have not come again."""
+        """Returns objects that could not be written and were not loaded again."""
         return [managed for managed, _ in self._failed if managed not in self._queue]
 
     def keep(self, managed: ManagedTensor) -> None:
@@ -161,7 +161,7 @@ class Traffic:
         managed.enter(Residency.HERE)
 
     def raise_write_error(self) -> None:
-        """Raises the error of a write that failed since the last call, after beginning it again."""
+        """Raises the error of a failed write since the last call, and retries the write."""
         while self._leaving and self._leaving[0].done:
             with suppress(GulliverError):
                 self._finish(self._leaving[0], again=False)
@@ -179,28 +179,28 @@ class Traffic:
     # Memory
 
     def memory(self, size: int) -> Tensor:
-        """Takes memory of whole pages, for which there is room by decision."""
+        """Allocates whole pages, for which a decision has made room."""
         found = self._memory(size, wait=True)
         assert found is not None
         return found
 
     def reserve(self, size: int) -> None:
-        """Counts memory that somebody else takes as held, for which there is room by decision."""
+        """Counts memory allocated elsewhere, for which a decision has made room."""
         while not self._trim(size):
             self._wait_oldest_write(size)
         self.held += size
 
     def give(self, memory: Tensor, trusted: bool = False) -> None:
-        """Takes memory back, to be used again."""
+        """Frees memory for reuse."""
         self._free.setdefault(memory.numel(), []).append((memory, trusted))
 
     def leave(self, memory: Tensor) -> None:
-        """Leaves memory to the views of it: it counts no more, and goes when they do."""
+        """Leaves memory to its views, and stops counting it."""
         self.held -= memory.numel()
         self._pages.forget(memory)
 
     def fit(self) -> None:
-        """Waits until no more than the budget is held."""
+        """Waits until usage is within the budget."""
         while not self._trim(0):
             self._wait_oldest_write(0)
         self._advance()
@@ -233,14 +233,14 @@ class Traffic:
                 self._wait_oldest_write(size)
 
     def _free_of_users(self, memory: Tensor) -> None:
-        """Waits for snapshots and copies that may still be reading memory."""
+        """Waits for snapshots and copies that may still read memory."""
         # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
         # memory that was shown to them before, and never take this lock.
         before_write([memory])
-        self._pages.wait_arrived(memory)
+        self._pages.wait_unused(memory)
 
     def _resized(self, size: int) -> Tensor | None:
-        """Memory of a size out of that kept of the nearest other size; None where there is none."""
+        """Cached memory of the nearest size, resized; None if there is none."""
         # One of twice the size loses more pages than a new one takes.
         near = [(kept, many) for kept, many in self._free.items() if kept < 2 * size]
         found = [
@@ -261,7 +261,7 @@ class Traffic:
         return self._pages.resized(taken[0], size)
 
     def _trim(self, size: int) -> bool:
-        """Frees memory that is kept until `size` more may be held; False where it is not enough."""
+        """Frees cached memory until `size` more fits; False if it is not enough."""
         rest = list[tuple[Tensor, bool]]()
         for kept in sorted(self._free, reverse=True):
             many = self._free[kept]
@@ -286,7 +286,7 @@ class Traffic:
         return self.held + size <= self.budget
 
     def _is_freed(self, memory: Tensor, trusted: bool) -> bool:
-        """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
+        """Whether dropping freed memory releases it; waits for a snapshot."""
         if trusted and storage_users(memory) > 1:
             self._free_of_users(memory)
         return (trusted and self._pages.keeps) or storage_users(memory) == 1
@@ -298,8 +298,8 @@ class Traffic:
         if not self._leaving and not self._is_released_soon():
             kept = sum(size * len(many) for size, many in self._free.items())
             raise BufferStillReferenced(
-                f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
-                f"given back are still looked at: drop the views of them, or give at least "
+                f"the memory budget of {self.budget} bytes is too small: live views still "
+                f"reference {kept} freed bytes: drop these views, or use at least "
                 f"{self.held + size}",
                 self.held + size,
             )
@@ -307,8 +307,8 @@ class Traffic:
             self._finish(self._leaving[0])
 
     def _is_released_soon(self) -> bool:
-        """Whether others stop referring to memory soon: a thread that sends it may be about to."""
-        # Such a thread drops its tensor a moment after the message is there, and says so to nobody.
+        """Whether references to memory may end soon, such as those of a sending thread."""
+        # Such a thread drops its tensor a moment after the message is there, and says so to no one.
         # Hence the polling, for as long as a slow message may take.
         due = time.monotonic() + PATIENCE_S
         while time.monotonic() < due:
@@ -318,7 +318,7 @@ class Traffic:
         return False
 
     def _is_write_done(self) -> bool:
-        """Whether a write is over, whose memory is free now; does not wait."""
+        """Whether a write has ended and freed its memory; does not wait."""
         if not self._leaving or not self._is_over(self._leaving[0]):
             return False
         with suppress(GulliverError):
@@ -328,7 +328,7 @@ class Traffic:
     # Transfers
 
     def _advance(self, until: ManagedTensor | None = None) -> None:
-        """Starts queued loads while memory is free, or up to an object that is waited for."""
+        """Starts queued loads while memory is free, or up to a required object."""
         while self._queue:
             managed = self._queue[0]
             memory = None
@@ -341,7 +341,7 @@ class Traffic:
             self._begin(managed, memory)
 
     def _is_gone(self, managed: ManagedTensor, wait: bool) -> bool:
-        """Whether an object that is to come again has left; where it must have, waits for that."""
+        """Whether an object to be loaded again is evicted; waits if it must be."""
         if managed.residency is Residency.LEAVING:
             if wait:
                 self.raise_write_error()
@@ -370,7 +370,7 @@ class Traffic:
                 memory.zero_()
 
     def _write(self, managed: ManagedTensor) -> None:
-        """Begins a write; a store that is full makes it one that failed."""
+        """Starts a write; a full store makes it a failed one."""
         assert self.store is not None
         assert managed.memory is not None
         try:
@@ -385,7 +385,7 @@ class Traffic:
         self._leaving.append(managed)
 
     def _finish(self, managed: ManagedTensor, again: bool = True) -> None:
-        """Waits for a write, whose memory is free then."""
+        """Waits for a write and its memory."""
         try:
             self._wait(managed)
         except GulliverError as error:
@@ -425,10 +425,10 @@ class Traffic:
             self.give(memory, trusted=not managed.viewed)
         managed.viewed = managed.given = False
 
-    # The thread that waits where nobody else does
+    # The thread that waits where no one else does
 
     def end_worker(self) -> None:
-        """Makes the thread start nothing more; a forked child has none."""
+        """Stops the thread; a forked child has none."""
         if self._process == os.getpid():
             with self._lock:
                 self._ends = True

@@ -33,13 +33,13 @@ from gulliver.planner.model import broadcast_all, no_optimizer
 def check_operators(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Program:
-    """Refuses what cannot run, with nothing changed; returns the program."""
+    """Rejects unsupported models and plans, changing nothing; returns the program."""
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
         if has_stepped(optimizer):
             raise GulliverError(
-                "the optimizer has stepped before boost, on whole parameters: boost first"
+                "the optimizer has stepped on full parameters: boost before the first step"
             )
     half = [n for n, b in model.named_buffers() if b.requires_grad]
     if half:
@@ -110,7 +110,7 @@ class _Engine:
         form = form_of((args, kwargs))
         if form != self._form:
             raise GulliverError(
-                f"the plan is for the batch {_described(self._form)}, and this one is "
+                f"the plan is for the batch {_described(self._form)}, but this one is "
                 f"{_described(form)}: plan again for it, or pad it"
             )
         program = self.program
@@ -144,19 +144,17 @@ def _described(form: dict[str, str]) -> str:
 
 
 class OperatorCheckpoint(OptimizerCheckpoint):
-    """Refuses to save: parameters are DTensors, which model files cannot hold."""
+    """Rejects saving, as model files cannot hold DTensor parameters."""
 
     @property
     def has_whole_model(self) -> bool:
-        """False, so that no rank writes what it has as the model."""
+        """False, so that no rank writes its part as the model."""
         return False
 
     def model_leaves(self, model: nn.Module) -> Any:
-        """Refused."""
         raise _unsaved()
 
     def state_leaves(self) -> Any:
-        """Refused."""
         raise _unsaved()
 
 
@@ -179,7 +177,7 @@ class OperatorOptimizer(BoostedOptimizer):
         return sum(local_of(_spread(p)).nbytes for p in model.parameters())
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients by name; every rank calls it."""
+        """Full gradients by name (collective)."""
         found = {n: p.grad for p, n in self.names.items() if p.grad is not None}
         return {name: whole_of(grad, self.engine.mesh) for name, grad in found.items()}
 
@@ -206,7 +204,7 @@ class OperatorOptimizer(BoostedOptimizer):
         return norm
 
     def export_state(self, keep: bool = True) -> Any:
-        """Refused: see `OperatorCheckpoint`."""
+        """Rejected: see `OperatorCheckpoint`."""
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:
@@ -229,6 +227,6 @@ def _spread(tensor: Any) -> DTensor:
 
 def _unsaved() -> GulliverError:
     return GulliverError(
-        "a model whose operators are shared one by one is not saved as it is: release it first, "
-        "booster.release(model), and save the whole one; or torch.distributed.checkpoint"
+        "a model with sharded operators cannot be saved: call booster.release(model) first, or "
+        "use torch.distributed.checkpoint"
     )

@@ -64,7 +64,7 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """Numbers of the operators that take each value, besides the one that gives it."""
+        """Operators that read each value, besides its producer."""
         found: dict[int, set[int]] = {}
         for number, call in enumerate(self.trace.calls):
             for value in call.takes:
@@ -84,7 +84,7 @@ class Graph:
         return frozenset(found)
 
     def maker(self, value: int) -> int:
-        """Number of the operator that makes a value; -1 for inputs and parameters."""
+        """Operator that produces a value; -1 for inputs and parameters."""
         made = self.trace.values[value].maker
         return self.node_of[made] if made >= 0 else -1
 
@@ -101,7 +101,7 @@ class Graph:
         return [v for v in every if self.users.get(v) or v in self.trace.outputs]
 
     def trains(self, node: int) -> bool:
-        """Whether an operator gives something with a gradient."""
+        """Whether an operator has an output with a gradient."""
         return any(self.trace.values[v].trains for v in self.gives(node))
 
     @cached_property
@@ -115,7 +115,7 @@ class Graph:
         return [range(a, b) for a, b in zip(starts, [*starts[1:], len(self.nodes)], strict=True)]
 
     def _crosses(self, number: int) -> bool:
-        """Whether the only value alive at a place is the output of the operator before it."""
+        """Whether the only live value at a position is the previous operator's output."""
         past = [
             value
             for value, nodes in self.users.items()
@@ -148,7 +148,7 @@ class Graph:
         return shared if multiplies and shared else full
 
     def _along(self, node: int) -> list[tuple[str, dict[int, str]]]:
-        """Shardings along one axis: a word, and the layout of each value."""
+        """Shardings along one axis: a name, and the layout of each value."""
         calls = [self.trace.calls[n] for n in self.nodes[node].calls]
         first = next((c for c in calls if not c.view), calls[0])
         found: dict[str, dict[int, str]] = {}

@@ -1,4 +1,4 @@
-"""Makes plans of a forward's operators, and programs of such plans."""
+"""Plans a forward's operators, and compiles plans into programs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Program:
         graph: graph of its operators.
         calls: calls as they run.
         parameters: layout in which each parameter is kept, by name.
-        runs: number of the run of each call that is computed again.
+        runs: number of the run of each call that is recomputed.
         stays: values that are kept whatever becomes of the call that gives them.
         away: calls whose memories leave.
     """
@@ -65,8 +65,8 @@ def form_of(batch: Batch) -> dict[str, str]:
     for name, value in [*((str(n), v) for n, v in enumerate(batch[0])), *batch[1].items()]:
         if not isinstance(value, Tensor):
             raise GulliverError(
-                f"argument {name} of the batch is a {type(value).__name__}: operators are planned "
-                "for tensors; bind it with functools.partial, or in the model"
+                f"argument {name} of the batch is a {type(value).__name__}: only tensors are "
+                "supported; bind it with functools.partial, or in the model"
             )
         sizes = " x ".join(map(str, value.shape))
         found[name] = f"{str(value.dtype).removeprefix('torch.')} {sizes}".strip()
@@ -116,7 +116,7 @@ def find_operators(
         cluster: machines; one device of it for each rank.
         axes: names and sizes of the mesh, of those that a plan knows, slowest links first; None
             for one axis.
-        memory: bytes of a rank for state and activations; None for what its device has.
+        memory: bytes per rank for state and activations; None for the device's memory.
         optimizer: optimizer of the parameters, whose state is counted; None counts Adam's.
         allowed: choices for what operators save.
         states: number of states of a kind that the search keeps.
@@ -157,7 +157,7 @@ def link_of(cluster: Cluster) -> OffloadLink | None:
 
 
 def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
-    """Number of tensors of state that an optimizer keeps for each parameter."""
+    """Number of state tensors that an optimizer keeps per parameter."""
     if optimizer is None:
         return 2
     options = optimizer.defaults
@@ -227,7 +227,7 @@ def program_of(plan: Plan, model: nn.Module) -> Program:
 
 
 class _Compiler:
-    """Compiles a plan into a program; refuses contradictions."""
+    """Compiles a plan into a program; rejects contradictions."""
 
     def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
         self.plan, self.graph, self.names = plan, graph, names
@@ -250,7 +250,7 @@ class _Compiler:
                     raise GulliverError(f"{both} name one block: remove one of them")
                 if label not in known:
                     told = self._line(place, label)
-                    raise GulliverError(f"{told}: there is no such block: {nearest(label, known)}")
+                    raise GulliverError(f"{told}: no such block: {nearest(label, known)}")
                 seen[label] = place
                 self._place_block(f"{where}.operators", row, known[label])
         missing = [label for label in known if label not in seen]
@@ -272,7 +272,6 @@ class _Compiler:
         return f"{place}: {value}{self.plan.line_text(place)}"
 
     def program(self) -> Program:
-        """The program."""
         layouts = [self._layouts(node) for node in range(len(self.graph.nodes))]
         runs, stays, away = self._fates()
         calls, parameters = list[PlannedCall](), dict[str, Layout]()
@@ -306,7 +305,7 @@ class _Compiler:
         choice, where = self.chosen[node], self.places[node]
         if tuple(choice.along) != self.names:
             told = self._line(f"{where}.along", ", ".join(choice.along))
-            raise GulliverError(f"{told}: an operator lies along {', '.join(self.names)}")
+            raise GulliverError(f"{told}: operators are sharded along {', '.join(self.names)}")
         words = tuple(choice.along.values())
         shardings = {way.words: way.layouts for way in self.graph.shardings(node)}
         if words in shardings:
@@ -316,7 +315,9 @@ class _Compiler:
             for name, word in zip(self.names, words, strict=True)
         )
         some = "; ".join(", ".join(way) for way in list(shardings)[:6])
-        raise GulliverError(f"{choice.operator} cannot lie so: {lines}; possible: {some}")
+        raise GulliverError(
+            f"{choice.operator} does not support this layout: {lines}; possible: {some}"
+        )
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
         """Recomputed runs of calls, kept values, and offloaded calls."""
@@ -345,7 +346,7 @@ class _Compiler:
         values = self.graph.trace.values
         if not self.graph.trains(node):
             told = self._line(f"{self.places[node]}.saved", "recompute")
-            raise GulliverError(f"{told}: {self.chosen[node].operator} saves nothing: keep it")
+            raise GulliverError(f"{told}: {self.chosen[node].operator} saves nothing: use keep")
         for value in self.graph.takes(node):
             if not values[value].flows or value in self.graph.saved:
                 continue

@@ -94,7 +94,6 @@ class Costs:
         layouts: Mapping[int, Layout],
         gives: Sequence[int],
     ) -> OperatorCosts:
-        """Costs of some calls."""
         order = list(dict.fromkeys(v for c in calls for v in (*c.takes, *c.gives)))
         short = {v: n for n, v in enumerate(order)}
         key = (
@@ -181,7 +180,6 @@ def _run(
 
 @cache
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
     count = dtype.itemsize
     for size in shape:
         count *= size
@@ -192,7 +190,7 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 STEP_COPIES = 2
-"""Most copies of a parameter that a step makes for a while: Adam's root, and what divides."""
+"""Maximum temporary copies of a parameter in a step: Adam's root and divisor."""
 
 
 # [Note: bytes on the safe side] A run must not exceed the predicted bytes. Temporaries that no
@@ -213,7 +211,7 @@ class Problem:
 
     @cached_property
     def shardings(self) -> list[list[OperatorSharding]]:
-        """Ways of each operator."""
+        """Possible shardings of each operator."""
         return [self.graph.shardings(n) for n in range(len(self.graph.nodes))]
 
     @cached_property
@@ -249,8 +247,8 @@ class Problem:
                 near = block_of[user] - block_of[maker]
                 if near > 1 or (near == 1 and maker != last):
                     raise GulliverError(
-                        f"{self.graph.nodes[user].name} reads what "
-                        f"{self.graph.nodes[maker].name} gave, past a block: name no such blocks"
+                        f"{self.graph.nodes[user].name} reads the output of "
+                        f"{self.graph.nodes[maker].name} across a block: choose other blocks"
                     )
 
     def _block(self, costs: Costs, numbers: range) -> Block:
@@ -355,7 +353,7 @@ class Problem:
         )
 
     def _own(self, node: int) -> list[int]:
-        """Outputs of an operator, one for each memory that it allocates."""
+        """Outputs of an operator, one per memory that it allocates."""
         calls, found = self.graph.trace.calls, dict[int, int]()
         for value in self.graph.gives(node):
             root = value
@@ -390,7 +388,7 @@ class Problem:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
     def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
-        """Peak bytes of changing the layouts of the inputs, one after the other."""
+        """Peak bytes of converting each input's layout."""
         found = [0]
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]
@@ -429,7 +427,7 @@ class Problem:
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """Maker, last reader, last referrer, largest bytes, saved, trained: of each value."""
+        """Maker, last reader, last referrer, largest bytes, saved, trained: for each value."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # [Note: runs] A run consists of the calls of recomputed operators, from the first one on for as
 # long as one of their values is still needed. They are called again without the model's code, with
 # the inputs from outside of the run, which are kept, and with the values that the run has made.
-# Calls that draw random numbers are refused.
+# Calls that draw random numbers are rejected.
 class Origin(NamedTuple):
     """Source of memory."""
 
@@ -50,9 +50,9 @@ class _RecomputedRun:
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
     # Number of handles of each origin.
     wanted: Counter[Origin] = field(default_factory=Counter)
-    # Memories that were computed again, by origin.
+    # Memories that were recomputed, by origin.
     found: dict[Origin, Tensor] = field(default_factory=dict)
-    # Whether it was computed again.
+    # Whether it was recomputed.
     done: bool = False
 
 
@@ -105,7 +105,7 @@ class SavedCalls:
         return self._runs.setdefault(self._numbers[call], _RecomputedRun())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
-        """What autograd keeps in place of a tensor."""
+        """Placeholder that autograd saves for a tensor."""
         tensor = tensor.detach()
         form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if origin is None:
@@ -131,7 +131,7 @@ class SavedCalls:
             self._replay(run)
         if saved.origin not in run.found:
             raise GulliverError(
-                "backward runs twice through what is computed again: call it once, or keep it"
+                "backward ran twice through recomputed operators: call it once, or use keep"
             )
         tensor = run.found[saved.origin]
         run.wanted[saved.origin] -= 1
@@ -209,12 +209,11 @@ class RecomputedCall:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context that takes what autograd saves."""
+        """Context that intercepts tensors saved by autograd."""
         with saved_tensors_hooks(self._pack, self._again.unpacked):
             yield
 
     def end_call(self, given: Sequence[DTensor]) -> None:
-        """Ends the call."""
         self._again.name(self._planned, given, self._origins)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -252,7 +251,7 @@ class SavedTensorStore:
         self.moved = 0
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Offloads the memory of a tensor; returns a function that fetches it."""
+        """Offloads a tensor's memory; returns a function that restores it."""
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat.set_(tensor.untyped_storage())
         self.moved += flat.nbytes

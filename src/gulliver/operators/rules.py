@@ -74,7 +74,7 @@ def divides(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
 def first_index(
     dim: int, length: int, layout: Layout, sizes: Sequence[int], here: Sequence[int]
 ) -> int:
-    """Index of the first element along a dim that a rank has."""
+    """Index of a rank's first element along a dim."""
     first = 0
     for one, size, at in zip(layout, sizes, here, strict=True):
         if cut_dim(one) == dim:
@@ -355,7 +355,7 @@ ELEMENT_WISE = frozenset(
     )
 )
 SHAPED = frozenset(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"))
-"""Functions whose arguments name sizes of the whole: a rank calls them with its own."""
+"""Functions with sizes of the full tensor as arguments, which ranks replace by local ones."""
 STRETCHED = frozenset(("expand", "expand_as"))
 FORK = "fork"
 HARD = frozenset(
@@ -364,7 +364,7 @@ HARD = frozenset(
         *("embedding", "cross_entropy", FORK),
     )
 )
-"""Functions that are an operator of their own."""
+"""Functions that form separate operators."""
 _RULES: dict[str, Callable[[OperatorCall], Iterator[CallSharding]]] = {
     **dict.fromkeys(ELEMENT_WISE, _element_wise),
     **dict.fromkeys(SHAPED, _viewed),

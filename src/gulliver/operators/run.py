@@ -1,6 +1,6 @@
 """Runs the calls of a forward as planned, on DTensors.
 
-A function mode sees every torch function that the model calls, in order, and refuses calls that
+A function mode sees every torch function that the model calls, in order, and rejects calls that
 were not planned. Inputs are converted to the layout of the call by the cheapest conversion, every
 rank calls the function with its parts, and outputs become DTensors again. So the model's code is
 unchanged and sees the shapes of whole tensors.
@@ -37,7 +37,7 @@ Placements = tuple[Placement, ...]
 VALUE = "_gulliver_value"
 """Attribute of a DTensor: number of the value that it is."""
 FORKED = "_gulliver_fork"
-"""Attribute of a DTensor: itself, behind a fork."""
+"""A DTensor's fork."""
 
 
 # [Note: two graphs in one] Between calls autograd's graph consists of DTensors, inside a call of
@@ -99,12 +99,12 @@ class OperatorMode(TorchFunctionMode):
         return out
 
     def end(self) -> None:
-        """Refuses a forward with fewer calls than planned."""
+        """Rejects a forward with fewer calls than planned."""
         if self._at < len(self._calls):
             raise self._other("the end", self._calls[self._at])
 
     def left(self, tensor: Tensor, number: int, layout: Layout) -> Tensor:
-        """The model's output as a plain tensor, whole on every rank."""
+        """The model's output as a plain full tensor."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = (Replicate(),) * len(self._sizes)
@@ -114,8 +114,8 @@ class OperatorMode(TorchFunctionMode):
         wanted = "nothing more" if planned is None else _described(planned.call)
         return GulliverError(
             f"the forward differs from the one that was planned: {name} comes where {wanted} was "
-            f"(call {self._at}); plan again with a batch of this form, or give the model what it "
-            "makes otherwise when it is traced (transformers: an attention_mask of four dims)"
+            f"(call {self._at}); plan again with a batch of this form, or pass the inputs that "
+            "differ under tracing (transformers: a 4-dim attention_mask)"
         )
 
     def _check(
@@ -127,7 +127,7 @@ class OperatorMode(TorchFunctionMode):
         shapes = tuple(tuple(t.shape) for t in taken)
         if shapes != call.shapes_taken:
             raise GulliverError(
-                f"{_described(call)} was planned for {_shapes(call.shapes_taken)} and takes "
+                f"{_described(call)} was planned for {_shapes(call.shapes_taken)} but got "
                 f"{_shapes(shapes)}: plan again with a batch of this form"
             )
         same = len(leaves) == len(wanted) and plain == [x for x in wanted if not isinstance(x, Ref)]
@@ -204,7 +204,7 @@ class OperatorMode(TorchFunctionMode):
         return found
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor without its graph."""
+        """A detached tensor."""
         return plain(tensor) if isinstance(tensor, DTensor) else tensor
 
     def replayed(self, planned: PlannedCall, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
@@ -259,7 +259,6 @@ def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
-    """The whole of a DTensor; all ranks call it."""
     assert isinstance(tensor, DTensor), "parameters of a plan of operators are DTensors"
     wanted = (Replicate(),) * mesh.ndim
     return local_of(changed(plain(tensor, mesh), wanted))
@@ -307,7 +306,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _behind_fork(tensor: Tensor, number: int) -> Tensor:
-    """The output of a value's fork, if a call reads that."""
+    """The output of a value's fork, if a call reads it."""
     if isinstance(tensor, DTensor) and getattr(tensor, VALUE, number) != number:
         return vars(tensor).get(FORKED, tensor)
     return tensor

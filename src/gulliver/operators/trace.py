@@ -162,8 +162,8 @@ def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]])
         except Exception as error:
             said = " ".join(str(error).split())
             raise GulliverError(
-                f"the forward cannot be followed without data, in {tracer.path or 'the model'}: "
-                f"{said}; take a plugin that cuts whole modules"
+                f"the forward depends on data in {tracer.path or 'the model'}: {said}; use a "
+                "plugin that shards modules"
             ) from error
         leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         tracer.trace.outputs = tuple(tracer.number(t) for t in leaves)
@@ -226,7 +226,7 @@ class Tracer(TorchFunctionMode):
         self._check(name, kwargs, args)
         if any(one is other for one in given for other in taken):
             if len(given) > 1:
-                raise GulliverError(f"{name} in {self.path!r} gives what it takes: not shared")
+                raise GulliverError(f"{name} in {self.path!r} returns its input: not supported")
             given = [given[0].view_as(given[0])]
             out = given[0]
         self._write(name, func, (args, kwargs), taken, given)
@@ -235,20 +235,18 @@ class Tracer(TorchFunctionMode):
     def _check(self, name: str, kwargs: Mapping[str, Any], args: Any) -> None:
         where = f"{name} in {repr(self.path) if self.path else 'the model'}"
         if name in RANDOM or kwargs.get("dropout_p"):
-            raise GulliverError(f"{where} draws random numbers: operators are shared without those")
+            raise GulliverError(f"{where} draws random numbers, which is not supported")
         if name == "dropout":
             share = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             on = kwargs.get("training", args[2] if len(args) > 2 else True)
             if share and on:
                 raise GulliverError(
-                    f"{where} draws random numbers: operators are shared without those; set p to 0"
+                    f"{where} draws random numbers, which is not supported; set p to 0"
                 )
         if (name.endswith("_") and not name.startswith("_")) or kwargs.get("inplace"):
-            raise GulliverError(
-                f"{where} writes into what it takes: write it without the underscore"
-            )
+            raise GulliverError(f"{where} writes to its input: use the out-of-place function")
         if name == "setitem" or "out" in kwargs:
-            raise GulliverError(f"{where} writes into a tensor: make a new one instead")
+            raise GulliverError(f"{where} writes to a tensor: create a new one instead")
 
     def _write(
         self, name: str, func: Any, call: Any, taken: list[Tensor], given: list[Tensor]
@@ -281,7 +279,6 @@ class Tracer(TorchFunctionMode):
         self.path = self._paths.get(module, self.path)
 
     def leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        """Ends it."""
         self.path = self._stack.pop()
 
 

@@ -1,7 +1,7 @@
-"""Tensors of a model that share memory without being one: moving a parameter cuts them apart.
+"""Detects distinct tensors of a model that share memory, which sharding would separate.
 
-Sharding moves every parameter into a chunk of its own. A parameter that a model holds under two
-names moves as one; two parameters made of one tensor's memory would train apart from then on.
+Sharding moves every parameter into its own chunk. A parameter that a model holds under two names
+moves as one; two parameters made of one tensor's memory would train apart from then on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gulliver.parallel.zero.elementwise import is_boosted
 
 
 def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a trained parameter that shares memory with another parameter or a buffer."""
+    """Rejects a trained parameter that shares memory with another parameter or a buffer."""
     trained = {id(p) for p in named_trainables(model, optimizer)}
     parameters = {n: p for n, p in model.named_parameters() if not is_boosted(p)}
     buffers = dict(model.named_buffers())
@@ -44,7 +44,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether an element of one is an element of the other: columns of one table share none."""
+    """Whether two tensors share an element; columns of one table share none."""
     if one.device != other.device:
         return False
     size = one.itemsize
@@ -69,6 +69,6 @@ def _refused(first: str, second: str, parameters: dict[str, nn.Parameter]) -> Gu
         else "clone the buffer, or read the parameter in its place"
     )
     return GulliverError(
-        f"{kind} {second!r} shares its memory with parameter {first!r}, and sharding would cut "
-        f"them apart: {remedy} (TorchDDPPlugin runs the model as it is)"
+        f"{kind} {second!r} shares memory with parameter {first!r}, which sharding would break: "
+        f"{remedy} (TorchDDPPlugin supports it)"
     )

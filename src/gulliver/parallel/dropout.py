@@ -1,4 +1,4 @@
-"""Dropout by position: whether an element stays is a function of where it stands.
+"""Dropout by position: an element's mask is a function of its position.
 
     keep_mask(mix(seed, site), 0.1, [Along.whole(batch), Along(own_positions, length)], device)
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""SplitMix64's step between states, and the factors of its finalizer."""
+"""SplitMix64's increment, and the factors of its finalizer."""
 WORD = 1 << 64
 
 
@@ -38,12 +38,12 @@ class Along:
 
     @classmethod
     def whole(cls, length: int, start: int = 0) -> Along:
-        """All of a dim; or, of the outermost, as many positions from `start` on."""
+        """All of a dim, or positions from `start` of the outermost one."""
         return cls(torch.arange(start, start + length), start + length)
 
 
 def mix(*words: int) -> int:
-    """One key of 64 bits from several words, any of which changes all of it."""
+    """A 64-bit key from several words."""
     state = 0
     for word in words:
         state = (state ^ word) + GAMMA & WORD - 1
@@ -72,7 +72,7 @@ def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -
 
 
 def _finalize(state: Tensor) -> Tensor:
-    """Scrambles each element, in place. The masks make torch's shifts fill with zeros."""
+    """Scrambles each element in place; masks emulate unsigned shifts."""
     state ^= (state >> 30) & ((1 << 34) - 1)
     state *= _signed(FIRST)
     state ^= (state >> 27) & ((1 << 37) - 1)
@@ -91,7 +91,7 @@ def _signed(word: int) -> int:
 
 
 def drop(x: Tensor, p: float, key: int, dims: Sequence[Along], inplace: bool = False) -> Tensor:
-    """Dropout of a part of an activation: zeros, and the rest divided by ``1 - p``."""
+    """Drops elements of a part of an activation, and scales the rest by ``1 / (1 - p)``."""
     keep = keep_mask(key, p, dims, x.device)
     found = _Drop.apply(x, keep, 1 / (1 - p) if p < 1 else 0.0)
     return x.copy_(found) if inplace else found
@@ -103,7 +103,7 @@ class _Drop(Function):
     # [Note: a recomputation that draws otherwise is noticed] What is kept for backward is the mask
     # as bytes. torch's own dropout keeps bools or floats, so where `torch.utils.checkpoint`
     # recomputes a function that no hook sees, and torch's dropout runs in the place of this one, it
-    # finds tensors of another dtype and refuses.
+    # finds tensors of another dtype and rejects.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -129,7 +129,7 @@ def attention_with_dropout(
     *,
     drop: Callable[[Tensor, float], Tensor],
 ) -> Tensor:
-    """What `scaled_dot_product_attention` computes, its weights dropped by `drop`."""
+    """`scaled_dot_product_attention` with weights dropped by `drop`."""
     # The weights ``[..., queries, keys]`` are there in memory, which kernels avoid. Takes torch's
     # arguments.
     if enable_gqa:

@@ -1,4 +1,4 @@
-"""What the last steps of an optimizer took: seconds, and bytes that were sent."""
+"""Seconds and sent bytes of an optimizer's last steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepsTaken:
         self.more: list[Callable[[], bool]] = []
 
     def note(self, begun: float, gradient_bytes: Callable[[], int]) -> None:
-        """Takes a step that has just ended."""
+        """Records a step that has just ended."""
         if len(self.stepped_at) < COUNTED_STEPS:
             # Only now are all of them where they were reduced to.
             self.most_gradients = max(self.most_gradients, gradient_bytes())
@@ -57,7 +57,7 @@ class StepsTaken:
         self.extra_after.append(any(more() for more in self.more))
 
     def sent(self) -> tuple[list[int], bool]:
-        """Returns the bytes between steps, and whether they are those of training alone."""
+        """Returns the bytes sent between steps, and whether only training sent them."""
         # Steps that sent more are left out, unless there are no others.
         every = [b - a for a, b in itertools.pairwise(self.sent_at)]
         plain = [sent for sent, more in zip(every, self.extra_after, strict=False) if not more]
@@ -69,17 +69,17 @@ class StepsTaken:
 
 Leaf = Tensor | Part
 State = dict[str, dict[str, Any]]
-"""Optimizer state by parameter name and kind: whole tensors, and counters."""
+"""Optimizer state by parameter name and kind: full tensors and counters."""
 
 Saved = dict[str, dict[str, Any]]
-"""Optimizer state by parameter name and kind, as far as a rank has it: leaves, and counters."""
+"""A rank's optimizer state by parameter name and kind: leaves and counters."""
 
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State that torch's optimizers keep once per parameter, not per element."""
+"""State that torch's optimizers keep per parameter instead of per element."""
 
 
 def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of the state belongs to a parameter as a whole, not to its elements."""
+    """Whether a state entry belongs to a parameter instead of its elements."""
     if not isinstance(value, Tensor):
         return value is not None
     return value.ndim == 0 and (parameter.ndim > 0 or key in COUNTERS)
@@ -87,25 +87,25 @@ def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Counter:
-    """One value of an optimizer's state that belongs to a parameter as a whole."""
+    """A per-parameter value of an optimizer's state."""
 
     value: float | int | bool
     dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Makes it from a number, or from a tensor with one element."""
+        """Creates it from a number, or from a tensor with one element."""
         return cls(value.item(), value.dtype) if isinstance(value, Tensor) else cls(value)
 
     def to_value(self, device: torch.device | None = None) -> Any:
-        """Returns it as the optimizer keeps it: a number, or a tensor without dims on `device`."""
+        """Returns it in the optimizer's form: a number, or a 0-dim tensor on `device`."""
         if self.dtype is None:
             return self.value
         return torch.tensor(self.value, dtype=self.dtype, device=device)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a model's state has, by name."""
+    """The persistent buffers of a model, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer.detach()
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -115,17 +115,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Refuses a model with state that is neither parameter nor buffer."""
+    """Rejects a model with state besides parameters and buffers."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise GulliverError(
-                f"module {name!r} has a state of its own (get_extra_state), which cannot be saved "
-                "of a boosted model: keep it in buffers"
+                f"module {name!r} has extra state (get_extra_state), which boosted models cannot "
+                "save: keep it in buffers"
             )
 
 
 def _unrounded(loaded: Any, saved: Any) -> Any:
-    """What was loaded, in the dtypes in which it was saved."""
+    """Loaded values in their saved dtypes."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
@@ -137,7 +137,7 @@ def _unrounded(loaded: Any, saved: Any) -> Any:
 
 
 class OptimizerCheckpoint:
-    """Saves and loads a boosted optimizer and its model, as far as a rank has them.
+    """Saves and loads this rank's part of a boosted optimizer and its model.
 
     [Note: models that no rank has all of] Where a model is cut by tensors or into stages, each rank
     saves, as `Part`s, what it is responsible for, and loads all that it holds; names are merged
@@ -159,7 +159,7 @@ class OptimizerCheckpoint:
         whole_groups: list[list[str]] | None = None,
         given_groups: list[list[str]] | None = None,
     ) -> None:
-        """Says what of the whole model this rank has; what is None stays as it was.
+        """Describes this rank's part of the full model; None keeps a setting.
 
         Args:
             responsible: says of a name in the model's state whether the ranks that this optimizer
@@ -180,14 +180,14 @@ class OptimizerCheckpoint:
 
     @property
     def copy_limit(self) -> int | None:
-        """Bytes of host memory that saving may take, under a memory limit; None for any number."""
+        """Host memory in bytes that saving may use under a limit; None is unlimited."""
         return None
 
     # The model.
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether the model is the same on all ranks, apart from what is sharded over them all."""
+        """Whether all ranks have the same model, apart from ZeRO sharding."""
         return self._responsible is None
 
     def writes(self, name: str, tensor: Tensor) -> bool:
@@ -199,7 +199,7 @@ class OptimizerCheckpoint:
         return self._responsible(name)
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """The model's state as far as this rank has it, by the names of its `state_dict`."""
+        """This rank's part of the model's state, by the names of its `state_dict`."""
         refuse_extra_state(model)
         state = model.state_dict()
         for name, value in state.items():
@@ -210,13 +210,13 @@ class OptimizerCheckpoint:
         return dict(state)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """Returns the tensors that this rank loads: all that it holds of the model."""
+        """Returns the tensors that this rank loads, which is all that it holds."""
         return self.model_leaves(model)
 
     # The optimizer's state.
 
     def adopt_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
-        """Takes over state that was checked, where it is not spread over ranks.
+        """Loads checked state into an optimizer that is not sharded.
 
         Args:
             state: whole tensors and counters, by parameter name.
@@ -243,19 +243,19 @@ class OptimizerCheckpoint:
 
     @property
     def trainable(self) -> Mapping[nn.Parameter, str]:
-        """Parameters that have state, or may have some later, with their names."""
+        """Parameters that have or may get state, with their names."""
         return self.optimizer.names
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether state of a parameter is whole where it is, of whatever shape that is."""
+        """Whether a parameter's state is complete on this rank, in any shape."""
         return not self.optimizer.spreads_state
 
     def other_state(self) -> State:
-        """State that is of no parameter, by what the optimizer keeps it under.
+        """State that belongs to no parameter, by the optimizer's key.
 
         Raises:
-            GulliverError: there is some, and the state is spread over ranks.
+            GulliverError: there is some, and the state is sharded.
         """
         # torch's types say that every key is a parameter; it saves and loads others, too.
         kept = dict[Any, Any](self.optimizer.inner.state)
@@ -263,7 +263,8 @@ class OptimizerCheckpoint:
         if found and self.optimizer.spreads_state:
             raise GulliverError(
                 f"{type(self.optimizer.inner).__name__} keeps {next(iter(found))!r} for all "
-                "parameters: only state of each element can be saved here; TorchDDPPlugin saves any"
+                "parameters: only per-element state can be saved here; TorchDDPPlugin saves any "
+                "state"
             )
         return found
 
@@ -279,15 +280,15 @@ class OptimizerCheckpoint:
         }
 
     def before_model_load(self) -> None:
-        """Waits for all that is in flight, before the model is filled."""
+        """Waits for pending work before the model is filled."""
 
     def after_model_load(self) -> None:
-        """Sends what was filled to all ranks; every rank calls it."""
+        """Broadcasts filled values to all ranks (collective)."""
 
     # The optimizer's groups.
 
     def all_group_names(self) -> list[list[str]]:
-        """Names of each group over all ranks; every rank calls it where models are cut."""
+        """Names of each group over all ranks (collective for sharded models)."""
         if self.whole_groups is None:
             if self.has_whole_model:
                 return self.group_names()
@@ -299,21 +300,21 @@ class OptimizerCheckpoint:
         return self.whole_groups
 
     def frozen_groups(self) -> list[list[str]]:
-        """Names of what each group was given and does not train; ranks as for `all_group_names`."""
+        """Names of each group's frozen parameters; ranks as for `all_group_names`."""
         groups = self.all_group_names()
         pairs = zip(self.given_groups or groups, groups, strict=True)
         return [[name for name in given if name not in names] for given, names in pairs]
 
     def take_up(self, names: Collection[str]) -> set[str]:
-        """Makes room for the state of frozen parameters, where they may be unfrozen later.
+        """Allocates the state of frozen parameters that may be unfrozen later.
 
         Returns:
-            Names for which there will be none.
+            Names that get no state.
         """
         return set(names)
 
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
-        """Tied names in the model's state, each with the name that optimizer state is kept by."""
+        """Tied names in the model's state, with the names that key optimizer state."""
         known, names = dict(model.named_parameters(remove_duplicate=False)), self.optimizer.names
         return {n: names[p] for n, p in known.items() if names.get(p, n) != n}
 
@@ -327,14 +328,14 @@ class OptimizerCheckpoint:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has state of steps; some, such as Adagrad, make theirs before."""
+    """Whether an optimizer has stepped; some, such as Adagrad, have state before."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
 def move_state_to_replacements(
     optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter | None]
 ) -> None:
-    """Gives new parameters the state, from before the first step, of those that they replace."""
+    """Moves state from before the first step to replaced parameters."""
     # It is one value for each parameter, so a share has it in its own shape.
     for old, new in exchanged.items():
         state = optimizer.state.pop(old, None)
@@ -351,16 +352,15 @@ def move_state_to_replacements(
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
-    """An optimizer around the user's, whose groups, defaults and schedulers it shares.
+    """Wraps the user's optimizer and shares its groups, defaults and schedulers.
 
     Attributes:
         checkpoint: saves and loads it.
-        feedback: what feeds back what packing loses of gradients, where this optimizer does not.
-        names: a tied parameter that lies in another stage, too, has the same name in both: the one
+        feedback: object that feeds back packing errors of gradients, if this optimizer does not.
+        names: a tied parameter that is in another stage, too, has the same name in both: the one
             that it has in the whole model.
-        taken: what the last steps took.
-        spreads_state: whether the state lies with several ranks, element by element; else every
-            rank has all of it, of whatever kinds and shapes.
+        taken: record of the last steps.
+        spreads_state: whether the state is sharded by element; otherwise every rank has all of it.
 
     Args:
         inner: the user's optimizer.
@@ -371,11 +371,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
     feedback: Any = None
     spreads_state = False
     pipeline: Any = None
-    """What runs batches through the stages of a model; None where it is not cut into stages."""
+    """Runs batches through pipeline stages; None without a pipeline."""
     gives_back = False
-    """Whether whole parameters that were gathered are given back after use."""
+    """Whether gathered full parameters are released after use."""
     unfinished = ""
-    """Why it cannot step now; empty where it can."""
+    """Why it cannot step now; empty if it can."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         self.inner, self.names = inner, dict(names)
@@ -394,7 +394,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a copy would share the model's gradients; `copy` and `pickle` ask here."""
+        """Rejects `copy` and `pickle`, as a copy would share the model's gradients."""
         # torch would set the copy up before it is filled, and in that wrap `step` of the class.
         raise GulliverError(
             "a boosted optimizer cannot be copied or pickled: save it with "
@@ -417,13 +417,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: groups are fixed when the model is boosted."""
+        """Rejects new groups: they are fixed when the model is boosted."""
         raise GulliverError(
             "parameters cannot be added after boost: add them to the optimizer before"
         )
 
     def join_copies(self) -> None:
-        """Adds up gradients of weights that several ranks of one model hold: none do here."""
+        """Sums gradients of weights on several ranks of one model; none here."""
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's."""
@@ -433,12 +433,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """The inner optimizer's."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise GulliverError(
-                "this is not the state of an optimizer: give what its state_dict() returned"
+                "this is not the state of an optimizer: pass the result of its state_dict()"
             )
         self.inner.load_state_dict(state_dict)
 
     def watch(self, model: nn.Module) -> None:
-        """Remembers where in the model the trained parameters are, to notice changes."""
+        """Remembers where the trained parameters are, to detect changes."""
         self._homes = [
             (module, key, parameter)
             for module in model.modules()
@@ -460,7 +460,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Takes one step of the inner optimizer.
 
         Raises:
-            GulliverError: a closure was passed; the model's parameters are others than at boost.
+            GulliverError: a closure was passed; the model's parameters were replaced after boost.
         """
         if closure is not None:
             raise GulliverError("closures are not supported: call backward first, then step()")
@@ -489,9 +489,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             held = module._parameters
             if key not in held or held[key] is not parameter:
                 raise GulliverError(
-                    f"parameter {self.names[parameter]!r} is no longer the model's: it was "
-                    "replaced after boost, by load_state_dict(assign=True) or a parametrization: "
-                    "do that before"
+                    f"parameter {self.names[parameter]!r} was replaced after boost, by "
+                    "load_state_dict(assign=True) or a parametrization: do that before"
                 )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise GulliverError(
@@ -499,7 +498,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             )
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of the loss, gradients averaged over the ranks."""
+        """Runs backward and averages gradients over the ranks."""
         if self.unfinished:
             raise GulliverError(self.unfinished)
         with self.backward_pass() as scale:
@@ -507,22 +506,22 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Wraps a backward that somebody else calls, such as a framework.
+        """Wraps a backward that a framework calls.
 
         Yields:
-            The factor that its loss has to be multiplied with: the loss scale of float16, or 1.
+            The factor for its loss: the loss scale of float16, or 1.
         """
         yield 1.0
 
     def release(self, model: nn.Module) -> None:
-        """Gives the model parameters of its own again; state stays and can be saved."""
+        """Gives the model ordinary parameters again; state can still be saved."""
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Block in which parameters are whole, where they are not always."""
+        """Context with full parameters."""
         return nullcontext()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Gradients inside are accumulated and travel with the next backward outside."""
+        """Context that accumulates gradients until the next backward outside."""
         return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -537,8 +536,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             norm_type: 2, or infinite for the largest element.
 
         Returns:
-            The norm before, float64, so that whatever holds the gradients scales them by the same
-            number: an optimizer of chunks adds up in another order. nan or inf show as they are.
+            The norm before clipping in float64, so that all optimizers scale by the same number. It
+            may be nan or inf.
         """
         self.check_norm(max_norm, norm_type)
         gradients = [p.grad for p in self.names if p.grad is not None]
@@ -553,7 +552,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def check_norm(max_norm: float, norm_type: float = 2.0) -> None:
-        """Refuses limits that would clip nothing, or everything, unnoticed, and other norms."""
+        """Rejects unsupported norms, and limits that clip nothing or everything."""
         if norm_type not in (2, math.inf):
             raise GulliverError(f"norm_type={norm_type} is not supported: use 2 or math.inf")
         if math.isnan(max_norm) or max_norm <= 0:
@@ -566,11 +565,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         nn.utils.clip_grad_value_(list(self.names), limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name, where there is one; every rank calls it."""
+        """Full averaged gradients by name (collective)."""
         return {name: p.grad for p, name in self.names.items() if p.grad is not None}
 
     def export_state(self, keep: bool = True) -> State:
-        """The whole state by parameter name; every rank calls it, those that `keep` get it."""
+        """The full state by parameter name, on ranks with `keep` (collective)."""
         if not keep:
             return {}
         return {
@@ -581,7 +580,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 def named_groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, frozen: bool = False
 ) -> list[list[str]]:
-    """Names of the trainable parameters of each group, in the model's order."""
+    """Names of the trainable parameters of each group, in model order."""
     # For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
     # `BoostedOptimizer.given_groups`; before the model is cut.
     names = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
@@ -590,17 +589,17 @@ def named_groups(
 
 
 def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The trainable parameters of an optimizer in the model's order, with their names."""
+    """The trainable parameters of an optimizer with their names, in model order."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     known = {p: name for name, p in model.named_parameters()}
     strangers = [p for p in stepped if p not in known]
     if strangers:
         raise GulliverError(
-            f"the optimizer steps {len(strangers)} tensors that are no parameters of the model, "
+            f"the optimizer steps {len(strangers)} tensors that are not parameters of the model, "
             f"the first of shape {tuple(strangers[0].shape)}: build it from model.parameters()"
         )
     trainable = {p: name for p, name in known.items() if p in stepped and p.requires_grad}
     if not trainable:
         what = "has no parameters" if not known else "has no trainable parameter in the optimizer"
-        raise GulliverError(f"the model {what}: nothing to train")
+        raise GulliverError(f"the model {what}: there is nothing to train")
     return trainable

@@ -1,6 +1,6 @@
-"""Refuses values of a plan that contradict each other, or the world, with the lines of both.
+"""Rejects values of a plan that contradict each other, or the world, with the lines of both.
 
-What a model does not allow is refused when a plan is resolved for a model.
+What a model does not allow is rejected when a plan is resolved for a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WHOLE_MODELS = {
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
-    """Refuses a plan that cannot be run by so many ranks, whatever the model is."""
+    """Rejects a plan that cannot be run by so many ranks, regardless of the model."""
     checks = [_mesh(plan, ranks)]
     if plan.operators is not None:
         checks.append(_operators(plan))

@@ -50,11 +50,11 @@ class Plan:
         ddp: torch's DDP; None where ZeRO runs.
         precision: number formats.
         wire: formats of what travels between ranks.
-        tensor: how modules lie over the tensor axis.
-        sequence: how sequences lie over ranks.
+        tensor: how modules are over the tensor axis.
+        sequence: how sequences are over ranks.
         pipeline: how blocks are dealt to stages.
         operators: how each operator is shared over all ranks; None where modules are cut, or whole.
-        recompute: paths of the blocks that backward computes again instead of keeping.
+        recompute: paths of the blocks that backward recomputes instead of keeping.
         max_norm: global norm that gradients are clipped to in every step; 0 does not clip.
         dropout: how masks are drawn: ``exact`` by position, as in one process, ``alike`` as torch
             does on each rank, ``auto`` by position where ranks share a model.
@@ -144,7 +144,6 @@ class Plan:
         return values
 
     def to_yaml(self) -> str:
-        """The plan as YAML."""
         return to_yaml(self.to_values())
 
     def save(self, path: Path | str) -> None:

@@ -59,7 +59,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """State that lies in slower tiers, and the traffic of a step between tiers; a result."""
+    """State that is in slower tiers, and the traffic of a step between tiers; a result."""
 
     # Least limit that suffices.
     minimum: int = 0

@@ -54,7 +54,7 @@ class Fp8Plan:
 #
 # Choices and results are side by side. A choice may be edited and takes effect. A result
 # (`MemoryPlan`, `Seconds`, `Model`, bytes of chunks, shares, reasons) follows from the choices and
-# is computed again when a plan is applied.
+# is recomputed when a plan is applied.
 
 
 AXES = ("pipeline", "data", "sequence", "tensor")
@@ -81,7 +81,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.axes.values())
 
     @property
@@ -161,7 +160,7 @@ class ZeroPlan:
 
     # What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
     stage: int = choice(1, 0, 1, 2, 3)
-    # Size of a chunk; a larger tensor gets a chunk of its own.
+    # Size of a chunk; a larger tensor gets its own chunk.
     chunk_bytes: int = choice(4 * 2**20, least=1)
     # ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
     tuning: str = choice("off", "off", "auto", "again")
@@ -212,7 +211,7 @@ class TensorLayout:
 
     # Style by path suffix; overrides what is known of the model.
     rules: dict[str, str] = field(default_factory=dict)
-    # Whether modules that no rule knows stay whole, instead of being refused.
+    # Whether modules that no rule knows stay whole, instead of being rejected.
     replicate_rest: bool = False
     # Style of each path with parameters.
     modules: dict[str, str] = field(default_factory=dict)
@@ -334,7 +333,6 @@ class Wire:
 
     @property
     def formats(self) -> dict[str, str]:
-        """Format of each kind."""
         return {kind: getattr(self, kind) for kind in WIRE_KINDS}
 
 
@@ -421,7 +419,7 @@ class Work:
     share_blocks: float = choice(0.0, least=0)
     # Share of the forward's seconds in modules that tensor ranks divide.
     share_cut: float = choice(0.0, least=0)
-    # Number of backwards that the batch is cut into, one after the other.
+    # Number of backwards that the batch is cut into, one at a time.
     backwards: int = choice(1, least=1)
     # Seconds to launch the operations of a forward, for any batch size and number of ranks.
     launch_forward_s: float = choice(0.0, least=0)

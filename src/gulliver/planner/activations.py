@@ -37,27 +37,26 @@ from gulliver.solve.activations import (
 )
 
 MOSTLY = 0.5
-"""Share of a limit from which blocks are computed again, where blocks cannot be chosen for."""
+"""Share of a limit from which all blocks are recomputed, if blocks are not chosen individually."""
 ROOMS = 6
 """Amounts of room that are tried, besides the least."""
 STEPS = 3
-"""Steps that are replayed to see what state moves."""
+"""Steps that are replayed to predict the moves of state."""
 
 
 def plan_activations(
     plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
 ) -> Plan:
-    """Chooses which blocks are kept, recomputed or offloaded, where the plan leaves it open.
+    """Chooses which blocks are kept, recomputed or offloaded, unless the plan decides it.
 
     Args:
         plan: choices, with tiers.
         model: whole model, perhaps on meta.
-        state: tells the bytes of state.
-        rates: link to what lies behind the first memory; None where that is not known.
+        state: returns the bytes of state.
+        rates: link to the slower tier; None if unknown.
 
     Raises:
-        GulliverError: blocks are to be computed again, and none can be; activations are to leave,
-            and cannot.
+        GulliverError: recomputation or offloading is requested but not possible.
     """
     tiers = _tiers(plan)
     if tiers.activations == "auto":
@@ -87,8 +86,8 @@ def _decided(plan: Plan, mode: str, reason: str, offloaded: tuple[str, ...] = ()
 def _check_offload(tiers: Tiers, model: nn.Module) -> None:
     if tiers.disk is None and not tiers.host:
         raise GulliverError(
-            f"activations={tiers.activations!r} needs memory behind the first one: name a disk, or "
-            "on a GPU a host_limit"
+            f"activations={tiers.activations!r} needs a slower tier: set a disk, or on a GPU a "
+            "host_limit"
         )
     if is_compiled(model):
         raise GulliverError(
@@ -118,7 +117,7 @@ def _by_share(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _chosen(plan: Plan, model: nn.Module, state: StateBytes, rates: TierRates | None) -> Plan:
-    """Chooses for each block, with the activation budget that takes the fewest seconds."""
+    """Chooses for each block, with the activation budget of the fastest step."""
     tiers, work = _tiers(plan), plan.work
     again = set(recomputable_blocks(model))
     paths = [block.path for block in work.blocks if block.path]
@@ -135,7 +134,7 @@ def _chosen(plan: Plan, model: nn.Module, state: StateBytes, rates: TierRates | 
         whole = {"keep": work.peak, "recompute": work.peak_recomputed}
         whole |= {"offload": work.peak_offloaded} if rates is not None else {}
         mode = min((m for m in whole if whole[m]), key=lambda m: whole[m])
-        return _decided(plan, mode, f"the least that there is, {size_text(whole[mode])}")
+        return _decided(plan, mode, f"the minimum, {size_text(whole[mode])}")
     seconds, choice = found
     chosen: dict[str, tuple[str, ...]] = {
         kind: tuple(p for p, c in zip(paths, choice.choices, strict=False) if c == kind)
@@ -160,7 +159,7 @@ def _best(
     rates: TierRates | None,
     allowed: Sequence[Choice],
 ) -> tuple[float, ActivationChoice] | None:
-    """The least predicted seconds and their choice; None if nothing fits."""
+    """The lowest predicted time and its choice; None if nothing fits."""
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
     least, _, most = state_needs(state, tiers)
@@ -216,7 +215,7 @@ def _pass_costs(
 def manage_activations(
     plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
 ) -> None:
-    """Hands the offloaded activations of a plan to a manager."""
+    """Passes a plan's offloaded activations to a manager."""
     tiers = plan.tiers
     if manager is None or tiers is None:
         return

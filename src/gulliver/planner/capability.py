@@ -3,7 +3,7 @@
     check_family("bloom", "ring_attn", size=2)    # refused, naming what works instead
 
 A combination is in the table because a test holds it against one process, forward and gradient
-(`docs/parity.md`); whatever is not in it is refused by name. The rows are the records of
+(`docs/parity.md`); whatever is not in it is rejected. The rows are the records of
 `gulliver.families`. Read `MODES`, `families`, `check_family`.
 """
 
@@ -41,13 +41,13 @@ HEADER = ("model", "sequence_parallelism_mode", "masks over shared sequences", "
 
 
 def families() -> dict[str, Sequences]:
-    """What is known of the sequences of each family, by its name."""
+    """The sequence support of each family, by name."""
     found = {family.name: family.sequences for family in all_families()}
     return {name: known for name, known in found.items() if known is not None}
 
 
 def table() -> list[tuple[str, ...]]:
-    """Supported combinations, a row for each family under `HEADER`."""
+    """Supported combinations: a row for each family under `HEADER`."""
     # All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
     # `DTYPES`.
     return [
@@ -57,7 +57,7 @@ def table() -> list[tuple[str, ...]]:
 
 
 def family_of(model: nn.Module) -> str | None:
-    """The name of a model's family, or its model type; None for what no adapter is made for."""
+    """The name of a model's family, or its model type; None if unsupported."""
     family, ours = record_of(model), is_hugging_face(model)
     if family.sequences is not None and (ours or family.classes):
         return family.name
@@ -65,7 +65,7 @@ def family_of(model: nn.Module) -> str | None:
 
 
 def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
-    """Refuses a sequence mode that does not go with the sizes of the axes."""
+    """Rejects a sequence mode that does not match the sizes of the axes."""
     if mode is None:
         if sp_size > 1:
             raise GulliverError(
@@ -79,13 +79,13 @@ def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
     by_tensor = mode in SHARED_BY_TENSOR
     if by_tensor and tp_size == 1:
         raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} shares sequences over the tensor axis: it needs "
-            "a tp_size of at least 2; with ranks of their own take 'all_to_all' or 'ring_attn'"
+            f"sequence_parallelism_mode={mode!r} shares sequences over the tensor axis: it needs a "
+            "tp_size of at least 2; with separate ranks use 'all_to_all' or 'ring_attn'"
         )
     if by_tensor and sp_size > 1:
         raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} has no ranks of its own: leave sp_size out, "
-            f"or take 'all_to_all' or 'ring_attn' for sp_size={sp_size}"
+            f"sequence_parallelism_mode={mode!r} uses the tensor ranks: leave sp_size out, or use "
+            f"'all_to_all' or 'ring_attn' for sp_size={sp_size}"
         )
     if mode in SHARED_BY_SEQUENCE and sp_size == 1:
         raise GulliverError(
@@ -95,20 +95,19 @@ def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
 
 
 def check_family(family: str | None, mode: str | None, size: int) -> None:
-    """Refuses a sequence mode that the table does not list for a family of models."""
+    """Rejects a sequence mode that the family does not support."""
     every = families()
     known = every.get(family or "")
     if known is None and mode in SHARED_BY_SEQUENCE:
         raise GulliverError(
             f"sequence_parallelism_mode={mode!r} needs a model that is in the table "
-            f"({', '.join(every)}), not {family or 'this one'}: its attention has to be wired; "
-            "tp_size with tensor_rules, or gulliver.parallel.sequence in the model's own code, "
-            "work with any"
+            f"({', '.join(every)}), not {family or 'this one'}: use tp_size with tensor_rules, or "
+            "gulliver.parallel.sequence in the model's code"
         )
     if known is not None and mode is not None and mode not in known.modes:
         axis = "tp_size" if known.modes[0] in SHARED_BY_TENSOR else "sp_size"
         raise GulliverError(
-            f"{family} does not run under sequence_parallelism_mode={mode!r}: {known.why}; take "
+            f"{family} does not support sequence_parallelism_mode={mode!r}: {known.why}; use "
             f"{known.modes[0]!r} with {axis} {max(2, size)}"
         )
 
@@ -122,7 +121,7 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def sequence_plan(plan: Plan) -> SequencePlan:
-    """How a sequence lies over its ranks."""
+    """How a sequence is over its ranks."""
     s = plan.sequence
     layout: Any = s.layout
     return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
@@ -137,7 +136,7 @@ def choose_plan(
     length: int | None = None,
     cluster: Cluster | None = None,
 ) -> Chosen:
-    """The plan with the least predicted seconds for a model's attention; every rank calls it."""
+    """The fastest predicted plan for a model's attention (collective)."""
     cluster = cluster or current_cluster(world_size)
     shape = attention_shape(model, tp_size, causal, length)
     if shape.dtype not in cluster.device.matmul:
@@ -149,7 +148,7 @@ def choose_plan(
 def attention_shape(
     model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
 ) -> Shape:
-    """The attention of a layer, as a tensor rank computes it."""
+    """The attention of a layer on one tensor rank."""
     config = getattr(model, "config", None)
     length = length or _field(config, LENGTHS, "sequence_length=")
     heads = _field(config, HEADS, "sequence_parallelism_mode=")
@@ -175,5 +174,5 @@ def _field(config: Any, names: tuple[str, ...], instead: str) -> int:
             return value
     raise GulliverError(
         f"the model's configuration has none of {', '.join(names)}, which choosing a plan needs: "
-        f"give {instead} yourself"
+        f"set {instead}"
     )

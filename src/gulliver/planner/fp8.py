@@ -54,7 +54,7 @@ def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
         return replace(use_fp8, emulated=use_fp8.emulated or emulation)
     if not use_fp8:
         if emulation:
-            raise GulliverError("fp8_emulation=True emulates FP8: say use_fp8=True as well")
+            raise GulliverError("fp8_emulation=True needs use_fp8=True")
         return None
     scaling = "tensorwise" if use_fp8 is True else use_fp8
     if scaling not in SCALINGS:
@@ -67,7 +67,7 @@ def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
 def with_fp8(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, cluster: Cluster | None
 ) -> tuple[Plan, dict[str, str]]:
-    """Adds the layers that compute in FP8 to a plan, and why these."""
+    """Adds the FP8 layers to a plan, with the reasons."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return plan, {}
@@ -80,7 +80,7 @@ def with_fp8(
         found, reason = gate_fp8(found, device, plan.work.tokens or TOKENS, fp8.scaling)
     taken = [layer.path for layer in found.taken]
     if fp8.layers:
-        others = {path: "not asked for" for path in taken if path not in fp8.layers}
+        others = {path: "not requested" for path in taken if path not in fp8.layers}
         taken = [path for path in taken if path in fp8.layers]
     fp8 = replace(fp8, layers=tuple(taken), kept={**others, **found.kept})
     plan = replace(plan, precision=replace(plan.precision, fp8=fp8))
@@ -88,7 +88,7 @@ def with_fp8(
 
 
 def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tuple[Selection, str]:
-    """Leaves out layers that are not predicted to gain, and says from which size they would."""
+    """Drops layers that are not predicted to gain, and reports the size from which they would."""
 
     def judged(layer: Layer) -> Layer:
         if layer.why_not:
@@ -111,7 +111,7 @@ def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
 
 
 def check_units(plan: Plan, model: nn.Module) -> None:
-    """Refuses FP8 on a rank without units for it."""
+    """Rejects FP8 on a rank without units for it."""
     if plan.precision.fp8 is not None:
         check_hardware(model, _recipe(plan.precision.fp8))
 
@@ -148,15 +148,15 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
     if plan.mesh.of("sequence") > 1 and not (known and known.causal):
         raise GulliverError(
             f"use_fp8 and an sp_size of {plan.mesh.of('sequence')}: of {type(model).__name__} not "
-            "all linear layers work on tokens, and gradients of the others are partial; leave "
-            "sp_size out, or take tp_size or pp_size"
+            f"all linear layers of {type(model).__name__} work on tokens, so their gradients would "
+            "be partial; leave sp_size out, or use tp_size or pp_size"
         )
 
 
 def _parts(
     tensor: TensorPlan | None, model: nn.Module
 ) -> tuple[dict[str, list[tuple[int, int]]], dict[str, str]]:
-    """Inputs and outputs of each tensor rank's part of a layer, and layers that cannot be so."""
+    """Inputs and outputs of each tensor rank's part of a layer, and unsupported layers."""
     parts, others = dict[str, list[tuple[int, int]]](), dict[str, str]()
     if tensor is None:
         return parts, others

@@ -1,4 +1,4 @@
-"""Measures the costs of a batch in one process; the model is left as it was."""
+"""Measures the costs of a batch in one process, without changing the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TURNS = 3
 UPDATED = 1 << 22
 """Most elements of the update that is timed."""
 ADDED_UP = ("row", "vocabulary")
-"""Kinds of modules whose outputs tensor ranks add up."""
+"""Kinds of modules whose outputs are summed over tensor ranks."""
 
 
 def measure_work(
@@ -94,7 +94,7 @@ def samples_of(sample: Any) -> int:
 def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
-    """The work of a batch with the peak bytes of a step that are not state."""
+    """The work of a batch with the peak bytes besides state."""
     # Followed with fake tensors; 0 for what cannot be followed or recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
@@ -178,7 +178,7 @@ def _now(device: torch.device) -> float:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Leaves gradients, buffers and the random state as they were."""
+    """Restores gradients, buffers and the random state."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.clone()) for b in model.buffers()]
     for parameter, _ in gradients:
@@ -236,7 +236,7 @@ def _inside(path: str, others: Iterable[str]) -> bool:
 
 
 def entries_of(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules that take whole tensors and compute a part of the output."""
+    """Paths of modules that take full tensors and compute a part of the output."""
     if tensor is None:
         return []
     columns = [path for path, placed in tensor.modules.items() if placed.how.kind == "column"]
@@ -244,7 +244,7 @@ def entries_of(tensor: TensorPlan | None) -> list[str]:
 
 
 def shared_paths(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules that each tensor rank runs a part of, with all that is in them."""
+    """Paths of modules that are split over tensor ranks, and of those inside."""
     if tensor is None:
         return []
     return [*tensor.sites, *(path for path in tensor.modules if not _inside(path, tensor.sites))]
@@ -279,7 +279,7 @@ def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterato
 
 @contextmanager
 def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
-    """Converts layers to (emulated) FP8, so that they save what they will save in a run."""
+    """Converts layers to (emulated) FP8, so that they save the same tensors as in a run."""
     if fp8 is None or not fp8.layers:
         yield
         return
@@ -360,7 +360,7 @@ def _nbytes(value: Any) -> int:
 
 
 ROOM = 4
-"""A block, its gradients and what it computes with may take this part of the memory."""
+"""Maximum share of memory for timing a block with its gradients."""
 DEVIATION = 0.02
 """Standard deviation of the weights of a block that is timed."""
 Seconds = tuple[float, float]
@@ -423,7 +423,7 @@ def _block_bytes(block: nn.Module) -> int:
 def _calls(
     model: nn.Module, sample: Mapping[str, Any], paths: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Arguments of blocks in a forward, as tensors without memory."""
+    """Arguments of blocks in a forward, as meta tensors."""
     found = dict[str, tuple[Any, Any]]()
 
     def watch(path: str) -> Callable[..., None]:
@@ -489,7 +489,7 @@ def _real(fake: Tensor, device: torch.device) -> Tensor:
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TABLES = ("embed", "wte", "wpe", "position")
-"""Words in the names of parameters that rows are taken from, rather than multiplied by."""
+"""Words in the names of parameters whose rows are looked up, not multiplied."""
 
 
 def estimate_work(
@@ -586,7 +586,7 @@ def _computed(
 
 
 def _multiplied(model: nn.Module) -> int:
-    """Elements of the matrices that multiply hidden states."""
+    """Number of elements of matrices that multiply hidden states."""
     tables = {
         p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
     }

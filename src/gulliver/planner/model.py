@@ -1,4 +1,4 @@
-"""Prepares a model before it is shared: one dtype, equal values on all ranks."""
+"""Prepares a model before it is sharded: one dtype, equal values on all ranks."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def no_optimizer() -> torch.optim.Optimizer:
 
 
 def check_modules(model: nn.Module, sharded: bool) -> None:
-    """Refuses lazy modules and, where parameters are sharded, TorchScript."""
+    """Rejects lazy modules and, where parameters are sharded, TorchScript."""
     for name, module in model.named_modules():
         if any(is_lazy(p) for p in module.parameters(recurse=False)):
             raise GulliverError(
                 f"{name or 'the model'} ({type(module).__name__}) has parameters without shapes: "
-                "run the model on a batch before boost"
+                "run it on a batch before boost"
             )
         if sharded and isinstance(module, torch.jit.ScriptModule):
             raise GulliverError(
                 f"{name or 'the model'} is TorchScript, which reads parameters before they are "
-                "gathered: boost the module that it was made from, or use TorchDDPPlugin"
+                "gathered: boost the original module, or use TorchDDPPlugin"
             )
 
 
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer with state, which would have another dtype than the parameters."""
+    """Rejects an optimizer with state, whose dtype would not match."""
     if has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: precision converts the model, so boost first"
@@ -64,14 +64,14 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def narrow_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Dtypes of parameters whose range is smaller than that of the float32 copies."""
+    """Dtypes with a smaller range than the float32 copies."""
     # The range of bfloat16 is float32's but for its very end: to look at that, every resumed run
     # would read all values twice.
     return {name: dtype for name, dtype in dtypes_of(model).items() if dtype is torch.float16}
 
 
 def broadcast_all(tensors: Iterable[Tensor]) -> None:
-    """Gives all ranks rank 0's values, for any memory layout and dtype."""
+    """Broadcasts rank 0's values, for any memory layout and dtype."""
     with torch.no_grad():
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
@@ -81,7 +81,7 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 
 
 def modules_kept(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules that keep their dtype: running averages in 16 bits stop moving."""
+    """Paths of modules that keep their dtype, as 16-bit running averages stop changing."""
     return tuple(
         path
         for path, module in model.named_modules()
@@ -104,7 +104,7 @@ def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Te
 
 
 def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Refuses values that would become infinite in a dtype; arguments as of `convert`."""
+    """Rejects values that would become infinite in a dtype; arguments as in `convert`."""
     for name, tensor in converted(model, kept):
         wider = torch.finfo(tensor.dtype).max > torch.finfo(dtype).max
         if not wider or tensor.is_meta or not tensor.numel():
@@ -118,7 +118,7 @@ def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> 
             half = next(half for half, other in HALVES.items() if other is dtype)
             raise GulliverError(
                 f"precision={half!r} cannot hold {name!r}: {values[lost][0].item()} is beyond "
-                f"{torch.finfo(dtype).max:g}; scale it, or train with another precision"
+                f"{torch.finfo(dtype).max:g}; scale it, or use another precision"
             )
 
 
@@ -147,14 +147,15 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 # Mixed precision: a model's own call runs under autocast.
 #
 # By hooks, not by a wrapped forward: a deep copy of the model (an average of its weights, say)
-# takes hooks along, while a wrapped forward would go on calling the model that it was copied from.
+# takes hooks along, while a wrapped forward would continue calling the model that it was copied
+# from.
 
 
 PRECISIONS = {"bf16": torch.bfloat16}
 
 
 def check_precision(name: Any) -> None:
-    """Refuses a precision that is not supported."""
+    """Rejects a precision that is not supported."""
     if name is not None and name not in PRECISIONS:
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: {nearest(str(name), PRECISIONS)} (or None)"
@@ -192,22 +193,20 @@ def autocast_calls(model: nn.Module, device: str, precision: str) -> None:
 
 LISTS = (nn.ModuleList, nn.Sequential)
 NO_BLOCKS = (
-    "there are no blocks to compute again: they are those of a pipeline, or of "
-    "gradient_checkpointing_enable, or modules of several layers each, without batch norms, in a "
-    "Sequential or ModuleList; group single layers, or wrap the blocks with torch.utils.checkpoint "
-    "before boost"
+    "no blocks to recompute were found: put modules of several layers without batch norms into a "
+    "Sequential or ModuleList, or wrap blocks with torch.utils.checkpoint before boost"
 )
 
 
 def has_switch(model: nn.Module) -> bool:
-    """Whether a model has a switch of its own for recomputation."""
+    """Whether a model has its own switch for recomputation."""
     return hasattr(model, "gradient_checkpointing_enable")
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks of a model, as registered; none where there are fewer than two."""
+    """Paths of a model's blocks; none if there are fewer than two."""
     # A block has several layers: single ones of torch have nothing to keep but their input. Modules
-    # of a block's class that lie in no list are blocks, too.
+    # of a block's class that are in no list are blocks, too.
     found = _within(model, "")
     paths = dict(model.named_modules())
     kinds = {type(paths[path]) for path in found} - set(LISTS)
@@ -239,7 +238,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that backward can compute again."""
+    """Paths of the blocks that backward can recompute."""
     # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
     # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
     if not has_switch(model):
@@ -251,7 +250,7 @@ def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def offloadable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that are chosen one by one where activations may be offloaded."""
+    """Paths of the blocks that are chosen individually if activations may be offloaded."""
     known = recomputable_blocks(model) if has_switch(model) else ()
     return known if known and known != ("",) else blocks_of(model)
 
@@ -272,10 +271,10 @@ def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[
 
 
 def check_uncompiled(model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuses to recompute compiled blocks where that needs a wrapper."""
+    """Rejects recomputing compiled blocks that need a wrapper."""
     for path in () if has_switch(model) else paths:
         if any(compiled_call(m) is not None for m in model.get_submodule(path).modules()):
             raise GulliverError(
-                f"block {path!r} is compiled and cannot be computed again as a whole: wrap what is "
-                "inside with torch.utils.checkpoint before it is compiled"
+                f"block {path!r} is compiled and cannot be recomputed as a whole: wrap its modules "
+                "with torch.utils.checkpoint before compiling"
             )

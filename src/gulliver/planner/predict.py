@@ -49,7 +49,7 @@ def in_parts(message: Message, times: int) -> Message:
 
 
 def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str:
-    """Kind of what a message carries, of `gulliver.plan.tree.WIRE_KINDS`."""
+    """Kind of a message's content, one of `gulliver.plan.tree.WIRE_KINDS`."""
     if message.kind == "all_to_all":
         return "sequence"
     if message.kind == "sends":
@@ -155,7 +155,7 @@ def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
 
 @contextmanager
 def _as_it_runs(plan: Plan) -> Iterator[None]:
-    """Measures as under a memory limit, where freed memory returns to the system."""
+    """Context that returns freed memory to the system, as under a memory limit."""
     freed = FreedMemory() if plan.limited else None
     try:
         yield

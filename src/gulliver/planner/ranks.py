@@ -37,10 +37,9 @@ Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
 """Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
 
 NUMBERED = re.compile(r"(.*\.\d+)\..*")
-"""Path of the innermost module of a list, and what lies in it."""
+"""Path of the innermost module of a list, and what is in it."""
 KEPT_WHOLE = 0.5
-"""Share of activations, at most, that ranks of a tensor or sequence axis have all of: what passes
-layers by, norms, masks."""
+"""Maximum share of activations replicated over a tensor or sequence axis, such as norms."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ class ResolvedPlan:
     )
 
     def with_plan(self, plan: Plan) -> ResolvedPlan:
-        """The same cut with a plan that differs in choices that do not cut, or in results."""
+        """The same cut with a plan that differs in other choices, or in results."""
         return replace(self, plan=plan)
 
     def sizes(self, place: tuple[int, int] = (0, 0)) -> list[TensorSize]:
-        """Parameters of the rank at a place on the pipeline and the tensor axis."""
+        """Parameters of the rank at a position on the pipeline and tensor axes."""
         if place not in self._sizes:
             self._sizes[place] = _tensor_sizes(self, place)
         return self._sizes[place]
@@ -109,7 +108,7 @@ def _forward_order(model: nn.Module) -> list[str]:
 
 
 def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Names of a block in order; norms registered after all layers move next to them."""
+    """Names of a block in order, moving norms next to their layers."""
     children = dict[str, list[str]]()
     small = dict[str, bool]()
     for name, parameter in found:
@@ -134,7 +133,7 @@ def rank_states(resolved: ResolvedPlan) -> list[StateBytes]:
 
 
 def places(plan: Plan) -> dict[tuple[int, int], int]:
-    """First rank at each place on the pipeline axis and on the tensor axis."""
+    """First rank at each position on the pipeline and tensor axes."""
     mesh = plan.mesh
     stride = mesh.size // mesh.of("pipeline")
     ways = itertools.product(range(mesh.of("pipeline")), range(mesh.of("tensor")))
@@ -168,7 +167,7 @@ def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
 
 
 def rank_work(resolved: ResolvedPlan) -> Work:
-    """Work of a batch on the rank that computes most of it; an upper bound of bytes."""
+    """Work of a batch on the busiest rank; an upper bound of bytes."""
     plan, tensor, stages = resolved.plan, resolved.tensor, resolved.stages
     work, degree = plan.work, plan.mesh.of("sequence")
     if plan.zero is not None and plan.zero.unequal:
@@ -206,7 +205,7 @@ def _again_share(plan: Plan) -> float:
 
 
 def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[TensorSize]:
-    """The parameters that a rank will have, in the model's order, before any sharding."""
+    """A rank's parameters in model order, before sharding."""
     plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
     stepper = resolved.optimizer or no_optimizer()
     groups = {p: group for group in stepper.param_groups for p in group["params"]}
@@ -258,7 +257,7 @@ def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
 
 
 def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, rank: int) -> int:
-    """Elements of a parameter that a rank of the tensor axis has."""
+    """Elements of a parameter on a rank of the tensor axis."""
     path, _, own = name.rpartition(".")
     placed = None if tensor is None else tensor.modules.get(path)
     if tensor is None or placed is None or own not in placed.dims:
@@ -329,13 +328,13 @@ def _chunk_bytes(
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
-    """Bytes of the copy of a shard as other ranks see it, kept where parameters travel packed."""
+    """Bytes of the copy of a shard as other ranks have it, kept for packed parameters."""
     packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
     return layout.part_size * dtype.itemsize * packed
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
-    """Names in the order of use: the model's, unless the plan orders chunks otherwise."""
+    """Names in the order of use of the chunks."""
     kinds = {tensor.name: (tensor.trained, tensor.frozen_trainable) for tensor in sizes}
     inside = set(laid_out)
     for kind in set(kinds.values()):

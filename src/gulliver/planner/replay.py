@@ -40,7 +40,7 @@ from gulliver.planner.state_bytes import (
 from gulliver.solve.replacement import Action, MiddleReplacement, Move, Policy, Replacement
 
 WINDOW = 2
-"""Chunks whose parameters are in use at once at least: the present one, and the one before it."""
+"""Minimum number of chunks with parameters in use at once."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class ReplayedUse:
     held: dict[str, int] = field(default_factory=dict)
 
     def note(self, counter: ByteCounter) -> None:
-        """Keeps the largest holdings so far."""
+        """Records peak bytes."""
         if counter.total > sum(self.held.values()):
             self.held = dict(counter.live)
 
@@ -265,7 +265,7 @@ class Replay:
         self.done(self._sum(number))
 
     def _sum(self, number: int) -> Key:
-        """Key of what micro-batches add up in."""
+        """Key of gradients accumulated over micro-batches."""
         return ("collected" if self.state.is_gathered(number) else "gradient", number)
 
     def _reduce(self, number: int, begun: bool) -> None:
@@ -348,7 +348,6 @@ class Replay:
             self.discard(number)
 
     def update(self, number: int) -> None:
-        """Steps a chunk."""
         if not self.state.chunks[number].trained:
             return
         moments: list[Key] = [("moment", number, n) for n in range(len(self.state.moments[number]))]
@@ -373,7 +372,6 @@ class Replay:
     # What is asked of the manager.
 
     def use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
-        """Uses an object."""
         self._decide(lambda: self._core.use(key, write, fresh))
         self.held.used(key, self._visits)
         if self._middle is not None and self.behind is not None:
@@ -381,7 +379,6 @@ class Replay:
             self.behind.used(key, self._visits)
 
     def done(self, key: Key) -> None:
-        """Ends a use."""
         self._run(self._core.done(key))
 
     def discard(self, number: int) -> None:
@@ -389,17 +386,14 @@ class Replay:
         self.forget(("gradient", number))
 
     def forget(self, key: Key) -> None:
-        """Forgets what an object holds."""
         self._run(self._core.discard(key))
 
     def allocate(self, nbytes: int, kind: str) -> None:
-        """Lends a buffer."""
         self._decide(lambda: self._core.allocate_buffer(whole_pages(nbytes), f"a buffer of {kind}"))
         self.counter.add(kind, nbytes)
         self._seen[-1].note(self.counter)
 
     def free(self, nbytes: int, kind: str) -> None:
-        """Takes a buffer back."""
         self.counter.add(kind, -nbytes)
         self._run(self._core.free_buffer(whole_pages(nbytes)))
 
@@ -449,7 +443,7 @@ class Replay:
 
 
 class MultiRankReplay(StepReplay):
-    """Steps of one of several ranks, by the rules of ZeRO's gathers and reductions."""
+    """Steps of one of several ranks, with ZeRO's gathers and reductions."""
 
     def __init__(self, replay: Replay) -> None:
         state = replay.state
@@ -459,7 +453,6 @@ class MultiRankReplay(StepReplay):
         self._sent, self._unstepped = deque[ImaginedChunk](), list[ImaginedChunk]()
 
     def step(self) -> None:
-        """Replays a step."""
         state = self._replay.state
         self.run(ordinary_step(state.chunks, state.order, state.blocks))
 
@@ -529,7 +522,7 @@ class MultiRankReplay(StepReplay):
 
 
 class MicroBatches(MultiRankReplay):
-    """Steps of a pipeline: gradients add up in objects until the last micro-batch, see `Replay`."""
+    """Steps of a pipeline, which accumulates gradients until the last micro-batch; see `Replay`."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(replay)
@@ -555,7 +548,7 @@ class MicroBatches(MultiRankReplay):
         yield "prefetched", -1
 
     def _backward(self, names: tuple[str, ...]) -> Iterator[Event]:
-        """Uses and gradients of a micro-batch; a chunk rests when its gradients are complete."""
+        """Uses and gradients of a micro-batch; chunks are unpinned when complete."""
         left = {number: set(self.chunks[number].size.names) for number in self._homes.values()}
         first = {name: place for place, name in reversed(list(enumerate(names)))}
         for uses, members in backward_uses(names, self._replay.state.blocks):

@@ -1,6 +1,6 @@
 """Residency of state: what stays on the device, what moves, and what that costs.
 
-`find_residency` replays the steps of a plan and refuses a limit that is too small, naming the least
+`find_residency` replays the steps of a plan and rejects a limit that is too small, naming the least
 one that suffices.
 """
 
@@ -34,12 +34,11 @@ from gulliver.planner.state_bytes import BACKWARD, FORWARD, UPDATE, Key, StateBy
 from gulliver.solve.replacement import Policy
 
 STEPS, MORE = 4, 2
-"""Steps that are replayed: what moves is alike from the fourth on, a little later of a third tier,
-which learns from steps that are alike."""
+"""Replayed steps, after which moves repeat, also on a third tier."""
 ENDLESS = 1 << 60
 GIB = 2**30
 KNOWN = 32
-"""Replays that are remembered: a boost asks for the same several times, of each rank."""
+"""Cached replays, as a boost needs the same ones several times."""
 FEW, MANY = 8, 96
 """Least and most chunks that a size is tried for."""
 
@@ -70,7 +69,7 @@ class StateResidency:
 
 
 def other_bytes(tiers: Tiers, work: Work) -> int:
-    """Bytes that a step needs besides state; 0 where it is not known."""
+    """Bytes that a step needs besides state; 0 if unknown."""
     found = {
         "recompute": work.peak_recomputed,
         "offload": work.peak_offloaded,
@@ -80,14 +79,14 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
 
 
 def least_bytes(state: StateBytes, tiers: Tiers) -> int:
-    """Least bytes of device memory that the state of a rank needs."""
+    """Minimum device memory for a rank's state."""
     least, _, most = state_needs(state, tiers)
     return least if tiers.host or tiers.disk is not None else most
 
 
 @lru_cache(maxsize=KNOWN)
 def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
-    """Least bytes in use at once, the chunk that decides that, and bytes of all state."""
+    """Minimum bytes in use at once, the chunk that decides it, and bytes of all state."""
     endless = _endless(state, tiers)
     # A backward that accumulates does not step, nor does one that waits for clipping.
     waiting = replace(tiers, step_in_backward=False)
@@ -108,7 +107,7 @@ def find_residency(
     if not behind:
         needed = size_at_least(smallest_limit(least, other))
         least = most
-        decides = f"all state, as nothing lies behind it (with a disk {needed} would do)"
+        decides = f"all state, as there is no slower tier (with a disk {needed} would suffice)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     roomy = most + state.reserved - state.total
@@ -145,7 +144,7 @@ def find_residency(
 
 
 def largest_made(state: StateBytes) -> tuple[int, int]:
-    """Most bytes needed to make a chunk and its shard, and the chunk's number."""
+    """Maximum bytes for creating a chunk and its shard, and the chunk's number."""
     made = (whole_pages(chunk.whole) + whole_pages(chunk.shard) for chunk in state.chunks)
     return max(((size, number) for number, size in enumerate(made)), default=(0, 0))
 
@@ -169,12 +168,12 @@ def _again(state: StateBytes) -> int:
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Refuses tiers that cannot hold every object, since any may have to leave."""
+    """Rejects tiers that cannot hold every object, since any may have to leave."""
     # So may whole gradients during accumulation.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
     gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
-    why = "do not fit the memory limit" if needed else "may have to leave the memory"
+    why = "do not fit the memory limit" if needed else "may have to be evicted"
     instead = f"raise the limit to {size_at_least(roomy)}" if needed else f"leave {each} out"
     raise GulliverError(
         f"{' and '.join(named)} {gives} {size_text(behind)}, and {size_text(state.reserved)} of "
@@ -183,16 +182,16 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
 
 
 def _check_host(state: StateBytes, tiers: Tiers) -> None:
-    """Refuses host memory without room for transfers between device and disk."""
+    """Rejects host memory without room for transfers between device and disk."""
     largest = max((whole_pages(one.nbytes) for one in state.objects()), default=0)
     least, beyond = largest, state.reserved - tiers.disk_bytes
     if beyond > 0:
         least += beyond + largest  # where one does not fit, the disk's last pages stay empty
     if tiers.host < least:
         raise GulliverError(
-            f"host_limit={size_text(tiers.host)} is too small beside disk={tiers.disk!r} with "
-            f"{size_text(tiers.disk_bytes)}: what passes through it, and what the disk has no room "
-            f"for, is {size_text(least)}; give it {size_at_least(least)}, or leave it out"
+            f"host_limit={size_text(tiers.host)} is too small for disk={tiers.disk!r} with "
+            f"{size_text(tiers.disk_bytes)}: transfers and what exceeds the disk need "
+            f"{size_text(least)}; set it to {size_at_least(least)}, or leave it out"
         )
 
 
@@ -232,7 +231,7 @@ def _visits(visits: Sequence[ReplayedUse], work: Work, state: StateBytes) -> lis
 
 
 def _passed(chunk: ChunkBytes, phase: str) -> int:
-    """Bytes of a chunk that are copied or compared in a visit, in addition to compute."""
+    """Bytes of a chunk that a visit copies or compares."""
     # Parameters are checksummed when gathered and freed, to notice writes; gradients are copied.
     # Memory written without having been read counts twice.
     gathered = (chunk.shard + 2 * chunk.whole) * chunk.copied
@@ -242,7 +241,7 @@ def _passed(chunk: ChunkBytes, phase: str) -> int:
 
 
 def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
-    """Rates of the slower tiers; None if there are none, or they are not known."""
+    """Rates of the slower tiers; None if there are none, or they are unknown."""
     disk = disk_rates(cluster) if tiers.disk is not None else None
     host = host_rates(cluster.device) if tiers.host else None
     return disk if host is None else replace(host, behind=disk)

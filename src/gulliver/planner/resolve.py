@@ -53,7 +53,7 @@ from gulliver.planner.residency import least_bytes
 def cut_model(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> ResolvedPlan:
-    """The choices of a plan and how they cut a model, before their results are filled in."""
+    """A plan's choices and its cut of a model, without results."""
     return ResolvedPlan(plan, model, optimizer, plan_tensors(plan, model), plan_stages(plan, model))
 
 
@@ -90,7 +90,7 @@ def resolve(
         plan = _with_chunks(plan, model, found.sizes())
         if plan.stage and any(t.whole for t in found.sizes()):
             reasons["zero.chunks"] = (
-                f"{plan.model.optimizer} looks at whole parameters: none is cut"
+                f"{plan.model.optimizer} reads full parameters: none may be sharded"
             )
     predicted = _of_fullest(found.with_plan(plan))
     plan = replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
@@ -118,7 +118,7 @@ def _of_fullest(resolved: ResolvedPlan) -> Predicted:
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
-    """Refuses `precision.kept` paths without parameters."""
+    """Rejects `precision.kept` paths without parameters."""
     paths = dict(model.named_modules())
     own = {
         path
@@ -127,7 +127,7 @@ def _check_kept(plan: Plan, model: nn.Module) -> None:
     }
     for number, path in enumerate(plan.precision.kept):
         if path not in own:
-            what = "has no parameters of its own" if path in paths else "the model does not have"
+            what = "has no own parameters" if path in paths else "the model does not have"
             where = _lined(plan, f"precision.kept[{number}]")
             raise GulliverError(f"{where} names {path!r}, which {what}: {nearest(path, own)}")
 
@@ -143,18 +143,18 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
     if plan.lines and plan.model.parameters not in (0, found.parameters):
         told = plan.describe_field("model.parameters")
         raise GulliverError(
-            f"{told}, and the model has {found.parameters}: leave section model out"
+            f"{told}, but the model has {found.parameters}: leave section model out"
         )
     return found
 
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
-    """How tensors are cut over the tensor axis; None if they are not."""
+    """How tensors are sharded over the tensor axis; None if they are not."""
     # Styles that differ from the known ones were edited by hand, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
         return None
-    # Dropout is refused, or drawn, by the steps that follow: see `check_positions`.
+    # Dropout is rejected, or drawn, by the steps that follow: see `check_positions`.
     rest = layout.replicate_rest, True
     found = plan_tensor(model, size, layout.rules, *rest)
     _check_rules(plan, model)
@@ -169,7 +169,7 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
         if rule is not None:
             raise GulliverError(
                 f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: one of them has to go"
+                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: remove one of them"
             )
         if path not in paths:
             where = f"tensor.modules names {path!r}{lines[path]}"
@@ -199,11 +199,11 @@ def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Refuses rules of a file that match no module."""
+    """Rejects rules of a file that match no module."""
     for rule in _unfit_rules(plan, model) if plan.lines else ():
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
-        raise GulliverError(f"{where} fits no module of the model: {nearest(rule, ends)}")
+        raise GulliverError(f"{where} matches no module of the model: {nearest(rule, ends)}")
 
 
 def styles_of(plan: TensorPlan) -> dict[str, str]:
@@ -225,23 +225,23 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
     numbers, count = stages_by_rank(line.schedule, size, chunks), len(stack.blocks)
     if plan.lines and len(line.cut) == size * chunks and sum(line.cut) != count:
         told = plan.describe_field("pipeline.cut")
-        raise GulliverError(f"{told} sums to {sum(line.cut)}, the model has {count} blocks")
+        raise GulliverError(f"{told} sums to {sum(line.cut)}, but the model has {count} blocks")
     return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
-    """Refuses wrong declarations about blocks before any of them runs."""
+    """Rejects wrong declarations about blocks before any of them runs."""
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):
         told, kind = plan.describe_field("pipeline.extra"), type(model).__name__
         right = "null" if known is None else known
-        raise GulliverError(f"{told}, and blocks of {kind} need {right}, or -1 to detect it")
+        raise GulliverError(f"{told}, but blocks of {kind} need {right}, or -1 to detect it")
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     for number, path in enumerate(line.after):
         inside = any(path == block or path.startswith(f"{block}.") for block in stack.blocks)
         if inside or model.get_submodule(path) is embedding:
-            what = "is in the blocks" if inside else "embeds what the blocks run on"
+            what = "is in the blocks" if inside else "embeds the input of the blocks"
             where = _lined(plan, f"pipeline.after[{number}]")
             raise GulliverError(f"{where} names {path!r}, which {what}")
 
@@ -269,7 +269,7 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
             where = f"zero.chunks[{number}].tensors"
             if name not in known:
                 told = f"{_lined(plan, where)} names {name!r}"
-                raise GulliverError(f"{told}, which is no parameter: {nearest(name, known)}")
+                raise GulliverError(f"{told}, which is not a parameter: {nearest(name, known)}")
             if order.count(name) > 1:
                 raise GulliverError(f"{_lined(plan, where)} names {name!r}, which is named twice")
     found = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
@@ -333,7 +333,7 @@ def differences(given: Plan, found: Plan) -> str | None:
     if not names:
         return None
     told = ", ".join(_lined(given, name) for name in names)
-    return f"plan: results follow from the choices and were computed anew: {told}"
+    return f"plan: results depend on the choices and were recomputed: {told}"
 
 
 def _says(plan: Plan, name: str) -> bool:

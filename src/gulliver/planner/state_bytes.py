@@ -53,7 +53,7 @@ class StateBytes:
     later: int = 0
     # Forwards and backwards of a step, where a pipeline has several of each.
     passes: Passes = ()
-    # Paths of the blocks that backward computes again.
+    # Paths of the blocks that backward recomputes.
     blocks: tuple[str, ...] = ()
     # Whether ranks run unequal work: inside a step each has copies of whole chunks.
     unequal: bool = False
@@ -92,7 +92,7 @@ class StateBytes:
 
     @property
     def has_copies(self) -> bool:
-        """Whether whole chunks of parameters are objects of their own."""
+        """Whether full chunks of parameters are separate objects."""
         return self.unequal and self.parts > 1
 
     def is_gathered(self, number: int) -> bool:
@@ -102,7 +102,7 @@ class StateBytes:
     def together(self) -> list[tuple[int, int]]:
         """First and last chunk that are in use at the same time as each chunk.
 
-        What a block has computed again looks at its parameters until its gradients are there.
+        What a block has recomputed looks at its parameters until its gradients are there.
         """
         homes: dict[str, list[int]] = {}
         names = {name for chunk in self.chunks for name in chunk.names}
@@ -127,7 +127,7 @@ class StateBytes:
 
 
 class Shares:
-    """The ``static`` policy: shares of each kind stay, by the order of objects."""
+    """The ``static`` policy: shares of each kind stay, in object order."""
 
     def __init__(self, leaving: Mapping[str, float]) -> None:
         self._leaving = leaving
@@ -141,7 +141,7 @@ class Shares:
         return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})
 
     def keeps(self, kind: str, nbytes: int) -> bool:
-        """Whether the next object of a kind must stay."""
+        """Whether the next object of a kind must stay on the device."""
         if kind not in self._leaving:
             return False
         self._seen[kind] += nbytes

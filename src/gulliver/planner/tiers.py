@@ -63,8 +63,8 @@ class MemoryTiers:
         """The section of a plan."""
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
-                f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit is of the "
-                "host's memory; leave host_limit out, and name a disk"
+                f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit covers host "
+                "memory; use a disk instead"
             )
         whole = memory_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         host = 0
@@ -89,9 +89,9 @@ class MemoryTiers:
 def split_disk(text: str) -> tuple[str, str]:
     """Folder and size of ``/scratch:100GiB``; the folder may have colons."""
     folder, _, size = text.rpartition(":")
-    right = f"give a folder and a size, such as disk='{folder or text}:100GiB'"
+    right = f"set a folder and a size, such as disk='{folder or text}:100GiB'"
     if not folder:
-        raise GulliverError(f"disk={text!r} says not how much may lie there: {right}")
+        raise GulliverError(f"disk={text!r} has no size: {right}")
     try:
         byte_size("disk", size, _ANY)
     except GulliverError as error:
@@ -112,7 +112,7 @@ def plan_tiers(
     cluster: Cluster | None,
     chosen: bool,
 ) -> Plan:
-    """Chooses the fate of activations and the size of chunks by the seconds of a step."""
+    """Chooses the treatment of activations and the chunk size by predicted step time."""
     given = cut_model(plan, model, optimizer)
     assert plan.tiers is not None, "the plan has a limit"
     rates = tier_rates(plan.tiers, cluster or current_cluster(plan.mesh.size))
@@ -157,7 +157,7 @@ class OffloadTiers:
     host: int = 0
     # Folder on the disk of a rank; None for none.
     disk: str | None = None
-    # Bytes of a rank that may lie there.
+    # Bytes of a rank that may be there.
     disk_bytes: int = 0
 
     def __bool__(self) -> bool:
@@ -183,18 +183,18 @@ class OffloadTiers:
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:
-        """Refuses tiers that the machines do not have, or whose speed is not known."""
+        """Rejects tiers that the machines lack, or whose speed is unknown."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
-                f"host={size_text(self.host)}: ranks of {cluster.name} compute in the host's "
-                "memory, which the limit is of; name a disk"
+                f"host={size_text(self.host)}: ranks of {cluster.name} compute in host memory, "
+                "which the limit covers; use a disk"
             )
         if self.disk is not None and cluster.disk is None:
             raise GulliverError(
-                f"disk={self.disk!r}: {cluster.name} tells no rates of a disk; gulliver probe "
-                f"--folder {self.disk} measures them, or write them into the cluster's file"
+                f"disk={self.disk!r}: {cluster.name} has no disk rates; measure them with gulliver "
+                f"probe --folder {self.disk}, or add them to the cluster's file"
             )
 
 
 NOTHING = OffloadTiers()
-"""No memory behind the ranks'."""
+"""No slower tiers."""

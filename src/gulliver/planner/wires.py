@@ -35,7 +35,7 @@ from gulliver.planner.resolve import predict_memory
 from gulliver.precision.wire.formats import WireFormat, wire_format
 
 SAMPLE_BYTES = 1 << 20
-"""Size of the message that is judged by where those of a step are not known."""
+"""Message size for decisions if a step's sizes are unknown."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class WireOptions(Options):
         formats: format of each kind that was named.
         every: format of all kinds that there are; None where kinds were named.
         force: whether it is done even where it is predicted to be slower.
-        feedback: whether what packing loses of a gradient is added to the next one.
+        feedback: whether packing errors of a gradient are added to the next one.
         gate: whether gradients are compared with unpacked ones now and then.
     """
 
@@ -76,13 +76,13 @@ class WireOptions(Options):
         return cls(formats, None, force, feedback, gate)
 
     def check_equal_on_ranks(self) -> None:
-        """Refuses options that differ between ranks; every rank calls it."""
+        """Rejects options that differ between ranks (collective)."""
         every = [str(asked) for asked in gather_objects((self.formats, self.every, *self.switches))]
         other = next((rank for rank, asked in enumerate(every) if asked != every[0]), None)
         if other is not None:
             raise GulliverError(
-                f"ranks ask for other wire formats: rank 0 for {every[0]}, rank {other} for "
-                f"{every[other]}: pass the same communication_dtype, and what belongs to it, on all"
+                f"wire formats differ: rank 0 has {every[0]}, rank {other} has {every[other]}; "
+                "pass the same communication options on all ranks"
             )
 
     @property
@@ -135,8 +135,8 @@ def decide(
         what = "a step" if by_kind[kind] else "a message of 1 MiB"
         verb = "stays off" if off else "pays" if packed < plain else "is forced"
         reasons[f"wire.{kind}"] = (
-            f"{wire} {verb}: {what} {1e3 * plain:.3g} ms as it is, {1e3 * packed:.3g} ms packed "
-            f"to {100 * wire.ratio():.0f} % (packing {1e3 * packing:.3g} ms)"
+            f"{wire} {verb}: {what} {1e3 * plain:.3g} ms unpacked, {1e3 * packed:.3g} ms packed to "
+            f"{100 * wire.ratio():.0f} % (packing {1e3 * packing:.3g} ms)"
             + ("; force_communication_dtype=True overrides" if off else "")
         )
     feedback = plan.wire.error_feedback and formats["reduce"] != "identity"

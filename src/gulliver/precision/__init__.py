@@ -1,4 +1,4 @@
-"""Number formats: what travels between ranks, FP8 linears, int8 inference."""
+"""Number formats: wire formats, FP8 linear layers, int8 inference."""
 
 from typing import TYPE_CHECKING
 

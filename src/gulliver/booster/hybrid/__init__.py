@@ -1,5 +1,5 @@
 """Hybrid parallelism: tensor, sequence and pipeline axes over one model.
 
-Read `steps`, which cuts a model in place; `checks` refuses what cannot be cut, and `mesh` has the
+Read `steps`, which cuts a model in place; `checks` rejects what cannot be cut, and `mesh` has the
 rank groups.
 """

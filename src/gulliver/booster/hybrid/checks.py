@@ -1,7 +1,7 @@
-"""Refuses what would silently compute something else in a cut model.
+"""Rejects features whose results would silently change in a sharded model.
 
 Hooks of the user, norms with statistics of the batch, options of embeddings, virtual tokens of
-PEFT: each is refused by name while the model is whole, or carried over.
+PEFT: each raises before the model is sharded, or is carried over.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STAYS = ("summed", "experts", "parameters", "latent")
 
 
 def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> None:
-    """Refuses a user's hooks that would be lost, or would see a part of what they saw."""
+    """Rejects user hooks that would be lost, or would see a shard of their tensor."""
     if plan is not None:
         _check_replaced(model, plan)
         _check_beneath(model, plan.sites, "would see the features or heads of one rank")
@@ -70,8 +70,8 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
         for name in placed.dims:
             if _users(hooks_of(module._parameters[name])):
                 raise GulliverError(
-                    f"{path}.{name} has hooks, and tp_size={plan.size} cuts this parameter: "
-                    "register them on the model's parameters after boost, or leave tp_size out"
+                    f"{path}.{name} has hooks, but tp_size={plan.size} shards this parameter: "
+                    "register them after boost, or leave tp_size out"
                 )
         if how.kind in STAYS:
             continue
@@ -87,18 +87,18 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
-    """Refuses hooks of modules that lie beneath some."""
+    """Rejects hooks of modules below given ones."""
     starts = tuple(f"{path}." if path else "" for path in paths)
     for path, module in model.named_modules():
         if path and path.startswith(starts) and _users(hooks_of(module)):
             raise GulliverError(
-                f"{path} has hooks, which {why}: register them after boost, if that is what they "
-                "are to see, or leave that parallelism out"
+                f"{path} has hooks, which {why}: register them after boost if that is intended, or "
+                "leave that parallelism out"
             )
 
 
 def _users(hooks: Iterable[Any]) -> list[Any]:
-    """The hooks that the user has registered, not a library for its own ends."""
+    """Hooks that the user has registered, without those of libraries."""
     return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in LIBRARIES]
 
 
@@ -109,9 +109,9 @@ def _module_of(hook: Any) -> str:
 
 
 class TrailingHooks:
-    """Runs a user's hooks on outputs after ours, which are registered later.
+    """Runs a user's output hooks after ours, which are registered later.
 
-    Logits are brought together, and losses computed, by hooks of ours.
+    Logits are gathered, and losses computed, by hooks of ours.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -123,13 +123,13 @@ class TrailingHooks:
         ]
 
     def restore(self) -> None:
-        """Moves them behind the others."""
+        """Moves user hooks after ours."""
         for module, hooks in self.known:
             order_outputs_hooks(module, hooks)
 
 
 def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
-    """Refuses norms whose statistics would be of a part of the batch."""
+    """Rejects norms whose statistics would cover a part of the batch."""
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
         if module.training and (counts or is_batch_norm(module)):
@@ -142,7 +142,7 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
 
 
 def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
-    """Refuses options of embeddings that count or renormalize what the whole batch looks up."""
+    """Rejects options of embeddings that count or renormalize the whole batch's look-ups."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
@@ -159,7 +159,7 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
 
 
 def check_virtual_tokens(model: nn.Module) -> None:
-    """Refuses PEFT's prompt and prefix tuning in a model that is cut."""
+    """Rejects PEFT's prompt and prefix tuning in a sharded model."""
     if hugging_face_of(model) is model:
         return
     configs: dict[str, Any] = getattr(model, "peft_config", {})
@@ -185,32 +185,32 @@ BLOCKS = "compile its blocks, one by one: block.compile(...)"
 def check_compiled(
     model: nn.Module, plan: TensorPlan | None, lists: Iterable[str], style: str, mode: str | None
 ) -> None:
-    """Refuses compiled modules that cannot be cut."""
+    """Rejects compiled modules that cannot be sharded."""
     for path, module in model.named_modules():
         if is_compiled(module):
             name = path.removesuffix("._orig_mod") or "the model"
-            raise GulliverError(f"{name} is what torch.compile(module) returned: {BLOCKS}")
+            raise GulliverError(f"{name} is the result of torch.compile(module): {BLOCKS}")
         if compiled_call(module) is None:
             continue
         if not path or any(f"{inside}.".startswith(f"{path}.") for inside in lists):
             raise GulliverError(f"{path or 'the model'} is compiled with all its blocks: {BLOCKS}")
         placed = plan.modules.get(path) if plan is not None else None
         if placed is not None and placed.how.kind not in STAYS:
-            raise GulliverError(f"{path} is compiled and is replaced where it is cut: {BLOCKS}")
+            raise GulliverError(f"{path} is compiled but is replaced when it is sharded: {BLOCKS}")
         if mode in SHARED_BY_TENSOR:
             raise GulliverError(
-                f"{path} is compiled, and sequence_parallelism_mode={mode!r} hands it tensors that "
-                "are still under way: leave one of the two out"
+                f"{path} is compiled, and sequence_parallelism_mode={mode!r} passes it tensors "
+                "that are still in flight: leave one of the two out"
             )
         if style_of(style).splits:
             raise GulliverError(
-                f"{path} is compiled, so its backward is one piece, and pp_style={style!r} needs "
-                "it in two: take pp_style='1f1b'"
+                f"{path} is compiled, so its backward cannot be split as pp_style={style!r} needs: "
+                "use pp_style='1f1b'"
             )
 
 
 def refuse_whole(model: nn.Module) -> None:
-    """Refuses to run a cut model that was compiled as a whole after boost."""
+    """Rejects a sharded model that was compiled as a whole after boost."""
     refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
 
     def before(*_: Any) -> None:
@@ -222,7 +222,7 @@ def refuse_whole(model: nn.Module) -> None:
 
 def _refuse(traced: bool) -> None:
     if traced:
-        raise GulliverError(f"the model is cut, and was compiled as a whole: {BLOCKS}")
+        raise GulliverError(f"the model is sharded and was compiled as a whole: {BLOCKS}")
 
 
 # Models that are never whole: built without memory, filled with each rank's part.
@@ -233,10 +233,10 @@ def _refuse(traced: bool) -> None:
 
 @contextmanager
 def lazy_parameters() -> Iterator[None]:
-    """Inside, modules that are built have their parameters on meta, which takes no memory.
+    """Context in which new modules have their parameters on meta, which takes no memory.
 
-    Buffers are made as ever, because their values come from no file. Parameters are made one at a
-    time and let go, so no more than the largest is ever there.
+    Buffers are created as usual, because no file has their values. Parameters are created one at a
+    time and freed, so at most the largest exists at once.
     """
     # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
     register = nn.Module.register_parameter
@@ -255,7 +255,7 @@ def lazy_parameters() -> Iterator[None]:
 
 
 def check_lazy(model: nn.Module, weights: Path | None) -> None:
-    """Refuses a model on meta that nothing would fill."""
+    """Rejects a model on meta without weights to fill it."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -273,7 +273,7 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
 
 
 def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: torch.device) -> None:
-    """Reads this rank's part of a Hugging Face folder; every rank calls it."""
+    """Reads this rank's part of a Hugging Face folder (collective)."""
     materialize(model, device)
     tied = {name: first for name, first in aliases.items() if name != first}
     raise_on_any_rank(
@@ -281,7 +281,7 @@ def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: to
     )
 
 
-# Refuses models that cannot be cut as a plan says, while they are whole.
+# Rejects models that cannot be cut as a plan says, while they are whole.
 
 
 # Least share of the parameters of the blocks that is cut without a warning.
@@ -289,12 +289,12 @@ LEAST_SHARE = 0.5
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
-    """Refuses models that were boosted before, and adapters that no plan supports."""
+    """Rejects models that were boosted before, and unsupported adapters."""
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError(
-            "the model is boosted already: boost it once here, or build it anew; two optimizers of "
+            "the model is boosted already: boost it once, or build a new one; two optimizers of "
             "one model, such as Muon and AdamW, need LowLevelZeroPlugin below stage 3"
         )
 
@@ -306,7 +306,7 @@ def check_cut(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> None:
-    """Refuses what a plan cannot do to a model, before anything is changed."""
+    """Rejects unsupported models before anything is changed."""
     family, mode = family_of(model), plan.sequence.mode
     sizes = plan.mesh.of("tensor"), plan.mesh.of("sequence")
     check_sizes(mode, *sizes)
@@ -341,7 +341,7 @@ def check_cut(
 
 
 def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None:
-    """Refuses blocks that cannot be recomputed."""
+    """Rejects blocks that cannot be recomputed."""
     known = recomputable(plan, model, stages) if plan.recompute else ()
     if plan.recompute and not known:
         raise GulliverError(NO_BLOCKS)
@@ -349,15 +349,15 @@ def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None
         if path not in known:
             line = plan.line_text(f"recompute[{number}]") or plan.line_text("recompute")
             raise GulliverError(
-                f"recompute names {path!r}{line}, which is no block "
-                f"of the model: {nearest(path, known)}"
+                f"recompute names {path!r}{line}, which is not a block of the model: "
+                f"{nearest(path, known)}"
             )
     if plan.mesh.of("pipeline") == 1:
         check_uncompiled(model, plan.recompute)
 
 
 def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
-    """Refuses a cut that leaves the blocks whole; says where it leaves most of them so."""
+    """Rejects tensor parallelism that shards no block; warns if most parameters stay unsharded."""
     share, size = tensor.share_of(model), tensor.size
     if share == 0 and not plan.tensor.rules:
         raise GulliverError(
@@ -375,7 +375,7 @@ def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
 
 
 def _check_outputs(plan: Plan, model: nn.Module) -> None:
-    """Refuses losses of routers that each rank would have a part of."""
+    """Rejects router losses of which each rank would have a part."""
     if plan.sequence.mode not in SHARED_BY_TENSOR and plan.mesh.of("pipeline") == 1:
         return
     if asks_routers(model, {}):
@@ -387,7 +387,7 @@ def _check_outputs(plan: Plan, model: nn.Module) -> None:
 
 
 def _check_stages(plan: Plan, model: nn.Module, stages: Stages) -> None:
-    """Refuses blocks that cannot be run in stages."""
+    """Rejects blocks that cannot be run in stages."""
     stack, found, numbers = stages
     check_stages(model, stack)
     line = plan.pipeline

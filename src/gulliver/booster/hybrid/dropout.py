@@ -9,7 +9,7 @@ It follows from what ran before and from shapes:
 - elsewhere in blocks whose sequence is cut over the tensor ranks, dim 1 is cut as `SharedSequence`
   says; all else is whole.
 
-A shape that does not fit is refused: nobody would notice a mask for the wrong part.
+A shape that does not fit is rejected: no one would notice a mask for the wrong part.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ActivationParts:
             if found is not None:
                 assert isinstance(found, SharedSequence)
                 self.shared[path] = found
-            # A recomputation may end between columns and rows: the next block begins anew.
+            # A recomputation may end between columns and rows: the next block begins again.
             for block in stack.children():
                 block.register_forward_pre_hook(self._join)
         model.register_forward_pre_hook(self._join, prepend=True)
@@ -163,8 +163,8 @@ def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
 
 def _unknown_part(path: str, x: Tensor, wanted: str) -> GulliverError:
     return GulliverError(
-        f"{path} drops elements of {tuple(x.shape)}, of which it is not known where they stand in "
-        f"the whole (expected {wanted}): set it to 0, or take dropout='alike'"
+        f"{path} drops elements of {tuple(x.shape)}, whose position in the full tensor is unknown "
+        f"(expected {wanted}): set it to 0, or use dropout='alike'"
     )
 
 
@@ -204,11 +204,11 @@ ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
 # Forwards that may be recomputed: far more than micro-batches are in flight.
 REMEMBERED = 4096
 
-INSTEAD = "set it to 0 in the model's configuration, or take dropout='alike'"
+INSTEAD = "set it to 0 in the model's configuration, or use dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:
-    """Whether dropout is to be drawn as one process would draw it."""
+    """Whether dropout draws the same mask as one process."""
     # Of a model that is cut into stages: on any of them, so ask while it is whole.
     by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
     return by_position and bool(dropouts_of(model))
@@ -217,7 +217,7 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
 def check_positions(
     model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
 ) -> None:
-    """Refuses dropout that cannot be drawn by position."""
+    """Rejects dropout that cannot be drawn by position."""
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
@@ -242,7 +242,7 @@ def _drops(path: str, module: nn.Module) -> list[str]:
 def _unknown(
     model: nn.Module, path: str, module: nn.Module, name: str, plan: TensorPlan | None
 ) -> str | None:
-    """Why a module's dropout cannot be drawn by position; None where it can."""
+    """Why a module's dropout cannot be drawn by position; None if it can."""
     if isinstance(module, DROPOUTS) and not isinstance(module, nn.Dropout):
         return f"({type(module).__name__}) drops whole features, which are not drawn by position"
     if isinstance(module, nn.MultiheadAttention):
@@ -277,7 +277,7 @@ class _Frame:
 
 
 class PositionDropout:
-    """Draws the masks of a model; all its ranks make one."""
+    """Draws the dropout masks of a model; created on all its ranks."""
 
     # [Note: the forward that is recomputed]
     #
@@ -287,7 +287,7 @@ class PositionDropout:
     # is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
     # its state is put back afterwards. Outside of a forward a site that runs is being recomputed.
     # How often sites ran before, the recomputation does not see; one that runs more than once in a
-    # forward is refused there, unless the site that calls it is recomputed with it.
+    # forward is rejected there, unless the site that calls it is recomputed with it.
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.model = mesh, model
@@ -307,7 +307,7 @@ class PositionDropout:
         return self
 
     def begin(self, batch: Any = None) -> None:
-        """Takes a seed for a batch, the same on all ranks that read it."""
+        """Sets the seed of a batch, which must be the same on all ranks that read it."""
         if not self.model.training:
             return
         rank_group, device = self.mesh.model, next(self.model.parameters()).device
@@ -321,7 +321,7 @@ class PositionDropout:
         self._next = Forward(mix(int(drawn), self.mesh.data.rank))
 
     def before(self, start: int, samples: int) -> None:
-        """Says which samples of the batch the next forward has."""
+        """Sets which samples of the batch the next forward has."""
         self._next = Forward(self._next.seed, start, samples)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -350,8 +350,8 @@ class PositionDropout:
             if site.repeated:
                 raise GulliverError(
                     f"{site.path} drops at random, runs several times in a forward, and is "
-                    "recomputed without what calls it, so that nobody knows which time it is: "
-                    "recompute whole blocks, or take dropout='alike'"
+                    "recomputed without what calls it, so its calls cannot be distinguished: "
+                    "recompute whole blocks, or use dropout='alike'"
                 )
             counted = Counter()
         frame = _Frame(site, counted[site.path])
@@ -360,12 +360,12 @@ class PositionDropout:
         self.frames.append(frame)
 
     def leave(self, site: _Site) -> None:
-        """Called when a site's module ends, in whatever way."""
+        """Called when a site's module ends, also by an exception."""
         while self.frames and self.frames.pop().site is not site:
             pass
 
     def draw(self, x: Tensor, p: float, inplace: bool = False) -> Tensor:
-        """Dropout of what the innermost site computes on this rank."""
+        """Draws the dropout of the innermost site on this rank."""
         frame, forward = self.frames[-1], self._forwards.get(torch.initial_seed())
         if forward is None:
             raise GulliverError(
@@ -382,7 +382,7 @@ class PositionDropout:
 
 
 class _Site(TorchFunctionMode):
-    """Sees the calls of torch's functions while one module runs."""
+    """Intercepts torch functions while one module runs."""
 
     def __init__(self, path: str, drops: PositionDropout) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ class _Site(TorchFunctionMode):
         single = func is torch.rand and args == ([],)  # for a layerdrop, which is 0 here
         if func in OTHERS and asked and not single:
             raise GulliverError(
-                f"{self.path} calls {func.__name__}, whose masks are not drawn by position: "
+                f"{self.path} calls {func.__name__}, whose masks cannot be drawn by position: "
                 f"{INSTEAD}"
             )
         return func(*args, **kwargs)
@@ -448,7 +448,7 @@ def _given(kwargs: dict[str, Any], args: tuple[Any, ...], name: str, at: int, de
 
 
 def _sites_of(model: nn.Module) -> list[str]:
-    """Paths of modules that drop, and of those that have them and may drop as they say."""
+    """Paths of modules with dropout, and of those that may call it themselves."""
     paths: dict[str, None] = {}
     for path, module in model.named_modules():
         if not _drops(path, module):

@@ -61,7 +61,7 @@ def token_losses(
 def mean_over_ranks(
     losses: Tensor, labels: Tensor, groups: SequenceGroups, counting: Counting
 ) -> Tensor:
-    """The mean over all tokens that count, of which each rank has its own."""
+    """The mean over all counted tokens, which are sharded over ranks."""
     total = losses.sum()
     count = (labels != counting.ignore_index).sum()
     if counting.items is not None:
@@ -81,7 +81,7 @@ def mean_over_ranks(
 
 
 def leave(x: Tensor, groups: SequenceGroups, length: int) -> Tensor:
-    """The whole of a tensor of which each rank has its tokens, ``[batch, tokens, ...]``."""
+    """Gathers a tensor sharded by tokens, ``[batch, tokens, ...]``."""
     if groups.plan.degree == 1:
         return x
     return unshard(x, groups, 1, length, gradient="alike")
@@ -152,7 +152,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, over a sequence that lies on several ranks."""
+    """Attention as transformers calls it, over a sequence that is sharded over ranks."""
     call: SequenceCall | None = others.get(KEY)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check(module, call, attention_mask, causal, sliding_window, others)
@@ -182,29 +182,31 @@ def _check(
     name = type(module).__name__
     if call is None:
         raise GulliverError(
-            f"{name} was called without what its model's forward prepares: call the wired model, "
-            "not a part of it; cross-attention does not run under sequence parallelism"
+            f"{name} was called outside the wired model's forward: call the model, not a part of "
+            "it; cross-attention does not run under sequence parallelism"
         )
     if attention_mask is not None:
         raise GulliverError(
             f"{name} got a dense mask of shape {tuple(attention_mask.shape)}: give padding as "
-            "attention_mask [batch, length] and documents by position_ids that begin anew"
+            "attention_mask [batch, length] and documents by position_ids that restart"
         )
     found = [bias for bias in BIASES if others.get(bias) is not None]
     if found:
         raise GulliverError(
-            f"{name} asks for {found[0]}, which no ring carries: take "
+            f"{name} needs {found[0]}, which ring attention does not support: use "
             "sequence_parallelism_mode='split_gather'"
         )
     if window is not None and not causal:
-        raise GulliverError(f"{name} asks for a sliding window that is not causal: not supported")
+        raise GulliverError(
+            f"{name} needs a sliding window that is not causal, which is not supported"
+        )
 
 
 # Splits the arguments of a forward: this rank's tokens for the model, the rest for the call.
 #
 # All ranks of a sequence are called with the whole batch, as one process would be. Arguments along
-# the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the
-# loss are kept until the logits are there; plain values pass. Any other tensor is refused by name.
+# the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the loss
+# are kept until the logits are there; plain values pass. Any other tensor is rejected.
 
 
 ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -247,7 +249,7 @@ class OpenedForward:
 
 @dataclass
 class CallArguments:
-    """Arguments by name, from which the reader takes what it understands."""
+    """Arguments by name, which readers pop as they handle them."""
 
     # What is left.
     kwargs: dict[str, Any]
@@ -256,15 +258,14 @@ class CallArguments:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        """The arguments of a forward, those without a name under the name that they have."""
+        """The arguments of a forward, positional ones under their names."""
         names = [p.name for p in _parameters(module.forward) if p.kind != p.VAR_KEYWORD]
         if len(args) > len(names):
-            raise GulliverError(f"{type(module).__name__} takes {len(names)} arguments, not more")
+            raise GulliverError(f"{type(module).__name__} takes at most {len(names)} arguments")
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         return cls({k: v for k, v in named.items() if v is not None}, type(module).__name__)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """An argument, taken out."""
         return self.kwargs.pop(name, default)
 
     def shape(self) -> tuple[int, int, torch.device]:
@@ -281,18 +282,17 @@ class CallArguments:
         raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
 
     def check_all_known(self, known: tuple[str, ...]) -> None:
-        """Refuses what no part of the library understands."""
+        """Rejects arguments that no part of the library handled."""
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
             if name not in known and not plain:
                 raise GulliverError(
-                    f"{name} is not supported where a sequence is shared by several ranks: "
-                    "leave it out"
+                    f"{name} is not supported with sequence parallelism: leave it out"
                 )
         if self.kwargs.get("output_attentions"):
             raise GulliverError(
-                "output_attentions=True needs all scores in one place, and no rank has them: "
-                "leave it out"
+                "output_attentions=True needs all scores on one rank: leave it out with sequence "
+                "parallelism"
             )
 
 
@@ -312,7 +312,7 @@ def sharded_labels(batch: CallArguments, groups: SequenceGroups, own: ModelLoss)
 
 
 def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -> SequenceCall:
-    """Leaves this rank's tokens in the batch, and returns what attention must know."""
+    """Keeps this rank's tokens of the batch, and returns what attention must know."""
     count, length, device = batch.shape()
     check_length(groups, length)
     call = SequenceCall(groups, length)
@@ -332,7 +332,7 @@ def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -
     batch.kwargs["position_ids"] = positions.to(device)
     for name in ("input_ids", "inputs_embeds", "token_type_ids"):
         if name in batch.kwargs:
-            # Nobody reduces the gradient of what a user gives: each rank gets it as one process.
+            # No one reduces the gradient of what a user gives: each rank gets it as one process.
             batch.kwargs[name] = shard(batch.kwargs[name], groups, gradient="mean")
     return call
 
@@ -344,14 +344,14 @@ def _padding(batch: CallArguments, count: int, length: int) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.shape != (count, length):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise GulliverError(
-            f"attention_mask {shape}: expected 0 and 1 of shape [{count}, {length}]; other masks "
-            "are described by position_ids that begin anew, or document_ids"
+            f"attention_mask {shape}: expected 0 and 1 of shape [{count}, {length}]; describe "
+            "other masks by position_ids that restart, or document_ids"
         )
     return mask.detach().cpu() != 0
 
 
 def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences) -> Tensor | None:
-    """The document that each token belongs to; None for one."""
+    """The document that each token belongs to; None for one document."""
     ids = batch.kwargs.get("document_ids")
     ends, key_ends = batch.take("cu_seq_lens_q"), batch.take("cu_seq_lens_k")
     for name in MASK_SIZES:
@@ -361,7 +361,7 @@ def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences
         return ids if ids.dim() == 2 else ids.unsqueeze(0)
     if ends is not None:
         if key_ends is not None and not torch.equal(ends, key_ends):
-            raise GulliverError("cu_seq_lens_q and cu_seq_lens_k differ: give the same")
+            raise GulliverError("cu_seq_lens_q and cu_seq_lens_k differ: pass the same for both")
         documents = Mask.packed(ends).documents
         assert documents is not None
         if len(documents) != length:
@@ -378,7 +378,7 @@ def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences
 
 
 def check_length(groups: SequenceGroups, length: int) -> None:
-    """Refuses sequences that are too short to give each rank a token."""
+    """Rejects sequences too short to give each rank a token."""
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(
             n for n in range(length, 4 * groups.plan.degree + 1) if min(groups.plan.lay(n).sizes())

@@ -58,7 +58,7 @@ class HybridMesh:
 
 
 def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str, int]:
-    """Sizes of all axes; what the model does not take goes to the data."""
+    """Sizes of all axes; ranks that the model does not use go to the data axis."""
     for name, size in (("pp_size", pp_size), ("sp_size", sp_size), ("tp_size", tp_size)):
         check_size(name, size)
     model = pp_size * sp_size * tp_size
@@ -74,7 +74,7 @@ def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str,
 
 
 def check_size(name: str, size: object) -> None:
-    """Refuses what is no number of ranks or parts."""
+    """Rejects sizes that are not a positive whole number."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
 
@@ -86,7 +86,7 @@ def make_mesh(
     tensor_wire: WireFormat = IDENTITY,
     pipeline_wire: WireFormat = IDENTITY,
 ) -> HybridMesh:
-    """Makes all groups of a grid, once; every rank of the world calls it."""
+    """Creates all groups of a grid once; called by every rank of the world."""
     assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
     axes = make_axes(sizes, device_type=device_type)
 
@@ -143,7 +143,7 @@ REMEMBERED = 256
 # sequence d times, and the optimizer divides by R: the mean over sequences, whatever d is. It need
 # not know the degree of any of the forwards that it steps for.
 class Degree:
-    """The rank groups that the next forward of a model shares its sequences over."""
+    """The rank groups over which the next forward shards its sequences."""
 
     def __init__(self, planned: SequenceGroups) -> None:
         self.planned = self.now = planned
@@ -162,7 +162,7 @@ class Degree:
         if degree < 1 or whole.degree % degree:
             fits = [n for n in range(1, whole.degree + 1) if whole.degree % n == 0]
             raise GulliverError(f"degree {degree} does not divide the {whole}: one of {fits}")
-        fixed = "blocks lie on several stages" if self.staged else self.fixed
+        fixed = "blocks are on several stages" if self.staged else self.fixed
         if degree != whole.degree and fixed:
             raise GulliverError(f"degree {degree} instead of {whole.degree}: not where {fixed}")
         if degree not in self._made:
@@ -176,12 +176,12 @@ class Degree:
         return self._made[degree]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
-        """Groups of other numbers of ranks side by side, where all ranks share sequences."""
+        """Groups of different sizes next to each other, if all ranks share sequences."""
         # Every rank of the world calls it with the same rows; groups that are new are made. Where a
-        # sequence lies on tensor ranks too, there are groups of the first ones, of the second ones,
+        # sequence is on tensor ranks too, there are groups of the first ones, of the second ones,
         # and so on.
         if self.fixed:
-            raise GulliverError(f"groups that change from step to step: not where {self.fixed}")
+            raise GulliverError(f"groups cannot change from step to step where {self.fixed}")
         key = tuple(tuple(row) for row in rows)
         named = sorted(rank for row in key for rank in row)
         if named != list(range(self.planned.plan.degree)):
@@ -198,7 +198,7 @@ class Degree:
         return self._mixed[key]
 
     def _plan(self, degree: int) -> SequencePlan:
-        """How fewer ranks share a sequence: in the planned way, as far as their number allows."""
+        """The plan for fewer ranks of a sequence, with the same mode as far as possible."""
         whole = self.planned.plan
         if degree == whole.degree:
             return whole
@@ -209,19 +209,19 @@ class Degree:
 
 
 def put_degree(model: nn.Module, degree: Degree) -> None:
-    """Gives a model that is wired for a sequence its `Degree`."""
+    """Attaches a `Degree` to a model that is wired for sequence parallelism."""
     object.__setattr__(model, ATTRIBUTE, degree)
 
 
 def degree_of(model: nn.Module) -> Degree | None:
-    """The `Degree` of a model that shares sequences; None where they are whole."""
+    """The `Degree` of a model that shards sequences; None otherwise."""
     return vars(hugging_face_of(model)).get(ATTRIBUTE)
 
 
 def readers(
     model: nn.Module, planned: RankGroup, tensor: RankGroup, stages: RankGroup = ALONE
 ) -> list[RankGroup]:
-    """Rank groups whose ranks read the same batch, and along which batches are compared."""
+    """Rank groups that read the same batch, along which batches are compared."""
     # The first one has all ranks of a pipeline, which tell each other what state they are in.
     degree = degree_of(model)
     if degree is None or degree.now is degree.planned:
@@ -231,9 +231,9 @@ def readers(
 
 @contextmanager
 def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
-    """Lets forwards and backwards inside share sequences over groups of several sizes."""
+    """Lets forwards and backwards inside shard sequences over groups of several sizes."""
     # Every rank of the world calls it with the same rows. What one rank runs inside is of one
-    # group, so that blocks that are computed again in backward need not remember which.
+    # group, so that blocks that are recomputed in backward need not remember which.
     before, lasting = degree.now, degree.lasting
     degree.now, degree.lasting = degree.of_rows(rows), True
     degree.varied = degree.varied or degree.now is not degree.planned
@@ -245,10 +245,11 @@ def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[Seq
 
 @contextmanager
 def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
-    """Lets forwards inside share each sequence between `degree` ranks, instead of the plan's.
+    """Context in which forwards shard each sequence over `degree` ranks instead of the plan's.
 
     Every rank of the world calls it with the same degree. Neighbours on the sequence axis share a
-    sequence and read one batch; others may read others. Gradients are the mean over all of them.
+    sequence and read one batch; other groups may read other batches. Gradients are the mean over
+    all of them.
 
     Args:
         model: boosted model that shares sequences over ranks of their own.
@@ -259,12 +260,12 @@ def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
         how many there are.
 
     Raises:
-        GulliverError: the model does not share sequences, or not so.
+        GulliverError: the model does not shard sequences, or not over so many ranks.
     """
     state = degree_of(model)
     if state is None or state.planned.plan.degree == 1:
         raise GulliverError(
-            f"{type(model).__name__} shares no sequences, so that there is no degree to change: "
+            f"{type(model).__name__} does not shard sequences, so it has no degree to change: "
             "boost it with sp_size and sequence_parallelism_mode 'all_to_all' or 'ring_attn'"
         )
     before, state.now = state.now, state.of(degree)

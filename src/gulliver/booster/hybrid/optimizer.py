@@ -36,7 +36,7 @@ Held = dict[str, tuple[Tensor, Region | None]]
 
 
 class HybridOptimizer(ZeroOptimizer):
-    """ZeRO over the data and sequence axes, norms over the whole model."""
+    """ZeRO over the data and sequence axes, with norms over the full model."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HybridOptimizer(ZeroOptimizer):
         before: Callable[[int], None],
         state: str,
     ) -> Tensor | None:
-        """Runs micro-batches of a step of unequal work through the pipeline."""
+        """Runs micro-batches of unequal work through the pipeline."""
         assert self.pipeline is not None, "the model is not cut into stages"
         self._apart = True
         with step.several() as scale:
@@ -124,7 +124,7 @@ class HybridOptimizer(ZeroOptimizer):
             )
 
     def penalty(self, term: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """A sum over all trained parameters of the whole model, to be added to a loss."""
+        """A sum over all trained parameters of the full model, to be added to a loss."""
         # A sum over `model.parameters()` has right gradients too, but counts only what this rank
         # has of them: ranks would show different losses.
         if self.pipeline_stage is not None:
@@ -153,7 +153,7 @@ class HybridOptimizer(ZeroOptimizer):
         return super()._vote_and_flush()
 
     def join_copies(self) -> None:
-        """Adds up the gradients of weights that several stages hold, once for each schedule."""
+        """Sums the gradients of weights that several stages hold, once per schedule."""
         if self.pipeline_stage is None or not self._apart:
             return
         self._apart = False
@@ -167,14 +167,14 @@ class HybridOptimizer(ZeroOptimizer):
         return total
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name, where there is one; every rank calls it."""
+        """Full averaged gradients by name (collective)."""
         # They travel as objects: for looking at, not for training with.
         held = super().full_gradients()
         regions = {name: region_of(p) for p, name in self.names.items()}
         return self._joined({name: (g.clone(), regions[name]) for name, g in held.items()})
 
     def _joined(self, held: Held) -> dict[str, Tensor]:
-        """Whole tensors of what the ranks of one model hold of them."""
+        """Full tensors from the shards on the ranks of one model."""
         found: dict[str, Tensor] = {}
         for part in (
             gather_objects(held, self.mesh.shards.process_group) if self._is_cut else [held]
@@ -195,7 +195,7 @@ class HybridOptimizer(ZeroOptimizer):
 
 
 class _Opened(Mapping[str, Tensor]):
-    """Gradients by name, each opened when it is asked for: in tiers there may be room for few."""
+    """Gradients by name, loaded on access, as there may be memory for only a few."""
 
     def __init__(self, names: Sequence[str], opened: Callable[[str], Tensor]) -> None:
         self._names, self._opened = dict.fromkeys(names), opened
@@ -214,7 +214,7 @@ class _Opened(Mapping[str, Tensor]):
 
 
 def _weighted_norm(counted: Mapping[str, float], sharded: ShardedChunk, gradient: Tensor) -> Tensor:
-    """The squared norm of a gradient shard, of which each parameter counts with a weight."""
+    """The squared norm of a gradient shard, with a weight per parameter."""
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
         run = gradient[piece.start : piece.end]
@@ -223,7 +223,7 @@ def _weighted_norm(counted: Mapping[str, float], sharded: ShardedChunk, gradient
 
 
 def _buffers_before(stage: Stage) -> set[str]:
-    """Names of buffers that an earlier stage has, too; every rank of the pipeline calls it."""
+    """Names of buffers that an earlier stage has too (collective over the pipeline)."""
     found = gather_objects(list(persistent_buffers(stage.model)), stage.rank_group.process_group)
     # A group numbers its ranks in ascending order, a rank group need not.
     by_rank = dict(zip(sorted(stage.rank_group.ranks), found, strict=True))

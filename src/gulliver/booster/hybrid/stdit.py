@@ -1,7 +1,7 @@
 """Where the tokens of a clip are cut, and how attention reaches over the cut.
 
 Tokens [B, T, S, C] are cut along the spatial dim S or the temporal dim T. Attention along the other
-dim needs nobody else; attention along the cut runs
+dim needs no one else; attention along the cut runs
 
 - by *swap*: the whole attention with the other dim cut instead, an all-to-all before it and one
   after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank
@@ -50,7 +50,7 @@ FRAMES, PLACES = 1, 2
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to run a clip on several ranks."""
+    """One way to shard a clip over ranks."""
 
     # Dim of the tokens that is cut, `FRAMES` or `PLACES`.
     cut: int
@@ -71,7 +71,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Width:
-    """Sizes of a model that decide what a clip costs, on one tensor rank."""
+    """Model sizes that determine the cost of a clip, on one tensor rank."""
 
     channels: int
     # Number of heads of this rank.
@@ -102,7 +102,7 @@ class Clip:
         return self.frames if dim == FRAMES else self.places
 
     def attention(self, dim: int, width: Width) -> Shape:
-        """The attention along a dim, of the whole clip."""
+        """The attention along a dim of the full clip."""
         rows = self.batch * self.size(FRAMES + PLACES - dim)
         heads = width.heads, width.heads
         return Shape(rows, *heads, self.size(dim), width.head_dim, dtype=width.dtype)
@@ -110,7 +110,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class PredictedScheme:
-    """A scheme and what it should cost in one forward and backward of all blocks."""
+    """A scheme and its predicted cost in one forward and backward of all blocks."""
 
     scheme: Scheme
     # Seconds of the rank with most to do.
@@ -121,7 +121,7 @@ class PredictedScheme:
 
 @dataclass(frozen=True)
 class ChosenScheme:
-    """The scheme with the least predicted seconds, and the others."""
+    """The scheme with the lowest predicted time, and the others."""
 
     # Scheme to use.
     scheme: Scheme
@@ -167,7 +167,7 @@ def choose_scheme(
 
 
 def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
-    """The ways of a mode for which there are enough heads."""
+    """Modes for which there are enough heads."""
     ways: list[By] = [by for by in WAYS[mode] if by == "swap" or plan.ulysses <= width.heads]
     if not ways:
         raise GulliverError(
@@ -216,14 +216,14 @@ class _Costs:
         return self._linear(self._tokens(cut), w.channels, 4 * w.heads * w.head_dim)
 
     def attention(self, cut: int, along: int) -> float:
-        """Seconds of the rows that a rank has whole while another dim is cut."""
+        """Seconds of the rows that a rank has in full while another dim is sharded."""
         rows = self.clip.batch * self._most(cut) * self.width.heads
         tokens, dims = self.clip.size(along), (self.width.head_dim, self.width.head_dim)
         device = self.cluster.device
         return attention_seconds(device, rows, tokens, tokens, dims, self.dtype, backward=True)
 
     def swap_bytes(self) -> float:
-        """Bytes of one swap on each rank, the mean: what has another owner afterwards."""
+        """Mean bytes per rank that change owner in one swap."""
         frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
         token = self.clip.batch * self.width.channels * self._item()
         return resharding_bytes(frames.sizes(), places.sizes(), token)
@@ -282,7 +282,7 @@ def wire_stdit(
     cluster: Cluster | None = None,
     show: Show | None = None,
 ) -> None:
-    """Makes an STDiT share each clip between the ranks of a sequence, in place."""
+    """Makes an STDiT shard each clip over the ranks of a sequence, in place."""
     # Parameters stay as they are. All ranks of a sequence must call the model with the same inputs
     # and get the same output; gradients of parameters are right once they are averaged over them.
     if not isinstance(model, STDiT3):
@@ -293,13 +293,13 @@ def wire_stdit(
             "share its tensors with tp_size instead, or its blocks with pp_size"
         )
     if any(isinstance(m, ShardedBlock | ShardedFinalLayer) for m in model.modules()):
-        raise GulliverError("this STDiT3 is wired for a sequence already: build it anew")
+        raise GulliverError("this STDiT3 is wired for a sequence already: build a new one")
     width = _width(model, tensor)
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
     degree = Degree(groups)
     adapter = ClipAdapter(degree, tensor, (width, mode, cluster, scheme), show)
-    # Asked for one shape now, so that what is not possible is refused before anything runs.
+    # Asked for one shape now, so that what is not possible is rejected before anything runs.
     _ = adapter.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
     put_degree(model, degree)
     if groups.all.size * tensor.size > 1:
@@ -321,7 +321,7 @@ def wire_stdit(
 
 
 class ClipAdapter:
-    """What the blocks of a model that shares clips have in common; its copies share it, too."""
+    """State shared by the blocks of a model that shards clips, and by its copies."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class ClipAdapter:
         self._choice = choice
         self._show = show
         self._chosen: dict[tuple[int, Clip], ChosenScheme] = {}
-        # Those of the forward under way.
+        # Those of the forward in flight.
         self._opened: SequenceGroups | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -343,7 +343,7 @@ class ClipAdapter:
 
     @property
     def groups(self) -> SequenceGroups:
-        """Ranks that share the clip of the forward under way."""
+        """Ranks that share the clip of the current forward."""
         if self._opened is None and self.degree.lasting:
             return self.degree.now
         if self._opened is None and self.degree.varied:
@@ -359,7 +359,7 @@ class ClipAdapter:
         return choose_scheme(clip, width, self.groups.plan, mode, cluster, fixed)
 
     def scheme(self, x: Tensor, grid: Grid) -> Scheme:
-        """How the clip runs of which `x` is a part; one answer for a whole forward."""
+        """How the clip of `x` is sharded; the same for a whole forward."""
         clip = Clip(len(x), grid.frames, grid.spatial)
         key = self.groups.plan.degree, clip
         if key not in self._chosen:
@@ -369,7 +369,7 @@ class ClipAdapter:
         return self._chosen[key].scheme
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of what all have; its gradient stays where it is."""
+        """This rank's part of a replicated tensor; its gradient stays local."""
         return shard(x, self.groups, dim, gradient="own")
 
     def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:
@@ -377,13 +377,13 @@ class ClipAdapter:
         return swap_sharded_dim(x, cut, other, self.groups, size)
 
     def attention(self, length: int) -> Mix:
-        """Softmax attention over the ranks, of so many tokens."""
+        """Distributed softmax attention for a number of tokens."""
         return partial(attention, groups=self.groups, length=length)
 
     def enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Takes the groups of a forward, and averages the gradients of what the model is given."""
+        """Sets the groups of a forward, and averages gradients of the model's inputs."""
         groups = self._opened = self.degree.now
 
         def averaged(value: Any) -> Any:
@@ -394,13 +394,13 @@ class ClipAdapter:
         return tuple(map(averaged, args)), {name: averaged(v) for name, v in kwargs.items()}
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Forgets the groups; called too when a forward is left in the middle."""
+        """Clears the groups; also called when a forward fails."""
         self._opened = None
 
     def draw_caption_drops(
         self, embedder: nn.Module, args: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
-        """Draws which captions are dropped for all ranks: as the first rank draws."""
+        """Broadcasts the first rank's draw of dropped captions."""
         y, given = args
         assert isinstance(embedder, CaptionEmbedder)
         if given is not None or not embedder.training or embedder.drop <= 0:
@@ -414,7 +414,7 @@ class ClipAdapter:
 
 
 class ShardedBlock(STDiTBlock):
-    """A block on a part of a clip's tokens; the first block is given all and cuts them."""
+    """A block on a shard of a clip's tokens; the first block is given all and shards them."""
 
     adapter: ClipAdapter
     cuts: bool
@@ -437,7 +437,7 @@ class ShardedBlock(STDiTBlock):
         return super().forward(x, y, y_mask, modulation, rotation, grid)
 
     def own(self, x: Tensor, grid: Grid) -> Tensor:
-        """Returns this rank's tokens of those that the block is given."""
+        """Returns this rank's tokens of the block's input."""
         return self.adapter.part(x, self.adapter.scheme(x, grid).cut) if self.cuts else x
 
     def attend(
@@ -463,7 +463,7 @@ class ShardedBlock(STDiTBlock):
 
 
 class ShardedFinalLayer(FinalLayer):
-    """The final layer on a part of the tokens; all ranks get the patches of all."""
+    """The final layer on a shard of the tokens; all ranks get all patches."""
 
     adapter: ClipAdapter
 
@@ -480,7 +480,7 @@ class ShardedFinalLayer(FinalLayer):
 
 
 class _MeanGradient(torch.autograd.Function):
-    """The same; its gradient is averaged over the ranks of a rank group."""
+    """Identity whose gradient is averaged over the ranks of a group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
@@ -496,7 +496,7 @@ class _MeanGradient(torch.autograd.Function):
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """What linears compute in: autocast's dtype, where it is on."""
+    """Dtype of linear layers: autocast's, if it is on."""
     kind = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -505,17 +505,17 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 @cache
 def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """A class that is both, under the second's name: a pipeline may have given a block its own."""
+    """A class that derives from both, named like the second, as pipelines wrap blocks too."""
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 
 def _first(rank_group: RankGroup) -> int:
-    """The number that a rank group's group gives its first rank."""
+    """The index that a rank group's process group gives its first rank."""
     return rank_group.group_order().index(0)
 
 
 def _width(model: STDiT3, tensor: RankGroup) -> Width:
-    """Found from the configuration, so that every pipeline stage finds the same."""
+    """Sizes from the configuration, so that all pipeline stages agree."""
     return Width(
         channels=model.hidden_size,
         heads=max(1, model.num_heads // tensor.size),

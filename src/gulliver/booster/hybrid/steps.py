@@ -1,4 +1,4 @@
-"""Compares the batches of ranks that share one model, and refuses unknown tokens and labels.
+"""Compares the batches of ranks that share one model, and rejects unknown tokens and labels.
 
 All ranks compare first, so they find the same and none waits for one that stopped.
 """
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: Any) -> Vocabulary:
-        """The vocabulary of a model that is whole yet."""
+        """The vocabulary of a model that is not yet sharded."""
         if not is_hugging_face(model):
             return cls()
         try:
@@ -71,7 +71,7 @@ class Vocabulary:
         return cls(tokens, labels, own is not None and own.shifted)
 
     def check(self, batch: Any) -> None:
-        """Refuses tokens and labels out of the vocabulary, as one process does."""
+        """Rejects tokens and labels outside the vocabulary, as one process does."""
         if not isinstance(batch, Mapping):
             return
         for name in TOKENS:
@@ -96,7 +96,7 @@ class Vocabulary:
 def watch_batches(
     model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
 ) -> None:
-    """Compares what a model is called with over the ranks that share it, at every call."""
+    """Compares the inputs of every call over the ranks that share a model."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -138,7 +138,7 @@ def cut_stages(model: nn.Module, stages: Stages | None, mesh: HybridMesh | None)
 def cut_tensors(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, mesh: HybridMesh | None
 ) -> None:
-    """Cuts what this stage has over the tensor axis."""
+    """Shards this stage over the tensor axis."""
     if tensor is None or mesh is None:
         return
     shared = plan.sequence.mode if plan.sequence.mode in SHARED_BY_TENSOR else None
@@ -171,7 +171,7 @@ def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Seque
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
-    """Restricts a plan of the whole model to what a stage has."""
+    """Restricts a plan of the full model to this stage."""
     paths = dict(model.named_modules(remove_duplicate=False))
 
     def held(path: str) -> bool:
@@ -189,7 +189,7 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 
 class WholeModel:
-    """Facts of the whole model that sharding it needs."""
+    """Facts of the unsharded model that sharding it needs."""
 
     def __init__(
         self,
@@ -199,11 +199,11 @@ class WholeModel:
         stages: Stages | None,
     ) -> None:
         self.vocabulary = Vocabulary.of(model)
-        # Paths of the blocks that backward can compute again.
+        # Paths of the blocks that backward can recompute.
         self.recomputable = recomputable(plan, model, stages)
         # Whether its dropout is drawn by position.
         self.drops = drops_by_position(plan, model)
-        # Names of its parameters in the order of use, where chunks are to lie so.
+        # Names of its parameters in the order of use, where chunks are to be so.
         self.order = order_of_use(plan, model)
         # Names of the trainable parameters of each group.
         self.groups = named_groups(model, optimizer)
@@ -229,7 +229,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def rewrite_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, whole: WholeModel
 ) -> dict[nn.Parameter, str]:
-    """Replaces the parameters in the groups by those that this rank has."""
+    """Replaces the parameters in the groups with this rank's."""
     present: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         present.setdefault(whole.aliases[name], parameter)
@@ -251,7 +251,7 @@ def finish(
     stage: Stage | None,
     whole: WholeModel,
 ) -> None:
-    """Makes a cut model draw, read and save as one; a pipeline gets its schedule."""
+    """Sets up random draws, reading and saving of a sharded model, and the pipeline schedule."""
     if mesh is None:
         return
     drops = None
@@ -291,7 +291,7 @@ def finish(
 
 
 def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
-    """Gives ranks that compute the same one seed at each call."""
+    """Seeds ranks that compute the same values alike at each call."""
     device = current_world().device
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
 
@@ -311,7 +311,7 @@ def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
 
 
 def mark_cut(model: nn.Module) -> None:
-    """Marks a model so that neither it nor a copy is written as if it were whole."""
+    """Marks a sharded model, so that neither it nor a copy is saved as if it were complete."""
     vars(model)[CUT] = True
     if hasattr(model, "save_pretrained"):
         vars(model)["save_pretrained"] = _refuse_saving
@@ -319,8 +319,7 @@ def mark_cut(model: nn.Module) -> None:
 
 def _refuse_saving(*_: Any, **__: Any) -> None:
     raise GulliverError(
-        "each rank has a share of this model: booster.save_huggingface and save_model "
-        "write it whole"
+        "this model is sharded: save it with booster.save_huggingface or save_model"
     )
 
 

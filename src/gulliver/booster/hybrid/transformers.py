@@ -13,7 +13,7 @@ Three hooks do it, around the model's own forward:
 
 The *region* of a model runs on cut sequences. Where a head works token by token (`TASKS`) it is the
 whole model with its loss, if that can be computed of pieces (`own_loss`); else it is the base
-model, and all ranks go on with whole hidden states. What differs from model to model is in the
+model, and all ranks continue with whole hidden states. What differs from model to model is in the
 records of their families (`gulliver.families.Sequences`).
 
 Where ranks share tensors but no sequences, only the loss is wired: the head's columns stay apart
@@ -63,13 +63,13 @@ LOCAL_ROPE = ("dynamic", "longrope")
 
 
 def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = ALONE) -> None:
-    """Makes a Hugging Face model share its sequences between ranks, in place."""
+    """Makes a Hugging Face model shard its sequences over ranks, in place."""
     # Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
     # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
     # once they are averaged over the ranks of the sequence.
     #
-    # In training with labels, logits are None, for nobody has them whole; without labels, and
-    # in evaluation, they are whole.
+    # In training with labels, logits are None, for no one has them whole; without labels, and in
+    # evaluation, they are whole.
     task = type(model).__name__.endswith(TASKS)
     shared = groups.plan.degree > 1
     if not shared and (tensor.size == 1 or not task):
@@ -100,7 +100,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
 
 
 def check_sequence(model: nn.Module) -> Sequences:
-    """Returns what is known of a model that is to share its sequences, without changing it."""
+    """Returns the family record of a model that is to shard its sequences; changes nothing."""
     _check_unwired(model)
     known = _sequences_of(model)
     _check_config(model, known)
@@ -109,7 +109,7 @@ def check_sequence(model: nn.Module) -> Sequences:
 
 def _check_unwired(model: nn.Module) -> None:
     if getattr(model, "gulliver_adapter", None) is not None:
-        raise GulliverError("this model is wired for a sequence already: build it anew")
+        raise GulliverError("this model is wired for a sequence already: build it again")
 
 
 def keep_logits(model: nn.Module, keep: bool = True) -> None:
@@ -119,7 +119,7 @@ def keep_logits(model: nn.Module, keep: bool = True) -> None:
 
     Args:
         model: model that shares sequences, or another, which is left alone.
-        keep: whether it does so always; False only where a loss cannot be had otherwise.
+        keep: True always gathers them; False only if the loss cannot be computed otherwise.
     """
     adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
     if adapter is not None:
@@ -128,7 +128,7 @@ def keep_logits(model: nn.Module, keep: bool = True) -> None:
 
 @contextmanager
 def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Lets a model that shares sequences gather its logits inside, if they are wanted."""
+    """Context in which a model that shards sequences gathers its logits, if wanted."""
     adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
     if adapter is None or not wanted:
         yield
@@ -162,16 +162,16 @@ class SequenceAdapter:
 
     @property
     def groups(self) -> SequenceGroups:
-        """Ranks that share the sequences of the next forward; one in flight has its own."""
+        """Ranks that share the sequences of the next forward."""
         return self.degree.now
 
     @property
     def shared(self) -> bool:
-        """Whether sequences are cut; with a degree of 1 the same code runs on one piece."""
+        """Whether sequences are sharded; at degree 1 the same code runs on one piece."""
         return self.degree.planned.plan.degree > 1
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns the arguments that the model is called with on this rank."""
+        """Returns the arguments of the model's call on this rank."""
         batch = CallArguments.of(module, args, dict(kwargs))
         if self.shared:
             self._check_call(module, batch)
@@ -194,7 +194,7 @@ class SequenceAdapter:
         return (), {**batch.kwargs, "return_dict": True}
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Returns what the user gets; also called when a forward fails."""
+        """Returns the user's outputs; also called when a forward fails."""
         opened, self.opened = self.opened, None
         if opened is None or output is None:
             return None
@@ -211,7 +211,7 @@ class SequenceAdapter:
         return found.to_tuple() if opened.as_tuple else found
 
     def cut_made_tokens(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """This rank's part of tokens that a module has made, with the gradient of that part."""
+        """This rank's part of tokens made by a module, with the gradient of that part."""
         if self.opened is None:
             return output
         call = self.opened.call
@@ -220,7 +220,7 @@ class SequenceAdapter:
         return shard(output, call.groups, gradient="own")
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The whole of what a module inside returns."""
+        """Gathers the output of a module inside."""
         if self.opened is None or not self.opened.shared:
             return output
         call = self.opened.call
@@ -230,7 +230,7 @@ class SequenceAdapter:
         return output
 
     def _own_loss(self, module: nn.Module, batch: CallArguments) -> ModelLoss | None:
-        """The loss computed from pieces; None where the model has its own, of whole logits."""
+        """The loss computed from pieces; None if the model needs full logits for it."""
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
@@ -255,7 +255,7 @@ class SequenceAdapter:
         return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
     def _balance(self, module: Any, fields: dict[str, Any], opened: OpenedForward) -> None:
-        """Adds the loss of the routers of all tokens, as one process has it."""
+        """Adds the router loss of all tokens, as one process does."""
         assert self.experts, "the routers of others are refused"
         count, call = len(fields["logits"]), opened.call
         pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
@@ -271,7 +271,7 @@ class SequenceAdapter:
         if self.known.exit is None and isinstance(last, Tensor):
             fields["last_hidden_state"] = leave(last, groups, length)
         if fields.get("hidden_states") is not None:
-            # The last may be the very tensor that was brought together already.
+            # The last may be the very tensor that was gathered already.
             fields["hidden_states"] = tuple(
                 fields["last_hidden_state"] if h is last else leave(h, groups, length)
                 for h in fields["hidden_states"]
@@ -284,11 +284,11 @@ class SequenceAdapter:
             fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
     def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
-        """Logits of the last tokens only: this rank computes those that it has."""
+        """Logits of the last tokens: each rank computes those it has."""
         keep = batch.kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int):
             raise GulliverError(
-                "logits_to_keep by places is not supported where a sequence is shared: give the "
+                "logits_to_keep by index is not supported with sequence parallelism: give the "
                 "number of last tokens"
             )
         if not keep or not opened.shared:
@@ -300,13 +300,13 @@ class SequenceAdapter:
         batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
 
     def _switch_head(self, module: nn.Module, opened: OpenedForward) -> None:
-        """Leaves the head's columns on their ranks where only the loss reads them."""
+        """Keeps the head's columns sharded where only the loss reads them."""
         head = self._head(module)
         if head is not None:
             head.gather_output = not opened.hold
 
     def _head(self, module: nn.Module) -> Any:
-        """The head where the tensor ranks share its columns."""
+        """The head if the tensor ranks share its columns."""
         if not self.task or self.tensor.size == 1:
             return None
         head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -317,23 +317,25 @@ class SequenceAdapter:
             check_dropout(module, self.known)
         if batch.take("use_cache"):
             raise GulliverError(
-                "use_cache=True: keys and values lie on several ranks, and nothing is generated "
-                "there: save the model, and generate with gulliver.LLM"
+                "use_cache=True: keys and values are sharded, so generation is not supported: "
+                "save the model and use gulliver.LLM"
             )
         if _accepts(module, "use_cache"):
             batch.kwargs["use_cache"] = False
         if not self.known.masked and batch.kwargs.get("attention_mask") is not None:
-            raise GulliverError(f"{type(module).__name__} takes no attention_mask when shared")
+            raise GulliverError(
+                f"{type(module).__name__} takes no attention_mask with sequence parallelism"
+            )
 
 
 def check_dropout(model: nn.Module, known: Sequences) -> None:
-    """Refuses random drops for which ranks would have to draw alike."""
+    """Rejects random drops for which ranks would need the same draws."""
     config: Any = model.config
     for name in known.dropouts:
         if getattr(config, name, 0):
             raise GulliverError(
-                f"{name}={getattr(config, name)} is not supported where a sequence is shared by "
-                "several ranks: set it to 0"
+                f"{name}={getattr(config, name)} is not supported with sequence parallelism: set "
+                "it to 0"
             )
 
 
@@ -344,7 +346,7 @@ def _sequences_of(model: nn.Module) -> Sequences:
     why = known.why if known is not None else "its attention is not known"
     others = [f.name for f in all_families() if f.sequences and "ring_attn" in f.sequences.modes]
     raise GulliverError(
-        f"{type_of(model)} cannot share its sequences between ranks of their own: {why}; take "
+        f"{type_of(model)} does not support sequence parallelism: {why}; use "
         f"sequence_parallelism_mode='split_gather', or one of {', '.join(others)}"
     )
 
@@ -367,7 +369,7 @@ def _check_config(model: nn.Module, known: Sequences) -> None:
 
 def _refuse_generating(*_: Any, **__: Any) -> None:
     raise GulliverError(
-        "nothing is generated where ranks share sequences: save the model, and generate with "
+        "generation is not supported with sequence parallelism: save the model, and use "
         "gulliver.LLM(folder, tensor=...)"
     )
 
@@ -392,7 +394,7 @@ def _use_attention(model: nn.Module) -> None:
 
 
 def _hook_inside(base: nn.Module, adapter: SequenceAdapter, whole_region: bool) -> None:
-    """Hooks on the modules where a region begins or ends inside the base model."""
+    """Hooks on the modules where a sharded region begins or ends inside the base model."""
     known = adapter.known
     if known.entry is not None:
         base.get_submodule(known.entry).register_forward_hook(adapter.cut_made_tokens)

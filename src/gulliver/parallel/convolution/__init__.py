@@ -1,13 +1,13 @@
-"""Convolutional networks over ranks, over time and in pieces, exactly, forward and backward.
+"""Exact convolutional networks over ranks, over time and in pieces, forward and backward.
 
     shared = share_autoencoder(autoencoder, mesh)              # several ranks encode and decode
     for video in stream_decode(autoencoder, latents): ...      # any length in constant memory
     video = stream_trained(autoencoder.decode, latents.split(4, dim=2))    # backward too
     chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in pieces
 
-They hold for modules made of convolutions, norms, resampling and attention; what cannot be exact is
-refused by name. `sharded` has the tensor through which a module runs unchanged, `shapes` and
-`functions` what torch's functions mean for a part, `ranks` and `stream` where the rest comes from.
+They support modules made of convolutions, norms, resampling and attention; inexact cases are
+rejected. `sharded` has the tensor through which a module runs unchanged, `shapes` and `functions`
+what torch's functions mean for a part, `ranks` and `stream` where the rest comes from.
 """
 
 from typing import TYPE_CHECKING

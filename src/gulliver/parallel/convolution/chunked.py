@@ -1,8 +1,8 @@
 """Sliding windows along a dim, and convolutions computed in pieces.
 
 A convolution, a pooling and a slice are the same thing along one dim: output `o` is made from the
-`span` positions that begin at ``first + o * stride``. Everything here is plain numbers, so that all
-ranks compute each other's needs alike and no rank has to ask.
+`span` positions that begin at ``first + o * stride``. Everything here is integer arithmetic, so
+each rank computes the needs of all ranks without communication.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class SlidingWindow:
     span: int = 1  # Number of positions that a window covers
 
     def count(self, extent: int, after: int = 0) -> int:
-        """Returns the number of outputs."""
         return max(0, (extent + after - self.first - self.span) // self.stride + 1)
 
     def needs(self, start: int, stop: int) -> Interval:
-        """Returns the positions that outputs `start` up to `stop`, at least one, are made from."""
+        """Returns the input positions of outputs `start` up to `stop`, at least one."""
         return start * self.stride + self.first, (stop - 1) * self.stride + self.first + self.span
 
 
@@ -43,7 +42,7 @@ IDENTITY = SlidingWindow()
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """Returns the positions in both intervals; an empty interval has its ends alike."""
+    """Returns the intersection of two intervals."""
     start = max(a[0], b[0])
     return start, max(start, min(a[1], b[1]))
 
@@ -59,12 +58,12 @@ def overlap(a: Interval, b: Interval) -> Interval:
 # neighbours read their common border twice. Each piece reads its part of the input, pads it as the
 # whole would be padded and writes its part of the output. The backward goes over the same pieces: a
 # convolution's gradients need its input, its weight and the gradient of its output only, so nothing
-# is computed again.
+# is recomputed.
 
 
 # [Note: the index limit] Kernels that count elements in 32 bits compute nonsense, or crash, from
 # 2^31 elements on, on whichever side is the larger. So the limit holds for the input of a piece and
-# for its output, whatever the budget is.
+# for its output, regardless of the budget.
 INDEX_LIMIT = 2**31 - 1
 """Most elements that a kernel with 32-bit indices can count."""
 
@@ -94,7 +93,7 @@ class ConvPlan:
         return F.pad(part, pads[:-2]) if any(pads) else part
 
     def add_back(self, total: Tensor, found: Tensor, box: Box) -> None:
-        """Adds the gradient of what `read` returned to that of the input."""
+        """Adds the gradient of what `read` returned to the input's gradient."""
         region = self._inside(total, box)
         for dim, (interval, window) in enumerate(zip(box, self.windows, strict=True)):
             dim += dim > 0
@@ -103,7 +102,7 @@ class ConvPlan:
         region.add_(found)
 
     def written(self, out: Tensor, box: Box) -> Tensor:
-        """Returns the part of the output that a piece makes."""
+        """Returns the part of the output that a piece computes."""
         for dim, (start, stop) in enumerate(box):
             out = out.narrow(dim + (dim > 0), start, stop - start)
         return out
@@ -122,7 +121,7 @@ def boxes_of(
     limit: int,
     room: float,
 ) -> Iterator[Box]:
-    """Halves the output until input and output of each piece fit; the samples go first."""
+    """Halves the output until each piece fits, splitting samples first."""
     waiting: list[Box] = [tuple((0, count) for count in outputs)]
     while waiting:
         box = waiting.pop()
@@ -137,7 +136,7 @@ def boxes_of(
         if sizes[longest] <= 1:
             raise GulliverError(
                 f"one output position of a convolution has {inputs + made} elements of input and "
-                f"output, and {min(limit, int(room))} are allowed: take a larger budget"
+                f"output, but {min(limit, int(room))} are allowed: use a larger budget"
             )
         start, stop = box[longest]
         middle = (start + stop) // 2
@@ -157,16 +156,16 @@ class ChunkedConvolutions:
                 vars(part)["_conv_forward"] = _Call(self, name, part, budget, limit)
                 self._hooked.append(part)
         if not self._hooked:
-            raise GulliverError("there is no convolution in this module to cut into pieces")
+            raise GulliverError("this module has no convolution to split")
 
     def off(self) -> None:
-        """Makes the convolutions compute as before."""
+        """Restores the original convolutions."""
         for part in self._hooked:
             part.__dict__.pop("_conv_forward", None)
         self._hooked = []
 
     def explain(self) -> str:
-        """Describes how each convolution was cut when it was called last."""
+        """Describes how each convolution was split in its last call."""
         lines = [f"{name}: {len(plan.boxes)} pieces" for name, plan in self.plans.items()]
         return "\n".join(lines or ["no convolution was called yet"])
 
@@ -183,13 +182,13 @@ def chunk_convolutions(
         limit: most elements of the input or the output of a piece.
 
     Raises:
-        GulliverError: the budget is no size, or there is no convolution.
+        GulliverError: the budget is not a size, or there is no convolution.
     """
     return ChunkedConvolutions(module, byte_size("budget", budget) if budget else None, limit)
 
 
 class _Call:
-    """Stands in for a convolution's `_conv_forward`."""
+    """Replaces a convolution's `_conv_forward`."""
 
     def __init__(
         self, owner: ChunkedConvolutions, name: str, like: Any, budget: int | None, limit: int
@@ -216,7 +215,7 @@ def chunked_convolution(
     groups: int,
     call: Any = None,
 ) -> Tensor:
-    """Computes a convolution in pieces where it does not fit the budget as a whole."""
+    """Computes a convolution in pieces if it exceeds the budget."""
     if has_torch_function_unary(input):
         arguments = input, weight, bias, stride, padding, dilation, groups
         return handle_torch_function(chunked_convolution, (input,), *arguments, call=call)
@@ -244,7 +243,7 @@ def chunked_convolution(
 def padding_of(
     padding: Sequence[int] | str, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the positions of padding before and behind each spatial dim."""
+    """Returns the padding before and after each spatial dim."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":

@@ -1,4 +1,4 @@
-"""Functions that compute: point by point, along other dims, over windows."""
+"""Element-wise functions, functions along other dims, and windows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gulliver.parallel.convolution.sharded import (
 )
 
 PIECES = 8
-"""Pieces in which a convolution writes its output where nothing is kept for backward."""
+"""Number of pieces of a convolution's output without autograd."""
 
 POINTWISE = (
     "add sub mul div truediv true_divide neg abs pow sqrt rsqrt square exp log sin cos tanh "
@@ -75,7 +75,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _own_share(t: Tensor, x: Sharded) -> Tensor:
-    """Returns the part of a replicated tensor that belongs to this part of the activation."""
+    """Returns the part of a replicated tensor for this part of the activation."""
     dim = x.cut.dim - x.dim()
     if t.dim() < -dim or t.shape[dim] == 1:
         return t
@@ -90,7 +90,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     x, *given = args
     p, training = given_of(given, kwargs, ("p", 0.5), ("training", True))
     if p and training:
-        reject("dropout", x, "every rank would draw others; call eval(), or set it to 0")
+        reject("dropout", x, "ranks would draw different masks; call eval(), or set it to 0")
     return x
 
 
@@ -184,7 +184,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _of_samples(x: Sharded, call: Callable[[Tensor], Tensor]) -> Sharded:
-    """Calls a function that is independent along the cut dim on the local part."""
+    """Applies a function that is independent along the cut dim to the local part."""
     if x.local.shape[x.cut.dim]:
         return like(x, call(x.local))
     shape = list(x.local.shape)
@@ -203,7 +203,7 @@ def _windowed(
     keep: bool = True,
     value: float = 0.0,
 ) -> Sharded:
-    """Computes this part's outputs of windows along the cut dim."""
+    """Computes this part's windows along the cut dim."""
     rows, sizes = window_rows(x, window, after, name, weight)
     start, stop = rows.outputs
     if start == stop:
@@ -218,7 +218,7 @@ def _windowed(
 def _in_pieces(
     rows: Rows, window: SlidingWindow, call: Callable[[Tensor], Tensor], value: float
 ) -> Tensor:
-    """Computes piece by piece: only pieces at the borders are copied together with their halo."""
+    """Computes in pieces: only border pieces are copied together with their halo."""
     start, stop = rows.outputs
     step, out = -(-(stop - start) // PIECES), None
     for low in range(start, stop, step):
@@ -271,7 +271,7 @@ def _resampled(func: Any, args: Any, kwargs: Any) -> Sharded:
     times = round(factors[at])
     if not mode.startswith("nearest") or times != factors[at] or times < 1 or not is_plain(x):
         reject(f"interpolate by {factors[at]:g} in mode {mode}", x,
-               "the nearest of a whole number of times is exact")  # fmt: skip
+               "nearest is exact for whole factors")  # fmt: skip
     held = x.local.shape[x.cut.dim]
     wanted = [round(n * f) for n, f in zip(lengths, factors, strict=True)]
 
@@ -408,7 +408,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def statistics_of(local: Tensor, groups: int, dtype: torch.dtype) -> Statistics:
-    """Returns number, mean and squared distances of a part's elements ``[batch, groups]``."""
+    """Returns count, mean and squared distances of a part's elements ``[batch, groups]``."""
     values = _in_groups(local, groups).to(dtype)
     count = values.shape[-1]
     if not count:
@@ -455,7 +455,7 @@ SCORES = 1 << 26
 def frame_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
 ) -> Tensor:
-    """Computes attention in which tokens see those of their own frame and of earlier ones."""
+    """Computes attention in which tokens see their own and earlier frames."""
     given = q, k, v
     if has_torch_function(given):
         return handle_torch_function(frame_causal_attention, given, q, k, v, tokens, scale)
@@ -488,7 +488,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Sharded:
     if at == -1:
         reject("attention with cut features", q)
     if not causal and not hasattr(q.holder, "resplit"):
-        reject("attention over frames that are still to come", q, "it must be causal")
+        reject("attention over later frames", q, "it must be causal")
     keys, values = q.holder.whole(k, ("keys", 0)), q.holder.whole(v, ("values", 0))
     if causal:
         return like(q, _causal(q.local, keys, values, _runs_of(q), 1, scale))
@@ -500,9 +500,9 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Sharded:
 def _of_rows(
     q: Sharded, k: Sharded, v: Sharded, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Sharded:
-    """Samples or heads are cut: attention within each is local."""
+    """Attention with sharded samples or heads, which is local."""
     if mask is not None and mask.dim() + q.cut.dim - q.dim() >= 0:
-        reject("attention with a mask of its own for each cut sample", q)
+        reject("attention with a separate mask for each sharded sample", q)
     if not q.local.numel():
         return like(q, q.local + 0 * (k.local + v.local))
     options = {"attn_mask": mask, "is_causal": causal, "scale": scale}
@@ -561,7 +561,7 @@ def _causal_run(
 
 
 def _runs_of(x: Sharded) -> list[Interval]:
-    """Returns the runs of tokens held here, among all tokens."""
+    """Returns the runs of local tokens among all tokens."""
     start, stop = own_run(x)
     cut = x.cut
     period = cut.extent * cut.inner

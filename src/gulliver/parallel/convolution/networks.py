@@ -1,4 +1,4 @@
-"""Middle blocks of diffusers' autoencoders, without the mask of tokens x tokens that they make.
+"""Middle blocks of diffusers' autoencoders without their dense attention mask.
 
 HunyuanVideo's middle block hides later frames by a dense mask, made on every call. Here its
 forward is replaced, for as long as a `with` block lasts, by one that calls
@@ -20,12 +20,12 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.convolution.functions import frame_causal_attention
 
 MASKED = ("HunyuanVideoMidBlock3D",)
-"""Classes of blocks whose forward makes such a mask."""
+"""Classes of blocks whose forward builds such a mask."""
 
 
 @contextmanager
 def without_masks(network: Any) -> Iterator[None]:
-    """Makes the middle blocks of a module, or of a method's module, compute without their mask."""
+    """Context in which the middle blocks of a module compute without their mask."""
     # Perhaps a bound method of a module, or a partial of one.
     network = getattr(getattr(network, "func", network), "__self__", network)
     found = network.modules() if isinstance(network, nn.Module) else ()
@@ -52,7 +52,7 @@ def _middle(block: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _attend(attention: Any, x: Tensor) -> Tensor:
-    """Attends as diffusers' attention does, over frames up to the own; ``[B, C, T, H, W]``."""
+    """Attention over frames up to the query's own, as in diffusers; ``[B, C, T, H, W]``."""
     frames, height, width = x.shape[2:]
     tokens = x.flatten(2)
     if attention.group_norm is not None:
@@ -79,7 +79,7 @@ def _attend(attention: Any, x: Tensor) -> Tensor:
 
 
 def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function from videos to latents, or to their moments."""
+    """Returns the function from videos to latents or their moments."""
     own = getattr(autoencoder, "stream_encoder", None)
     if own is not None:
         return own if frames is None else _with_frames(own, frames)
@@ -97,7 +97,7 @@ def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
 
 
 def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
-    """Returns the networks of an autoencoder by name; a module without any is one itself."""
+    """Returns an autoencoder's networks by name; other modules are one network."""
     found = getattr(autoencoder, "networks", None)
     if not isinstance(found, dict):
         parts = {name: getattr(autoencoder, name, None) for name in ("encoder", "decoder")}
@@ -105,38 +105,37 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
         return found or {type(autoencoder).__name__: autoencoder}
     if not found:
         raise GulliverError(
-            f"{type(autoencoder).__name__} passes frames on from piece to piece by itself, so "
-            "ranks cannot share it: stream it, or deal whole clips to the ranks"
+            f"{type(autoencoder).__name__} carries frames between pieces itself, so it cannot be "
+            "sharded: stream it, or use dim='samples'"
         )
     return found
 
 
 def has_networks(autoencoder: Any) -> bool:
-    """Returns whether ranks can share it: not if it passes frames on between pieces by itself."""
+    """Whether ranks can share it, which needs no carried frames between pieces."""
     return getattr(autoencoder, "networks", None) != {}
 
 
 def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
-    """Returns an autoencoder's own function from stretches to stretches: "encode" or "decode"."""
+    """Returns an autoencoder's own piecewise function: "encode" or "decode"."""
     if getattr(autoencoder, "micro_frames", None) is None:
         return None
     return getattr(autoencoder, f"{name}_pieces")
 
 
 def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:
-    """Binds the number of frames if the function takes it."""
+    """Binds the number of frames if the function accepts it."""
     return partial(own, frames=frames) if "frames" in inspect.signature(own).parameters else own
 
 
 class _ModuleChain(nn.Module):
-    """Modules called one after the other."""
+    """Modules called one at a time."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__()
         self.parts = nn.ModuleList(part for part in parts if part is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Calls the modules in order."""
         for part in self.parts:
             x = part(x)
         return x
@@ -146,7 +145,7 @@ def _part(autoencoder: nn.Module, name: str) -> nn.Module:
     part = getattr(autoencoder, name, None)
     if not isinstance(part, nn.Module):
         raise GulliverError(
-            f"{type(autoencoder).__name__} has no module {name!r}: give one with encoder and "
-            "decoder, or stream_module its network"
+            f"{type(autoencoder).__name__} has no module {name!r}: use one with encoder and "
+            "decoder, or stream_module with its network"
         )
     return part

@@ -54,7 +54,7 @@ class Ranks(PartLayout):
         self.graded = torch.is_grad_enabled()
 
     def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
-        """Sends each rank its tensor and receives as many elements of each as counted."""
+        """Sends each rank its tensor, and receives the counted elements from each."""
         return exchange(self.rank_group, [part.contiguous() for part in outgoing], counts)
 
     def shard(self, whole: Tensor, dim: int) -> Sharded:
@@ -68,16 +68,16 @@ class Ranks(PartLayout):
         return split_evenly(extent, self.size)
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
-        """Returns the padding that there is before the first position and behind the last."""
+        """Returns the padding before the first position and after the last."""
         return before, after
 
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Fetches what each rank's share of the outputs needs."""
+        """Fetches the inputs of each rank's outputs."""
         sizes = self.layout(window.count(x.cut.extent, after))
         return self.rows_for(x, window, sizes), sizes
 
     def rows_for(self, x: Sharded, window: SlidingWindow, sizes: Sizes) -> Rows:
-        """Fetches what outputs of given parts need."""
+        """Fetches the inputs of given output parts."""
         extent, outputs = x.cut.extent, intervals(sizes)
         needs = [window.needs(*o) if o[0] < o[1] else (0, 0) for o in outputs]
         wants = [overlap(need, (0, extent)) for need in needs]
@@ -88,7 +88,7 @@ class Ranks(PartLayout):
     def fetch(
         self, local: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
     ) -> list[Tensor]:
-        """Returns what this rank wants, in one piece where it has to be differentiable."""
+        """Returns the interval that this rank wants, as one tensor if differentiable."""
         if all(overlap(h, w) == w or w[0] == w[1] for h, w in zip(have, wants, strict=True)):
             (start, _), (low, high) = have[self.rank], wants[self.rank]
             return [local.narrow(dim, low - start if low < high else 0, high - low)]
@@ -99,7 +99,7 @@ class Ranks(PartLayout):
     def parts(
         self, local: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
     ) -> list[Tensor]:
-        """Returns what this rank wants, rank by rank; what it has is a view."""
+        """Returns the interval that this rank wants, rank by rank; its own part is a view."""
         mine, outgoing, shapes = have[self.rank], [], []
         for peer, (theirs, want) in enumerate(zip(have, wants, strict=True)):
             low, high = overlap(mine, want) if peer != self.rank else (0, 0)
@@ -137,14 +137,14 @@ class Ranks(PartLayout):
         return total
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
-        """Gathers all positions; the gradients of all ranks are added up."""
+        """Gathers all positions; gradients are summed over the ranks."""
         everything = [(0, x.cut.extent)] * self.size
         part, dim = opened(x.local, x.cut, x.cut.sizes[self.rank]), x.cut.dim
         parts = self.fetch(part, dim + 1, intervals(x.cut.sizes), everything)
         return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
 
     def summed(self, own: Tensor) -> Tensor:
-        """Returns the sum over the ranks of a small tensor, added up in their order."""
+        """Returns the sum of a small tensor over the ranks, in rank order."""
         flat = own.contiguous().view(-1)
         arrived = self.exchange([flat] * self.size, [flat.numel()] * self.size)
         return torch.stack([part.view(own.shape) for part in arrived]).sum(0)
@@ -163,7 +163,7 @@ class Ranks(PartLayout):
         return merged(parts)
 
     def resplit(self, x: Sharded, sizes: Sizes) -> Sharded:
-        """Returns the same activation in parts of other sizes."""
+        """Returns the activation with other part sizes."""
         if x.cut.sizes == sizes:
             return x
         if not is_plain(x):
@@ -174,7 +174,7 @@ class Ranks(PartLayout):
         return like(x, local, x.cut.resized(sizes))
 
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Brings activations of one extent to one layout, and one position to all ranks."""
+        """Gives activations of one extent one layout, and copies single positions to all ranks."""
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         longest = max(part.cut.extent for part in parts)

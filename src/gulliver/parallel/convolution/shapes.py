@@ -29,7 +29,7 @@ from gulliver.parallel.convolution.sharded import (
 
 
 def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
-    """Returns the activation in another shape of the whole."""
+    """Returns the activation in another full shape."""
     shape = list(shape)
     if x.cut.extent == 1 and x.holder.grows:
         x.holder.wait()
@@ -45,14 +45,14 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
             outer = above // (inside * extent) if extent else 1
             return _viewed(x, shape, ShardedDim(dim, x.cut.sizes, outer, inside // below))
         if below <= inside < above:
-            # The positions go on in the dim before: whole blocks of them stay together.
+            # The positions continue in the dim before: whole blocks of them stay together.
             block, extent, inside = block * (above // inside), extent // (above // inside), above
         below = above
     return reject(f"a view as {tuple(shape)}", x)
 
 
 def _in_blocks(x: Sharded, block: int) -> Sharded:
-    """Returns the parts as whole blocks of positions; the cut then counts blocks."""
+    """Returns parts in whole blocks of positions; the cut then counts blocks."""
     if block == 1:
         return x
     if x.cut.extent % block and hasattr(x.holder, "layout"):
@@ -81,7 +81,7 @@ def permuted(x: Sharded, dims: Sequence[int]) -> Sharded:
 
 
 def _shell(x: Sharded) -> torch.Tensor:
-    """Returns a tensor of the shape of the whole, for torch to say what a function makes of it."""
+    """Returns a tensor of the full shape, to infer a function's output shape."""
     return torch.empty(tuple(x.shape), device="meta")
 
 
@@ -138,7 +138,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _elsewhere(x: Sharded, dim: int) -> Sharded:
-    """Returns the only position of a cut dim as a factor of another dim."""
+    """Returns the single position of a cut dim as a factor of another dim."""
     # Parts that do not hold it then hold nothing of the other dim.
     if not is_plain(x) or x.cut.extent != 1:
         reject("dropping the cut dim", x)
@@ -151,7 +151,7 @@ def _elsewhere(x: Sharded, dim: int) -> Sharded:
 
 
 def _back_to(x: Sharded, dim: int) -> Sharded:
-    """Moves a single position, now a factor of another dim, back to a dim of size one."""
+    """Moves a single position back from another dim to a dim of size one."""
     if x.cut.dim == dim:
         return x
     if x.cut.extent != 1 or x.cut.inner != 1 or x.shape[dim] != 1:
@@ -191,7 +191,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
-    """Returns some positions of the cut dim, in the layout of their number."""
+    """Returns some positions of the cut dim, laid out by their number."""
     extent = x.cut.extent
     if not is_plain(x):
         reject("a slice along a merged dim", x)
@@ -308,7 +308,7 @@ def _one_behind(x: Sharded, after: Sharded, dim: int) -> Sharded:
     held = [[rank for rank, size in enumerate(t.cut.sizes) if size] for t in (x, after)]
     if held[0] and held[1] and held[0][-1] > held[1][0]:
         if not hasattr(x.holder, "resplit"):
-            reject("cat behind frames that are still coming", x)
+            reject("cat after frames that are still to come", x)
         # Each rank takes its run of the whole, some of the one and some of the other.
         ends, border = x.holder.layout(x.cut.extent + after.cut.extent), x.cut.extent
         before = tuple(_below(ends, rank, border) for rank in range(len(ends)))

@@ -4,8 +4,7 @@
 elements of a part along one dim. Torch hands every function that is called with one to `HANDLERS`:
 each says what the function means for the part, and what has to come from elsewhere. So a module's
 own forward runs over several ranks, or over one stretch of time after another, and knows nothing of
-it. A function that is in no table is refused by name: nothing is computed that would be nearly
-right.
+it. A function that is in no table is rejected: nothing is computed that would be nearly right.
 
 Where the rest comes from is the *holder's* business: `Ranks` (`ranks.py`) exchanges with other
 ranks, `FrameStream` (`stream.py`) keeps what earlier calls have seen.
@@ -35,14 +34,14 @@ _WHOLE = (
     "is_floating_point is_complex len hash itemsize"
 )
 OF_WHOLE = frozenset(_WHOLE.split())
-"""Attributes of the whole, which the shell has."""
+"""Attributes of the full tensor, which the shell has."""
 
 _PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
 OF_PART = frozenset(_PART.split())
 """Attributes of the part."""
 
 IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
-"""Operators that write to their first argument, as functions whose names end with ``_`` do."""
+"""Operators that work in place, in addition to functions whose names end with ``_``."""
 
 _ALIASING = (
     "view unflatten permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand "
@@ -64,16 +63,15 @@ class ShardedDim:
 
     @property
     def extent(self) -> int:
-        """Positions of all parts."""
         return sum(self.sizes)
 
     @property
     def length(self) -> int:
-        """Length of the dim of the whole."""
+        """Length of the full dim."""
         return self.outer * self.extent * self.inner
 
     def resized(self, sizes: Sequence[int], times: int = 1) -> ShardedDim:
-        """Returns the cut with other sizes, or with each position repeated."""
+        """Returns the cut with other sizes, or with repeated positions."""
         return replace(self, sizes=tuple(size * times for size in sizes))
 
 
@@ -89,7 +87,7 @@ class PartLayout(ABC):
 
     @abstractmethod
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Returns what this part's windows see, and the sizes of the outputs' parts."""
+        """Returns the input of this part's windows, and the sizes of the output parts."""
 
     @abstractmethod
     def whole(self, x: Sharded, key: Key) -> Tensor:
@@ -105,13 +103,13 @@ class PartLayout(ABC):
 
     @abstractmethod
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
-        """Returns the statistics of all parts from those of this one."""
+        """Merges the statistics of all parts."""
 
 
 Sizes = tuple[int, ...]
 Key = tuple[str, int]
 Statistics = tuple[float, Tensor, Tensor]
-"""Number of elements, their mean and their sum of squared distances from it."""
+"""Element count, mean, and sum of squared distances from the mean."""
 
 
 @dataclass
@@ -125,7 +123,7 @@ class Rows:
     outputs: Interval  # Outputs that they are for
 
     def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
-        """Returns some positions, those outside filled with a value."""
+        """Returns some positions, filling those outside with a value."""
         if start >= stop:
             # Part of the graph, so that backward sends the same messages on all ranks.
             return torch.cat([part.narrow(self.dim, 0, 0) for part in self.parts], self.dim)
@@ -143,7 +141,7 @@ class Rows:
         return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
 
     def all(self, span: int, value: float = 0.0) -> Tensor:
-        """Returns all that is wanted; where nothing is, one window that is part of the graph."""
+        """Returns all wanted positions, or one window in the graph if none are wanted."""
         if self.outputs[0] == self.outputs[1]:
             return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
         return self.take(*self.wanted, value)
@@ -164,7 +162,7 @@ class Sharded(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, cut: ShardedDim, holder: PartLayout) -> Sharded:
-        """Makes the shell, of the shape of the whole."""
+        """Creates the shell with the full shape."""
         if cut.outer == 1 and cut.inner > 1:
             cut = ShardedDim(cut.dim, tuple(size * cut.inner for size in cut.sizes))
         shape = list(local.shape)
@@ -218,7 +216,7 @@ _NOT_IN_PLACE = "call the function that returns a new tensor"
 
 
 def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
-    """Refuses to compute where autograd is switched off inside of a module that is trained."""
+    """Rejects computation without autograd inside a trained module."""
     # [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
     # tensors is made by the functions themselves. What an autograd.Function or a reentrant
     # checkpoint computes with a shell is in no graph at all, and its backward would never be
@@ -231,20 +229,20 @@ def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
     if any((t.local if isinstance(t, Sharded) else t).requires_grad for t in tensors):
         reject(
             f"torch's {name} while gradients are off inside of the module", x,
-            "an autograd.Function, a reentrant checkpoint or a no_grad block loses gradients here; "
-            "checkpoint(..., use_reentrant=False) does not",
+            "an autograd.Function, a reentrant checkpoint or a no_grad block loses gradients "
+            "here; use checkpoint(..., use_reentrant=False)",
         )  # fmt: skip
 
 
 def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Returns whether a function writes to its first argument."""
+    """Whether a function writes to its first argument."""
     name = func.__name__
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name.strip("_") in IN_PLACE or bool(kwargs.get("inplace"))
 
 
 def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> Sharded | None:
-    """Returns the activation that a function writes to, if any; refuses those that have views."""
+    """Returns the activation that a function writes to; rejects those with views."""
     # Some views of a part are views, others copies (a slice along the cut dim is fetched from other
     # ranks), so what a write changes elsewhere is not what it changes in the whole.
     target = args[0] if in_place(func, kwargs) else None
@@ -258,7 +256,7 @@ def _is_aliased(target: Any) -> bool:
 
 
 def _of_messages(error: BaseException) -> bool:
-    """Returns whether an error came from the communication between ranks."""
+    """Whether an error came from the communication between ranks."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(str(f.f_globals.get("__name__")).startswith("gulliver.comm") for f, _ in frames)
 
@@ -315,22 +313,22 @@ def like(x: Sharded, local: Tensor, cut: ShardedDim | None = None) -> Sharded:
 
 
 def is_plain(x: Sharded) -> bool:
-    """Returns whether the cut dim is not merged with others."""
+    """Whether the cut dim is not merged with others."""
     return x.cut.outer == x.cut.inner == 1
 
 
 def opened(local: Tensor, cut: ShardedDim, held: int) -> Tensor:
-    """Returns the cut dim as its three factors; the positions stand at ``cut.dim + 1``."""
+    """Splits the cut dim into its three factors, with positions at ``cut.dim + 1``."""
     return local.unflatten(cut.dim, (cut.outer, held, cut.inner))
 
 
 def own_run(x: Sharded) -> Interval:
-    """Returns the positions that are held here."""
+    """Returns the local positions."""
     return intervals(x.cut.sizes)[x.holder.rank]
 
 
 def own_of(whole: Tensor, cut: ShardedDim, holder: PartLayout) -> Tensor:
-    """Returns the part of a whole that belongs here; a view where nothing is outside."""
+    """Returns the local part of a full tensor, as a view if nothing is outside."""
     start, stop = intervals(cut.sizes)[holder.rank]
     parts = opened(whole, cut, cut.extent).narrow(cut.dim + 1, start, stop - start)
     return parts.flatten(cut.dim, cut.dim + 2)

@@ -1,4 +1,4 @@
-"""Shares an autoencoder between ranks: one line, forward and backward, exactly.
+"""Shares an autoencoder between ranks, exactly in forward and backward.
 
     shared = share_autoencoder(autoencoder, mesh["vae"])
     video = autoencoder.decode(latents)                        # all ranks call, and get the whole
@@ -36,12 +36,12 @@ from gulliver.parallel.convolution.ranks import Ranks
 from gulliver.parallel.convolution.sharded import Sharded, ShardedDim, own_of
 
 DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3}
-"""Dims of the networks' inputs; of ``[batch, channels, frames, height, width]``."""
+"""Dims of the networks' inputs ``[batch, channels, frames, height, width]``."""
 
 
 @dataclass
 class SharedNetworks:
-    """Networks that the ranks of a group run together; `off` restores them."""
+    """Networks that are sharded over a group of ranks; `off` restores them."""
 
     rank_group: RankGroup
     dim: str  # Dim that is cut, or "auto"
@@ -51,19 +51,19 @@ class SharedNetworks:
     _networks: list[Any] = field(default_factory=list)
 
     def add(self, network: nn.Module, dims: dict[str, int], name: str) -> None:
-        """Makes the ranks run a network together."""
+        """Shards a network over the ranks."""
         plain = network.forward
         network.forward = partial(self._forward, network, plain, dims, name)
         self._networks.append(network)
 
     def off(self) -> None:
-        """Makes every rank run the networks alone again."""
+        """Restores the networks on every rank."""
         for network in self._networks:
             vars(network).pop("forward", None)
         self._networks = []
 
     def sum_gradients(self) -> None:
-        """Adds up the ranks' gradients of the networks' parameters; all ranks call it."""
+        """Sums the gradients of the networks' parameters over the ranks (collective)."""
         if self.rank_group.size == 1:
             return
         # Each once: two networks may be halves of the same modules.
@@ -74,7 +74,7 @@ class SharedNetworks:
                 all_reduce(parameter.grad, group=self.rank_group.process_group)
 
     def explain(self) -> str:
-        """Describes what was cut."""
+        """Describes how inputs were sharded."""
         lines = [self._describe(name, shape) for name, shape in self.chosen]
         return "\n".join(lines or ["nothing was run yet"])
 
@@ -82,7 +82,7 @@ class SharedNetworks:
         self, network: nn.Module, plain: Any, dims: dict[str, int], name: str, x: Tensor, *rest: Any
     ) -> Tensor:
         if isinstance(x, Sharded) or any(isinstance(value, Tensor) for value in rest):
-            raise GulliverError(f"a shared {name} takes one tensor, whole on all ranks")
+            raise GulliverError(f"a shared {name} takes one tensor, equal on all ranks")
         part = given(x, dims[self._choose(name, x)], Ranks(self.rank_group))
         with without_masks(network):
             made = plain(part, *rest)
@@ -93,7 +93,7 @@ class SharedNetworks:
         return gathered(made)
 
     def _choose(self, name: str, x: Tensor) -> str:
-        """Returns the dim to cut; "auto" takes the one that sends least."""
+        """Returns the dim to shard; "auto" minimizes communication."""
         key = name, tuple(x.shape)
         if key not in self.chosen:
             dim = self.dim
@@ -121,7 +121,7 @@ def share_autoencoder(
     dim: str = "auto",
     show: Callable[[str], None] | None = None,
 ) -> SharedNetworks:
-    """Makes the ranks of a group encode and decode together, in place; all of them call it.
+    """Shards an autoencoder over a group of ranks, in place (collective).
 
     Args:
         autoencoder: module with `networks`, or with `encoder` and `decoder`, such as ours and
@@ -149,7 +149,7 @@ def share_autoencoder(
 
 
 def given(x: Tensor, dim: int, ranks: Ranks) -> Sharded:
-    """Returns this rank's part of what all ranks have; its gradient becomes whole on all ranks."""
+    """Returns this rank's part of a replicated tensor; gathers its gradient."""
     part = ranks.shard(x, dim)
     if torch.is_grad_enabled() and x.requires_grad:
         part.local = _Given.apply(x, part.cut, ranks)
@@ -170,7 +170,7 @@ class _Given(torch.autograd.Function):
 
 
 def gathered(x: Sharded) -> Tensor:
-    """Returns the whole on all ranks; of its gradient each takes its own part."""
+    """Gathers the full tensor; each rank keeps its part of the gradient."""
     return _Gathered.apply(x.local, x)
 
 
@@ -195,8 +195,7 @@ def _rank_group(mesh: DeviceMesh | RankGroup | None) -> RankGroup:
         return ALONE
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         raise GulliverError(
-            f"a mesh of {mesh.ndim} dims does not say which ranks share the autoencoder: give one "
-            "of its dims, as in mesh['vae']"
+            f"a mesh of {mesh.ndim} dims is ambiguous: pass one of its dims, as in mesh['vae']"
         )
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

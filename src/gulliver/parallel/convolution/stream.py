@@ -1,4 +1,4 @@
-"""Encodes and decodes clips of any length in constant memory, equal to the whole.
+"""Encodes and decodes clips of any length exactly, in constant memory.
 
     for latents in stream_encode(autoencoder, clips):        # clips [B, 3, frames, H, W]
         ...
@@ -14,7 +14,7 @@ remainder for later (a downsampling) keeps it.
 Group norms over time are special: their statistics depend on frames that are still to come.
 ``norms="passes"`` runs through the clip once for each of them, in their order: with the statistics
 of all norms before, those of the next one can be counted. That is exact and of constant memory, and
-costs as much time as there are norms, halved. Without it they are refused.
+costs as much time as there are norms, halved. Without it they are rejected.
 
 Attention of the middle block must be of single frames or causal: then keys and values are kept.
 """
@@ -57,7 +57,7 @@ Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 def stream_encode(
     autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
-    """Encodes stretches of one clip, one after the other.
+    """Encodes one clip, stretch by stretch.
 
     Args:
         autoencoder: one of ours, or one of diffusers' (what its `encoder` and `quant_conv` give:
@@ -71,7 +71,7 @@ def stream_encode(
         Latents of the frames so far, as they become known.
 
     Raises:
-        GulliverError: a layer looks at frames that are still to come.
+        GulliverError: a layer needs later frames.
     """
     own = pieces_of(autoencoder, "encode")
     if own is not None:
@@ -83,7 +83,7 @@ def stream_encode(
 def stream_decode(
     autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
-    """Decodes stretches of one clip's latents, one after the other; see `stream_encode`."""
+    """Decodes one clip's latents, stretch by stretch; see `stream_encode`."""
     own = pieces_of(autoencoder, "decode")
     if own is not None:
         return own(latents() if callable(latents) else latents, frames)
@@ -101,14 +101,14 @@ def stream_module(
     if norms == "passes":
         if not callable(clips):
             raise GulliverError(
-                "norms='passes' reads the clip several times: give a function that returns its "
+                "norms='passes' reads the clip several times: pass a function that returns its "
                 "stretches, such as lambda: clip.split(16, dim=2)"
             )
         while _count(network, clips, dim, counted):
             if torch.is_grad_enabled():
                 raise GulliverError(
                     "norms='passes' has no backward through group norms over time: stream under "
-                    "torch.no_grad(), or train by share_autoencoder"
+                    "torch.no_grad(), or train with share_autoencoder"
                 )
     return _streamed(network, clips, FrameStream(counted), dim)
 
@@ -122,7 +122,7 @@ def _streamed(network: Any, clips: Clips, stream: FrameStream, dim: int) -> Iter
 
 
 def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
-    """Counts the statistics of the first unknown norm; returns whether there was one."""
+    """Accumulates the statistics of the first unknown norm; returns whether there is one."""
     stream = FrameStream(counted, counting=True)
     with torch.no_grad(), without_masks(network):
         for part, final in with_last(clips()):
@@ -141,21 +141,21 @@ def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
             yield before, False
         before = part
     if before is None:
-        raise GulliverError("there is nothing to stream: the clip has no frames")
+        raise GulliverError("the clip has no frames to stream")
     yield before, True
 
 
 class _Starved(Exception):
-    """Raised when a layer has no output yet: this stretch is run again with the next."""
+    """Raised when a layer has no output yet, so the stretch is rerun with the next one."""
 
 
 class _Counted(Exception):
-    """Raised when the statistics of a stretch are counted: later layers need those of all."""
+    """Raised when a stretch's statistics are counted, as later layers need all of them."""
 
 
 @dataclass
 class RowCache:
-    """Rows that a layer keeps from stretch to stretch."""
+    """Rows that a layer carries between stretches."""
 
     window: SlidingWindow
     done: int = 0  # Outputs that were given
@@ -168,7 +168,7 @@ Kept = RowCache | list[RowCache] | Tensor
 
 
 class FrameStream(PartLayout):
-    """Parts of an activation in time: what came before is part 0, what is new part 1."""
+    """Parts of an activation in time: part 0 is earlier frames, part 1 new ones."""
 
     rank = 1
     where = "time"
@@ -190,13 +190,13 @@ class FrameStream(PartLayout):
         self.waiting: Tensor | None = None
 
     def with_kept(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
-        """Returns a copy of the stream with other kept tensors."""
+        """Returns a copy of the stream with other carried tensors."""
         other = FrameStream(self.counted, self.counting)
         other.kept, other.waiting, other._past = kept, waiting, self._past
         return other
 
     def run(self, network: Any, part: Tensor, dim: int, final: bool) -> Tensor | None:
-        """Runs a network over the next stretch; None where nothing comes out yet."""
+        """Runs a network over the next stretch; None if there is no output yet."""
         part = part if self.waiting is None else torch.cat([self.waiting, part], dim)
         if final and not self._past:
             return network(part)  # all of it is here
@@ -209,7 +209,7 @@ class FrameStream(PartLayout):
                 raise GulliverError(f"a stream's network returns one tensor, not {type(made)}")
             made = made.local
         except _Starved:
-            assert not final, "every layer has given something before"
+            assert not final, "every layer has had an output before"
             self.waiting = part
             return None
         except _Counted:
@@ -219,7 +219,7 @@ class FrameStream(PartLayout):
         return made
 
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Puts the kept frames before the new ones, and keeps those that later outputs need."""
+        """Prepends carried frames to new ones, and keeps those that later outputs need."""
         name = self._name(key)
         kept = self.kept.get(name) or RowCache(window)
         if kept.window != window:
@@ -236,14 +236,14 @@ class FrameStream(PartLayout):
         self._new[name] = RowCache(window, count, max(keep, start), tail, bound)
         needs = window.needs(kept.done, count) if kept.done < count else (start, start)
         if max(0, needs[0]) < start:
-            reject(f"torch's {key[0]} that goes back", x)
+            reject(f"torch's {key[0]} in reverse", x)
         return Rows([local], start, x.cut.dim, needs, (kept.done, count)), (
             kept.done,
             count - kept.done,
         )
 
     def wait(self) -> None:
-        """Requests the next stretch: one position could be any factor of a merged dim."""
+        """Requests the next stretch, as one position could be any factor of a merged dim."""
         raise _Starved
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
@@ -257,7 +257,7 @@ class FrameStream(PartLayout):
         return local
 
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Delays activations that are ahead of others: a layer may look some frames ahead."""
+        """Delays activations that are ahead of others, as layers may need later frames."""
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         name = self._name(key)
@@ -279,9 +279,9 @@ class FrameStream(PartLayout):
         return made
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
-        """Returns the padding before, and that behind once the last frame is there."""
+        """Returns the padding at the start, and at the end once the last frame is known."""
         if after and self.final and not x.local.shape[x.cut.dim]:
-            reject("padding behind the last frame", x, "end with a longer stretch")
+            reject("padding after the last frame", x, "end with a longer stretch")
         return before, after if self.final else 0
 
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
@@ -294,20 +294,20 @@ class FrameStream(PartLayout):
         if not self.counting:
             reject(
                 "a group norm over time", x,
-                "its statistics are of frames still to come; norms='passes' counts them exactly",
+                "its statistics include later frames; norms='passes' counts them exactly",
             )  # fmt: skip
         self.asked = name
         self.found.append(own)
         raise _Counted
 
     def _name(self, key: Key) -> tuple[Key, int]:
-        """Returns the name of an operation: layers are called in one order in every stretch."""
+        """Returns an operation's name; layers run in the same order in every stretch."""
         number = self._seen.get(key, 0)
         self._seen[key] = number + 1
         return key, number
 
     def _joined(self, x: Sharded, tail: Tensor | None, start: int) -> tuple[Tensor, int, int]:
-        """Returns kept and new frames, the first of them, and one past the last."""
+        """Returns carried and new frames, and their first and end positions."""
         past, new = x.cut.sizes
         if tail is None:
             return x.local, past, past + new
@@ -330,25 +330,25 @@ class FrameStream(PartLayout):
 # and a stream is a chain of these, as a recurrent network is: its backward runs from the last
 # segment to the first, and what comes back for the kept frames of one is the gradient that the
 # segment before begins with. Forward therefore keeps the borders alone, a few frames of each layer;
-# the activations of a segment are computed again when backward comes to it
-# (`torch.utils.checkpoint`), and dropped when it has passed. Gradients are those of the whole clip,
-# at the price of one more forward.
+# the activations of a segment are recomputed when backward comes to it (`torch.utils.checkpoint`),
+# and dropped when it has passed. Gradients are those of the whole clip, at the price of one more
+# forward.
 def stream_trained(
     network: Callable[[Tensor], Tensor], parts: Iterable[Tensor], dim: int = 2
 ) -> Tensor:
-    """Runs a network over segments of time, and keeps the activations of one for backward.
+    """Runs a network over segments of time, keeping one segment's activations for backward.
 
     Args:
         network: module or function made of convolutions, resampling, attention, and norms that do
             not reach over time.
-        parts: segments of its input, one after the other.
+        parts: segments of its input, one at a time.
         dim: dim of time.
 
     Returns:
         The output for the whole clip.
 
     Raises:
-        GulliverError: a layer looks at frames that are still to come.
+        GulliverError: a layer needs later frames.
     """
     stream, made = FrameStream({}), []
     for part, final in with_last(parts):
@@ -361,11 +361,11 @@ def stream_trained(
 def _segment(
     network: Callable[[Tensor], Tensor], before: FrameStream, part: Tensor, dim: int, final: bool
 ) -> tuple[FrameStream, Tensor | None]:
-    """Runs one segment; returns the stream after it, and what came out."""
+    """Runs one segment; returns the next stream and the output."""
     after: list[FrameStream | None] = []
 
     def run(part: Tensor, *tails: Tensor) -> tuple[Tensor | None, ...]:
-        # A stream of its own each time: backward computes this once more, from the same start.
+        # its own stream each time: backward computes this once more, from the same start.
         stream = _with_tails(before, iter(tails))
         with without_masks(network):
             out = stream.run(network, part, dim, final)
@@ -381,7 +381,7 @@ def _segment(
 
 
 def tails_of(stream: FrameStream) -> list[Tensor]:
-    """Returns the frames that a stream's layers keep, and those that wait."""
+    """Returns the frames that a stream's layers carry, and delayed ones."""
     waiting = [] if stream.waiting is None else [stream.waiting]
     return [tail for kept in stream.kept.values() for tail in _tails(kept)] + waiting
 
@@ -395,7 +395,7 @@ def _tails(kept: Kept) -> list[Tensor]:
 
 
 def _with_tails(stream: FrameStream, tails: Iterator[Tensor]) -> FrameStream:
-    """Returns a copy of a stream with other tensors in the places of `tails_of`."""
+    """Returns a copy of a stream with other tensors in place of `tails_of`."""
     kept = {name: _refilled(value, tails) for name, value in stream.kept.items()}
     waiting = None if stream.waiting is None else next(tails)
     return stream.with_kept(kept, waiting)

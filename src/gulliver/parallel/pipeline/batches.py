@@ -1,4 +1,4 @@
-"""Cuts a batch into micro-batches, and merges their losses and outputs into those of the batch.
+"""Splits a batch into micro-batches, and merges their losses and outputs.
 
 Tensors are cut along dim 0 into parts whose sizes are as even as can be, so a last, short batch
 is as exact as any.
@@ -50,7 +50,7 @@ class MicroBatch:
         return dict(self.given) if isinstance(self.given, Mapping) else {}
 
     def shapes(self) -> str:
-        """Returns a text that is equal for micro-batches that send tensors of equal shapes."""
+        """Returns a text that is equal for micro-batches that send equal shapes."""
         return ";".join(f"{p}:{_shape(v)}" for p, v in leaves(self.given))
 
 
@@ -70,11 +70,11 @@ def split(batch: Batch, parts: int) -> list[MicroBatch]:
         if count not in (1, samples):
             raise GulliverError(
                 f"{other!r} of the batch has {count} rows where {path!r} has {samples}: tensors "
-                "are cut along dim 0, so all need as many rows as there are samples, or one"
+                "are split along dim 0, so each needs one row per sample, or one row"
             )
     if samples < parts:
         raise GulliverError(
-            f"a batch of {samples} samples cannot be cut into {parts} micro-batches: at least "
+            f"a batch of {samples} samples cannot be split into {parts} micro-batches: at least "
             f"{parts} samples, or num_microbatches={samples}"
         )
     sizes = [samples // parts + (n < samples % parts) for n in range(parts)]
@@ -96,7 +96,7 @@ def _rows(value: Any, start: int, stop: int, samples: int) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields everything in nested mappings and lists, with its path."""
+    """Yields everything in nested mappings and lists with its path."""
     if isinstance(value, Mapping):
         for key in value:
             yield from leaves(value[key], f"{path}.{key}" if path else str(key))
@@ -117,8 +117,8 @@ class Weights:
 
 
 UNEVEN = (
-    "say what the loss is a mean over, weight='labels', 'shifted_labels', 'samples' or a function "
-    "of a micro-batch"
+    "give the unit of the loss: weight='labels', 'shifted_labels', 'samples' or a function of a "
+    "micro-batch"
 )
 
 
@@ -128,7 +128,7 @@ def weigh(
     own: ModelLoss | None,
     criterion: bool = False,
 ) -> Weights:
-    """Returns the weight of each micro-batch's loss in the batch's."""
+    """Returns the weight of each micro-batch's loss."""
     samples = _normal([float(micro.samples) for micro in micros])
     found = _said(micros, by, samples)
     given = found or (samples if _even(micros, samples) else None)
@@ -140,8 +140,8 @@ def weigh(
         if own is None or own.items is None:
             if not criterion:
                 raise GulliverError(
-                    "whether the model's own loss divides by num_items_in_batch is not known: "
-                    "leave it out of the batch of a pipeline"
+                    "it is unknown whether the model's own loss divides by num_items_in_batch: "
+                    "leave it out of a pipeline's batch"
                 )
             own = None
     if found is not None:
@@ -156,7 +156,7 @@ def weigh(
 def _said(
     micros: Sequence[MicroBatch], by: str | Callable[[Any], float] | None, samples: list[float]
 ) -> list[float] | None:
-    """Returns the weights that the user asked for; None to choose them."""
+    """Returns the user's weights; None to choose them."""
     if by is None or by == "samples":
         return None if by is None else samples
     if callable(by):
@@ -185,7 +185,7 @@ def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = Fals
 
 
 def _counts_of(micros: Sequence[MicroBatch], own: ModelLoss) -> list[float]:
-    """Returns how many labels a model's own loss counts; samples where they are no classes."""
+    """Returns how many labels the model's loss counts; samples if they are not classes."""
     given = micros[0].given
     ignored = given.get("ignore_index", IGNORED) if isinstance(given, Mapping) else IGNORED
     aligned = own.shifted and isinstance(given, Mapping) and given.get("shift_labels") is not None
@@ -197,7 +197,7 @@ def _counts_of(micros: Sequence[MicroBatch], own: ModelLoss) -> list[float]:
 def _label_counts(
     micros: Sequence[MicroBatch], name: str, shifted: bool, ignored: int = IGNORED
 ) -> list[float] | None:
-    """Returns how many entries of a tensor count in each micro-batch; None without integers."""
+    """Returns each micro-batch's number of counted labels; None without integers."""
     counts = []
     for micro in micros:
         labels = micro.given.get(name) if isinstance(micro.given, Mapping) else None
@@ -251,7 +251,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Losses:
-    """Collects the weighted loss of each micro-batch as the last stage's forwards end."""
+    """Collects weighted losses of micro-batches from the last stage."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Losses:
 
     @property
     def given(self) -> list[float] | None:
-        """Weights of a criterion's losses; None where they are not known."""
+        """Weights of a criterion's losses; None if unknown."""
         return self._weights.given
 
     def __call__(self, output: Any, number: Tensor) -> Tensor:
@@ -283,15 +283,15 @@ class Losses:
         return term * self._scale if self._scale != 1 else term
 
     def _of(self, output: Any, given: Any) -> tuple[Tensor | None, list[float]]:
-        """Returns the loss of a micro-batch, and the weights of all of them."""
+        """Returns a micro-batch's loss, and the weights of all of them."""
         own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(output, Tensor) and not output.ndim:  # as `own_loss` has it without stages
             own = output
         if self._criterion is None:
             if own is None and not self._optional:
                 raise GulliverError(
-                    "the model's outputs have no loss: pass a criterion(outputs, micro_batch), or "
-                    "labels to a model that computes its loss from them"
+                    "the model's outputs have no loss: pass criterion(outputs, micro_batch), or "
+                    "labels"
                 )
             return own, self._weights.own
         loss = self._criterion(output, given)
@@ -303,12 +303,12 @@ class Losses:
         return loss, weights
 
     def total(self) -> Tensor | None:
-        """Returns the batch's loss; None where there was none."""
+        """Returns the batch's loss; None without one."""
         return torch.stack(self._terms).sum() if self._terms else None
 
 
 def _nothing(output: Any, loss: Tensor) -> Tensor:
-    """Returns a loss of zero, with a gradient of zero for all that the output came from."""
+    """Returns a zero loss, with zero gradients for everything in the output."""
     # Not a constant: the schedule calls its backward, and earlier stages wait for gradients.
     values = output.values() if isinstance(output, dict) else output
     entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
@@ -340,7 +340,7 @@ def compare_batches(
     device: torch.device,
     check: bool,
 ) -> str:
-    """Compares the batches of ranks that share a model; every one of them calls this."""
+    """Compares the batches of ranks that share a model (collective)."""
     seen, agreed, wrong = digest(batch) if check else 0, "", None
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     for rank_group in shared:
@@ -354,8 +354,8 @@ def compare_batches(
     if wrong is not None:
         or_else = ", or a partner of it," if len(shared) > 1 else ""
         raise GulliverError(
-            f"rank {wrong[0]}{or_else} has another batch than rank {wrong[1]}, and they share one "
-            "model: give all ranks of a model the same samples"
+            f"rank {wrong[0]}{or_else} has a different batch from rank {wrong[1]}, but they share "
+            "one model: pass the same samples"
         )
     return agreed or state
 

@@ -44,11 +44,11 @@ OF_ALL = ("output_hidden_states", "output_attentions")
 ANY_COUNT = ("1f1b", "gpipe")
 """Schedules of which one is made for each number of micro-batches."""
 UNCOUNTED = 0
-"""Samples of a micro-batch that is run as it is given."""
+"""Number of samples assumed for a micro-batch that is run unchanged."""
 
 
 class Pipeline:
-    """Runs batches through the stages of a model, as one model would take them.
+    """Runs batches through the stages of a model.
 
     Args:
         stage: this rank's part of the model, with its stages as of `stages_by_rank(style, ...)`.
@@ -56,10 +56,10 @@ class Pipeline:
             or ``dualpipev``.
         micro_batches: number of micro-batches that a batch is cut into; None: two for each stage.
         call: function to call instead of the model, for instance under autocast.
-        readers: gives the rank groups that must read the same batch, one after the other, the
-            first with all ranks of the pipeline; None: that of the pipeline.
+        readers: gives the rank groups that must read the same batch, one at a time, the first with
+            all ranks of the pipeline; None: that of the pipeline.
         check_batch: whether to compare what they read, at every run.
-        look: function called with each batch when all ranks have the same; it may refuse it.
+        look: function called with each batch when all ranks have the same; it may reject it.
         before: function called before each forward with the number of its first sample and how
             many samples it has.
 
@@ -159,7 +159,7 @@ class Pipeline:
         before: Callable[[int], None] | None = None,
         state: str = "",
     ) -> Tensor | None:
-        """Runs batches of any sizes and shapes, each as one micro-batch, forward and backward.
+        """Runs forward and backward of batches of any shapes, each as one micro-batch.
 
         With fewer of them than the schedule can order, all forwards come before all backwards.
 
@@ -180,8 +180,8 @@ class Pipeline:
         self._check_alive()
         if self.style not in ANY_COUNT:
             raise GulliverError(
-                f"pp_style={self.style!r} orders fixed numbers of micro-batches: take "
-                f"{' or '.join(map(repr, ANY_COUNT))} where each step has its own"
+                f"pp_style={self.style!r} needs a fixed number of micro-batches: use "
+                f"{' or '.join(map(repr, ANY_COUNT))} if it varies"
             )
         with guard():
             states = self._compare_batches(list(batches), False)
@@ -200,8 +200,8 @@ class Pipeline:
     def _check_alive(self) -> None:
         if self._failed:
             raise GulliverError(
-                "the run before failed in mid-schedule, and messages may still be under way: "
-                "start again from a checkpoint"
+                "the previous run failed, and messages may still be in flight: restart from a "
+                "checkpoint"
             )
 
     def _new_run(
@@ -223,7 +223,7 @@ class Pipeline:
     def _through(
         self, run: PipelineRun, losses: Losses, forward_only: bool, return_loss: bool
     ) -> Tensor | None:
-        """Runs micro-batches through the stages, and gives all ranks the loss."""
+        """Runs micro-batches through the stages, and broadcasts the loss."""
         self._failed = True
         with together():
             self._execute(run, losses, forward_only)
@@ -256,7 +256,7 @@ class Pipeline:
                 runner.clear_runtime_states()
 
     def _alone(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
-        """Runs micro-batches one after the other where all blocks lie on one rank."""
+        """Runs micro-batches one at a time if one rank has all blocks."""
         with torch.set_grad_enabled(not forward_only):
             for number in range(len(run.micros)):
                 args, kwargs = run.arguments(number)
@@ -268,7 +268,7 @@ class Pipeline:
                     loss.backward()
 
     def _schedule(self, count: int) -> Any:
-        """Returns the schedule for a number of micro-batches, made once for each."""
+        """Returns the schedule for a number of micro-batches, cached by number."""
         if count not in self._schedules:
             if not self._runners:
                 self._make_runners()
@@ -298,9 +298,9 @@ class Pipeline:
         return loss.detach()
 
     def _refuse_uncounted(self, losses: Losses) -> None:
-        """Refuses, on all ranks, a criterion whose denominator is unknown."""
+        """Rejects, on all ranks, a criterion whose denominator is unknown."""
         # The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
-        # where the others would wait for it: so it goes on to the end.
+        # where the others would wait for it: so it continues to the end.
         found = torch.tensor([float(losses.uncounted)], device=self._device())
         self._broadcast(found)
         if bool(found):
@@ -336,7 +336,7 @@ class Pipeline:
         return _short(compare_batches(batch, state, self.readers(), device, self.check_batch))
 
     def _added(self, batch: Batch) -> dict[str, Any]:
-        """Turns off caches of keys and values, which only generation reads."""
+        """Turns off key-value caches, which only generation uses."""
         given = batch if isinstance(batch, Mapping) else {}
         config = getattr(self.model, "config", None)
         asked = [name for name in OF_ALL if given.get(name, getattr(config, name, False))]
@@ -344,21 +344,21 @@ class Pipeline:
         asked += ["output_router_logits"] if asks_routers(self.model, given) else []
         if asked:
             raise GulliverError(
-                f"{asked[0]}=True asks for something of every block, and a stage has some of "
-                "them: leave it out, or run the model without a pipeline"
+                f"{asked[0]}=True needs the outputs of all blocks: leave it out, or run the model "
+                "without a pipeline"
             )
         known = inspect.signature(hugging_face_of(self.model).forward).parameters
         caches = getattr(getattr(self.model, "config", None), "use_cache", False)
         return {"use_cache": False} if caches and "use_cache" in known else {}
 
     def _complete(self, batch: Batch) -> Batch:
-        """Draws random choices of modules that every stage has once for all stages."""
+        """Broadcasts random choices of modules that every stage runs."""
         drop = getattr(getattr(self.model, "y_embedder", None), "drop", 0.0)
         if self.stage.stack.family != "STDiT3" or not self.model.training or not drop:
             return batch
         if not isinstance(batch, Mapping):
             raise GulliverError(
-                "STDiT3 drops captions at random, the same on all stages: give its batch as a dict"
+                "STDiT3 drops captions at random, the same on all stages: pass its batch as a dict"
             )
         if batch.get("drop_caption") is not None:
             return batch

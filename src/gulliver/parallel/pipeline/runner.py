@@ -1,4 +1,4 @@
-"""Backward in two parts: the gradients of a stage's inputs now, those of its weights later."""
+"""Two-part backward: gradients of a stage's inputs now, those of its weights later."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from gulliver.precision.wire.formats import IDENTITY
 Gradients = tuple[Tensor | None, ...]
 
 
-# [Note: why two parts] The stage before waits for the gradient of the inputs, and nobody waits for
+# [Note: why two parts] The stage before waits for the gradient of the inputs, and no one waits for
 # those of the weights before the optimizer's step. Zero-bubble schedules (Qi et al., 2024, arXiv
 # 2401.10241) therefore send the former on as soon as they can, and fill the time in which a stage
 # would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
 #
-# Let C be the nodes of the autograd graph that lie between the inputs and the outputs. The first
+# Let C be the nodes of the autograd graph that are between the inputs and the outputs. The first
 # part runs C alone. A weight is attached to C at some nodes, its *ends*; the gradient that comes
 # into them is noted as it passes. The second part starts backward at the ends, with what was noted.
-# Weights that share ends are done together; as one end may lie behind another, what would come into
+# Weights that share ends are done together; as one end may be behind another, what would come into
 # an end from there is replaced by what was noted, which has it already. So each path from the
-# outputs to a weight is counted once, whatever the graph is like: shared weights, weights used
+# outputs to a weight is counted once, regardless of the graph like: shared weights, weights used
 # twice, weights in front of an input that comes in later.
 #
 # The second part accumulates as any backward does, hooks of accumulation included.
 @dataclass
 class _Group:
-    """Weights whose gradients are computed together, and the ends that they are attached to."""
+    """Weights whose gradients are computed together, and their ends."""
 
     ends: set[Node]
     weights: list[nn.Parameter]
@@ -47,7 +47,7 @@ class _Group:
 
 @dataclass
 class WeightBackward:
-    """The part of a backward that remains after the gradients of the inputs."""
+    """The remaining backward, after the gradients of the inputs."""
 
     groups: list[_Group]
     noted: dict[Node, Gradients] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def backward_of_inputs(
     inputs: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
 ) -> WeightBackward:
-    """Adds the gradients of inputs to their ``grad`` and leaves the weights alone."""
+    """Accumulates gradients of inputs, but not of weights."""
     given = [torch.ones_like(outputs[0])] if gradients is None else list(gradients)
     roots = [get_gradient_edge(output) for output in outputs]
     above = _above([root.node for root in roots])
@@ -198,14 +198,14 @@ _DTYPES = (
 # for micro-batches of the same shapes in the same states, so it is announced once: before the first
 # message of each kind goes a header on the CPU with the shapes, dtypes, and which of the tensors
 # want gradients. Both ends then remember it; a message of known kind has no header, which would
-# cost a latency each time, and a tensor that is not as the header said is refused, not sent.
+# cost a latency each time, and a tensor that is not as the header said is rejected, not sent.
 # Gradients go back in the shapes of what came.
 #
-# On the CPU each message has a tag of its own, so the order in which the two ends ask does not
-# matter; on GPUs the order is that of torch's schedules, which is the same at both ends.
+# On the CPU each message has its own tag, so the order in which the two ends ask does not matter;
+# on GPUs the order is that of torch's schedules, which is the same at both ends.
 @dataclass(frozen=True)
 class Meta:
-    """The shape and dtype of a tensor that is to come, and whether it wants a gradient."""
+    """Shape, dtype and requires_grad of a tensor to be received."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -213,7 +213,6 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> Meta:
-        """Describes a tensor."""
         return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
@@ -245,7 +244,7 @@ def _decode(header: Tensor) -> tuple[Meta, ...]:
 
 
 class StageMessages:
-    """Both ends of one stage: the cuts before and behind it."""
+    """Both ends of one stage: the cuts before and after it."""
 
     def __init__(
         self, rank_group: RankGroup, stage: int, places: Sequence[int], micro_batches: int
@@ -257,11 +256,11 @@ class StageMessages:
         self._packed: dict[tuple[int, int], PackedTensors] = {}
 
     def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
-        """Returns what crosses the cut before stage `cut` for a kind of micro-batches, if known."""
+        """Returns the tensors that cross the cut before stage `cut`, if known."""
         return self._known.get((cut, kind))
 
     def know(self, kind: str, tensors: Sequence[Tensor], micro: int) -> tuple[Meta, ...]:
-        """Makes sure that the next stage knows what it will be sent; returns it."""
+        """Tells the next stage what it will receive; returns it."""
         found = tuple(Meta.of(t) for t in tensors)
         known = self.metas(self.stage + 1, kind)
         if known is None:
@@ -270,17 +269,17 @@ class StageMessages:
                 self._announce(found, micro)
         elif known != found:
             raise GulliverError(
-                f"stage {self.stage} returns {found} where an equal micro-batch returned {known}: "
+                f"stage {self.stage} returned {found}, but {known} for an equal micro-batch: "
                 "shapes between stages may depend on the shapes of the batch, not on its values"
             )
         return found
 
     def expect(self, kind: str, micro: int) -> tuple[Meta, ...]:
-        """Returns what the stage before will send; waits for its header if that is new."""
+        """Returns what the previous stage will send, after reading its header if new."""
         known = self.metas(self.stage, kind)
         if known is None:
             peer = self._peer(self.stage - 1)
-            assert peer is not None, "stages of one rank tell each other by `hand_over_local`"
+            assert peer is not None, "stages of one rank use `hand_over_local`"
             header = torch.empty(HEADER, dtype=torch.int64)
             post(
                 [(peer, header)],
@@ -292,7 +291,7 @@ class StageMessages:
         return known
 
     def hand_over_local(self, kind: str, tensors: Sequence[Tensor]) -> None:
-        """Records what the stage before, on this rank, hands over."""
+        """Records tensors handed over by the previous stage on this rank."""
         self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
 
     def _announce(self, metas: Sequence[Meta], micro: int) -> None:
@@ -307,11 +306,11 @@ class StageMessages:
             self._headers.pop().wait()
 
     def sends(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Returns operations that send tensors over the cut before stage `cut`, either way."""
+        """Returns send operations over the cut before stage `cut`."""
         return self._operations(True, cut, tensors, micro)
 
     def receives(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Returns operations that receive what comes over the cut before stage `cut`."""
+        """Returns receive operations over the cut before stage `cut`."""
         return self._operations(False, cut, tensors, micro)
 
     def _operations(
@@ -337,13 +336,13 @@ class StageMessages:
         return found
 
     def arrived(self, cut: int, micro: int) -> None:
-        """Unpacks what came over the cut before stage `cut`, which was waited for."""
+        """Unpacks received tensors of the cut before stage `cut`."""
         packed = self._packed.pop((cut, micro), None)
         if packed is not None:
             packed.unpack()
 
     def _peer(self, stage: int) -> int | None:
-        """Rank of a neighbouring stage; None where it is this rank's own."""
+        """Rank of a neighbouring stage; None if it is this rank."""
         place = self.places[stage]
         return None if place == self.rank_group.rank else self.rank_group.ranks[place]
 
@@ -379,7 +378,7 @@ class PipelineRun:
     weights: list[nn.Parameter] = field(default_factory=list)  # Parameters that want gradients
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the model's arguments for a micro-batch, whose forward follows."""
+        """Returns the model's arguments for a micro-batch before its forward."""
         if self.before is not None:
             self.before(micro)
         return self.micros[micro].args, {**self.micros[micro].kwargs, **self.added}
@@ -387,7 +386,7 @@ class PipelineRun:
 
 @dataclass
 class _KeptTensors:
-    """The tensors of a micro-batch that are kept between its forward and its backward."""
+    """Tensors of a micro-batch kept between forward and backward."""
 
     outputs: Carry
     carry: Carry
@@ -462,21 +461,21 @@ class StageRunner:
         return None
 
     def clear_runtime_states(self) -> None:
-        """Drops everything left from the previous run."""
+        """Drops the state of the previous run."""
         for kept in (self._received, self._kept, self._gradients, self._to_send, self._later):
             kept.clear()
         self.losses.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Does nothing: gradients are not scaled, as their losses are weighted."""
+        """Does nothing: losses are weighted, so gradients are not scaled."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Does nothing, as `perform_reduce_grad`: what schedules of several stages call."""
+        """Does nothing, like `perform_reduce_grad`; called by multi-stage schedules."""
 
     # Forward.
 
     def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        """Returns operations that receive a micro-batch from the stage before."""
+        """Returns operations that receive a micro-batch from the previous stage."""
         if self.is_first:
             return []
         metas = self.messages.expect(self._run.kinds[micro], micro)
@@ -494,7 +493,7 @@ class StageRunner:
         return self.messages.sends(self.stage_index + 1, outputs, micro)
 
     def set_local_fwd_input(self, outputs: Any, micro: int) -> None:
-        """Takes a micro-batch from the stage before, which lies on this rank."""
+        """Sets a micro-batch's input from the previous stage on this rank."""
         self.messages.hand_over_local(self._run.kinds[micro], outputs)
         self._received[micro] = tuple(t.detach() for t in outputs)
 
@@ -511,7 +510,7 @@ class StageRunner:
         carry = self._received.pop(micro, ())
         if self.has_backward and not self.is_first:
             metas = self.messages.metas(self.stage_index, kind)
-            assert metas is not None, "what was received was announced"
+            assert metas is not None, "received tensors were announced"
             carry = tuple(
                 t.requires_grad_(m.requires_grad) for t, m in zip(carry, metas, strict=True)
             )
@@ -533,17 +532,17 @@ class StageRunner:
     # Backward.
 
     def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        """Returns operations that receive the gradients of what was sent."""
+        """Returns operations that receive the gradients of sent tensors."""
         if self.is_last or not self.has_backward:
             return []
         metas = self.messages.metas(self.stage_index + 1, self._run.kinds[micro])
-        assert metas is not None, "gradients come back for what was sent"
+        assert metas is not None, "gradients return for sent tensors"
         buffers = tuple(m.empty(self.device) if m.requires_grad else None for m in metas)
         self._gradients[micro] = buffers
         return self.messages.receives(self.stage_index + 1, buffers, micro)
 
     def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        """Returns operations that send gradients to the stage before."""
+        """Returns operations that send gradients to the previous stage."""
         if self.is_first or not self.has_backward:
             return []
         gradients = self._to_send.pop(micro)
@@ -551,11 +550,11 @@ class StageRunner:
         return self.messages.sends(self.stage_index, sent, micro)
 
     def get_local_bwd_output(self, micro: int) -> tuple[Tensor | None, ...]:
-        """Returns gradients for the stage before, which lies on this rank."""
+        """Returns gradients for the previous stage on this rank."""
         return self._to_send.pop(micro, ())
 
     def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], micro: int) -> None:
-        """Takes gradients from the next stage, which lies on this rank."""
+        """Sets gradients from the next stage on this rank."""
         self._gradients[micro] = gradients
 
     def backward_one_chunk(
@@ -565,7 +564,7 @@ class StageRunner:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Runs the backward of a micro-batch, of its inputs only if not `full_backward`."""
+        """Runs a micro-batch's backward, only for its inputs unless `full_backward`."""
         if not self.has_backward:
             return
         self.messages.arrived(self.stage_index + 1, micro)
@@ -586,14 +585,14 @@ class StageRunner:
         self._to_send[micro] = tuple(_gradient(t, passing) for t in kept.carry)
 
     def backward_weight_one_chunk(self, micro: int, last_backward: bool = False) -> None:
-        """Runs the part of a micro-batch's backward that `backward_one_chunk` left."""
+        """Runs the rest of a micro-batch's backward."""
         if self.has_backward:
             self._later.pop(micro, _nothing)()
 
     def _roots(
         self, kept: _KeptTensors, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
-        """Returns the roots of backward, their gradients, and gradients that pass the stage by."""
+        """Returns the roots of backward, their gradients, and gradients passed through."""
         # A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
         # has nothing to do for it.
         if self.is_last:
@@ -625,7 +624,7 @@ def _full(roots: list[Tensor], gradients: list[Tensor] | None) -> Callable[[], N
 
 
 def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
-    """Returns the gradient of what was received, None where none is wanted."""
+    """Returns the gradient of a received tensor; None if not required."""
     if not tensor.requires_grad:
         return None
     found, tensor.grad = tensor.grad, None
@@ -635,4 +634,4 @@ def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
 
 
 def _nothing() -> None:
-    """Does nothing, for a micro-batch whose backward is done."""
+    """Does nothing, as the micro-batch's backward is done."""

@@ -1,4 +1,4 @@
-"""Schedules by the names that users know, the placement of their stages, and their demands.
+"""Schedules by name, with the placement of their stages and their requirements.
 
 | name | source |
 |---|---|
@@ -26,7 +26,7 @@ from gulliver.solve.timeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Predicti
 
 @dataclass(frozen=True)
 class Style:
-    """A way to order the forwards and backwards of micro-batches."""
+    """An order of the forwards and backwards of micro-batches."""
 
     schedule: str  # Name of torch's class
     chunks: int = 1  # Stages on each rank, unless the user says otherwise
@@ -46,7 +46,6 @@ STYLES = {
 
 
 def style_of(name: str, chunks: int | None = None) -> Style:
-    """Returns the style of a name."""
     if name not in STYLES:
         raise GulliverError(f"pp_style={name!r} is not known: {nearest(name, STYLES)}")
     style = STYLES[name]
@@ -56,7 +55,7 @@ def style_of(name: str, chunks: int | None = None) -> Style:
         )
     if chunks is not None and chunks != style.chunks and style.fixed:
         raise GulliverError(
-            f"pp_style={name!r} has {style.chunks} stages on each rank, not {chunks}: take "
+            f"pp_style={name!r} has {style.chunks} stages on each rank, not {chunks}: use "
             "'interleaved' or 'zero_bubble' for other numbers"
         )
     return style
@@ -76,7 +75,7 @@ def stages_by_rank(name: str, ranks: int, chunks: int | None = None) -> tuple[tu
 
 
 def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None:
-    """Refuses a number of micro-batches that a schedule cannot order."""
+    """Rejects micro-batch counts that a schedule does not support."""
     least = 1
     if name == "1f1b":
         least = ranks
@@ -91,13 +90,13 @@ def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None
     if name in ("interleaved", "zero_bubble") and micro_batches % rounds:
         fits = micro_batches - micro_batches % ranks
         raise GulliverError(
-            f"pp_style={name!r} over {ranks} ranks cannot order {micro_batches} micro-batches: "
-            f"take {fits} or {fits + ranks}"
+            f"pp_style={name!r} over {ranks} ranks does not support {micro_batches} micro-batches: "
+            f"use {fits} or {fits + ranks}"
         )
 
 
 def fits(name: str, stages: int, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule can order so many micro-batches."""
+    """Whether a schedule supports a number of micro-batches."""
     try:
         check_counts(name, stages, ranks, micro_batches)
     except GulliverError:
@@ -108,7 +107,7 @@ def fits(name: str, stages: int, ranks: int, micro_batches: int) -> bool:
 def make_schedule(
     name: str, runners: Sequence[Any], micro_batches: int, loss: Callable[[Any, Tensor], Tensor]
 ) -> Any:
-    """Makes torch's schedule over the stages of this rank."""
+    """Creates torch's schedule over this rank's stages."""
     style = style_of(name, None if STYLES[name].fixed else len(runners))
     made = getattr(schedules, style.schedule)
     single = issubclass(made, schedules.PipelineScheduleSingle)
@@ -130,10 +129,10 @@ def predict(
     backward: Sequence[float] | None = None,
     link: float = 0.0,
 ) -> Prediction:
-    """Predicts the seconds of a step and the share that ranks wait."""
+    """Predicts the seconds of a step and the idle share."""
     stages = len(forward)
     numbers = stages_by_rank(style, ranks, stages // ranks)
-    assert sum(map(len, numbers)) == stages, "stages lie on the ranks evenly"
+    assert sum(map(len, numbers)) == stages, "stages are evenly on the ranks"
     check_counts(style, stages, ranks, micro_batches)
     if backward is None:
         backward = [BACKWARD_OF_LINEAR * seconds for seconds in forward]
@@ -147,7 +146,7 @@ def predict(
 def computations(
     style: str, place: int, numbers: Sequence[Sequence[int]], micro_batches: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Yields what a rank computes, in order, as (kind, stage, micro-batch)."""
+    """Yields this rank's computations in order, as (kind, stage, micro-batch)."""
     count = sum(map(len, numbers))
     if style == "1f1b":
         # What torch 2.13 says of its own order is wrong for the last rank.

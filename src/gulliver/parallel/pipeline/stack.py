@@ -60,7 +60,7 @@ def stack_of(
 
     Args:
         model: whole model; its parameters may be on meta.
-        path: path of its list of blocks, where it is not to be looked for.
+        path: path of its list of blocks; None searches for it.
         extra: entries that a block returns after the hidden state; None: a plain tensor; -1:
             found out by itself.
         after: paths of modules that run after the blocks although they are registered before.
@@ -91,7 +91,7 @@ def stack_of(
     inner = paths[path]
     if not isinstance(inner, nn.ModuleList | nn.Sequential):
         raise GulliverError(
-            f"{path!r} is a {type(inner).__name__}: blocks lie in a ModuleList or a Sequential"
+            f"{path!r} is a {type(inner).__name__}: blocks must be in a ModuleList or a Sequential"
         )
     blocks = tuple(_join(path, child) for child, _ in inner.named_children())
     if isinstance(inner, nn.Sequential) and extra == -1:
@@ -102,7 +102,7 @@ def stack_of(
 def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known: Blocks) -> Stack:
     """The blocks that a family's record describes."""
     _check_record(model, known)
-    # A part of an encoder-decoder may be a model of its own.
+    # A part of an encoder-decoder may be its own model.
     lists = [found for end in known.lists if (found := _ending(paths, end)) is not None]
     lists = lists or _encoder_and_decoder(model, paths, known) or [_longest(paths)]
     rows = [[_join(path, child) for child, _ in paths[path].named_children()] for path in lists]
@@ -122,17 +122,17 @@ def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known
 
 
 def _check_record(model: nn.Module, known: Blocks) -> None:
-    """Refuses models that cannot run in stages."""
+    """Rejects models that cannot run in stages."""
     if known.refused:
         raise GulliverError(
-            f"{type_of(model)} is not cut into stages: {known.refused}; take tp_size instead of "
+            f"{type_of(model)} does not support pipelines: {known.refused}; use tp_size instead of "
             "pp_size"
         )
     biases = {getattr(m, "has_relative_attention_bias", None) for m in model.modules()}
     if known.first_only is None and len(biases) > 2:
         raise GulliverError(
-            f"{type(model).__name__} has blocks that use a bias which the first one computes: it "
-            "is not cut into stages; take tp_size instead of pp_size"
+            f"{type(model).__name__} has blocks that use a bias which the first one computes: "
+            "pipelines do not support it; use tp_size instead of pp_size"
         )
 
 
@@ -145,8 +145,8 @@ def _encoder_and_decoder(model: nn.Module, paths: dict[str, nn.Module], known: B
     decoder = None if encoder is None else encoder.replace("encoder.", "decoder.")
     if encoder is None or decoder not in paths:
         raise GulliverError(
-            f"{type(model).__name__} is an encoder and a decoder, but has no two lists of "
-            f"blocks of such names ({', '.join(known.encoders)}): a pipeline cannot cut it"
+            f"{type(model).__name__} is an encoder and a decoder, but lacks two lists of blocks "
+            f"with known names ({', '.join(known.encoders)}): it does not support pipelines"
         )
     return [encoder, decoder]
 
@@ -158,7 +158,7 @@ def _ending(paths: dict[str, nn.Module], end: str) -> str | None:
 def _all_ending(
     paths: dict[str, nn.Module], ends: Sequence[str], lists: Sequence[str]
 ) -> Iterator[str]:
-    """Paths with one of some endings outside of some lists, in the order of the endings."""
+    """Paths with given suffixes outside some lists, in the order of suffixes."""
     inside = tuple(f"{path}." for path in lists)
     for end in ends:
         for path in paths:
@@ -167,7 +167,7 @@ def _all_ending(
 
 
 def _longest(paths: dict[str, nn.Module]) -> str:
-    """The longest list of blocks of one class that hold parameters; the outermost of equals."""
+    """The longest list of blocks of one class with parameters; the outermost of equals."""
     best, length = None, 1
     for path, module in paths.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= length:
@@ -175,14 +175,14 @@ def _longest(paths: dict[str, nn.Module]) -> str:
         kinds = {type(block) for block in module}
         if len(kinds) == 1 and all(any(True for _ in b.parameters()) for b in module):
             best, length = path, len(module)
-    # Blocks of several kinds lie in a list of this name.
+    # Blocks of several kinds are in a list of this name.
     named = [p for p in paths if p.rpartition(".")[2] in LISTS and _many(paths[p])]
     if named and (best is None or best.startswith(f"{named[0]}.")):
         best = named[0]
     if best is None:
         raise GulliverError(
-            "the model has no list of equal blocks to cut between: put them into an "
-            "nn.ModuleList, or name the list (blocks=... of the plugin, path of stack_of)"
+            "the model has no list of equal blocks to split: put them into an nn.ModuleList, or "
+            "name the list (blocks=... of the plugin, path of stack_of)"
         )
     return best
 
@@ -203,7 +203,7 @@ def _join(path: str, child: str) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module around the blocks that holds parameters, kept or replaced as one."""
+    """A module with parameters around the blocks, kept or replaced as one."""
 
     path: str
     home: int | None  # Number of the block whose stage it goes to; None: every stage keeps it
@@ -229,7 +229,7 @@ class _Walk:
             self.visit(_join(path, name), child)
 
     def _home(self, path: str) -> int | None:
-        """Returns the block that a module goes with, by where it is registered."""
+        """Returns the block that a module belongs to, by registration order."""
         # Modules before a list of blocks go with its first block, those after it with its last.
         stack, last = self.stack, len(self.stack.blocks) - 1
         if any(path == p or _inside(path, p) for p in stack.everywhere):
@@ -247,7 +247,7 @@ class _Walk:
 
 
 def units_of(model: nn.Module, stack: Stack) -> list[Unit]:
-    """The modules around the blocks that hold parameters, with the blocks that they go with."""
+    """Modules with parameters around the blocks, with the blocks they belong to."""
     walk = _Walk(model, stack)
     walk.visit("", model)
     return walk.units
@@ -264,16 +264,16 @@ def _inside(path: str, outer: str) -> bool:
 
 
 def _plain_container(module: nn.Module) -> bool:
-    """Whether a module is only looked into, never called."""
+    """Whether a module is a container that is never called."""
     return isinstance(module, nn.ModuleDict | nn.ModuleList)
 
 
 # Cuts a model into stages: by the predicted cost of its blocks, or as the user says.
 #
 # The cost of a block is the work of its matrix multiplications for one token, 2 FLOPs forward for
-# each element of its weights; modules around the blocks are added to the blocks that they lie
-# with, embeddings at nothing, the output head like any other weight. That leaves out the products
-# inside attention, which are the same in every block of a list, and that the two lists of an
+# each element of its weights; modules around the blocks are added to the blocks that they are with,
+# embeddings at nothing, the output head like any other weight. That leaves out the products inside
+# attention, which are the same in every block of a list, and that the two lists of an
 # encoder-decoder may read different lengths: pass `costs` where it matters.
 
 
@@ -289,25 +289,23 @@ class Cut:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.bounds) - 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Blocks of each stage."""
         return tuple(b - a for a, b in itertools.pairwise(self.bounds))
 
     def __str__(self) -> str:
         slowest, mean = max(self.times), sum(self.times) / len(self.times)
         imbalance = slowest / mean - 1 if mean else 0.0
         return (
-            f"{' + '.join(map(str, self.sizes))} blocks, slowest stage {imbalance:.1%} over the "
+            f"{' + '.join(map(str, self.sizes))} blocks, slowest stage {imbalance:.1%} above the "
             "mean"
         )
 
 
 def block_costs(model: nn.Module, stack: Stack) -> list[float]:
-    """Forward FLOPs of each block for one token, with those of the modules that go with it."""
+    """Forward FLOPs of each block per token, including modules that belong to it."""
     paths = dict(model.named_modules())
     costs = [_work(paths[path]) for path in stack.blocks]
     for unit in units_of(model, stack):
@@ -349,7 +347,7 @@ def cut(
         The cut.
 
     Raises:
-        GulliverError: fewer blocks than stages, or an `at` that does not deal all blocks.
+        GulliverError: fewer blocks than stages, or an `at` that does not cover all blocks.
     """
     count = len(stack.blocks)
     if count < stages:
@@ -374,8 +372,8 @@ def _bounds(at: list[int], stages: int, count: int) -> tuple[int, ...]:
     steps = [b - a for a, b in itertools.pairwise(given)]
     if len(given) != stages + 1 or given[-1] != count or min(steps) < 1:
         raise GulliverError(
-            f"cut={at} does not deal {count} blocks to {stages} stages: give the blocks of each "
-            f"stage ({stages} numbers of at least 1 that add up to {count}), or the first block "
-            "of each stage but the first"
+            f"cut={at} does not split {count} blocks into {stages} stages: give the blocks of each "
+            f"stage ({stages} numbers of at least 1 that add up to {count}), or the first block of "
+            "each stage but the first"
         )
     return tuple(given)

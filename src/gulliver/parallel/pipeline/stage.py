@@ -32,7 +32,7 @@ from gulliver.parallel.pipeline.stage_forward import (
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The part of a model that lies on one rank: one stage, or several of a looped pipeline.
+    """The part of a model that is on one rank: one stage, or several of a looped pipeline.
 
     Attributes:
         model: model with placeholder modules where others' modules were.
@@ -66,14 +66,14 @@ class Stage:
         return next(p for p, held in enumerate(self.numbers) if self.cut.stages - 1 in held)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns this rank's parameters, by the first names that the whole model has for them."""
+        """Returns this rank's parameters by the full model's first names."""
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             found.setdefault(self.aliases.get(name, name), parameter)
         return found
 
     def copies(self) -> dict[str, RankGroup]:
-        """Returns the ranks that hold each tied parameter of this rank, without process groups."""
+        """Returns the ranks that hold each of this rank's tied parameters."""
         place = self.rank_group.rank
         return {
             name: RankGroup(tuple(self.rank_group.ranks[p] for p in places), places.index(place))
@@ -82,7 +82,7 @@ class Stage:
         }
 
     def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """Adds up the gradients of tied parameters over the stages that hold them, in place.
+        """Sums the gradients of tied parameters over the stages that hold them, in place.
 
         Every rank of the pipeline calls it once after the schedule, before gradients are averaged
         over replicas, with all tied parameters that it holds and trains. In one process the copies
@@ -103,7 +103,7 @@ class Stage:
                 _sum(gradients[name], places, self.rank_group)
 
     def share_tied(self) -> None:
-        """Gives all copies of tied parameters the values of the first stage that holds them."""
+        """Copies the first stage's values to all copies of tied parameters."""
         mine = self.named_parameters()
         with torch.no_grad():
             for name, places in self.tied.items():
@@ -147,7 +147,7 @@ def make_stage(
 
 
 def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
-    """Recomputes blocks of the stage in backward instead of keeping what they computed.
+    """Recomputes blocks of the stage in backward instead of keeping activations.
 
     The result is the same to the last bit, random choices included.
 
@@ -160,12 +160,12 @@ def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> Non
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
-    """Refuses models whose blocks would run differently in a pipeline."""
+    """Rejects models whose blocks would run differently in a pipeline."""
     for path, module in model.named_modules():
         if getattr(module, "layerdrop", 0.0) and model.training:
             raise GulliverError(
-                f"{path!r} skips blocks at random (layerdrop {module.layerdrop}): a pipeline runs "
-                "every block; set the configuration's layerdrop to 0"
+                f"{path!r} skips blocks at random (layerdrop {module.layerdrop}), which pipelines "
+                "do not support: set the configuration's layerdrop to 0"
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise GulliverError(
@@ -176,7 +176,7 @@ def check_stages(model: nn.Module, stack: Stack) -> None:
 
 
 def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> frozenset[str]:
-    """Returns the paths of the blocks and of the modules around them that a rank keeps."""
+    """Returns the paths of blocks and surrounding modules that a rank keeps."""
     blocks = {b for n in numbers for b in range(cut.bounds[n], cut.bounds[n + 1])}
     kept = {stack.blocks[b] for b in blocks}
     kept |= {u.path for u in units_of(model, stack) if u.home is None or u.home in blocks}
@@ -189,7 +189,7 @@ def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> f
 def names_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, nn.Parameter]:
-    """Returns the parameters that a rank will hold, by the first names of the whole model."""
+    """Returns the parameters that a rank will hold, by the full model's first names."""
     known = dict(model.named_parameters())
     found = uses_held(model, stack, cut, numbers, place).values()
     return {name: known[name] for name in found}
@@ -198,7 +198,7 @@ def names_held(
 def uses_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, str]:
-    """Returns all names by which a rank will use parameters, with the first name of each."""
+    """Returns all names of a rank's parameters, with each one's first name."""
     paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
     first: dict[nn.Parameter, str] = {}
     found: dict[str, str] = {}
@@ -210,7 +210,7 @@ def uses_held(
 
 
 def _rows(stack: Stack) -> list[tuple[int, range]]:
-    """Returns the first block of each list that is run in one go, with all of its blocks."""
+    """Returns the first block of each consecutively run list, with all of its blocks."""
     borders = [0, stack.border, len(stack.blocks)] if stack.border else [0, len(stack.blocks)]
     return [(a, range(a, b)) for a, b in itertools.pairwise(borders)]
 
@@ -218,7 +218,7 @@ def _rows(stack: Stack) -> list[tuple[int, range]]:
 def _tied(
     model: nn.Module, stack: Stack, kept: Sequence[frozenset[str]]
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Returns first names of all parameters, and the ranks that hold those which several hold."""
+    """Returns first names of all parameters, and the ranks of shared ones."""
     first: dict[nn.Parameter, str] = {}
     aliases: dict[str, str] = {}
     places: dict[str, set[int]] = {}
@@ -232,7 +232,7 @@ def _tied(
 
 
 def _holds(paths: frozenset[str], name: str) -> bool:
-    """Whether a parameter lies in one of the modules."""
+    """Whether a parameter is in one of the modules."""
     path = name.rpartition(".")[0]
     while path:
         if path in paths:
@@ -267,7 +267,7 @@ def _replace(
 
 
 def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
-    """Puts a module at a path inside a placeholder, through modules that hold nothing else."""
+    """Puts a module at a path inside a placeholder, creating containers."""
     # Not by register_module: a placeholder seems to have the modules that were in its place.
     inner = placeholder
     *names, last = path.split(".")
@@ -277,7 +277,7 @@ def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
 
 
 class _Lent:
-    """Calls the module at a path without registering it a second time."""
+    """Calls the module at a path without registering it again."""
 
     def __init__(self, model: nn.Module, path: str) -> None:
         self._model, self._path = model, path
@@ -290,7 +290,7 @@ class _Lent:
 
 
 def _share_position_bias(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
-    """Gives blocks the module with which the first of their list computes the position bias."""
+    """Gives blocks the module that computes the position bias in the first of them."""
     # They do so only when they are handed none, as the first block of a stage is.
     inner, _, name = (stack.first_only or "").rpartition(".")
     lent = _Lent(model, f"{stack.blocks[first]}.{stack.first_only}")
@@ -301,7 +301,7 @@ def _share_position_bias(model: nn.Module, stack: Stack, first: int, blocks: Seq
 
 
 def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
-    """Sums a tensor over some ranks of a group, in the order of the ranks."""
+    """Sums a tensor over some ranks of a group in rank order."""
     # Point to point: a process group for each set of stages that share a weight would have to be
     # made by all ranks.
     if len(places) == rank_group.size:
@@ -325,7 +325,7 @@ def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
 
 
 def _send_first(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
-    """Sends the value of the first of some ranks to the others."""
+    """Sends the first rank's value to the others."""
     if rank_group.rank == places[0]:
         post(
             [], [(rank_group.ranks[p], value) for p in places[1:]], rank_group.process_group, 0

@@ -18,7 +18,7 @@ from gulliver.parallel.pipeline.stack import Stack
 
 
 def to_meta(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose tensors have shapes and no storage; the original stays."""
+    """Returns a copy of a module on meta."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty: Tensor = torch.empty_like(tensor, device="meta")
@@ -35,7 +35,7 @@ def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a copy of a module on meta with some values; they are dropped afterwards."""
+    """Runs a copy of a meta module with arbitrary values, which are dropped."""
     device = device_of(args, kwargs)
     real = copy.deepcopy(module).to_empty(device=device)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
-    """Finds how many entries a block returns after its hidden state; None for a plain tensor."""
+    """Returns how many entries follow a block's hidden state; None for a plain tensor."""
     try:
         found = run_on_meta(module, args, kwargs)
     except Exception:
@@ -56,15 +56,15 @@ def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | Non
             found = run_filled(module, args, kwargs)
         except Exception as error:
             raise GulliverError(
-                f"what block {path!r} returns cannot be found without its values ({error}): pass "
-                "extra=... (of the plugin, or of stack_of)"
+                f"the outputs of block {path!r} cannot be inferred without its values ({error}): "
+                "pass extra=... (of the plugin, or of stack_of)"
             ) from error
     if isinstance(found, Tensor):
         return None
     if not isinstance(found, tuple | list) or any(map(_read_later, found[1:])):
         raise GulliverError(
-            f"block {path!r} returns more than its hidden state, which other stages cannot make: "
-            "if nothing reads it, pass extra=... (of the plugin, or of stack_of)"
+            f"block {path!r} returns more than its hidden state, which stages do not exchange: if "
+            "nothing reads it, pass extra=... (of the plugin, or of stack_of)"
         )
     return len(found) - 1
 
@@ -84,7 +84,7 @@ SCORES = 4
 
 
 def fill(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the same shape and dtype, of NaN, or of zeros where there is no NaN."""
+    """Returns a tensor of the same shape and dtype, of NaN or else of zeros."""
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
@@ -110,7 +110,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _like(value: Mapping[str, Any], made: dict[str, Any]) -> Any:
-    """Makes a mapping of the same class, as the outputs of Hugging Face models are."""
+    """Creates a mapping of the same class, such as Hugging Face outputs."""
     try:
         return type(value)(**made)
     except TypeError:
@@ -129,12 +129,12 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 Carry = tuple[Tensor, ...]
-"""What one stage hands to the next."""
+"""Values that one stage hands to the next."""
 
 
 # [Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
-# computes masks, positions or rotary tables before the blocks. So the model is called as ever, with
-# the whole micro-batch, and its own code makes these. What is different is what its blocks do
+# computes masks, positions or rotary tables before the blocks. So the model is called as usual,
+# with the whole micro-batch, and its own code makes these. What is different is what its blocks do
 # (`StageForward.block`):
 #
 # - a block before the stage's first returns the hidden state that it got;
@@ -144,8 +144,7 @@ Carry = tuple[Tensor, ...]
 #
 # In place of modules around the blocks that lie elsewhere are placeholders (`stage_forward.py`).
 # They return NaN, not zeros: what they return is replaced before it is used, and if it should leak
-# into a block by another way, that is seen and refused by name (`_refuse_leaks`) rather than
-# trained on.
+# into a block by another way, that is seen and rejected (`_refuse_leaks`) rather than trained on.
 #
 # In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
 # state (`StageForward.around_memory`). What is carried over the cut before block b is
@@ -157,7 +156,7 @@ class StageEnd(Exception):
     """Ends the forward of a stage that is not the last."""
 
     def __init__(self, carry: Carry) -> None:
-        super().__init__("the forward of a stage is done")
+        super().__init__("the stage's forward has ended")
         self.carry = carry
 
 
@@ -178,7 +177,7 @@ class ForwardState:
 
 
 class StageForward:
-    """Decides what a model's blocks do on one rank when they are called."""
+    """Controls what a model's blocks do on one rank."""
 
     def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
         self.stack, self.bounds = stack, bounds
@@ -211,8 +210,8 @@ class StageForward:
         if not state.last or not state.live:
             name = self.stack.blocks[state.stop - 1 if state.live else state.start]
             raise GulliverError(
-                f"the model's forward ended without running block {name!r} of its stage: the "
-                "blocks of a pipeline all run, in the order of their list"
+                f"the model's forward ended without running block {name!r} of its stage: a "
+                "pipeline must run all blocks in order"
             )
         if look:
             self._refuse_leak_behind(state, output)
@@ -233,15 +232,15 @@ class StageForward:
         """Returns the state of the running forward."""
         if self.state is None:
             raise GulliverError(
-                f"the model was called directly, but {name!r} and others lie on other stages of a "
-                "pipeline: run it with Pipeline.run, or Booster.execute_pipeline"
+                f"the model was called directly, but {name!r} and others are on other pipeline "
+                "stages: run it with Pipeline.run, or Booster.execute_pipeline"
             )
         return self.state
 
     def block(
         self, number: int, block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Runs block `number`; `call` is what it would do by itself."""
+        """Runs block `number`; `call` is its own forward."""
         if self.state is None and self.stages == 1:
             return self._run(number, call, args, kwargs)
         state = self.running(self.stack.blocks[number])
@@ -262,7 +261,7 @@ class StageForward:
     def _enter(
         self, state: ForwardState, block: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """Replaces what came through placeholders by the received hidden state."""
+        """Replaces the output of placeholders by the received hidden state."""
         state.live = True
         if state.hidden is None:
             return args, kwargs
@@ -274,7 +273,7 @@ class StageForward:
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     def skip_block(self, block: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """Returns a passed-by block's hidden state, in the form of its own output."""
+        """Returns a skipped block's hidden state in the form of its output."""
         if self.extra == -1:
             self.extra = find_form(to_meta(block), path, args, kwargs)
         hidden = hidden_of(block, args, kwargs)
@@ -289,7 +288,7 @@ class StageForward:
             )
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the module around the first list of blocks, or returns what it has finished."""
+        """Runs the module around the first list of blocks, or returns its finished output."""
         if self.state is None and self.stages == 1:
             return call(*args, **kwargs)
         state = self.running(self.stack.memory or "")
@@ -304,7 +303,7 @@ class StageForward:
         return output
 
     def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
-        """Refuses an output of NaN that modules of other stages have made."""
+        """Rejects a NaN output made by other stages' modules."""
         # They are no more than suspects: a NaN that came with the hidden state is none of theirs.
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
@@ -313,9 +312,8 @@ class StageForward:
         found = [tensor for _, tensor in _tensors(output) if tensor.ndim]
         if any(_has_nan(tensor) for tensor in found):
             raise GulliverError(
-                "the model's output is NaN, and the hidden state that came to its last stage is "
-                f"not: what {' or '.join(map(repr, state.elsewhere))} returned, which lies on "
-                "another stage, is used behind the blocks too: keep it on every stage "
+                f"the model's output is NaN, because {' or '.join(map(repr, state.elsewhere))} is "
+                "on another stage but is used after the blocks: keep it on every stage "
                 "(everywhere=[...] of the plugin, or of stack_of)"
             )
 
@@ -328,8 +326,8 @@ class StageForward:
             if _has_nan(tensor):
                 raise GulliverError(
                     f"argument {path} of block {self.stack.blocks[number]!r} is computed by a "
-                    "module that lies on another stage: keep that module on every stage "
-                    "(everywhere=[...] of the plugin, or of stack_of)"
+                    "module on another stage: keep that module on every stage (everywhere=[...] "
+                    "of the plugin, or of stack_of)"
                 )
 
 
@@ -342,26 +340,26 @@ def _form(extra: int | None) -> str:
 
 
 def _finished(memory: Tensor) -> Any:
-    """Wraps a finished encoder's output as Hugging Face models read it."""
+    """Wraps a finished encoder's output for Hugging Face models."""
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(last_hidden_state=memory)  # pyright: ignore[reportArgumentType]
 
 
 def first_of(output: Any) -> Tensor:
-    """Returns the hidden state in what a block or an encoder returned."""
+    """Returns the hidden state from a block's or encoder's output."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns the hidden state among the arguments of a block: the first of its forward."""
+    """Returns the hidden state from a block's arguments: the first one."""
     return args[0] if args else kwargs[_first_name(block)]
 
 
 def with_hidden(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Returns the arguments of a block with another hidden state."""
+    """Replaces the hidden state in a block's arguments."""
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, _first_name(block): hidden}
@@ -397,9 +395,9 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 # [Note: NaN, not zeros] Every stage runs the model's own forward, so a module that lies elsewhere
 # has to return something of the right shape. What it returns is replaced before it is used. If it
 # should reach a block by another way all the same, zeros would train silently on nonsense; NaN is
-# seen in the block's arguments, and refused by the argument's name (`StageForward._refuse_leaks`).
+# seen in the block's arguments, and rejected by the argument's name (`StageForward._refuse_leaks`).
 class _OnMeta:
-    """Keeps a module on meta, out of sight of `nn.Module`, which would register its parameters."""
+    """Holds a meta module without registering its parameters in `nn.Module`."""
 
     def __init__(self, module: nn.Module) -> None:
         found = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -427,7 +425,7 @@ class EmptyModule(nn.Module):
         return fill(found, self._original.device) if isinstance(found, Tensor) else found
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Returns a parameter of the module that was here, without its values, on meta."""
+        """Returns a meta parameter of the replaced module."""
         return self._original.module.get_parameter(target)
 
     def extra_repr(self) -> str:
@@ -439,12 +437,12 @@ class Placeholder(EmptyModule):
     """A placeholder of a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns NaN in the shape of what the module would return."""
+        """Returns NaN in the shape of the module's output."""
         state = self._stage_forward.running(self._path)
         if state.live:
             raise GulliverError(
                 f"{self._path!r} is used by stage {self._stage_forward.bounds.index(state.start)} "
-                "of the pipeline and lies on another: name it in everywhere=[...] or after=[...] "
+                "of the pipeline but is on another: name it in everywhere=[...] or after=[...] "
                 "(of the plugin, or of stack_of)"
             )
         state.elsewhere.append(self._path)
@@ -453,9 +451,9 @@ class Placeholder(EmptyModule):
             found = run_on_meta(self._original.module, args, kwargs)
         except Exception as error:
             raise GulliverError(
-                f"{self._path!r} lies on another stage, and what shape it returns cannot be found "
-                f"without its values ({error}): keep it on every stage (everywhere=[...] of "
-                "the plugin, or of stack_of)"
+                f"{self._path!r} is on another stage, and its output shape cannot be inferred "
+                f"without its values ({error}): keep it on every stage (everywhere=[...] of the "
+                "plugin, or of stack_of)"
             ) from error
         return map_tensors(found, lambda tensor: fill(tensor, device))
 
@@ -467,19 +465,19 @@ class PlaceholderBlock(EmptyModule):
         super().__init__(stage_forward, stage_forward.stack.blocks[number], block)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the hidden state, in the form in which the block would return its own."""
+        """Returns the hidden state in the form of the block's output."""
         self._stage_forward.running(self._path)
         return self._stage_forward.skip_block(self._original.module, self._path, args, kwargs)
 
 
 def own(stage_forward: StageForward, number: int, block: nn.Module) -> None:
-    """Makes a block go through the `StageForward` when it is called."""
+    """Routes a block's calls through the `StageForward`."""
     vars(block)["_stage_forward"], vars(block)["_number"] = stage_forward, number
     block.__class__ = _asking(type(block))
 
 
 def own_memory(stage_forward: StageForward, module: nn.Module) -> None:
-    """Makes the module around the first list of blocks go through the `StageForward`."""
+    """Routes calls of the module around the first list of blocks through the `StageForward`."""
     vars(module)["_stage_forward"] = stage_forward
     module.__class__ = _remembering(type(module))
 

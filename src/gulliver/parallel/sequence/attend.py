@@ -51,11 +51,11 @@ def attention(
     deterministic: bool | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes softmax attention, exact for any layout; every rank of the sequence calls it.
+    """Computes exact softmax attention for any layout (collective over the sequence).
 
-    With `length` given the ranks trust each other; without, they compare shapes and masks first,
-    which costs a small message each and on a GPU a synchronisation. Gradients are those of the sum
-    of all ranks' losses.
+    With `length`, ranks skip checks; without it, they compare shapes and masks first, which costs a
+    small message each and on a GPU a synchronisation. Gradients are those of the sum of all ranks'
+    losses.
 
     Under autocast q, k and v are cast as for torch's own attention.
 
@@ -71,8 +71,8 @@ def attention(
         scale: factor of the logits; None is ``1 / sqrt(head dim)``.
         length: tokens of the whole sequence; None asks all ranks.
         key_length: tokens of the keys of a cross-attention; None with a `length` is that length.
-        kernel: name of a kernel, "reference", "cpu flash", "cuda flash" or "cuda efficient";
-            None is the fastest that can.
+        kernel: name of a kernel, "reference", "cpu flash", "cuda flash" or "cuda efficient"; None
+            is the fastest suitable one.
         deterministic: whether the same bits come out every time; None is what torch is set to. (The
             order in which blocks are merged is always the same.)
         dropout: probability of dropping a weight, which must be 0.
@@ -108,7 +108,7 @@ def _attention(
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     )
     if kernel is not None:
-        # Refused at once on all ranks, not where its first block happens to be computed.
+        # Rejected at once on all ranks, not where its first block happens to be computed.
         _ = [
             select(requirements_of(q, v, kind, deterministic), kernel)
             for kind in _kinds(mask, queries)
@@ -139,7 +139,7 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts to the dtype that autocast gives torch's own attention, where it is on."""
+    """Casts like torch's attention under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -150,8 +150,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> None:
     if dropout:
         raise GulliverError(
-            f"attention dropout of {dropout} is not supported over several ranks: set it to 0, "
-            "dropout elsewhere is not affected"
+            f"attention dropout of {dropout} is not supported over several ranks: set it to 0 "
+            "(other dropout may stay)"
         )
     if not (mask is None or isinstance(mask, Mask)):
         raise GulliverError(
@@ -184,7 +184,7 @@ def _layouts(
     length: int | None,
     key_length: int | None,
 ) -> tuple[Layout, Layout]:
-    """Returns the layouts of queries and keys, checked against the lengths that ranks hold."""
+    """Returns the layouts of queries and keys, checked against the ranks' lengths."""
     own = {groups.rank: (q.shape[2], k.shape[2])}
     if length is None:
         held = dict(enumerate(_compare_lengths(q, k, v, groups, mask)))
@@ -210,7 +210,7 @@ def _layouts(
 def _compare_lengths(
     q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask
 ) -> list[tuple[int, int]]:
-    """Gathers all ranks' lengths of queries and keys, and compares what must be equal on all."""
+    """Gathers all ranks' lengths, and compares settings that must be equal."""
     if groups.plan.degree == 1:
         return [(q.shape[2], k.shape[2])]
     names = ("batch", "heads", "KV heads", "head dim", "value dim", "dtype", "mask")
@@ -222,8 +222,8 @@ def _compare_lengths(
         if len(set(found)) > 1:
             shown = "differ" if name in ("mask", "dtype") else f"are {_short(found)}"
             raise GulliverError(
-                f"the ranks of one sequence do not agree: {name} {shown}; each must have its part "
-                "of the same batch"
+                f"ranks of one sequence differ: {name} {shown}; pass each its part of the same "
+                "batch"
             )
     return [(values[0], values[1]) for values in ranks]
 
@@ -234,7 +234,7 @@ def _short(values: list[int]) -> str:
 
 
 def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "masked"], ...]:
-    """Returns the kinds of tiles that a mask may be cut into."""
+    """Returns the kinds of tiles of a mask."""
     contents = (mask.documents, mask.key_lengths, mask.query_lengths, mask.keys)
     if mask.window is not None or any(part is not None for part in contents):
         return ("plain", "causal", "masked") if mask.causal else ("plain", "masked")

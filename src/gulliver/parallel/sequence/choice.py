@@ -1,4 +1,4 @@
-"""Chooses Ulysses x outer x inner by what `gulliver.hardware` says that each costs."""
+"""Chooses Ulysses x outer x inner by predicted cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gulliver.parallel.sequence.layout import LayoutName, SequencePlan
 
 @dataclass(frozen=True)
 class SplitPrediction:
-    """A plan and what it should cost."""
+    """A plan and its predicted cost."""
 
     plan: SequencePlan
     seconds: float  # Seconds of a forward and a backward
@@ -29,7 +29,7 @@ class SplitPrediction:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The plan with the least predicted seconds, and the others."""
+    """The plan with the lowest predicted time, and the others."""
 
     plan: SequencePlan
     # Predictions of all plans that were considered, the best first.
@@ -87,7 +87,7 @@ def choose(
 
 
 def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1) -> SplitPrediction:
-    """Predicts what a plan costs on every `stride`-th rank of a cluster."""
+    """Predicts the cost of a plan on every `stride`-th rank of a cluster."""
     took = split_attention_seconds(cluster, shape, _split(plan, shape), stride)
     return SplitPrediction(plan, took.total, took.compute, took.exchanges, volume(plan, shape))
 

@@ -38,7 +38,7 @@ class Heads:
     group: int  # Query heads for one KV head
 
     def runs(self, member: int) -> tuple[Run, ...]:
-        """Cuts a rank's heads, numbered from 0, into runs in which each KV head serves as many."""
+        """Splits a rank's heads into runs with equal KV group sizes."""
         # Kernels with grouped queries want that, and an uneven deal does not always give it.
         first, last = self.queries[member]
         base = self.keys[member][0]
@@ -66,8 +66,8 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
         )
     if ranks > heads:
         raise GulliverError(
-            f"ulysses={ranks} needs at least as many heads, and there are {heads}: use ulysses "
-            f"up to {heads} and put the other ranks into the ring"
+            f"ulysses={ranks} needs at least as many heads, but there are {heads}: use "
+            f"ulysses={heads} or less, and a ring for the other ranks"
         )
     group = heads // kv_heads
     if kv_heads % ranks == 0:
@@ -104,7 +104,7 @@ class Swap:
         return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
 
     def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Inverts `to_heads`; heads that several ranks have are summed."""
+        """Inverts `to_heads`; heads on several ranks are summed."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
         shapes = [
@@ -139,7 +139,7 @@ class ToHeads(torch.autograd.Function):
 
 
 class ToSequence(torch.autograd.Function):
-    """Differentiable `Swap.to_sequence` of heads that one rank each has."""
+    """Differentiable `Swap.to_sequence` of heads without copies."""
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, tensor: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class ToSequence(torch.autograd.Function):
 def _exchange(
     rank_group: RankGroup, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
-    """Sends a list of tensors to each rank in one message, and splits what arrives."""
+    """Exchanges lists of tensors between ranks, one message each."""
     flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
     counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
     arrived = exchange(rank_group, flat, [sum(c) for c in counts], rank_group.wire)
@@ -168,7 +168,7 @@ def _exchange(
 
 
 def _placed(parts: list[Tensor], heads: tuple[Interval, ...], total: int) -> Tensor:
-    """Joins parts of one tensor side by side, or adds them up where their heads overlap."""
+    """Joins parts of a tensor along heads, adding overlapping ones."""
     if sum(b - a for a, b in heads) == total:
         return torch.cat(parts, 1)
     batch, _, length, size = parts[0].shape

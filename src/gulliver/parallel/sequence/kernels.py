@@ -1,4 +1,4 @@
-"""The attention kernels: each gives a block's output and log-sum-exp, and a block's gradients."""
+"""Attention kernels: each computes a block's output, log-sum-exp and gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 # | cuda efficient | cuda | 16 bits, float32 | all |
 #
 # `select` takes the first of `ORDER` that can do what is asked, or the one that was named; it
-# refuses with the reason. The CUDA kernels are written to the operators' signatures and have not
+# rejects with the reason. The CUDA kernels are written to the operators' signatures and have not
 # run yet.
 @dataclass(frozen=True)
 class KernelRequirements:
@@ -52,7 +52,7 @@ class KernelRequirements:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """A rectangle: tensors of one dtype, heads of k and v dividing those of q.
+    """A block of attention: tensors of one dtype; KV heads divide the heads.
 
     Attributes:
         q: queries ``[batch, heads, queries, head dim]``.
@@ -76,7 +76,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute blocks."""
+    """Computes blocks of attention."""
 
     name: str
     # Function of a block that returns its output and log-sum-exp ``[batch, heads, queries]``, the
@@ -90,17 +90,17 @@ class Kernel:
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of partial results: float32, and float64 for float64."""
+    """Returns the dtype of partial results: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Makes the elements of a row contiguous, which kernels assume without a check."""
+    """Makes rows contiguous, which kernels assume unchecked."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def select(asked: KernelRequirements, name: str | None = None) -> Kernel:
-    """Returns the kernel that is named, or the first that can do what is asked."""
+    """Returns the named kernel, or the first that meets the requirements."""
     if asked.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise GulliverError(f"attention in {asked.dtype} is not supported: choose from {known}")
@@ -219,7 +219,7 @@ def _efficient_backward(
 
 
 def _repeated(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Returns keys and values with as many heads as there are of queries."""
+    """Repeats keys and values to the number of query heads."""
     times = block.q.shape[1] // block.k.shape[1]
     if times == 1:
         return block.k, block.v
@@ -227,7 +227,7 @@ def _repeated(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(block: AttentionBlock) -> Tensor | None:
-    """Returns the bias for every head, its rows at multiples of 16 elements for the kernel."""
+    """Returns the bias for every head, with rows aligned to 16 elements."""
     if block.bias is None:
         return None
     keys = block.bias.shape[-1]
@@ -237,7 +237,7 @@ def _aligned(block: AttentionBlock) -> Tensor | None:
 
 def _cpu_lacks(asked: KernelRequirements) -> str | None:
     if asked.device != "cpu":
-        return f"it is for the CPU, not for {asked.device}"
+        return f"it supports the CPU, not {asked.device}"
     return _unequal(asked)
 
 
@@ -250,17 +250,17 @@ def _unequal(asked: KernelRequirements) -> str | None:
 def _cuda_lacks(
     asked: KernelRequirements, op: str, dtypes: tuple[torch.dtype, ...], largest: int, masks: bool
 ) -> str | None:
-    """Returns what keeps a CUDA kernel from meeting requirements; None if nothing does."""
+    """Returns the requirement that a CUDA kernel does not meet; None if it meets all."""
     if asked.device != "cuda":
-        return f"it is for CUDA, not for {asked.device}"
+        return f"it supports CUDA, not {asked.device}"
     if _compat_attention.attention_op(op) is None:
         return "this torch does not have it"
     if asked.dtype not in dtypes:
-        return f"it does not do {str(asked.dtype).removeprefix('torch.')}"
+        return f"it does not support {str(asked.dtype).removeprefix('torch.')}"
     if asked.head_dim % 8 or asked.head_dim > largest:
-        return f"a head dim of {asked.head_dim} is no multiple of 8 up to {largest}"
+        return f"a head dim of {asked.head_dim} is not a multiple of 8 up to {largest}"
     if asked.kind == "masked" and not masks:
-        return "it does not take masks other than causal"
+        return "it supports causal masks only"
     return _unequal(asked)
 
 
@@ -283,7 +283,7 @@ ORDER = (
     Kernel("cuda efficient", _efficient_forward, _efficient_backward, _efficient_lacks),
     Kernel("reference", _reference_forward, _reference_backward, lambda asked: None),
 )
-"""All kernels, the fastest first; the reference can do everything."""
+"""All kernels, fastest first; the reference supports everything."""
 KERNELS = {kernel.name: kernel for kernel in ORDER}
 
 
@@ -320,7 +320,7 @@ class Partial:
 
     @classmethod
     def empty(cls, q: Tensor, value_dim: int) -> Partial:
-        """Makes the attention over no keys: zeros, and a log-sum-exp of minus infinity."""
+        """Returns attention over no keys: zeros, and a log-sum-exp of minus infinity."""
         dtype = precise(q.dtype)
         return cls(
             q.new_zeros((*q.shape[:3], value_dim), dtype=dtype),
@@ -357,7 +357,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole rows of queries, as a backward needs them (see `kernels.py`)."""
+    """Complete rows of queries for a backward (see `kernels.py`)."""
 
     q: Tensor  # Queries ``[batch, heads, queries, head dim]``
     grad: Tensor

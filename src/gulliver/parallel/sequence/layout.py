@@ -37,7 +37,7 @@ LayoutName = Literal["contiguous", "zigzag"]
 # Lengths that do not divide give the first parts one token more; nothing is padded.
 @dataclass(frozen=True)
 class Layout:
-    """The sharding of a sequence of one length over a ring and its Ulysses groups."""
+    """The sharding of a sequence over a ring and its Ulysses groups."""
 
     length: int  # Tokens of the whole sequence
     ring: int = 1  # Size of the ring, outer and inner together
@@ -46,18 +46,17 @@ class Layout:
 
     @property
     def degree(self) -> int:
-        """Number of ranks."""
         return self.ring * self.ulysses
 
     def of_place(self, place: int) -> tuple[Interval, ...]:
-        """Returns the positions that a ring rank holds, in the order in which it holds them."""
+        """Returns the positions of a ring rank, in local order."""
         if self.name == "contiguous":
             return _joined([intervals(split_evenly(self.length, self.ring))[place]])
         parts = intervals(split_evenly(self.length, 2 * self.ring))
         return _joined([parts[place], parts[2 * self.ring - 1 - place]])
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """Returns the positions that a rank holds; ranks of a Ulysses group follow each other."""
+        """Returns the positions of a rank; ranks of a Ulysses group are consecutive."""
         place, member = divmod(rank, self.ulysses)
         held = self.of_place(place)
         return part_of(held, *intervals(split_evenly(size_of(held), self.ulysses))[member])
@@ -71,11 +70,11 @@ class Layout:
         return [size_of(self.of_place(place)) for place in range(self.ring)]
 
     def positions(self, rank: int) -> Tensor:
-        """Returns the positions that a rank holds, ``[local length]``, int64."""
+        """Returns the positions of a rank, ``[local length]``, int64."""
         return positions_of(self.of_rank(rank))
 
     def order(self) -> Tensor:
-        """Returns the positions of all ranks' tokens, rank after rank, ``[length]``, int64."""
+        """Returns the positions of all ranks' tokens, rank by rank, ``[length]``, int64."""
         return torch.cat([self.positions(rank) for rank in range(self.degree)])
 
 
@@ -103,7 +102,7 @@ def _joined(parts: list[Interval]) -> tuple[Interval, ...]:
 
 
 def part_of(held: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
-    """Returns the positions of the local tokens from `first` (inclusive) to `last` (exclusive)."""
+    """Returns the positions of local tokens from `first` to `last` (exclusive)."""
     found, at = [], 0
     for start, stop in held:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -122,12 +121,10 @@ class Tail:
 
     @property
     def degree(self) -> int:
-        """Number of ranks."""
         return self.whole.degree
 
     @property
     def length(self) -> int:
-        """Number of the tokens."""
         return self.count
 
     def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
@@ -199,7 +196,7 @@ class SequencePlan:
         return self.ring * self.ulysses
 
     def lay(self, length: int) -> Layout:
-        """Returns the layout of a sequence of one length over the ranks."""
+        """Returns the layout of a sequence of a length over the ranks."""
         return Layout(length, self.ring, self.ulysses, self.layout)
 
     def __str__(self) -> str:
@@ -234,7 +231,7 @@ class SequenceGroups:
 def make_groups(
     plan: SequencePlan, sequences: Sequence[Sequence[int]] | None = None
 ) -> SequenceGroups:
-    """Makes the process groups of a plan, once; every rank of the world calls it.
+    """Creates the process groups of a plan once (collective over the world).
 
     Args:
         plan: plan of each sequence.
@@ -260,7 +257,7 @@ def make_groups(
 def make_mixed_groups(
     plans: Sequence[SequencePlan], sequences: Sequence[Sequence[int]]
 ) -> SequenceGroups:
-    """Makes the process groups of sequences of several plans; every rank of the world calls it."""
+    """Creates the process groups of sequences with several plans (collective)."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     members = [list(ranks) for ranks in sequences]
     degrees = [plan.degree for plan in plans]
@@ -284,7 +281,7 @@ def make_mixed_groups(
 
 
 def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:
-    """Returns all rank groups of a sequence, each with the name of its axis."""
+    """Returns all rank groups of a sequence with the names of their axes."""
     u, inner, ring = plan.ulysses, plan.inner, plan.ring
     lines = [("all", ranks)]
     lines += [("ulysses", ranks[p * u : (p + 1) * u]) for p in range(ring)]

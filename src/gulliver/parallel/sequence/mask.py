@@ -1,7 +1,7 @@
 """Attention masks as rules on positions instead of dense tensors, so that any layout is exact.
 
     Mask(causal=True, window=(1023, None))       # the last 1024 tokens
-    Mask.packed(cu_seqlens, causal=True)         # documents one after the other
+    Mask.packed(cu_seqlens, causal=True)         # packed documents
     Mask(key_lengths=lengths)                    # padding at the end of the keys
 
 The parts of a mask all have to allow a pair. A query that may see no key gives zeros, and zero
@@ -44,7 +44,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A rule that says for each query which keys it sees.
+    """A rule for which keys each query sees.
 
     All ranks of a sequence give the same mask. Its tensors are read on the CPU: those that lie
     there cost no synchronisation.
@@ -81,7 +81,7 @@ class Mask:
         causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
     ) -> Self:
-        """Makes the mask of documents that lie one after the other.
+        """Creates the mask of consecutive documents.
 
         Args:
             cu_seqlens: start of each document, and the end of the last, ``[documents + 1]``: 0, 3,
@@ -100,7 +100,7 @@ class Mask:
         return cls(causal=causal, window=window, documents=ids)
 
     def rules(self, batch: int, length: int, key_length: int) -> Rules:
-        """Makes the mask ready for tensors of one shape.
+        """Prepares the mask for tensors of one shape.
 
         Args:
             batch: rows of the batch.
@@ -113,7 +113,7 @@ class Mask:
         before, after = self._band()
         key_documents = self.documents if self.key_documents is None else self.key_documents
         if (self.documents is None) != (key_documents is None):
-            raise GulliverError("key_documents without documents: give both")
+            raise GulliverError("key_documents needs documents")
         parts = [_lengths("key_lengths", self.key_lengths, batch, key_length)]
         if self.keys is not None:
             parts.append(_rows("keys", self.keys, batch, key_length).bool())
@@ -128,7 +128,7 @@ class Mask:
         )
 
     def digest(self) -> int:
-        """Returns a checksum, equal where masks are equal and very likely different elsewhere."""
+        """Returns a checksum that identifies a mask."""
         total = 0
         for item in fields(self):
             value = getattr(self, item.name)
@@ -148,7 +148,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Rules:
-    """A mask for one call. Rows stand for the batch, one row for all of it; None allows all."""
+    """A mask for one call. Rows represent the batch, one row for all of it; None allows all."""
 
     before: int = FAR  # Number of keys that a query sees before its position
     after: int = FAR  # Number of keys that a query sees after its position; 0 is causal
@@ -162,7 +162,7 @@ class Rules:
     )
 
     def classify(self, queries: Interval, keys: Interval) -> Verdict:
-        """Judges a rectangle; "something" may be said where it is all or nothing."""
+        """Classifies a rectangle; "something" may also be returned for all or nothing."""
         # That costs a dense mask for a tile, but is never wrong.
         verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
         for verdict in (Verdict.NOTHING, Verdict.SOMETHING):
@@ -171,7 +171,7 @@ class Rules:
         return Verdict.ALL
 
     def judge_band(self, queries: Interval, keys: Interval) -> Verdict:
-        """Judges a rectangle by the distance of positions alone; exact."""
+        """Classifies a rectangle exactly by the distance of positions."""
         least = keys[0] - (queries[1] - 1 + self.offset)
         most = keys[1] - 1 - (queries[0] + self.offset)
         if most < -self.before or least > self.after:
@@ -179,7 +179,7 @@ class Rules:
         return Verdict.ALL if least >= -self.before and most <= self.after else Verdict.SOMETHING
 
     def judge_contents(self, queries: Interval, keys: Interval) -> Verdict:
-        """Judges a rectangle by documents and padding alone."""
+        """Classifies a rectangle by documents and padding."""
         found = [self._kept(0, self.queries, queries), self._kept(1, self.keys, keys)]
         if self.documents is not None and self.key_documents is not None:
             low, high = self._span(2, self.documents, queries)
@@ -216,7 +216,7 @@ class Rules:
         return Verdict.NOTHING if not high else Verdict.ALL if low else Verdict.SOMETHING
 
     def _span(self, which: int, values: Tensor, interval: Interval) -> tuple[int, int]:
-        """Returns the least and the greatest value in an interval of all rows."""
+        """Returns minimum and maximum in an interval of all rows."""
         key = (which, interval)
         if key not in self._spans:
             part = values[:, interval[0] : interval[1]]
@@ -231,8 +231,8 @@ def _rows(name: str, values: Tensor | None, batch: int, length: int) -> Tensor:
     rows = rows.unsqueeze(0) if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[1] != length or rows.shape[0] not in (1, batch):
         raise GulliverError(
-            f"{name} has shape {tuple(values.shape)}: it describes the whole sequence, so it must "
-            f"be [{length}] or [{batch}, {length}]"
+            f"{name} has shape {tuple(values.shape)}: it must describe the whole sequence: "
+            f"[{length}] or [{batch}, {length}]"
         )
     return rows
 
@@ -294,7 +294,7 @@ def tiles(
     rows: Interval | None = None,
     leaf: int | None = None,
 ) -> tuple[Tile, ...]:
-    """Returns the tiles that are to be computed between two ranks' tokens."""
+    """Returns the tiles to compute between two ranks' tokens."""
     leaf = LEAF if leaf is None else leaf
     found = [
         tile
@@ -308,7 +308,7 @@ def tiles(
 def _pieces(
     held: tuple[Interval, ...], rows: Interval | None = None
 ) -> Iterator[tuple[Interval, int]]:
-    """Yields runs of consecutive positions: local tokens, and the first one's position."""
+    """Yields runs of consecutive positions: local tokens, and the first position."""
     at = 0
     for start, stop in held:
         end = at + stop - start
@@ -340,7 +340,7 @@ def _cut(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
 
 
 def _cut_causal(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
-    """Cuts a rectangle that the diagonal crosses into the square on it and what lies around."""
+    """Splits a rectangle on the diagonal into the square on it and the rest."""
     q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
     # Keys before the first query's position; where negative, queries before the first key's.
     ahead = tile.q_at + rules.offset - tile.k_at
@@ -377,7 +377,7 @@ def _at_column(tile: Tile, column: int) -> tuple[Tile, Tile]:
 
 
 def _merged(found: list[Tile]) -> list[Tile]:
-    """Joins plain rectangles that lie side by side in local order, for fewer kernel calls."""
+    """Joins plain rectangles that are adjacent in local order, for fewer kernel calls."""
     # Their positions need not follow each other: without a mask no kernel asks for them.
     rest = [tile for tile in found if tile.kind != "plain"]
     plain = sorted((t for t in found if t.kind == "plain"), key=lambda t: (t.q, t.k))

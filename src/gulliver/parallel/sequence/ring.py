@@ -1,8 +1,8 @@
-"""Ring exchange of one or two levels: which rank has which block in which step.
+"""Ring exchange of one or two levels.
 
 Rank (o, i) begins with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
-inner ring turns fully for each hop of the outer ring, and the block of the next hop is on its way
-meanwhile, so each block crosses the slow links once per outer hop. This is the double ring of
+inner ring turns fully for each hop of the outer ring, and the block of the next hop is in
+flight, so each block crosses the slow links once per outer hop. This is the double ring of
 LoongTrain (Gu et al., 2024, arXiv 2406.18485) for any two sizes.
 
 `turn` brings the blocks. `round_trip` brings them and takes home what was gathered for each (the
@@ -37,9 +37,9 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat, packed_bytes
 from gulliver.precision.wire.packing import pack, unpack
 
 BLOCK_TAG, GATHERED_TAG = 100, 200
-"""Message tags, plus the number of the piece: of blocks that go round, and of what is gathered."""
+"""Message tags of rotating blocks and of gradients, plus the piece number."""
 Count = Callable[[int, int], int]
-"""Returns the elements of a message, by ring rank and number of the piece."""
+"""Returns the number of elements of a message, by ring rank and piece."""
 
 
 # [Note: gradients go round] Every rank has a share of the gradient of every block of keys and
@@ -48,20 +48,20 @@ Count = Callable[[int, int], int]
 # behind the block: a rank computes its share for the block that it has, adds what the rank before
 # has gathered for that block, and sends the sum after the block. Its own block's share stays where
 # it is, so that sums make as many hops as blocks, N - 1, and not one more. With two levels the sum
-# of an inner turn ends at the rank that brought the block into this inner ring, and goes on along
+# of an inner turn ends at the rank that brought the block into this inner ring, and continues along
 # the outer ring from there. The order of the additions is that of the ring, so the bits do not
 # depend on timing.
 #
-# The share of the own block is computed in two halves, one while the first block is on its way
-# here, one while the last sum is on its way home: nothing but the pipeline's first and last step
+# The share of the own block is computed in two halves, one while the first block is in
+# flight, one while the last sum is returning: nothing but the pipeline's first and last step
 # waits.
 #
 # [Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
 # travels is freed when it has left, and visits of the own block may carry nothing.
 #
-# [Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
-# turn again, so that the link has something to carry all the time, and the last step that nothing
-# can hide is that of one piece. What is sent is the same.
+# [Note: pieces] A long block travels as pieces, which take turns: each continues as soon as it is
+# its turn again, so that the link has something to carry all the time, and the last step that
+# nothing can hide is that of one piece. What is sent is the same.
 @dataclass(frozen=True)
 class Visit:
     """A piece of a block that has arrived."""
@@ -73,7 +73,7 @@ class Visit:
 
 
 class _RingChannel:
-    """Hops of one piece of each block along one ring, arriving in two buffers in turn."""
+    """One ring's hops of one piece, double-buffered."""
 
     def __init__(self, rank_group: RankGroup, piece: int, largest: int) -> None:
         self._rank_group, self._piece, self._largest = rank_group, piece, largest
@@ -81,7 +81,7 @@ class _RingChannel:
         self._hops = 0
 
     def send_on(self, block: Tensor, count: int) -> Messages:
-        """Begins to send a block on and to receive the next one, of `count` elements."""
+        """Starts to send a block on and to receive the next, of `count` elements."""
         # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
         which = self._hops % 2
         buffer = self._buffers[which]
@@ -111,20 +111,20 @@ class _TwoLevelRing:
         return Visit(self.origin(a, b), self._piece, block, half)
 
     def outwards(self, a: int, held: Tensor) -> Messages | None:
-        """Sends a block along the outer ring in step (a, 0), unless it was the last one's turn."""
+        """Sends a block along the outer ring in step (a, 0), except in the last round."""
         if a + 1 == self._groups.outer.size:
             return None
         return self._slow.send_on(held, self._count(self.origin(a + 1, 0), self._piece))
 
     def inwards(self, a: int, b: int, block: Tensor) -> Messages | None:
-        """Sends a block along the inner ring in step (a, b), unless it was the last one's turn."""
+        """Sends a block along the inner ring in step (a, b), except in the last round."""
         if b + 1 == self._groups.inner.size:
             return None
         return self._fast.send_on(block, self._count(self.origin(a, b + 1), self._piece))
 
 
 def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
-    """Yields the blocks of all ring ranks piece by piece, the own first, while the next travel."""
+    """Yields the blocks of all ring ranks piece by piece, starting with this rank's."""
     pieces = [_turn(_TwoLevelRing(groups, p, count), block, groups) for p, block in enumerate(own)]
     # So that a generator alone holds its block, and frees it when it has left.
     del own
@@ -134,8 +134,8 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 
 def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
-    """Yields one piece of each block; waits happen when it is this piece's turn again."""
-    # So the other pieces' computation lies between posting a hop and waiting for it.
+    """Yields one piece of each block, waiting when the piece is needed."""
+    # So the other pieces' computation is between posting a hop and waiting for it.
     ahead: Messages | None = Messages([], arriving=own)
     del own
     for a in range(groups.outer.size):
@@ -156,7 +156,7 @@ def round_trip(
     groups: SequenceGroups,
     compute: Callable[[Visit], Tensor],
 ) -> list[Tensor]:
-    """Sends every block around the ring; returns what all ranks add up for the own pieces."""
+    """Sends every block around the ring; returns the ranks' sums for this rank's pieces."""
     trips = [
         _Trip(_TwoLevelRing(groups, p, count), p, gathered_count, groups).steps(block)
         for p, block in enumerate(own)
@@ -176,7 +176,7 @@ def round_trip(
 
 
 _Steps = Generator[Visit | None, Tensor, Tensor]
-"""Yields a visit and is sent its part, then yields None when others may have their turn."""
+"""Yields a visit and receives its part, then yields None to let others run."""
 
 
 @dataclass
@@ -191,7 +191,7 @@ class _Trip:
     groups: SequenceGroups
 
     def steps(self, own: Tensor) -> _Steps:
-        """Goes through both rings; returns the sum for the own block."""
+        """Runs both rings; returns the sum for this rank's block."""
         if self.groups.plan.ring == 1:
             return (yield self.ring.visit(0, 0, own))
         ring, outer = self.ring, self.groups.outer
@@ -222,7 +222,7 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
-        """Returns the first half for the held block, and the others' sum in flight."""
+        """Returns the first half for the held block, and the pending sum of the others."""
         ring, inner, block = self.ring, self.groups.inner, held
         del held
         following = ring.inwards(a, 0, block)
@@ -243,12 +243,12 @@ class _Trip:
     def _rest(
         self, visit: Visit, first: Tensor, arriving: Messages | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
-        """Adds the second half for the held block, and what arrived."""
+        """Adds the second half for the held block, and the received sum."""
         total = first.add_((yield visit))
         return total if arriving is None else total.add_(arriving.wait())
 
     def _send_sum(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Messages:
-        """Sends a sum after its block; what comes in is the sum for the next one."""
+        """Sends a sum after its block, and receives that of the next block."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
         return shift(
             rank_group, gathered, incoming, GATHERED_TAG + self.piece, self.groups.all.wire
@@ -269,8 +269,7 @@ class _Trip:
 
 
 LEAST_PIECE, MOST_PIECES = 1024, 4
-"""Least tokens of a piece, below which kernels are slower; and most pieces of a block, beyond which
-the last step, which nothing hides, is short enough."""
+"""Minimum tokens of a piece, as kernels slow down below it, and maximum pieces of a block."""
 
 
 @dataclass(frozen=True)
@@ -283,13 +282,13 @@ class RingCall:
     how: BlockOptions
 
     def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
-        """Returns the tiles to compute for a piece that has arrived."""
+        """Returns the tiles to compute for a received piece."""
         own = self.queries.of_place(self.groups.place)
         return tiles(own, cuts.held(visit), self.how.rules, _half(size_of(own), visit.half))
 
 
 class _Cuts:
-    """The pieces of a layout's blocks; every rank finds the same."""
+    """The pieces of a layout's blocks, equal on all ranks."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._sizes = layout, layout.place_sizes()
@@ -297,7 +296,7 @@ class _Cuts:
         self.pieces = min(most, max(1, max(self._sizes) // LEAST_PIECE))
 
     def range(self, place: int, piece: int) -> Interval:
-        """Returns first and one past the last local token of a piece."""
+        """Returns the local token range of a piece."""
         edges = [self._sizes[place] * p // self.pieces for p in range(self.pieces + 1)]
         return edges[piece], edges[piece + 1]
 
@@ -307,7 +306,7 @@ class _Cuts:
         return last - first
 
     def held(self, visit: Visit) -> tuple[Interval, ...]:
-        """Returns the positions of a piece in the whole sequence."""
+        """Returns the global positions of a piece."""
         return part_of(self._layout.of_place(visit.place), *self.range(visit.place, visit.piece))
 
 
@@ -342,7 +341,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
-    """Attends to the blocks as they come round."""
+    """Attends to the blocks of the ring."""
     pack = _Pack([k, v], call)
     partial = Partial.empty(q, v.shape[3])
     for visit in turn(pack.own(), pack.bytes, call.groups):
@@ -352,7 +351,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
 
 
 def _backward(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
-    """Computes the backward with keys and values going round, and their gradients behind them."""
+    """Runs backward with rotating keys and values, followed by their gradients."""
     pack = _Pack([k, v], call)
     dtype = precise(k.dtype)
     dq = torch.zeros(rows.q.shape, dtype=dtype, device=k.device)
@@ -371,7 +370,7 @@ def _backward(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
 
 
 class _Pack:
-    """Packs tensors ``[batch, heads, length, ...]`` of a ring rank as one message for each piece.
+    """Packs a ring rank's tensors ``[batch, heads, length, ...]`` into one message per piece.
 
     One message instead of one for each tensor: each costs a latency. In a wire format the owner
     packs once, and every rank on the way unpacks what it passes on.
@@ -383,7 +382,7 @@ class _Pack:
         self._place, self._alone = call.groups.place, call.groups.plan.ring == 1
 
     def own(self) -> list[Tensor]:
-        """Returns this rank's messages, in bytes; in a ring of one they are empty."""
+        """Returns this rank's messages in bytes; empty in a ring of one."""
         if self._alone:
             return [self._tensors[0].new_empty(0)]
         return [
@@ -437,7 +436,7 @@ class _Pack:
 
 
 def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> Tensor:
-    """Unpacks one tensor of a message; a view where it is not packed."""
+    """Unpacks one tensor of a message; a view if it is not packed."""
     wire = wire.of(like, shape.numel())
     if wire is IDENTITY:
         return part.view(like.dtype).view(shape)
@@ -445,5 +444,5 @@ def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> 
 
 
 def _half(length: int, half: int | None) -> Interval | None:
-    """Returns the local rows of a half of the work; None for all."""
+    """Returns the local rows of half of the work; None for all."""
     return None if half is None else [(0, length // 2), (length // 2, length)][half]

@@ -1,4 +1,4 @@
-"""Shards a model's inputs into the layout of a sequence, and gathers its outputs out of it."""
+"""Shards a model's inputs by the layout of a sequence, and gathers its outputs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UnshardGradient = Literal["own", "alike"]
 #
 # - `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens'
 #   share, which is right where ranks' gradients are added up later anyway (a table of position
-#   embeddings is a parameter). For an input that nobody reduces, "gather" gives all ranks the sum
+#   embeddings is a parameter). For an input that no one reduces, "gather" gives all ranks the sum
 #   of the shares, "mean" divides it as the optimizer divides those of parameters.
-# - `unshard`, and the value of `mean_loss`: all ranks go on with the same computation. With "own"
-#   the ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the
-#   sum is divided by the number of sequences. With "alike" each counts the loss that it shows as
-#   one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and
-#   the sum is divided by the number of ranks.
+# - `unshard`, and the value of `mean_loss`: all ranks continue with the same computation. With
+#   "own" the ranks of a sequence count one loss together: a rank's gradient is its tokens' share,
+#   and the sum is divided by the number of sequences. With "alike" each counts the loss that it
+#   shows as one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message
+#   needed), and the sum is divided by the number of ranks.
 #
 # Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard`
 # has parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients
@@ -39,7 +39,7 @@ UnshardGradient = Literal["own", "alike"]
 def shard(
     x: Tensor, groups: SequenceGroups, dim: int = 1, gradient: ShardGradient = "gather"
 ) -> Tensor:
-    """Returns this rank's shard of a tensor that all ranks of the sequence have.
+    """Returns this rank's shard of a replicated tensor.
 
     Args:
         x: whole tensor: activations, ids, labels, position ids, rotary tables.
@@ -63,7 +63,7 @@ def unshard(
     length: int | None = None,
     gradient: UnshardGradient = "own",
 ) -> Tensor:
-    """Gathers the whole of a tensor of which each rank has its shard.
+    """Gathers a sharded tensor.
 
     Args:
         x: this rank's shard.
@@ -84,7 +84,7 @@ def unshard(
 def unshard_tail(
     x: Tensor, groups: SequenceGroups, tail: Tail, gradient: UnshardGradient = "own"
 ) -> Tensor:
-    """Gathers the last tokens of a sequence, which lie on any of the ranks."""
+    """Gathers the last tokens of a sequence, which may be on any rank."""
     _check(gradient, get_args(UnshardGradient))
     return _Unshard.apply(x, groups, tail, 1, gradient)
 
@@ -92,7 +92,7 @@ def unshard_tail(
 def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:
     """Returns this rank's shard of next-token labels, shifted before they are cut.
 
-    The label of a token is the next token's id, which may lie on another rank; a model that shifts
+    The label of a token is the next token's id, which may be on another rank; a model that shifts
     labels itself would lose one at each cut. So compare these with logits position by position.
 
     Args:
@@ -127,7 +127,7 @@ def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None =
 
 
 def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = None) -> Tensor:
-    """Returns the mean over all tokens of the sequence, of which each rank has its own.
+    """Returns the mean over all tokens of a sharded sequence.
 
     A mean of the ranks' means would be wrong where they count different numbers of tokens.
 
@@ -152,19 +152,19 @@ def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = N
 
 
 def show(share: Tensor, whole: Tensor, alike: int = 1) -> Tensor:
-    """Returns the value of a whole with the gradient of this rank's share of it."""
+    """Returns a global value with the gradient of this rank's share."""
     return _Show.apply(share, whole, alike)
 
 
 def sum_of_equal(gradient: Tensor, ranks: int) -> Tensor:
-    """Adds up the gradients of ranks that all have the same: one multiplication, no message."""
+    """Sums equal gradients of all ranks by one multiplication."""
     # The one place where a gradient is multiplied by a number of ranks; the top of the file says
     # why.
     return gradient if ranks == 1 else gradient * ranks
 
 
 def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
-    """Returns the layout of a sharded tensor, checked against the shards' lengths."""
+    """Returns a sharded tensor's layout, checked against the shards' lengths."""
     held = {groups.rank: x.shape[dim]}
     if length is None:
         gathered = gather_integers(groups.all, [x.shape[dim]], x.device)
@@ -220,7 +220,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Returns one value with the gradient of another; exact also where either is not finite."""
+    """Returns one value with the gradient of another, also if either is not finite."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:
@@ -234,14 +234,14 @@ class _Show(torch.autograd.Function):
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """Returns a rank's shard along a dim, in memory of its own."""
+    """Returns a copy of a rank's shard along a dim."""
     # A copy even where a view would do: gloo reads a view's storage from its beginning.
     pieces = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
 
 
 def natural(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """Joins all ranks' shards along a dim, in the order of positions."""
+    """Joins all ranks' shards along a dim in order of positions."""
     whole = torch.cat(parts, dim)
     order = layout.order()
     if bool((order.diff() == 1).all()):

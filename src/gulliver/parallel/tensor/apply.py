@@ -48,7 +48,7 @@ from gulliver.precision.fp8.conversion import is_transposed
 
 
 def enter_once(site: nn.Module, shared: SharedSequence) -> None:
-    """Enters a module's hidden states once for all its columns; it sees the shape of the whole."""
+    """Enters a module's hidden states once for all its columns, which see the full shape."""
 
     def entered(value: Any) -> Any:
         if shared.inside or not isinstance(value, Tensor) or isinstance(value, GatheringTensor):
@@ -73,7 +73,7 @@ def enter_once(site: nn.Module, shared: SharedSequence) -> None:
 
 
 def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
-    """Refuses a piece as the input of a module that is taken to work on the whole sequence."""
+    """Rejects a shard as input of a module that needs the whole sequence."""
     # Such a module stands past gathered columns, so its gradients are not summed over the ranks.
 
     def before(module: nn.Module, args: Any) -> None:
@@ -82,15 +82,15 @@ def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
             return
         if args[0].shape[1] == lengths[shared.rank_group.rank]:
             raise GulliverError(
-                f"{path} gets a piece of the sequence inside of a module that gathers it: "
-                "its gradient would be partial; use sequence_parallelism_mode=None"
+                f"{path} gets a shard of the sequence inside a module that gathers it, so its "
+                "gradient would be partial; use sequence_parallelism_mode=None"
             )
 
     module.register_forward_pre_hook(before)
 
 
 def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool) -> None:
-    """Cuts the sequence at the first block, and joins it at the last."""
+    """Shards the sequence at the first block, and gathers it after the last."""
     blocks = list(stack.children())
     for number, block in enumerate(blocks):
         if not any(True for _ in block.parameters()):
@@ -102,7 +102,7 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
 
 
 def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
-    """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``."""
+    """Gathers hidden states in a module's outputs, such as ``output_hidden_states``."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -125,7 +125,7 @@ def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
 
 
 def refuse_outputs(model: nn.Module, shared: bool) -> None:
-    """Refuses outputs of which each rank has only a shard."""
+    """Rejects outputs of which each rank has only a shard."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config = getattr(module, "config", None)
@@ -133,8 +133,8 @@ def refuse_outputs(model: nn.Module, shared: bool) -> None:
             given = kwargs.get(name)
             if getattr(config, name, False) if given is None else given:
                 raise GulliverError(
-                    f"{name}=True asks for what each tensor rank has a part of, and no rank has "
-                    "whole: leave it out"
+                    f"{name}=True needs outputs that are sharded over the tensor ranks: leave it "
+                    "out"
                 )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -149,7 +149,7 @@ class _Guard:
         self.path, self.shared, self.known = path, shared, known
 
     def before(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Cuts the hidden states at the first block, or finds out how they were cut."""
+        """Shards hidden states at the first block, or reads how they are sharded."""
         name = next((n for n in HIDDEN if n in kwargs), None)
         hidden = kwargs[name] if name else args[0] if args else None
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
@@ -182,7 +182,7 @@ class _Guard:
         return hidden
 
     def after(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """Joins the hidden states at the last block, or notes on them how they are cut."""
+        """Gathers hidden states at the last block, or records their sharding on them."""
         shared, lengths = self.shared, self.shared.lengths
         shared.lengths = None
         if output is None or lengths is None:
@@ -196,8 +196,8 @@ class _Guard:
     def _check_others(self, values: list[Any]) -> None:
         if any(isinstance(v, Tensor) and v.requires_grad for v in values):
             raise GulliverError(
-                f"{self.path} gets a differentiable tensor besides its hidden states; each rank "
-                "would have the gradient of its part: use sequence_parallelism_mode=None"
+                f"{self.path} gets a differentiable tensor besides its hidden states; its gradient "
+                "would be partial on each rank: use sequence_parallelism_mode=None"
             )
 
 
@@ -218,7 +218,7 @@ MODES = ("split_gather", "ring")
 def apply_tensor(
     model: nn.Module, plan: TensorPlan, rank_group: RankGroup, sequence: SequenceMode | None = None
 ) -> None:
-    """Shards a model over a rank group, in place; every rank of the group calls it.
+    """Shards a model over a rank group in place (collective).
 
     Args:
         model: model that the plan was made for, the same on all ranks.
@@ -239,14 +239,14 @@ def apply_tensor(
 
 
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
-    """Refuses a sequence mode that a model cannot have."""
+    """Rejects a sequence mode that a model cannot have."""
     if sequence is None:
         return
     family = family_of(model)
     if not plan.stacks:
         raise GulliverError(
-            f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
-            "(torch.nn.ModuleList), and this model has none: use None"
+            f"sequence_parallelism_mode={sequence!r} needs a list of blocks (torch.nn.ModuleList), "
+            "but this model has none: use None"
         )
     if family.blocks is not None and family.blocks.parts:
         raise GulliverError(
@@ -256,15 +256,15 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
     if plan.whole:
         more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
         raise GulliverError(
-            f"sequence_parallelism_mode={sequence!r} would hand pieces of a sequence to "
-            f"{', '.join(plan.whole[:3])}{more}, of which it is not known that tokens are computed "
-            "one by one (experts, mixers, attention cut without heads): use None"
+            f"sequence_parallelism_mode={sequence!r} would pass shards of a sequence to "
+            f"{', '.join(plan.whole[:3])}{more}, which may mix tokens (experts, mixers, attention "
+            "cut without heads): use None"
         )
     known = family.sequences
     if known is not None and sequence not in known.modes:
         raise GulliverError(
-            f"{family.name} does not run under sequence_parallelism_mode={sequence!r}: "
-            f"{known.why}; take {known.modes[0]!r}"
+            f"{family.name} does not support sequence_parallelism_mode={sequence!r}: {known.why}; "
+            f"use {known.modes[0]!r}"
         )
 
 
@@ -373,7 +373,7 @@ class _Applied:
         return self.local[id(whole)]
 
     def _tie(self) -> None:
-        """Gives modules that hold a parameter of another module its shard."""
+        """Gives modules that share another module's parameter its shard."""
         for module in self.model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and id(parameter) in self.local:
@@ -416,7 +416,7 @@ class _Applied:
         sum_gradients(self.model, inside + summed_up + copied, rank_group)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module works on the whole sequence again, past the columns of a site."""
+        """Whether a module inside a site uses the whole sequence, bypassing its columns."""
         # The second factor of an adapter of a row layer does not: it adds to what the rows have
         # scattered.
         layer, factor = layer_of(path)
@@ -440,7 +440,7 @@ def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence
 def cut_parameter(
     whole: nn.Parameter, dim: int, runs: tuple[Interval, ...], copies: int
 ) -> nn.Parameter:
-    """Returns a new parameter with a region of one, which `copies` ranks hold."""
+    """Returns a new parameter for a region that `copies` ranks hold."""
     region = Region(tuple(whole.shape), dim, runs, copies)
     with torch.no_grad():
         part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
@@ -450,7 +450,7 @@ def cut_parameter(
 
 
 def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> None:
-    """Scales an attention module's counts of heads to this rank's share, as it reshapes by them."""
+    """Scales an attention module's head counts to this rank's share, for its reshapes."""
     copied = rank_group.size > groups
     local, of = (
         (1, rank_group.size)
@@ -466,7 +466,7 @@ def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> Non
 
 
 def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Interval) -> None:
-    """Hooks a module to get its heads' part of arguments ``[batch * heads, ...]``."""
+    """Hooks a module to slice arguments ``[batch * heads, ...]`` by heads."""
 
     def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         for name in names:
@@ -480,7 +480,7 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
 
 
 def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGroup) -> None:
-    """Sums the gradients of whole (replicated) parameters of some modules over the ranks."""
+    """Sums gradients of replicated parameters of some modules over the ranks."""
     # Of a region that several ranks hold, each of these has the sum of their gradients.
     #
     # [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or
@@ -525,7 +525,7 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGr
 
 
 def _trained(module: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
-    """Returns those of a module's own parameters that are trained."""
+    """Returns a module's own trained parameters."""
     found = ((name, module._parameters[name]) for name in names)
     return [(name, p) for name, p in found if p is not None and p.requires_grad]
 
@@ -535,7 +535,7 @@ def _summed_once(parameter: nn.Parameter, rank_group: RankGroup, grad: Tensor) -
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates parameters that are on meta, in place; the memory is not initialised."""
+    """Allocates meta parameters in place, uninitialized."""
     made: dict[int, nn.Parameter] = {}  # Ties and regions stay. Buffers on meta are left alone
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -1,4 +1,4 @@
-"""Uneven sharding: how many units each rank gets, and which regions of parameters that makes.
+"""Uneven sharding: the number of units per rank, and the resulting parameter regions.
 
 Units are dealt as evenly as can be, the first ranks getting one more. A unit may be several
 features wide: an attention head is never cut, and with grouped heads it is a key-value head with
@@ -24,7 +24,7 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat
 
 
 def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tuple[Interval, ...]:
-    """Returns what one rank holds of features that come in blocks of equal units."""
+    """Returns one rank's part of features in blocks of equal units."""
     # A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
     # their keys, so each block is dealt by itself.
     width, block = total // (units * blocks), total // blocks
@@ -80,7 +80,7 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: Rank
 
 
 def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Starts to reduce-scatter a tensor; arguments as for `start_gather`."""
+    """Starts a reduce-scatter of a tensor; arguments as for `start_gather`."""
     longest = max(lengths)
     parts = whole.detach().split(list(lengths), dim)
     stacked = torch.stack(
@@ -109,7 +109,7 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: Ra
 def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields every rank and its piece, this rank's first, while the next piece travels."""
+    """Yields every rank and its piece, this rank's first, with one piece in flight."""
     # Every piece is passed on to the next rank, so each link carries one piece at a time.
     place, piece = rank_group.rank, own.detach().contiguous()
     after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))
@@ -157,12 +157,12 @@ class Reduction:
 
     @property
     def order(self) -> list[int]:
-        """Order in which pieces are computed: at any time all ranks send to different ones."""
+        """Order of pieces in which ranks always send to different peers."""
         place, size = self._rank_group.rank, self._rank_group.size
         return [(place + step) % size for step in range(1, size)]
 
     def send(self, place: int, piece: Tensor) -> None:
-        """Sends the piece of another rank, and begins to receive one."""
+        """Sends another rank's piece, and starts to receive one."""
         rank_group, piece = self._rank_group, piece.detach().contiguous()
         step = (place - rank_group.rank) % rank_group.size
         source = (rank_group.rank - step) % rank_group.size
@@ -173,7 +173,7 @@ class Reduction:
         )
 
     def finish(self, own: Tensor) -> Tensor:
-        """Returns the sum of all ranks' pieces for this one, added in the order of the ranks."""
+        """Returns the sum of all ranks' pieces for this one, in rank order."""
         while self._messages:
             self._messages.pop(0).wait()
         wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
@@ -186,7 +186,7 @@ class Reduction:
 
 
 def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tuple[int, ...]:
-    """Returns the numbers that all ranks of the group passed; one small all-gather."""
+    """Gathers numbers from all ranks in one small all-gather."""
     own = torch.tensor([size], device=device)
     sizes = own.new_empty(rank_group.size)
     all_gather(sizes, own, group=rank_group.process_group)
@@ -195,13 +195,13 @@ def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tupl
 
 
 def _slots(rank_group: RankGroup) -> list[int]:
-    """Returns where the group's collectives put the piece of each rank of a rank group."""
+    """Returns the position of each rank's piece in the group's collectives."""
     order = rank_group.group_order()
     return [order.index(place) for place in range(rank_group.size)]
 
 
 def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
-    # Detached: a collective's copies run on a thread of their own, where gradients are recorded.
+    # Detached: a collective's copies run on their own thread, where gradients are recorded.
     piece = piece.detach()
     if piece.shape[dim] == length:
         return piece.contiguous()
@@ -246,43 +246,43 @@ def uncompiled(function: F) -> F:
 
 @uncompiled
 def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Returns the same tensor; its gradient is summed over the ranks."""
+    """Identity; the gradient is summed over the ranks."""
     return x if rank_group.size == 1 else _CopyIn.apply(x, rank_group)
 
 
 @uncompiled
 def copy_region(x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
-    """Returns the same tensor; its gradient is summed over the ranks that hold the same region."""
+    """Identity; the gradient is summed over ranks with the same region."""
     return _CopyRegion.apply(x, rank_group, region)
 
 
 @uncompiled
 def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Returns the sum over the ranks; its gradient goes to each as it is."""
+    """Returns the sum over the ranks; gradients pass unchanged."""
     return x if rank_group.size == 1 else _Reduce.apply(x, rank_group)
 
 
 @uncompiled
 def gather(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece."""
+    """Gathers a sharded tensor; each rank keeps its piece of the gradient."""
     return _along("gather", x, dim, lengths, rank_group)
 
 
 @uncompiled
 def split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Returns this rank's piece of a whole that all have; the gradient is gathered."""
+    """Returns this rank's piece of a replicated tensor; gathers the gradient."""
     return _along("split", x, dim, lengths, rank_group)
 
 
 @uncompiled
 def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
+    """Gathers a sharded tensor; gradients are reduce-scattered."""
     return _along("gather_partial", x, dim, lengths, rank_group)
 
 
 @uncompiled
 def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
+    """Returns this rank's piece of the sum over the ranks; gathers the gradient."""
     return _along("reduce_split", x, dim, lengths, rank_group)
 
 
@@ -340,7 +340,7 @@ class _Reduce(Function):
 
 
 class _Along(Function):
-    """A collective along a dim, whose adjoint is another one."""
+    """A collective along a dim with its adjoint."""
 
     @staticmethod
     def forward(

@@ -40,7 +40,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) ->
 def input_gradient(
     grad: Tensor, weight: Tensor, transposed: bool, into: Tensor | None = None
 ) -> Tensor:
-    """Returns ``grad @ weight``: [rows, inputs]; added to `into` where that is given."""
+    """Returns ``grad @ weight``: [rows, inputs]; accumulates in `into` if given."""
     matrix = weight.t() if transposed else weight
     if into is None:
         return grad @ matrix
@@ -70,7 +70,6 @@ class Sum:
         self._total: Tensor | None = None
 
     def add(self, term: Tensor) -> None:
-        """Adds a term."""
         if self._total is None:
             self._total = term.to(term.dtype if term.dtype.itemsize > 2 else torch.float32)
         else:
@@ -118,11 +117,10 @@ class SequenceCut:
 
     @property
     def whole(self) -> int:
-        """Length of the whole."""
         return sum(self.lengths)
 
     def pieces(self, x: Tensor) -> list[Tensor]:
-        """Returns views of the pieces of a whole tensor, by rank."""
+        """Returns views of the pieces of a full tensor, by rank."""
         return list(x.split(list(self.lengths), self.dim))
 
 
@@ -141,7 +139,7 @@ def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
 
 
 def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Enters a whole tensor, once for all columns that are given this very object."""
+    """Enters a full tensor once for all columns that get the same object."""
     # Noted on the tensor, as nothing tells a column which others read its input.
     before = vars(x).get("_entered")
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -158,7 +156,7 @@ def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Casts an input as an operation under autocast does; what is sent then has that dtype, too."""
+    """Casts an input like autocast, so that messages have that dtype too."""
     if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
@@ -170,7 +168,7 @@ def arrival_of(x: Tensor) -> Arrival | None:
 
 
 class Arrival:
-    """The gathered input in the forward pass; freed when the module that was called returns."""
+    """The gathered input in forward, freed when the called module returns."""
 
     def __init__(self, entry: Entry, own: Tensor) -> None:
         self.entry, self.own = entry, own
@@ -186,7 +184,7 @@ class Arrival:
             self._wait = start_gather(own, cut.dim, cut.lengths, rank_group)
 
     def data(self) -> Tensor:
-        """Waits for the whole and returns it."""
+        """Waits for the full tensor and returns it."""
         if self._wait is not None:
             self._data, self._wait = self._wait(), None
         if self._ring is not None:
@@ -196,7 +194,7 @@ class Arrival:
         return self._data
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields each rank and its piece as they come; afterwards `data` has them all."""
+        """Yields each rank and its piece on arrival; afterwards `data` has them all."""
         ring, self._ring = self._ring, None
         assert ring is not None
         cut, own = self.entry.cut, self.own
@@ -210,7 +208,7 @@ class Arrival:
             yield place, piece
 
     def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """Returns the product with a weight, piece by piece while pieces arrive."""
+        """Multiplies with a weight piece by piece on arrival."""
         if self._ring is None:
             return product(self.data(), weight, bias, transposed)
         cut = self.entry.cut
@@ -220,7 +218,7 @@ class Arrival:
 
 
 class Entry:
-    """The gradient of one input, shared by its columns in the backward pass."""
+    """The gradient of one input, shared by its columns in backward."""
 
     # Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
 
@@ -242,7 +240,7 @@ class Entry:
         self._columns += 1
 
     def begin(self, own: Tensor) -> None:
-        """Begins to gather the input again, unless another column did."""
+        """Starts to gather the input again, unless another column did."""
         # Keeping the gathered input from the forward would cost the memory that cutting the
         # sequence saves; gathering it twice costs an all-gather that the input gradient's product
         # hides.
@@ -256,7 +254,7 @@ class Entry:
                 self._wait = start_gather(own, cut.dim, cut.lengths, self.rank_group)
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
-        """Adds a column's input gradient; the last column begins the sum over the ranks."""
+        """Adds a column's input gradient; the last column starts the sum over ranks."""
         last = self._done + 1 == self._columns
         if last and self.cut is not None and self.cut.ring:
             self._add_in_pieces(grad, weight, transposed)
@@ -285,7 +283,7 @@ class Entry:
         self._reduced = lambda: reduction.finish(own)
 
     def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
-        """Returns a column's weight gradient from that of its output, after `begin`."""
+        """Returns a column's weight gradient, after `begin`."""
         if self._ring is None:
             if self._wait is not None:
                 self._again, self._wait = self._wait(), None
@@ -303,13 +301,13 @@ class Entry:
         return total.value(grad.dtype)
 
     def leave(self) -> None:
-        """Counts a column that is done; the last one drops what was gathered."""
+        """Counts finished columns; the last one frees the gathered input."""
         self._done += 1
         if self._done >= self._columns:
             self._again, self._done = None, 0
 
     def end(self) -> Tensor | None:
-        """Returns the input's gradient from all columns that were differentiated."""
+        """Returns the input gradient of all differentiated columns."""
         found = self._reduced() if self._reduced is not None else None
         # What is left where some columns had no gradient, so that none was the last.
         if self._sum is not None:
@@ -322,7 +320,7 @@ class Entry:
         rank_group, cut = self.rank_group, self.cut
         if cut is not None:
             return start_reduce(grad, cut.dim, cut.lengths, rank_group)
-        # Summed in place: it was made here, by `input_gradient`, and nobody else reads it.
+        # Summed in place: it was made here, by `input_gradient`, and no one else reads it.
         grad = grad.contiguous()
         handle = all_reduce(
             grad,
@@ -379,7 +377,7 @@ class _Enter(Function):
 
 
 class _Look(Function):
-    """Returns the gathered tensor, for operations other than column layers."""
+    """Returns the gathered tensor for operations other than column layers."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, arrival: Arrival) -> Tensor:
@@ -410,7 +408,7 @@ SHAPES = (
 
 
 class GatheringTensor(Tensor):
-    """A whole tensor that is being gathered; everything but its `SHAPES` waits for it."""
+    """A tensor that is being gathered; everything but its `SHAPES` waits for it."""
 
     @classmethod
     def __torch_function__(
@@ -428,7 +426,7 @@ def token_of(x: Tensor) -> Tensor:
 
 
 def source_of(x: Tensor) -> Tensor:
-    """Returns what was entered as autograd knows it: this rank's piece, or the whole."""
+    """Returns the entered tensor known to autograd: this rank's shard, or the full tensor."""
     return vars(x).get("_piece", x)
 
 
@@ -453,16 +451,16 @@ def _plain(value: Any, look: Any) -> Any:
 # rows reduce-scatter it (Korthikanti et al., 2022, arXiv 2205.05198).
 #
 # A piece does not show the length of the whole, as pieces are uneven, so the first block notes it
-# (`SharedSequence.lengths`) for as long as a block runs. Where a block is computed again for its
+# (`SharedSequence.lengths`) for as long as a block runs. Where a block is recomputed for its
 # gradient by a checkpoint inside of it, nothing was noted, and the ranks ask each other.
 
 
 UNCUT: tuple[int, ...] = ()
-"""Lengths of a pass whose sequence is not cut: it has fewer tokens than there are ranks."""
+"""Lengths for an unsharded sequence with fewer tokens than ranks."""
 
 
 class SharedSequence:
-    """The sharding of the sequence that the blocks of a stack are in."""
+    """The sharding of the sequence between the blocks of a stack."""
 
     def __init__(self, rank_group: RankGroup, ring: bool) -> None:
         self.rank_group, self.ring = rank_group, ring
@@ -477,23 +475,23 @@ class SharedSequence:
         return memo.setdefault(id(self), SharedSequence(self.rank_group, self.ring))
 
     def piece_lengths(self, length: int, training: bool) -> tuple[int, ...]:
-        """Returns the lengths of the pieces of a sequence; `UNCUT` for one that is too short."""
+        """Returns the lengths of a sequence's shards; `UNCUT` if it is too short."""
         if length >= self.rank_group.size:
             return split_evenly(length, self.rank_group.size)
         if training:
             size = self.rank_group.size
             raise GulliverError(
-                f"a sequence of {length} tokens cannot be cut over {size} tensor ranks: "
-                f"train on at least {size} tokens, or without sequence_parallelism_mode"
+                f"a sequence of {length} tokens cannot be sharded over {size} tensor ranks: use at "
+                f"least {size} tokens, or without sequence_parallelism_mode"
             )
         return UNCUT
 
     def gather_lengths(self, piece: Tensor) -> tuple[int, ...]:
-        """Returns the lengths of all ranks' pieces; one small all-gather."""
+        """Gathers the lengths of all ranks' shards in one small all-gather."""
         return gather_sizes(piece.shape[1], self.rank_group, piece.device)
 
     def cut_of(self, piece: Tensor) -> SequenceCut | None:
-        """Returns the sharding of a tensor of which this rank has a piece."""
+        """Returns the sharding of a sharded tensor."""
         lengths = self.lengths
         if lengths == UNCUT:
             return None
@@ -508,7 +506,7 @@ class SharedSequence:
         return SequenceCut(dim, lengths, self.ring)
 
     def cut_for(self, whole: Tensor) -> SequenceCut | None:
-        """Returns the sharding that a whole tensor is to get."""
+        """Returns the sharding that a full tensor will get."""
         if self.lengths == UNCUT:
             return None
         if whole.dim() > 2:

@@ -1,4 +1,4 @@
-"""Checks that layers leave on a rank what the next ones take there: columns before rows.
+"""Checks that the features of column layers match those of the next row layers.
 
 A style says nothing of a module's neighbours, and shapes often agree where features do not: blocks
 that are none permute what a row layer multiplies, and gradients that are whole are summed when they
@@ -24,7 +24,7 @@ from gulliver.precision.fp8.conversion import is_transposed
 
 @dataclass(frozen=True)
 class Choices:
-    """The decisions of a plan so far, and what is known about the model."""
+    """A plan's decisions so far, and facts about the model."""
 
     modules: Mapping[str, nn.Module]
     placed: Mapping[str, ShardedModule]  # Path to its sharding
@@ -48,7 +48,7 @@ class Choices:
         return self.placed[path].total // self.placed[path].how.blocks
 
     def block_of(self, path: str) -> str:
-        """Returns the path of the block that a module lies in; empty outside of blocks."""
+        """Returns the path of the block that contains a module; empty outside of blocks."""
         for stack in self.stacks:
             if path.startswith(f"{stack}."):
                 number, _, inner = path[len(stack) + 1 :].partition(".")
@@ -57,7 +57,7 @@ class Choices:
 
 
 def check_fitting(choices: Choices) -> None:
-    """Refuses styles whose result would differ from that of one process."""
+    """Rejects styles whose result would differ from that of one process."""
     layers = {path: one for path, one in choices.placed.items() if not layer_of(path)[1]}
     columns = [p for p, one in layers.items() if one.how.kind == "column" and not one.how.gather]
     rows = [p for p, one in layers.items() if one.how.kind == "row" and not one.how.split]
@@ -90,7 +90,7 @@ class _Site:
     rows: tuple[str, ...]
 
     def parts(self, choices: Choices) -> list[_Site]:
-        """Splits what is cut by heads from the rest, where one module has rows of both kinds."""
+        """Splits layers sharded by heads from the rest, if a module has rows of both kinds."""
         by_kind = [[], []]
         for row in self.rows:
             by_kind[choices.placed[row].how.heads].append(row)
@@ -106,7 +106,7 @@ class _Site:
         ]
 
     def check(self, choices: Choices) -> None:
-        """Compares what each rank has of the columns' outputs with what the rows take of them."""
+        """Compares each rank's column outputs with the row inputs."""
         members, placed = (*self.columns, *self.rows), choices.placed
         above = choices.modules[self.above]
         counted = "Attention" in type(above).__name__ and head_groups(above) > 0
@@ -125,7 +125,7 @@ class _Site:
         if not whole or any(one.runs(size, r) != heads.runs(size, r) for r in range(size)):
             kind = "row" if one.how.kind == "row" else "column"
             raise GulliverError(
-                f"{choices.shown(path)} would be cut within heads, next to "
+                f"{choices.shown(path)} would be split within heads, next to "
                 f"{self._others(choices, path)}: give it '{kind} by heads'"
             )
         others = [column for column in self.columns if column != path]
@@ -165,8 +165,8 @@ class _Site:
 
     def _refuse(self, choices: Choices, path: str, right: str) -> NoReturn:
         raise GulliverError(
-            f"{choices.shown(path)} would hand each rank other features than those that go with "
-            f"{self._others(choices, path)}: give it {right!r}, or 'replicate' to all of them"
+            f"{choices.shown(path)} would give ranks features that do not match "
+            f"{self._others(choices, path)}: use {right!r}, or 'replicate' for all of them"
         )
 
 
@@ -188,7 +188,7 @@ def _paired(choices: Choices, columns: list[str], rows: list[str]) -> Iterator[_
 
 
 def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
-    """Refuses columns in blocks that no row takes, and rows that no columns feed."""
+    """Rejects columns without rows, and rows without columns, in blocks."""
     in_blocks = [path for path in columns if choices.block_of(path)]
     past_blocks = [path for path in rows if not choices.block_of(path)]
     # Rows past a list may take what the members of the list leave.
@@ -196,8 +196,8 @@ def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
     for path in columns:
         if choices.placed[path].how.blocks > 1 or (path in in_blocks and not apart):
             raise GulliverError(
-                f"{choices.shown(path)} leaves each rank its part of the outputs, and no row layer "
-                "takes them: give it 'column, gathered', or the layer after it 'row'"
+                f"{choices.shown(path)} has sharded outputs, but no row layer takes them: use "
+                "'column, gathered', or the layer after it 'row'"
             )
     for path in rows:
         if not (apart and path in past_blocks):
@@ -206,23 +206,23 @@ def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
 
 def _refuse_row(choices: Choices, row: str) -> NoReturn:
     raise GulliverError(
-        f"{choices.shown(row)} takes each rank's part of its inputs, and no column layer leaves "
-        "them so: give it 'row, split', or the layer before it 'column'"
+        f"{choices.shown(row)} takes sharded inputs, but no column layer provides them: use 'row, "
+        "split', or the layer before it 'column'"
     )
 
 
 def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
-    """Refuses whole outputs that a known model combines with those of columns."""
+    """Rejects full outputs that a known model combines with those of columns."""
     how, known = choices.placed[path].how, STYLES[choices.known(path) or "replicate"]
     if beside and (how.gather or how.split) and known.kind == "column" and not known.gather:
         raise GulliverError(
-            f"{choices.shown(path)} has whole outputs on every rank, next to "
-            f"{choices.shown(beside)}, of which each rank has its part: cut both alike"
+            f"{choices.shown(path)} has full outputs, but {choices.shown(beside)} has sharded "
+            "ones: use the same style for both"
         )
 
 
 def _check_known(choices: Choices, path: str) -> None:
-    """Refuses blocks or ends that a layer of a known model does not have."""
+    """Rejects missing blocks or ends of a known model's layer."""
     name, one = choices.known(path), choices.placed[path]
     known = STYLES[name or "replicate"]
     if known.kind not in ("column", "row") or known.gather or known.split:
@@ -230,13 +230,13 @@ def _check_known(choices: Choices, path: str) -> None:
     local = one.how.kind in ("column", "row") and not (one.how.gather or one.how.split)
     if local and (one.how.kind, one.how.blocks) != (known.kind, known.blocks):
         raise GulliverError(
-            f"{choices.shown(path)} is {name!r} in the plan of this model, whose code goes "
-            "by that: take it, or 'replicate' or gathered outputs for the whole module around it"
+            f"{choices.shown(path)} is {name!r} in the plan of this model, whose code requires it: "
+            "use it, or 'replicate' or gathered outputs for the whole module around it"
         )
 
 
 def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
-    """Refuses to sum gradients that every rank has whole."""
+    """Rejects summing gradients that are complete on every rank."""
     known = choices.known(path) or "replicate"
     if known == "summed":
         return
@@ -252,8 +252,8 @@ def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
     if partial and not any(_inputs(choices.modules[column]) in sizes for column in around):
         return
     raise GulliverError(
-        f"{path} is 'summed', but its inputs are whole on every rank, where its gradients are "
-        "whole too and would be counted once for each: give it 'replicate'"
+        f"{path} is 'summed', but its gradients are complete on every rank and would be counted "
+        "several times: use 'replicate'"
     )
 
 

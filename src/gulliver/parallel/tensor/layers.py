@@ -106,7 +106,6 @@ class _Sharded(OnLine):
         return self.weight.shape[0 if self.transposed else 1]
 
     def extra_repr(self) -> str:
-        """Returns what `print` shows."""
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         rank, size = self.rank_group.rank, self.rank_group.size
         return f"{shape}, bias={self.bias is not None}, rank {rank} of {size}"
@@ -114,7 +113,7 @@ class _Sharded(OnLine):
 
 @fp8.takes_fp8
 class ColumnLinear(_Sharded):
-    """A linear layer of which this rank holds some of the outputs."""
+    """A linear layer with this rank's shard of the outputs."""
 
     def __init__(
         self,
@@ -134,13 +133,13 @@ class ColumnLinear(_Sharded):
 
     @property
     def columns(self) -> Interval:
-        """First of this rank's outputs and one past the last, of a layer that is not fused."""
+        """Range of this rank's outputs in a layer that is not fused."""
         (run,) = self.runs
         return run
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the outputs of this rank, ``[..., outputs]``, or those of all."""
+        """Returns this rank's outputs, ``[..., outputs]``, or all."""
         state = fp8.state_of(self)
         if state is not None:
             x = _copied(x, self.rank_group)
@@ -168,7 +167,7 @@ class ColumnLinear(_Sharded):
 
 @fp8.takes_fp8
 class RowLinear(_Sharded):
-    """A linear layer of which this rank holds some of the inputs."""
+    """A linear layer with this rank's shard of the inputs."""
 
     def __init__(
         self,
@@ -187,7 +186,7 @@ class RowLinear(_Sharded):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the output, whole on all ranks or this rank's piece of the sequence."""
+        """Returns the full output, or this rank's shard of the sequence."""
         weight, bias = _autocast(x, self.weight, self.bias)
         x, state = autocast(x), fp8.state_of(self)
         if self.rank_group.size == 1 and state is None:
@@ -205,7 +204,7 @@ class RowLinear(_Sharded):
 
 
 def _copied(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Returns a whole input whose gradient is summed over the ranks, once for all columns."""
+    """Returns a full input whose gradient is summed over ranks once for all columns."""
     # FP8 layers hand gradients to autograd, which adds those of all columns up before they are
     # sent; the sum is not overlapped with the last weight's gradient, as an `Entry` does it.
     if rank_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
@@ -275,7 +274,7 @@ class _Column(Function):
 
 
 def _gathered(source: Tensor, entry: Entry) -> Tensor:
-    """Returns the whole input, for gradients that are differentiated again."""
+    """Returns the full input, for higher-order gradients."""
     cut = entry.cut
     return source if cut is None else gather_partial(source, cut.dim, cut.lengths, entry.rank_group)
 
@@ -328,7 +327,7 @@ class _Row(Function):
 def _reduced_in_pieces(
     x: Tensor, weight: Tensor, rank_group: RankGroup, cut: SequenceCut, transposed: bool
 ) -> Tensor:
-    """Returns this rank's piece of the output; the others go out while the next is computed."""
+    """Returns this rank's piece of the output, sending pieces as they are computed."""
     pieces = cut.pieces(x)
     shape = (*pieces[rank_group.rank].shape[:-1], weight.shape[1 if transposed else 0])
     reduction = Reduction(shape, cut.dim, cut.lengths, rank_group, x)
@@ -345,7 +344,7 @@ def _gradients_in_pieces(
     cut: SequenceCut,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of input and weight, made from pieces of the output's as they come."""
+    """Returns the gradients of input and weight, from pieces of the output gradient."""
     parts: dict[int, Tensor] = {}
     inputs = cut.pieces(x) if x is not None else []
     total = Sum()
@@ -366,7 +365,7 @@ class UnknownTokenError(GulliverError, IndexError):
 
 
 class _Embedding(OnLine):
-    """A sharded embedding; the options that are refused stand at their defaults for adapters."""
+    """A sharded embedding; unsupported options keep their defaults, for adapters."""
 
     weight: nn.Parameter
     max_norm: None = None
@@ -380,17 +379,15 @@ class _Embedding(OnLine):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows on this rank."""
         return self.weight.shape[0]
 
     @property
     def embedding_dim(self) -> int:
-        """Number of columns on this rank."""
         return self.weight.shape[1]
 
 
 class VocabularyEmbedding(_Embedding):
-    """An embedding of which this rank holds some rows; all ranks get whole vectors."""
+    """An embedding with this rank's rows; all ranks get full vectors."""
 
     # Each id is in one rank's rows; the others contribute zeros to a sum, which is therefore exact.
 
@@ -426,7 +423,7 @@ class VocabularyEmbedding(_Embedding):
 
 
 class ColumnEmbedding(_Embedding):
-    """An embedding of which this rank holds some columns of every row."""
+    """An embedding with this rank's columns of every row."""
 
     def __init__(
         self,
@@ -443,7 +440,7 @@ class ColumnEmbedding(_Embedding):
         self.gather_output = gather_output
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up the vectors of ids, ``[...]`` to ``[..., columns]``, gathered if so asked."""
+        """Looks up the vectors of ids, ``[...]`` to ``[..., columns]``, and gathers them if set."""
         vectors = F.embedding(ids, self.weight, self.padding_idx)
         if not self.gather_output:
             return vectors

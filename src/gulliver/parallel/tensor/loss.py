@@ -113,7 +113,7 @@ class _CrossEntropy(Function):
 
 
 def _own(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """Returns whether each label is among this rank's columns, and its column (0 where not)."""
+    """Returns whether each label is in this rank's columns, and its column (else 0)."""
     column = labels - start
     here = (column >= 0) & (column < count)
     return here, column.masked_fill(~here, 0)

@@ -4,7 +4,7 @@
     print(plan)
 
 A plan is pure: it looks at modules and shapes and touches nothing. What it does not understand it
-names and refuses.
+names and rejects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gulliver.parallel.tensor.styles import (
 )
 
 ROUTERS = ("gate", "router", "gate_proj_router", "wg")
-"""Last parts of the paths of linear layers that choose experts: they are small, and stay whole."""
+"""Path suffixes of small linear layers that route to experts, which stay replicated."""
 
 
 def plan_tensor(
@@ -50,7 +50,7 @@ def plan_tensor(
     replicate_rest: bool = False,
     allow_dropout: bool = False,
 ) -> TensorPlan:
-    """Decides how a model is cut.
+    """Decides how a model is sharded.
 
     Args:
         model: model with whole parameters, perhaps on meta; modules without any are left alone.
@@ -93,8 +93,8 @@ class _Planner:
         refused = self.known.refused if self.known else ""
         if refused and not rules and size > 1:
             raise GulliverError(
-                f"{type_of(model)} is not cut over tensor ranks: {refused}; take pp_size, or give "
-                "tensor_rules of your own"
+                f"{type_of(model)} does not support tensor parallelism: {refused}; use pp_size, or "
+                "pass tensor_rules"
             )
         if not allow_dropout and size > 1:
             self._refuse_dropout()
@@ -127,9 +127,8 @@ class _Planner:
         unknown = [path for path in unknown if not self._tied(path, cut)]
         if unknown:
             raise GulliverError(
-                f"no rule says how {_listed(unknown)} are cut: give rules={{pattern: style}} "
-                "(tensor_rules of the plugin), or replicate_rest=True to keep them whole "
-                "on all ranks"
+                f"no rule shards {_listed(unknown)}: pass rules={{pattern: style}} (tensor_rules "
+                "of the plugin), or replicate_rest=True to keep them whole on all ranks"
             )
         replicated = [path for path in replicated if not self._tied(path, cut)]
         self._check_ties(placed)
@@ -160,7 +159,7 @@ class _Planner:
     def _whole(
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Modules that need the whole sequence instead of a piece."""
+        """Modules that need the whole sequence instead of a shard."""
         found = [path for path, one in placed.items() if one.how.kind in ("experts", "latent")]
         if self._automatic:
             found += self.opaque
@@ -175,11 +174,11 @@ class _Planner:
 
     @property
     def _automatic(self) -> bool:
-        """Whether a Hugging Face model is cut by what is known of it."""
+        """Whether a Hugging Face model has known sharding rules."""
         return bool(self.own) or (self.known is not None and self.known.rest)
 
     def _keep_scaled(self, placed: dict[str, ShardedModule], replicated: list[str]) -> None:
-        """Keeps embeddings whole that do more than look up, and everything tied to them."""
+        """Replicates embeddings that scale or filter, and everything tied to them."""
         whole = {
             id(module._parameters.get("weight"))
             for path, module in self.modules.items()
@@ -199,7 +198,7 @@ class _Planner:
     def _gather_opaque(
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
-        """Cuts modules that are not understood so that the result is exact in any surroundings."""
+        """Shards unknown modules such that the result is exact in any context."""
         # [Note: opaque modules] Where something between columns and rows works on all features,
         # such as a norm over all heads, columns are gathered and rows take their part of a whole
         # input: weights and products are shared all the same, and everything between is what one
@@ -250,7 +249,7 @@ class _Planner:
         placed[path] = self._place(path, self.modules[path], style)
 
     def _is_head_norm(self, path: str, site: str) -> bool:
-        """Whether a module normalizes each head by itself, with one weight for all of them."""
+        """Whether a module normalizes each head with one shared weight."""
         module, width = self.modules[path], vars(self.modules[site]).get("head_dim")
         if "norm" not in path.rpartition(".")[2].lower() or not isinstance(width, int):
             return False
@@ -258,9 +257,9 @@ class _Planner:
         return sizes == {width} and not any(True for _ in module.children())
 
     def _style(self, path: str, module: nn.Module) -> str | None:
-        """How a module is cut; the two factors of an adapter go with the layer that they are of."""
+        """How a module is sharded; factors of an adapter follow their layer."""
         # Next to columns the second factor is columns, too; next to rows the first is rows; the
-        # other one is whole, and so is what lies between them.
+        # other one is whole, and so is what is between them.
         layer, factor = layer_of(path)
         style = self._style_of(layer, module)
         if factor == "other":
@@ -274,7 +273,7 @@ class _Planner:
         return style if (factor == "lora_B") == (kind == "column") else "replicate"
 
     def _style_of(self, path: str, module: nn.Module) -> str | None:
-        """The user's rule, then its family's or the model's own; norms are whole."""
+        """Style by the user's rule, then the family's or the model's own; norms are replicated."""
         found = best_match(path, self.rules)
         return self._known_style(path, module) if found is None else self.rules[found]
 
@@ -291,7 +290,7 @@ class _Planner:
         return "replicate" if type(module).__name__.endswith("Norm") else None
 
     def _known_of(self, path: str) -> str | None:
-        """Returns the style that a user's rule replaces, where there is one that is supported."""
+        """Returns the supported style that a user's rule replaces."""
         layer = layer_of(path)[0]
         if best_match(layer, self.rules) is None or (self.known is None and not self.own):
             return None
@@ -305,8 +304,8 @@ class _Planner:
             if isinstance(self.modules[path], nn.ModuleList | nn.ModuleDict):
                 return "replicate"
             raise GulliverError(
-                f"the model's own plan cuts {path} as {name!r}, which is not supported: give a "
-                f"rule for it; known are {', '.join(HUGGING_FACE)}"
+                f"the model's own plan shards {path} as {name!r}, which is not supported: pass a "
+                f"rule for it; known styles are {', '.join(HUGGING_FACE)}"
             )
         style = HUGGING_FACE[name]
         parent = self.modules[path.rpartition(".")[0]]
@@ -337,12 +336,12 @@ class _Planner:
         if total % (units * how.blocks):
             raise GulliverError(
                 f"{path} has {total} features, which are not {how.blocks} x {units} equal parts: "
-                "give it another rule"
+                "use another rule"
             )
         if not how.heads and units < self.size:
             raise GulliverError(
-                f"{path} has {units} features, fewer than {self.size} tensor ranks: "
-                f"tp_size from 1 to {units} would do"
+                f"{path} has {units} features, fewer than {self.size} tensor ranks: use tp_size "
+                f"from 1 to {units}"
             )
         return ShardedModule(style, how, dims, total, units, copies)
 
@@ -350,12 +349,12 @@ class _Planner:
         return self._attention(path)[0]
 
     def _by_heads(self, path: str, one: ShardedModule) -> ShardedModule:
-        """Returns how a layer would be dealt in whole heads."""
+        """Returns a layer's split into whole heads."""
         units, copies = self._units(path, one.total, one.how.blocks)
         return replace(one, units=units, copies=copies)
 
     def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
-        """Returns the number of heads that features are dealt in, and the ranks that share each."""
+        """Returns the number of heads to distribute, and the ranks that share each."""
         # Without blocks of features, there is one number for each query head.
         #
         # [Note: copies of key-value heads] With more ranks than key-value heads, each of these
@@ -373,12 +372,12 @@ class _Planner:
             others = f", or {' or '.join(map(str, more))}" if more and blocks < 2 else ""
             raise GulliverError(
                 f"{path} has {groups} heads (key-value heads where grouped), fewer than "
-                f"{self.size} tensor ranks: tp_size from 1 to {groups} would do{others}"
+                f"{self.size} tensor ranks: use tp_size from 1 to {groups}{others}"
             )
         return whole[total], self.size // groups if whole[total] == groups else 1
 
     def _attention(self, path: str) -> tuple[str, int]:
-        """The attention module that a module belongs to, and how many head groups it has."""
+        """A module's attention module and its number of head groups."""
         above = path
         while above:
             above = above.rpartition(".")[0]
@@ -388,16 +387,16 @@ class _Planner:
                 if groups := head_groups(module):
                     return name, groups
         raise GulliverError(
-            f"{path} is to be cut by heads, but no module near it counts them: "
-            f"looked for {', '.join((*KV_HEADS, *HEADS))}"
+            f"{path} should be sharded by heads, but no module around it has a head count; looked "
+            f"for {', '.join((*KV_HEADS, *HEADS))}"
         )
 
     def _tied(self, path: str, cut: set[int]) -> bool:
-        """Whether all parameters of a module are those of modules that are cut."""
+        """Whether all parameters of a module are tied to sharded modules."""
         return all(id(p) in cut for p in self.modules[path].parameters(recurse=False))
 
     def _check_ties(self, placed: dict[str, ShardedModule]) -> None:
-        """Refuses tied parameters that would be cut differently."""
+        """Rejects tied parameters with different styles."""
         seen: dict[int, tuple[str, Any]] = {}
         for path, module in self.modules.items():
             one = placed.get(path)
@@ -409,8 +408,8 @@ class _Planner:
                 other, before = seen.setdefault(id(parameter), (f"{path}.{name}", cut))
                 if before != cut:
                     raise GulliverError(
-                        f"{path}.{name} and {other} are one parameter, but would be cut "
-                        "differently: give both the same style"
+                        f"{path}.{name} and {other} are tied, but would be sharded differently: "
+                        "use the same style for both"
                     )
 
     def _stacks(self, placed: dict[str, ShardedModule]) -> tuple[str, ...]:
@@ -426,7 +425,7 @@ class _Planner:
         return tuple(found)
 
     def _sites(self, placed: dict[str, ShardedModule], stacks: tuple[str, ...]) -> tuple[str, ...]:
-        """Parents of columns, except blocks, whose input also goes elsewhere."""
+        """Parents of columns, except blocks, whose input is also used elsewhere."""
         parents = {
             layer_of(path)[0].rpartition(".")[0]: None
             for path, one in placed.items()
@@ -436,7 +435,7 @@ class _Planner:
 
     @staticmethod
     def _local_sites(placed: dict[str, ShardedModule]) -> set[str]:
-        """Parents whose tensors are each rank's own: not all of their columns are gathered."""
+        """Parents of columns that do not gather all outputs."""
         return {
             layer_of(path)[0].rpartition(".")[0]
             for path, one in placed.items()
@@ -444,7 +443,7 @@ class _Planner:
         }
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
-        """Refuses whole parameters between columns and rows, where their gradients are partial."""
+        """Rejects replicated parameters between columns and rows, whose gradients are partial."""
         wrong = [
             r
             for r in replicated
@@ -452,8 +451,8 @@ class _Planner:
         ]
         if wrong:
             raise GulliverError(
-                f"{_listed(wrong)} stand between columns and rows, where each rank has other "
-                "features: give them a rule ('summed' for what works on each head alike)"
+                f"{_listed(wrong)} are between columns and rows, where features are sharded: pass "
+                "a rule ('summed' for what works on each head alike)"
             )
 
     def _sliced(self, attention: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -465,8 +464,8 @@ class _Planner:
         names = dropouts_of(self.model)
         if names:
             raise GulliverError(
-                f"dropout draws other masks on several ranks than on one: {_listed(names)} must be "
-                "0 (in the model's config), or pass allow_dropout=True"
+                f"dropout masks would depend on the number of ranks: {_listed(names)} must be 0 "
+                "(in the model's config), or pass allow_dropout=True"
             )
 
 

@@ -24,7 +24,7 @@ from gulliver.precision.int8.replace import GROUPED, REPLACED, QuantizeOptions, 
 # once, of the activations' rows in each product (one number a row, all-reduced before the product).
 # What differs from one rank then is the order in which a sum over ranks is rounded. The groups of
 # int4 are those of the whole layer, too: where a rank's inputs begin or end inside of one, the
-# layer is refused.
+# layer is rejected.
 class _Sharded(QuantizedLinear):
     rank_group: RankGroup
 
@@ -55,7 +55,7 @@ class QuantizedRow(_Sharded):
     split_input: bool
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the output, whole on all ranks."""
+        """Returns the output, or this rank's shard of it."""
         group = self.rank_group
         if self.split_input and group.size > 1:
             x = split(x, x.dim() - 1, split_evenly(self.total, group.size), group)
@@ -93,7 +93,7 @@ def _row(layer: Any, ways: QuantizeOptions) -> nn.Module:
 
 
 def _grouped(layer: Any, path: str) -> bool:
-    """Whether int4's groups divide the inputs of the whole row layer; refuses to cut them."""
+    """Whether int4 groups divide the row layer's inputs; rejects splitting them."""
     total = layer.total or layer.in_features
     if total % GROUP:
         return False
@@ -101,17 +101,16 @@ def _grouped(layer: Any, path: str) -> bool:
     if cut is None:
         return True
     raise GulliverError(
-        f"{path} has {total} inputs, which {layer.rank_group.size} ranks cut at {cut}: int4 has "
-        f"groups of {GROUP}, and one that is cut would round other weights than one rank does; "
-        f"take fewer ranks, mode='int8_dynamic', or exclude=[{path!r}]"
+        f"{path} has {total} inputs, which {layer.rank_group.size} ranks split at {cut}, inside an "
+        f"int4 group of {GROUP}: use fewer ranks, mode='int8_dynamic', or exclude=[{path!r}]"
     )
 
 
 def _made(kind: Any, layer: Any, ways: QuantizeOptions, values: Tensor, scales: Tensor) -> Any:
     if layer.shared is not None:
         raise GulliverError(
-            f"{ways.path} works on a sequence that is sharded between blocks, which quantised "
-            "layers do not: leave sequence parallelism out"
+            f"{ways.path} has a sharded sequence, which quantised layers do not support: leave "
+            "sequence parallelism out"
         )
     inputs = matrix_of(layer).shape[1]
     made = kind(ways.path, ways.mode, values, scales, inputs, layer.bias, ways.threshold)

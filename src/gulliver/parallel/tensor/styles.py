@@ -1,4 +1,4 @@
-"""The ways in which a module can be cut, by name, and the names that others have for them.
+"""Sharding styles of modules by name, and their names in other libraries.
 
 Data, no code. Which module of which model is cut how stands in its family's record
 (`gulliver.families.Tensors`), whose styles are those of `STYLES`.
@@ -44,7 +44,7 @@ class ModuleSharding:
     # (latent).
     kind: Kind
     heads: bool = False  # Heads are not cut, and query heads go where their key-value head goes
-    # Number of blocks that are dealt alike, one after the other: 3 for ``[q; k; v]``.
+    # Number of blocks that are dealt alike, one at a time: 3 for ``[q; k; v]``.
     blocks: int = 1
     gather: bool = False  # The output is whole on all ranks
     split: bool = False  # The input is whole on all ranks
@@ -88,27 +88,27 @@ HUGGING_FACE: dict[str, str] = {
     "mla_kv_a_proj": "latent",
     "local_params": "parameters by heads",
 }
-"""Names in a model's own plan; columns and rows of attention go by heads. Others are refused."""
+"""Style names in models' own plans; attention is split by heads. Others are rejected."""
 
 
 GATHERED = {"column": "column, gathered", "row": "row, split"}
-"""Kind to the style that is exact whatever is between columns and rows."""
+"""The style per kind that is exact in any context."""
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 """Attributes in which attention modules count their heads."""
 
 SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size", "embed_dim")
-"""Attributes of attention modules that a rank has its heads' part of."""
+"""Attributes of attention modules that are sharded by heads."""
 
 REPEATED = "num_key_value_groups"
-"""Attribute of attention modules: query heads of each key-value head."""
+"""Attribute of attention modules: query heads per key-value head."""
 
 HIDDEN = ("hidden_states",)
-"""Names of a module's input, where it is not its first argument."""
+"""Names of a module's input that is not its first argument."""
 
 DRAWN_ALIKE = ("y_embedder",)
-"""Modules that draw at random but outside of what is cut, once for each sample."""
+"""Modules that draw once per sample, outside sharded modules."""
 
 
 # Facts about one module: its heads, its adapters, whether a style is for its kind.
@@ -125,7 +125,7 @@ DROPOUTS = (
 
 
 def dropouts_of(model: nn.Module) -> list[str]:
-    """Lists a model's dropouts by path and probability, without those that all ranks draw alike."""
+    """Lists a model's dropouts by path and probability, except those equal on all ranks."""
     names: list[str] = []
     for path, module in model.named_modules():
         if any(part in DRAWN_ALIKE for part in path.split(".")):
@@ -141,7 +141,7 @@ def dropouts_of(model: nn.Module) -> list[str]:
 
 
 def layer_of(path: str) -> tuple[str, str]:
-    """Returns the layer that a module belongs to, and which factor of its adapter it is."""
+    """Returns a module's layer, and which factor of an adapter it is."""
     # PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
     parts = path.split(".")
     if parts[-1] == "base_layer":
@@ -152,7 +152,7 @@ def layer_of(path: str) -> tuple[str, str]:
 
 
 def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
-    """Returns the longest pattern that the last parts of a path fit; None where none does."""
+    """Returns the longest pattern that matches the end of a path; None if none does."""
     parts = path.split(".")
     fitting = [pattern for pattern in patterns if _fits(parts, pattern.split("."))]
     return max(fitting, key=lambda p: (p.count("."), -p.count("*")), default=None)
@@ -166,7 +166,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 
 def head_groups(module: nn.Module) -> int:
-    """Heads of an attention module that can lie on different ranks; 0 for other modules."""
+    """Heads of an attention module that can be on different ranks; 0 for other modules."""
     keys, width = getattr(module, "k_proj", None), vars(module).get("head_dim")
     if isinstance(keys, nn.Linear) and isinstance(width, int):
         return keys.out_features // width
@@ -182,13 +182,13 @@ def head_groups(module: nn.Module) -> int:
 
 
 def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
-    """Returns an attention module's number of query heads and their width; 0 where not seen."""
+    """Returns an attention module's number and width of query heads; 0 if unknown."""
     each, width = (vars(attention).get(name) for name in (REPEATED, "head_dim"))
     return (groups * each, width) if isinstance(each, int) and isinstance(width, int) else (0, 0)
 
 
 def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
-    """Returns how many outputs of latent attention's first projection are rotary keys."""
+    """Returns the number of rotary keys in latent attention's first projection."""
     name, config = "qk_rope_head_dim", getattr(attention, "config", None)
     width = getattr(attention, name, getattr(config, name, None))
     latent = getattr(attention, "kv_lora_rank", getattr(config, "kv_lora_rank", None))
@@ -196,8 +196,7 @@ def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
     if not isinstance(width, int) or (isinstance(latent, int) and outputs != latent + width):
         raise GulliverError(
             f"{path} is 'latent', but is not the first projection of latent keys and values, which "
-            "has kv_lora_rank + qk_rope_head_dim outputs: give it another style, such as "
-            "'replicate'"
+            "has kv_lora_rank + qk_rope_head_dim outputs: use another style, such as 'replicate'"
         )
     return width
 
@@ -212,12 +211,12 @@ def fits_kind(module: nn.Module, style: str | None) -> bool:
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether an embedding does more than look up."""
+    """Whether an embedding scales or filters its output."""
     return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
 
 
 def cut_dims(path: str, module: nn.Module, how: ModuleSharding) -> dict[str, int]:
-    """Returns the dim along which each parameter is sharded, by name."""
+    """Returns the sharded dim of each parameter, by name."""
     transposed = is_transposed(module)
     linear = transposed or type(module).forward is nn.Linear.forward
     embedding = type(module).forward is nn.Embedding.forward
@@ -225,8 +224,8 @@ def cut_dims(path: str, module: nn.Module, how: ModuleSharding) -> dict[str, int
     if not (linear if cuts else embedding):
         wanted = "a linear layer" if cuts else "an embedding"
         raise GulliverError(
-            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: "
-            "give it another, such as 'replicate'"
+            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: use another, such "
+            "as 'replicate'"
         )
     if embedding:
         _check_embedding(path, module)
@@ -242,8 +241,8 @@ def cut_dims(path: str, module: nn.Module, how: ModuleSharding) -> dict[str, int
 def _check_embedding(path: str, module: Any) -> None:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise GulliverError(
-            f"{path} is an embedding with max_norm, scale_grad_by_freq or sparse gradients: "
-            "only plain ones are cut; give it 'replicate'"
+            f"{path} is an embedding with max_norm, scale_grad_by_freq or sparse gradients: only "
+            "plain ones can be sharded; use 'replicate'"
         )
 
 
@@ -259,7 +258,7 @@ def _check_embedding(path: str, module: Any) -> None:
 INTO = ("gate_up_proj", "gate_proj", "up_proj")
 OUT = "down_proj"
 ADDED = "down_proj_bias"
-"""Names of the parameters: those into the experts' features, out of them, and the last bias."""
+"""Parameter names: into the experts' features, out of them, and the last bias."""
 
 
 # [Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
@@ -279,7 +278,7 @@ class ParameterCut:
 
 
 def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCut]:
-    """Returns how the parameters of an experts module are sharded, by name."""
+    """Returns the sharded dims of an experts module's parameters, by name."""
     held = {n: p for n, p in module._parameters.items() if p is not None}
     into = [n for n in INTO if n in held]
     known = {*into, *(f"{n}_bias" for n in into), OUT, ADDED}
@@ -293,15 +292,15 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
     if not plain or not into or OUT not in held or set(held) - known:
         raise GulliverError(
             f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
-            "experts of this kind cannot be cut; give it the rule 'replicate'"
+            "such experts cannot be sharded; use the rule 'replicate'"
         )
     # Dim of a weight's inputs; 3 - inputs is that of its outputs.
     inputs = 1 if module.is_transposed else 2
     features = held[OUT].shape[inputs]
     if features < size:
         raise GulliverError(
-            f"{path} has experts of {features} features, fewer than {size} tensor ranks: "
-            f"tp_size from 1 to {features} would do"
+            f"{path} has experts of {features} features, fewer than {size} tensor ranks: use "
+            f"tp_size from 1 to {features}"
         )
     found = {OUT: ParameterCut(inputs, features, features)}
     for name in into:
@@ -315,7 +314,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
 
 
 def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
-    """Adds hooks with which a module of sharded experts takes whole tensors and returns them."""
+    """Hooks a sharded experts module to take and return full tensors."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         added = module._parameters.get(ADDED)
@@ -335,7 +334,7 @@ def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
 
 
 def share_rotary(module: nn.Module, width: int, rank_group: RankGroup) -> None:
-    """Sums the gradient of the last `width` features of a module's output over the ranks."""
+    """Sums the gradient of a module's last `width` output features over the ranks."""
     # All heads read these features as they are, and each rank has some of the heads: the gradient
     # on a rank is partial. The others go through a column layer, which sums theirs.
 
@@ -398,7 +397,7 @@ class TensorPlan:
     whole: tuple[str, ...] = ()
 
     def share_of(self, model: nn.Module) -> float:
-        """The share of the parameters of a model's blocks that this plan cuts, from 0 to 1."""
+        """The share of the blocks' parameters that this plan shards, from 0 to 1."""
         whole = cut = 0
         lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         for path, module in model.named_modules():

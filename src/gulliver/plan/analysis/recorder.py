@@ -348,7 +348,6 @@ class Recorder(StorageCounter):
         self._written(tensor, index, False)
 
     def values(self, tensors: list[Tensor]) -> tuple[Value, ...]:
-        """Describes tensors."""
         return tuple(self._value(tensor) for tensor in tensors)
 
     def producer(self, tensor: Tensor) -> int:
@@ -435,7 +434,6 @@ class Recorder(StorageCounter):
             self.drop_tensor(parameter.grad)
 
     def replayed(self, what: Any, backward: bool, owner: ModuleCall | None = None) -> None:
-        """Records a replayed call."""
         self._replayed = backward
         self.moment(replayed=(what, backward))
         self._spans(owner, BACKWARD if backward else FORWARD)

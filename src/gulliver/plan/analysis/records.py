@@ -22,7 +22,7 @@ from gulliver.hardware.operators import operator_seconds
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 OPAQUE = "opaque"
-"""Name of the operator that stands for a module that could not be followed."""
+"""Name of the operator that represents a module that could not be followed."""
 
 
 # [Note: repeated modules] Equal calls of equal modules are followed once. The operators of that
@@ -69,7 +69,7 @@ class Operator:
         in_place: whether it writes into what it takes.
         view: whether what it gives is memory that it was given.
         live: bytes that are there after it, of all that the step has made but gradients.
-        count: number of times that it runs in the step, as itself or in calls that it stands for.
+        count: number of times that it runs in the step, as itself or in calls that it represents.
     """
 
     name: str
@@ -138,7 +138,7 @@ class ModuleCosts:
     calls: int = 0
     # Work of the forward.
     forward: Cost = Cost()
-    # Work of what backward computes again.
+    # Work of what backward recomputes.
     recompute: Cost = Cost()
     # Work of the backward.
     backward: Cost = Cost()
@@ -150,8 +150,8 @@ class ModuleCosts:
     handed: int = 0
     # Most bytes during a forward, above what was there as it began.
     forward_peak: int = 0
-    # Most bytes during its backward, above what was there as it began; what is computed again
-    # included, gradients of parameters not.
+    # Most bytes during its backward, above what was there as it began; what is recomputed included,
+    # gradients of parameters not.
     backward_peak: int = 0
     # Path of the module followed in place of this one; empty for none.
     alike: str = ""
@@ -239,7 +239,7 @@ class Analysis:
         return sum(o.flops * o.count for o in self.operators)
 
     def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:
-        """Seconds of the step on a device, or of a part of it, operators one after the other."""
+        """Seconds of the step on a device, or of a part of it, operators one at a time."""
         chosen = self.operators if not path else self.graph(path)
         every = ((o, 1 if path else o.count) for o in chosen if phase in (None, o.phase))
         return sum(count * o.seconds_on(device) for o, count in every)

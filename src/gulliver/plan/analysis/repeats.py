@@ -35,12 +35,10 @@ class CallOutput:
 
     @classmethod
     def of(cls, tensor: Tensor, producer: int) -> CallOutput:
-        """Describes a tensor."""
         place = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
         return cls(*place, tensor.requires_grad, producer)
 
     def make(self) -> Tensor:
-        """Makes a tensor like it."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
@@ -78,7 +76,6 @@ class Template:
 
 
 def replay(recorder: Recorder, template: Template, tensors: Sequence[Tensor]) -> Any:
-    """Replays a call."""
     template.forwards += 1
     recorder.replayed(template, False)
     quiet, recorder.quiet = recorder.quiet, True
@@ -167,7 +164,7 @@ class CallKind:
     first: list[Any] | None = None
     # What the second call left behind.
     template: Template | None = None
-    # Reason why no call can stand for others.
+    # Reason why no call can represent others.
     refused: str = ""
 
 

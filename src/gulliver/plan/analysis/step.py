@@ -375,8 +375,8 @@ def analyse(
             its floating-point tensors.
         autocast: dtype of autocast.
         kernels: kind of device whose operators are taken: "cpu" or "cuda".
-        prepare: called with the model before it runs, such as to have blocks computed again; what
-            it changes of modules is put back.
+        prepare: called with the model before it runs, such as to have blocks recomputed; what it
+            changes of modules is put back.
         repeats: whether equal calls of equal modules are followed once.
 
     Raises:
@@ -412,7 +412,6 @@ class _Ran:
 
     @property
     def path(self) -> str:
-        """Path of the module."""
         running = self.recorder.running if self.recorder is not None else None
         return running.path if running is not None else ""
 
@@ -501,7 +500,6 @@ class _Step:
     def _run(
         self, recorder: Recorder, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Runs forward and backward."""
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         context = torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
         with recorder.following():

@@ -35,7 +35,7 @@ from gulliver.planner.ranks import cut_numel
 
 STAGES = (0, 1, 2, 3)
 CHUNKS_MB = (4, 8, 16, 32)
-"""Sizes of a chunk of ZeRO: the first is what a plugin takes unasked."""
+"""Chunk sizes of ZeRO; the first is the default."""
 
 
 @dataclass(frozen=True, order=True)
@@ -55,7 +55,6 @@ class Axes:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.data * self.sequence * self.tensor * self.pipeline
 
     @property
@@ -71,14 +70,13 @@ class Grid:
     axes: Axes
     # Stage of ZeRO over data and sequence ranks.
     stage: int = 0
-    # Parts of a replica's batch, one after the other: those of a pipeline, or backwards that
-    # accumulate.
+    # Parts of a replica's batch, one at a time: those of a pipeline, or backwards that accumulate.
     micro_batches: int = 1
     # Order of a pipeline's forwards and backwards; empty without one.
     schedule: str = ""
     # Stages on each rank of a pipeline.
     chunks: int = 1
-    # Number of blocks that backward computes again.
+    # Number of blocks that backward recomputes.
     recomputed: int = 0
     # Size of a chunk of ZeRO in MiB; 0 chooses the best.
     chunk_mb: int = 0
@@ -126,7 +124,7 @@ def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterat
 
 
 FORWARD_ONLY = ("gpipe", "interleaved")
-"""Schedules that differ where there is no backward."""
+"""Schedules that differ without a backward."""
 
 
 def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:
@@ -259,7 +257,7 @@ class Facts:
 
     @cached_property
     def has_stack(self) -> bool:
-        """Whether the blocks are a chain that holds most of the model, which a pipeline can cut."""
+        """Whether the blocks are a chain with most of the model, which a pipeline can split."""
         try:
             blocks = stack_of(self.model, None).blocks
         except GulliverError:
@@ -331,7 +329,7 @@ class Facts:
         return before, after
 
     def _peak_behind(self) -> int:
-        """Peak bytes while head and loss run, forward and backward."""
+        """Peak bytes during forward and backward of head and loss."""
         operators = self.analysis.operators
         own = _within(self.analysis, self.blocks)
         inside = [number for number, operator in enumerate(operators) if own(operator)]
@@ -359,7 +357,7 @@ class Facts:
         )
 
     def _before(self, path: str) -> int:
-        """Bytes that exist when a block begins and that no backward needs.
+        """Bytes that exist when a block starts and that backward does not need.
 
         The caller holds what it gave, and perhaps more, such as embeddings.
         """
@@ -391,7 +389,7 @@ class Facts:
 
     @cached_property
     def attention(self) -> tuple[float, float]:
-        """Seconds of forward and backward of one sample in attention itself."""
+        """Forward and backward seconds of attention for one sample."""
         found = []
         for phase in (FORWARD, BACKWARD):
             own = [o for o in self._of(phase) if "dot_product" in o.name]
@@ -415,7 +413,7 @@ class Facts:
         return update_seconds(self.device, 4 * self.trained, self.states)
 
     def shared(self, size: int) -> TensorShares | None:
-        """What `size` tensor ranks share; None where the model cannot be cut (see `refused`)."""
+        """The parts that `size` tensor ranks split; None if unsupported (see `refused`)."""
         if size not in self._shared:
             try:
                 self._shared[size] = self._shares(plan_tensor(self.model, size, None, True, True))
@@ -570,14 +568,14 @@ def facts_of(
         if half is None:
             raise
         raise GulliverError(
-            f"{error} (parameters and floats of the batch are {precision} here, as a run turns "
-            "them; with precision fp32 all keeps its dtype)"
+            f"{error} (parameters and floats of the batch are {precision} here, as converted for "
+            "training; with precision fp32 dtypes are kept)"
         ) from error
     for opaque in analysis.opaque:
         if not opaque.path:  # neither blocks nor bytes of it are known
             raise GulliverError(
                 f"{opaque.kind} cannot be planned: it depends on its data ({opaque.where}: "
-                f"{opaque.reason}); put that into a module of its own, which then stays whole"
+                f"{opaque.reason}); move that into its own module, which stays unsharded"
             )
     tensors = [t for t in _tensors(batch) if t.ndim]
     trained, states = _trained(model, optimizer)
@@ -589,13 +587,13 @@ def facts_of(
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Refuses parameters and buffers without shapes (lazy modules)."""
+    """Rejects parameters and buffers without shapes (lazy modules)."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise GulliverError(
-                f"{name!r} of a {kind} has no shape yet: run the model once on a batch, or give "
-                "the module its sizes"
+                f"{name!r} of a {kind} has no shape yet: run the model once on a batch, or set the "
+                "module's sizes"
             )
 
 
@@ -621,7 +619,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Trained elements, and the numbers that their optimizer keeps for each."""
+    """Trained elements, and their numbers of optimizer states."""
     if optimizer is None:
         return 0, 0
     count = most = 0

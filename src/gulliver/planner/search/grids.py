@@ -34,7 +34,7 @@ from gulliver.planner.tiers import NOTHING, OffloadTiers
 
 BEST = 10
 RESERVED = 0.06
-"""Share of a GPU's memory that is not planned: its context, the allocator, libraries."""
+"""Share of a GPU's memory reserved for its context, the allocator and libraries."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Found:
         kinds = {**vars(least.memory), "working memory": least.working}
         largest = max(kinds, key=lambda kind: kinds[kind])
         return (
-            f"nothing fits {size_at_least(self.limit)} on a rank: the least is "
+            f"nothing fits {size_at_least(self.limit)} per rank: the minimum is "
             f"{size_at_least(least.bytes)} ({least.grid}), of which {largest.replace('_', ' ')} "
             f"are {size_text(kinds[largest])}; give more memory, more ranks or a smaller batch"
             + self._off_load()
         )
 
     def _off_load(self) -> str:
-        """What would suffice with offloading."""
+        """The requirements with offloading."""
         if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
-            return f"; off-load to {self.behind} helps nothing" if self.behind else ""
+            return f"; off-load to {self.behind} does not help" if self.behind else ""
         where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
         least = self.offloaded
         told = f"; off-load to {where} needs at least {size_at_least(least.bytes)} ({least})"
@@ -274,11 +274,11 @@ def axes_text(axes: Axes) -> str:
 
 GIB = 1 << 30
 SHARES = (0.5, 0.75, 1.0, 1.5)
-"""Limits that memory is priced at, as parts of the one that was given."""
+"""Fractions of the given limit at which memory is priced."""
 DOUBLINGS = 4
 """Times that a cluster that is too small is doubled."""
 COUNTS = 24
-"""Numbers of ranks that are looked at one by one: each is a search of its own."""
+"""Numbers of ranks that are searched individually."""
 
 
 # [Note: few searches] The fastest grid under a limit is also the fastest under every limit between

@@ -35,9 +35,9 @@ from gulliver.planner.tiers import OffloadTiers
 
 ENDLESS = 1 << 60
 REPLAYED = 96
-"""Micro-batches of ranks that are replayed at most in a search, of all grids."""
+"""Maximum micro-batches of ranks replayed in a search, over all grids."""
 ASKED = 32
-"""The same where the least memory is asked for."""
+"""The same for the minimum memory."""
 MICRO_BATCHES = 16
 """Those of a grid at most: a pipeline of more is not replayed."""
 
@@ -225,7 +225,7 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
 
 
 def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> MinimumOffload | None:
-    """The least memory of a rank that suffices with unlimited memory behind it."""
+    """The minimum memory of a rank with unlimited slower tiers."""
     # Grids are tried in the order of their bytes that are not state. The search ends when these
     # alone exceed the best total, or after `ASKED` micro-batches.
     on_host = host_rates(scorer.cluster.device) is not None

@@ -21,13 +21,13 @@ from gulliver.planner.search.facts import CHUNKS_MB, Facts, Grid, TensorShares
 
 MIB = 1 << 20
 AHEAD = 2
-"""Chunks that stage 3 gathers ahead of the one in use, as plugins do by default."""
+"""Chunks that stage 3 prefetches by default."""
 GATHERED = AHEAD + 2
-"""Chunks that are whole at once at stage 3: those, the one in use, and the one before it."""
+"""Chunks that are gathered at once at stage 3: prefetched, current and previous."""
 PUTS_OFF = ("zero_bubble", "zbv")
 """Schedules that put off gradients of weights."""
 COLLECTED = IN_FLIGHT + 1
-"""Chunks whose gradients are whole at once from stage 2 on: those that travel, one that fills."""
+"""Chunks with full gradients at once from stage 2 on: in flight, and filling."""
 WIDE = 4
 """Bytes of a float32."""
 
@@ -61,7 +61,6 @@ class RankBlocks:
 
     @property
     def count(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
 
@@ -78,7 +77,7 @@ class _Moment:
 
     @cached_property
     def all(self) -> float:
-        """Bytes that are kept or worked with."""
+        """Bytes that are kept or used as workspace."""
         return self.kept + self.working
 
 
@@ -176,7 +175,7 @@ class RankBytes:
         return [*held, (own, int(inputs + self._updating(replace(grid, stage=3), stage)))]
 
     def resting(self, grid: Grid, stage: RankBlocks) -> tuple[int, int]:
-        """Bytes of a rank's state between steps at stage 3: all of it, and what is trained."""
+        """Bytes of a rank's state between steps at stage 3: in total, and trained."""
         own = self._sums(stage, grid.axes.tensor)[0]
         parts = grid.axes.data * grid.axes.sequence
         learned = own * self._learns
@@ -430,7 +429,7 @@ def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
 
 
 def under_way(grid: Grid, rank: int) -> float:
-    """Most micro-batches in flight on a rank: forward done, backward not."""
+    """Maximum micro-batches in flight on a rank, between forward and backward."""
     # In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
     # Qi et al. 2024).
     ranks, chunks, micro = grid.axes.pipeline, grid.chunks, grid.micro_batches
@@ -448,5 +447,5 @@ def under_way(grid: Grid, rank: int) -> float:
 
 
 def put_off(grid: Grid, rank: int) -> int:
-    """Most micro-batches of a rank that only wait for gradients of weights."""
+    """Maximum micro-batches of a rank that wait only for weight gradients."""
     return min(grid.micro_batches - 1, rank) if grid.schedule == "zero_bubble" else 0

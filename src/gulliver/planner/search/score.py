@@ -202,7 +202,7 @@ class Scorer:
         return self._bytes.moments(grid, stage)
 
     def resting(self, grid: Grid) -> tuple[int, int]:
-        """Least bytes of state between steps at stage 3: all of it, and what is trained."""
+        """Minimum bytes of state between steps at stage 3: in total, and trained."""
         return min(self._bytes.resting(grid, stage) for stage in self._stages(grid))
 
     # Seconds.
@@ -407,7 +407,7 @@ def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
             low = middle
         else:
             best, high = found, middle
-    assert best is not None, "one part takes all"
+    assert best is not None, "one part has everything"
     return best
 
 

@@ -1,4 +1,4 @@
-"""FP8 training: scaled casts, linear layers, and which layers of a model take them.
+"""FP8 training: scaled casts, linear layers, and the choice of layers.
 
 Ranks that share a dim of a layer pass the reduction of its magnitudes (`SharedDims`). Seconds are
 predicted in `gulliver.hardware`.

@@ -1,4 +1,4 @@
-"""The choice of the layers that compute in FP8, and why the others do not.
+"""Chooses the layers that compute in FP8, with reasons for the others.
 
 A layer is taken if its sizes suit the units (multiples of 16), it is no output head and not
 excluded, its forward is a linear layer's own, and, where rates are known, it is predicted to pay.
@@ -28,7 +28,7 @@ from gulliver.precision.fp8.layers import (
 )
 
 HEADS = ("lm_head", "embed_out", "final_layer.linear")
-"""Paths of output heads: their errors go straight into the loss, and their sizes rarely suit."""
+"""Paths of output heads: their errors directly affect the loss, and their sizes rarely suit."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -55,7 +55,7 @@ class Selection:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Reasons of the others, by path."""
+        """Reasons of the other layers, by path."""
         return {layer.path: layer.why_not for layer in self.layers if layer.why_not}
 
     @property
@@ -93,11 +93,11 @@ class _Rules:
         if ".lora_" in path:
             return "a factor of an adapter"
         if any(weight is parameter for parameter in self.tied):
-            return "its weights are tied to others"
+            return "its weights are tied to other layers"
         if weight.dtype not in FLOATS:
             return f"its weights are {str(weight.dtype).removeprefix('torch.')}"
         if type(module) not in (nn.Linear, *_own()) and not is_transposed(module):
-            return f"a {type(module).__name__} computes in its own way"
+            return f"a {type(module).__name__} has its own forward"
         if "forward" in vars(module) and not hasattr(module, "fp8"):
             return "its forward was replaced"
         for pair in sizes:
@@ -113,7 +113,7 @@ def select_layers(
     parts: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     others: Mapping[str, str] | None = None,
 ) -> Selection:
-    """Returns a model's linear layers, with those that FP8 can take."""
+    """Returns a model's linear layers, marking those that FP8 supports."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     tied = [p for p in model.parameters() if uses[id(p)] > 1]
@@ -123,7 +123,7 @@ def select_layers(
     for pattern in exclude:
         if pattern not in rules.matched:
             raise GulliverError(
-                f"FP8 exclude {pattern!r} fits no linear layer: "
+                f"FP8 exclude {pattern!r} matches no linear layer: "
                 f"{nearest(pattern, [layer.path for layer in found])}"
             )
     return Selection(tuple(found))
@@ -138,7 +138,7 @@ def _layer(rules: _Rules, path: str, module: Any) -> Layer:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules with the weight of a linear layer, each once, by its first path."""
+    """Yields the modules with the weight of a linear layer, once each, by first path."""
     for path, module in model.named_modules():
         linear = isinstance(module, nn.Linear) or is_transposed(module) or type(module) in _own()
         if linear and isinstance(getattr(module, "weight", None), Tensor):
@@ -159,7 +159,7 @@ _taking: set[type[nn.Module]] = set()
 
 
 def takes_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """Registers a class of linear layers that reads its attribute ``fp8`` itself."""
+    """Registers a class of linear layers that handles its attribute ``fp8`` itself."""
     _taking.add(kind)
     return kind
 
@@ -185,7 +185,9 @@ class Conversion:
     kept: dict[str, str]  # Reasons of the linear layers that stay in high precision, by path
 
     def __str__(self) -> str:
-        lines = [f"FP8 ({self.recipe}): {len(self.layers)} linear layers, {len(self.kept)} kept"]
+        lines = [
+            (f"FP8 ({self.recipe}): {len(self.layers)} linear layers, {len(self.kept)} unchanged")
+        ]
         return "\n".join([*lines, *(f"  {path}: {why}" for path, why in self.kept.items())])
 
 
@@ -212,7 +214,7 @@ def convert_to_fp8(
         shared: dims of layers that ranks share, by path.
 
     Returns:
-        The layers that were taken, and why others were not.
+        The converted layers, and the reasons of the others.
 
     Raises:
         GulliverError: no FP8 units and no emulation asked for; layers that are FP8 already; no
@@ -233,18 +235,18 @@ def convert_to_fp8(
     for path in paths:
         state = LayerState(recipe, keep_weights, (shared or {}).get(path, NOT_SHARED))
         _install(modules[path], state)
-    others = {layer.path: "not asked for" for layer in found.layers if layer.path not in paths}
+    others = {layer.path: "not requested" for layer in found.layers if layer.path not in paths}
     return Conversion(recipe, paths, {**others, **found.kept})
 
 
 def check_layers(found: Selection, layers: Collection[str] | None) -> tuple[str, ...]:
-    """Returns the paths of the layers to take."""
+    """Returns the paths of the layers to convert."""
     able = [layer.path for layer in found.taken]
     if layers is None and not able:
         raise GulliverError(f"no linear layer can compute in FP8: {found}")
     for path in layers or ():
         if path not in able:
-            why = found.kept.get(path) or f"there is none: {nearest(path, able)}"
+            why = found.kept.get(path) or f"no such layer: {nearest(path, able)}"
             raise GulliverError(f"layer {path!r} cannot compute in FP8: {why}")
     return tuple(path for path in able if layers is None or path in layers)
 
@@ -258,12 +260,12 @@ def revert_fp8(model: nn.Module) -> None:
 
 
 def state_of(module: nn.Module) -> LayerState | None:
-    """Returns what an FP8 layer keeps; None for other modules."""
+    """Returns an FP8 layer's state; None for other modules."""
     return vars(module).get("fp8")
 
 
 def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Returns how many casts had elements that FP8 cannot take, by layer and by what they were.
+    """Returns how many casts had non-finite elements, by layer and kind.
 
     Those are elements that are not finite. Casts in compiled graphs are not counted: what is not
     finite shows in the loss alone there.
@@ -274,15 +276,15 @@ def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def check_hardware(model: nn.Module, recipe: Recipe) -> None:
-    """Refuses FP8 where there are no units for it."""
+    """Rejects FP8 on devices without FP8 units."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not recipe.emulate and not has_units(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise GulliverError(
-            f"{name} has no FP8 units: take bf16, or fp8_emulation=True (emulate=True of "
-            "convert_to_fp8) for the same numerics, slower"
+            f"{name} has no FP8 units: use bf16, or fp8_emulation=True (emulate=True of "
+            "convert_to_fp8), which is slower"
         )
 
 
@@ -292,7 +294,7 @@ def has_units(device: torch.device) -> bool:
 
 
 class _Forward:
-    """The forward of an FP8 layer; a copy of the module gets one of its own."""
+    """The forward of an FP8 layer; copies of the module get their own."""
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         self.module, self.transposed = module, transposed

@@ -16,7 +16,7 @@ from gulliver.errors import GulliverError, nearest, once_differentiable
 FORWARD = torch.float8_e4m3fn
 """Format of inputs and weights."""
 GRADIENT = torch.float8_e5m2
-"""Format of gradients of outputs, whose range is wider."""
+"""Format of output gradients, which need a wider range."""
 LARGEST_SCALE = 2.0**126
 """The inverse is the least normal number of float32."""
 EXPONENT = 0x7F800000
@@ -45,7 +45,6 @@ class Scaled(NamedTuple):
     inverse: Tensor  # Factors that turn them back, float32: one, or one for each row or column
 
     def t(self) -> Scaled:
-        """Returns the transpose."""
         return Scaled(self.values.t(), self.inverse.t())
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
@@ -54,7 +53,7 @@ class Scaled(NamedTuple):
 
 
 def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
-    """Returns the largest magnitude in float32; infinite where an element is infinite or NaN."""
+    """Returns the largest magnitude in float32; infinite if an element is not finite."""
     if not x.numel():
         shape = () if dim is None else tuple(1 if d == dim else n for d, n in enumerate(x.shape))
         return x.new_zeros(shape, dtype=torch.float32)
@@ -84,7 +83,7 @@ Scaling = Literal["tensorwise", "rowwise"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
 Role = Literal["input", "weight", "gradient"]
 COPIES = {"tensorwise": 1, "rowwise": 0}
-"""FP8 copies of the weights that backward reads again; row-wise it needs other scales."""
+"""FP8 weights kept for backward; row-wise scaling needs other scales there."""
 Agree = Callable[[Tensor], Any]
 """Replaces magnitudes by the largest of all ranks, in place."""
 DIMS: dict[Role, tuple[str, str]] = {
@@ -123,14 +122,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class SharedDims:
-    """Reductions over the ranks that share a dim of a layer; None where each has all of it."""
+    """Reductions over the ranks that share a dim of a layer; None if each has all of it."""
 
     tokens: Agree | None = None
     inputs: Agree | None = None
     outputs: Agree | None = None
 
     def over(self, role: Role, dim: int | None) -> list[Agree]:
-        """Returns the reductions of a magnitude over one dim of a tensor, or over both."""
+        """Returns the reductions of a magnitude over one or both dims of a tensor."""
         names = DIMS[role] if dim is None else DIMS[role][dim : dim + 1]
         found = (getattr(self, name) for name in names)
         return [agree for agree in found if agree is not None]
@@ -145,7 +144,7 @@ NOT_SHARED = SharedDims()
 
 
 class LayerState:
-    """State that an FP8 layer keeps from call to call."""
+    """State that an FP8 layer keeps between calls."""
 
     def __init__(
         self, recipe: Recipe, keep_weights: bool = True, shared: SharedDims = NOT_SHARED
@@ -162,11 +161,11 @@ class LayerState:
 
     @property
     def rowwise(self) -> bool:
-        """Whether rows and columns have scales of their own."""
+        """Whether rows and columns have separate scales."""
         return self.recipe.scaling == "rowwise"
 
     def cast(self, role: Role, x: Tensor, dim: int | None) -> Scaled:
-        """Returns a matrix in FP8, with scales that all ranks agree on."""
+        """Returns a matrix in FP8, with scales equal on all ranks."""
         dtype, largest = GRADIENT if role == "gradient" else FORWARD, magnitude(x, dim)
         for agree in self.shared.over(role, dim):
             agree(largest)
@@ -180,7 +179,7 @@ class LayerState:
         self._events[what] = seen if before is None else before + seen
 
     def events(self) -> dict[str, int]:
-        """Returns how many casts had elements that FP8 cannot take, by what they were."""
+        """Returns how many casts had non-finite elements, by kind."""
         return {what: int(count) for what, count in self._events.items() if int(count)}
 
 
@@ -207,7 +206,7 @@ def plain_cast(role: Role, x: Tensor, dim: int | None) -> Scaled:
 
 
 MULTIPLE = 16
-"""FP8 units take sums and outputs whose lengths are multiples of this."""
+"""FP8 units need dims that are multiples of this."""
 
 
 # [Note: one input, several layers] Queries, keys and values are products of one tensor. Its FP8
@@ -252,7 +251,7 @@ _uncompiled: Any = torch.compiler.disable(_product)
 
 
 def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> Scaled:
-    """Returns the input in FP8, as another layer may have left it on the tensor."""
+    """Returns the input in FP8, reusing the cast of another layer."""
     if state.shared.any or given.grad_fn is None or not torch.is_grad_enabled():
         return state.cast("input", rows.detach(), dim)
     known, key = vars(given).get("_fp8"), (given._version, rows.dtype, dim)
@@ -263,7 +262,7 @@ def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> S
 
 
 class _Linear(Function):
-    """The products of a layer; its factors come quantised, and are saved so where they suffice."""
+    """The products of a layer, with quantised factors that are saved if sufficient."""
 
     @staticmethod
     def forward(
@@ -341,7 +340,7 @@ def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(a: Scaled) -> Scaled:
-    """Pads the summed dim with zeros to the multiple that the units need."""
+    """Pads the summed dim with zeros to the required multiple."""
     missing = -a.values.shape[1] % MULTIPLE
     if not missing:
         return a

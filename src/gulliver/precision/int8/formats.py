@@ -2,7 +2,7 @@
 
 A weight is a matrix ``[outputs, inputs]``. In int8 each row has a scale: its largest magnitude is
 127. In int4 each 128 inputs of a row have one: the value of largest magnitude is -8, and two values
-lie in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
+are in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
 2208.07339); the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
 
 Rows are independent of each other, and a shard of rows has the values of the whole's. A shard of
@@ -21,7 +21,7 @@ from gulliver.errors import GulliverError
 GROUP = 128
 """Inputs that share a scale in int4."""
 CHUNK = 1 << 20
-"""Elements that are converted at once, so that no float32 copy of a weight is made."""
+"""Elements converted at a time, so that no float32 copy of a weight is made."""
 
 
 def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
@@ -37,21 +37,21 @@ def largest_of(weight: Tensor, path: str) -> Tensor:
             largest[rows] = weight[rows].float().abs().amax(1)
     if not weight.is_meta and not bool(largest.isfinite().all()):
         raise GulliverError(
-            f"{path}.weight has values that are not finite: a quantised row would be lost; "
-            "load sound weights, or exclude the layer"
+            f"{path}.weight has values that are not finite: a quantised row would be lost; check "
+            "the weights, or exclude the layer"
         )
     return largest
 
 
 def check_int4(largest: Tensor, inputs: int, path: str) -> None:
-    """Refuses weights whose products in int4 would overflow on the way to a sum."""
+    """Rejects weights whose int4 products would overflow."""
     # Kernels add the groups of a row up before the row's activations are scaled back: up to 127
     # times the weights' magnitude for each input.
     most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
     if not largest.is_meta and largest.numel() and float(largest.max()) > most:
         raise GulliverError(
             f"{path}.weight has magnitudes of {float(largest.max()):.2g}, and int4 sums of "
-            f"{inputs} inputs overflow from {most:.2g} on: take mode='int8', or exclude the layer"
+            f"{inputs} inputs overflow from {most:.2g} on: use mode='int8', or exclude the layer"
         )
 
 
@@ -81,7 +81,7 @@ def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_int4(groups: Tensor) -> Tensor:
-    """Returns the scales of groups ``[..., inputs]``: the value of largest magnitude becomes -8."""
+    """Returns the scales of groups ``[..., inputs]``; the value of largest magnitude becomes -8."""
     largest = groups.abs().argmax(-1, keepdim=True)
     return groups.gather(-1, largest).squeeze(-1) / -8.0
 
@@ -93,12 +93,12 @@ def packed_int4(values: Tensor) -> Tensor:
 
 
 def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix that int8 values and their scales stand for."""
+    """Dequantises int8 values."""
     return (values.float() * scales[:, None]).to(dtype)
 
 
 def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix that int4 bytes and their scales stand for."""
+    """Dequantises int4 bytes."""
     groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
     values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
     return (values * scales[:, :, None]).flatten(1).to(dtype)
@@ -106,10 +106,9 @@ def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Rounds weights so that a layer's outputs err least on inputs that were seen: GPTQ.
 #
-# Columns of a weight are rounded one after the other. What a column's rounding changes in the
-# outputs is made good by the columns after it, as far as their inputs went along with its own: the
-# least squares solution, of which the Cholesky factor of the inverse of ``x^T x`` has all that is
-# needed.
+# Columns of a weight are rounded one at a time. What a column's rounding changes in the outputs is
+# made good by the columns after it, as far as their inputs went along with its own: the least
+# squares solution, of which the Cholesky factor of the inverse of ``x^T x`` has all that is needed.
 #
 # The numbers are kept in the formats of `formats.py`, and run on the same kernels. In int4 a
 # group's scale is that of its weights as they are when their turn comes. Columns whose input never
@@ -119,14 +118,14 @@ def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 DAMPING = 0.01
-"""Share of the mean of the diagonal that is added to it, so that it can be inverted."""
+"""Share of the mean diagonal that is added to it, for a stable inverse."""
 
 
 @torch.no_grad()
 def round_calibrated(
     weight: Tensor, products: Tensor, mode: str, damping: float = DAMPING
 ) -> tuple[Tensor, Tensor]:
-    """Rounds a weight for the inputs that a layer has seen."""
+    """Rounds a weight given the inputs that a layer has seen."""
     factor = _factor(products, damping)
     left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device).copy_(weight)
     codes = torch.empty_like(left)  # row by row, as kernels read it, whatever the weight is

@@ -1,9 +1,8 @@
 """Layers with quantised weights: linear, convolution, embedding.
 
 A layer keeps two buffers, ``weight`` (int8) and ``weight_scale`` (float32), and the bias as it was,
-so that its state dict goes to safetensors and back as any other. They have no gradient, and nothing
-can be trained through them: a backward pass is refused. Scales stay in float32 whatever the model
-is cast to.
+so its state dict can be saved as usual. They have no gradient, and a backward pass through them
+raises. Scales stay in float32 if the model is cast.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class QuantizedLayer(nn.Module, ABC):
 
     @property
     def outputs(self) -> int:
-        """Number of outputs."""
         return self.weight.shape[0]
 
     @property
@@ -61,10 +59,10 @@ class QuantizedLayer(nn.Module, ABC):
 
     @property
     def stored(self) -> Stored:
-        """The weight as kernels take it."""
+        """The weight in the form that kernels take."""
         weight, scales, version = self._state()
         known = self._stored
-        # Sums are computed again when the weight was replaced or written.
+        # Sums are recomputed when the weight was replaced or written.
         if known is None or known[0] != version or known[1].values is not weight:
             sums = None if self.mode == "int4" else _row_sums(weight)
             known = version, Stored(self.mode, weight, scales, sums, self.inputs, self.threshold)
@@ -74,7 +72,7 @@ class QuantizedLayer(nn.Module, ABC):
         return known[1]
 
     def moved(self) -> None:
-        """Updates the pointers after the buffers moved; the row sums stay valid."""
+        """Updates the pointers after buffers moved; the row sums stay valid."""
         if self._stored is not None:
             weight, scales, version = self._state()
             self._stored = version, replace(self._stored[1], values=weight, scales=scales)
@@ -104,18 +102,17 @@ class QuantizedLayer(nn.Module, ABC):
     def _check(self, weight: Tensor, scales: Any) -> None:
         if weight.dtype != torch.int8 or not isinstance(scales, Tensor):
             raise GulliverError(
-                f"{self.path} is quantised to {self.mode}, and its new weight is "
+                f"{self.path} is quantised to {self.mode}, but the new weight is "
                 f"{_name(weight.dtype)}: load it before replace_module, or load quantised weights"
             )
         if weight.shape != self.weight.shape or scales.shape != self.weight_scale.shape:
             raise GulliverError(
                 f"{self.path} is {self.mode} with values {list(self.weight.shape)} and scales "
-                f"{list(self.weight_scale.shape)}; given are {list(weight.shape)} and "
-                f"{list(scales.shape)}: they are of another model or another mode"
+                f"{list(self.weight_scale.shape)}; got {list(weight.shape)} and "
+                f"{list(scales.shape)}, of another model or mode"
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output."""
         if not torch.is_grad_enabled():
             return self.run(x)
         bias = self.bias
@@ -130,12 +127,11 @@ class QuantizedLayer(nn.Module, ABC):
         """Returns the output, which has no gradient."""
 
     def _activations(self, x: Tensor) -> Tensor:
-        """Returns an input as autocast wants it; whole numbers are refused."""
+        """Casts an input as autocast does; rejects whole numbers."""
         if not (x.is_floating_point() or x.is_complex()):
             raise GulliverError(
-                f"{self.path} takes floats, not {_name(x.dtype)}: a model that casts its input to "
-                f"{self.path}.weight.dtype has rounded it to whole numbers now that the weight is "
-                f"quantised; keep that layer: exclude=[{self.path!r}]"
+                f"{self.path} takes floats, not {_name(x.dtype)}: the model casts its input to the "
+                f"dtype of the quantised weight; use exclude=[{self.path!r}]"
             )
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -144,7 +140,6 @@ class QuantizedLayer(nn.Module, ABC):
         return {**self.__dict__, "_stored": None}
 
     def extra_repr(self) -> str:
-        """Returns what `print` shows."""
         return f"{self.mode}, {self.inputs} to {self.outputs}, bias={self.bias is not None}"
 
 
@@ -153,12 +148,10 @@ class QuantizedLinear(QuantizedLayer):
 
     @property
     def in_features(self) -> int:
-        """Number of inputs."""
         return self.inputs
 
     @property
     def out_features(self) -> int:
-        """Number of outputs."""
         return self.outputs
 
     def run(self, x: Tensor) -> Tensor:
@@ -176,7 +169,7 @@ class QuantizedLinear(QuantizedLayer):
 
 
 class QuantizedConvolution(QuantizedLayer):
-    """A convolution with an int8 weight, dequantised for each call, as one product of a layer."""
+    """A convolution with an int8 weight, dequantised in each call."""
 
     def __init__(self, like: Any, path: str, values: Tensor, scales: Tensor) -> None:
         inputs = values[:1].numel()
@@ -189,7 +182,7 @@ class QuantizedConvolution(QuantizedLayer):
         self._around = like._reversed_padding_repeated_twice
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the convolution with the weight that the int8 values stand for."""
+        """Returns the convolution with the dequantised weight."""
         x = self._activations(x)
         values = self.weight.flatten(1)
         weight = from_int8(values, self.weight_scale, x.dtype).view(self.weight.shape)
@@ -201,7 +194,7 @@ class QuantizedConvolution(QuantizedLayer):
 
 
 class QuantizedEmbedding(QuantizedLayer):
-    """An embedding whose rows are int8; rows that are looked up become float."""
+    """An embedding with int8 rows, dequantised on look-up."""
 
     def __init__(
         self,
@@ -218,12 +211,10 @@ class QuantizedEmbedding(QuantizedLayer):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows."""
         return self.outputs
 
     @property
     def embedding_dim(self) -> int:
-        """Width of a row."""
         return self.inputs
 
     def run(self, x: Tensor) -> Tensor:
@@ -234,7 +225,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
 
 class _Forward(Function):
-    """A forward pass whose backward pass is refused, with the layer's path."""
+    """A forward pass whose backward raises, with the layer's path."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
@@ -245,9 +236,9 @@ class _Forward(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         path, mode = ctx.layer
         raise GulliverError(
-            f"{path} has {mode} weights, which nothing is trained through: train the model before "
-            "replace_module, run it under torch.no_grad(), or freeze it with requires_grad_(False) "
-            "where only what comes after it is trained"
+            f"{path} has {mode} weights, which do not support backward: train before "
+            "replace_module, run under torch.no_grad(), or freeze it with requires_grad_(False) "
+            "if only later layers are trained"
         )
 
 

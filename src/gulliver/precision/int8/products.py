@@ -1,4 +1,4 @@
-"""Products of the extension `gulliver.precision.int8._kernels`, where it was built."""
+"""Products of the optional extension `gulliver.precision.int8._kernels`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gulliver.hardware.probe import kept_seconds
 from gulliver.precision.int8.formats import from_int4, from_int8
 
 INTERFACE = 1
-"""Version of the extension's interface; both sides count up when their calls change."""
+"""Version of the extension's interface, incremented on both sides when calls change."""
 INSTRUCTIONS = ("avx512-vnni", "avx2", "none")
-"""Values of ``$GULLIVER_INT8``; the first that the processor has is taken where it is not set."""
+"""Values of ``$GULLIVER_INT8``; by default the first that the processor supports."""
 
 
 def kernels_problem() -> str | None:
-    """Says why there are no native products; None where there are some."""
+    """Why there are no native products; None if there are."""
     try:
         built = importlib.import_module("gulliver.precision.int8._kernels")
     except ImportError as error:
@@ -49,7 +49,7 @@ def kernels_problem() -> str | None:
 
 @cache
 def native_table() -> tuple[str, Any] | None:
-    """Returns the instructions' name and their products; None where there are none."""
+    """Returns the instruction set and its products; None without native products."""
     if kernels_problem() is not None:
         return None
     built: Any = importlib.import_module("gulliver.precision.int8._kernels")
@@ -77,14 +77,14 @@ PIECE = 16 << 20
 """Elements of a weight that are dequantised at once."""
 TINY = 1e-36
 TURNS = 5
-"""Least turns of a measurement, and those without news after which it ends."""
+"""Minimum rounds of a measurement, and rounds without improvement that end it."""
 NEWS = 0.97
 """Share of the best seconds so far that is news."""
 PATIENCE_S = 0.15
 INT8PACK_INPUTS = 16
-"""Inputs that torch's `_weight_int8pack_mm` reads at once, with no remainder."""
+"""Multiple of inputs that torch's `_weight_int8pack_mm` needs."""
 MOST_ROWS = 512
-"""Rows above which no measurement is made: that of so many holds."""
+"""Rows above which measurements of fewer rows are reused."""
 
 
 Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
@@ -92,7 +92,7 @@ Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
 
 @dataclass
 class Stored:
-    """A quantised weight, and what its product needs."""
+    """A quantised weight and the data for its product."""
 
     mode: str  # One of `MODES`
     values: Tensor  # Int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``
@@ -140,7 +140,7 @@ _outside_graphs: Kernel = cast(Any, torch.compiler.disable)(product)
 
 
 def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns the name of the fastest kernel for so many rows, measured where it is not known."""
+    """Returns the fastest kernel for a number of rows, measured if unknown."""
     rows = min(MOST_ROWS, 1 << (rows - 1).bit_length())
     shape = (w.mode, w.outputs, w.inputs, rows, dtype, device, torch.get_num_threads())
     if shape not in _chosen:
@@ -150,12 +150,12 @@ def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device
 
 
 def chosen_kernels() -> dict[tuple[Any, ...], str]:
-    """Returns what was chosen in this process, by mode, outputs, inputs, rows, dtype and device."""
+    """Returns this process's choices by mode, outputs, inputs, rows, dtype and device."""
     return dict(_chosen)
 
 
 def forget_kernels() -> None:
-    """Clears the choices of this process; measurements on disk stay."""
+    """Clears this process's choices; measurements on disk stay."""
     _chosen.clear()
 
 
@@ -180,7 +180,7 @@ def _takes_int_mm(w: Stored, device: torch.device) -> bool:
 
 
 def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
-    """Times the candidates on this very weight, unless that was done on this machine before."""
+    """Times the candidates on this weight, unless cached on this machine."""
     mode, outputs, inputs, rows, dtype, device, _ = shape
     native = native_table()
 
@@ -272,7 +272,7 @@ def _int_mm(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
 
 
 def _int8pack(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
-    assert x.dtype == torch.bfloat16, "naive in any other dtype"
+    assert x.dtype == torch.bfloat16, "naive in other dtypes"
     y = torch._weight_int8pack_mm(x, w.values, torch.ones_like(w.scales, dtype=x.dtype))
     y = y.float() * w.scales
     return (y if bias is None else y + bias).to(x.dtype)

@@ -1,4 +1,4 @@
-"""`Report`: what became of each layer of a model that was quantised."""
+"""`Report` of the layers of a quantised model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def kept(self) -> list[Layer]:
-        """Layers that were kept."""
+        """Layers that were not quantised."""
         return [layer for layer in self.layers if not layer.format]
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Report:
             lines[row] = lines.get(row, 0) + 1
         widths = [max((len(row[i]) for row in lines), default=0) for i in range(4)]
         text = [
-            f"{self.mode}: {len(self.replaced)} layers quantised, {len(self.kept)} kept; "
+            f"{self.mode}: {len(self.replaced)} layers quantised, {len(self.kept)} unchanged; "
             f"{size_text(self.before)} before, {size_text(self.after)} after"
         ]
         for row, count in lines.items():
@@ -114,7 +114,7 @@ NOTE = "_quantisation"
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight that was rounded before, as `replace_module` takes it."""
+    """A pre-rounded weight for `replace_module`."""
 
     values: Tensor  # Values, as `to_int8` or `to_int4` returns them
     scales: Tensor  # Scales that those return with them
@@ -162,9 +162,9 @@ class QuantizeOptions:
 
 Make = Callable[[Any, QuantizeOptions], nn.Module]
 REPLACED: dict[type[nn.Module], Make] = {}
-"""Class of a layer to what makes a quantised one of it; for layers of other packages."""
+"""Quantised layer factories by layer class, for layers of other packages."""
 GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
-"""Class of a layer to what says of one and its path whether int4's groups divide its inputs."""
+"""Functions by layer class that check whether int4 groups divide a layer's inputs."""
 
 
 def replace_module(
@@ -181,8 +181,8 @@ def replace_module(
 ) -> Model:
     """Quantises a model's weights for inference, in place.
 
-    The weights must be loaded before. Tied weights stay tied where both layers are quantised. Of
-    what was done to each layer `report_of` tells.
+    The weights must be loaded before. Tied weights stay tied where both layers are quantised.
+    `report_of` lists what was done to each layer.
 
     Args:
         model: any model; its linear layers (and transformers' Conv1D) and convolutions are
@@ -196,7 +196,7 @@ def replace_module(
         convolutions: whether convolutions are.
         only: patterns of the paths that are quantised; None for all.
         load: fills a layer whose parameters are on meta, given its path and itself, before it is
-            quantised; its weight is let go afterwards.
+            quantised; its weight is freed afterwards.
         errors: whether the report says the error of each weight.
         rounded: weights of linear layers that were rounded before, by path: see
             `gulliver.quantize.replace_calibrated`.
@@ -220,7 +220,7 @@ def replace_module(
 def linear_modes(
     model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Returns the modes that `replace_module` would give to linear layers, by path."""
+    """Returns the modes that `replace_module` would choose for linear layers, by path."""
     # Those whose weights other layers share are not among them, nor are layers of other packages.
     _check(model, mode, None)
     replacing = _Replacing(model, QuantizeOptions(mode, math.inf), False, False)
@@ -268,8 +268,8 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             raise GulliverError(
-                f"the model is quantised already ({path or 'it'} is {module.mode}): quantising "
-                "twice would round what is rounded; load its float weights again"
+                f"the model is quantised already ({path or 'it'} is {module.mode}): load its float "
+                "weights again to change the mode"
             )
 
 
@@ -284,7 +284,7 @@ class _Replacing:
         self.report = Report(options.mode, before=model_bytes(model))
 
     def match(self, exclude: Sequence[str], only: Sequence[str] | None) -> None:
-        """Finds the paths that patterns keep; one that matches nothing is refused."""
+        """Finds the paths that match patterns; a pattern without matches raises."""
         for pattern in (*exclude, *(only or ())):
             if not any(_matches(path, pattern) for path in self.modules):
                 raise GulliverError(f"no module matches {pattern!r}: name a path or its end")
@@ -309,7 +309,7 @@ class _Replacing:
                 made, why = self._loaded(path, module, mode, weight)
             new[id(module)] = made
             self._note(path, module, weight, made, why)
-        # Only now: a weight that is refused leaves the model as it was.
+        # Only now: a weight that is rejected leaves the model as it was.
         for path, module in self.modules.items():
             made = new.get(id(module))
             if made is not None and path:
@@ -325,32 +325,34 @@ class _Replacing:
         vars(self.model)[NOTE] = self.report
 
     def _warn(self, some: bool) -> None:
-        """Warns when most of a model, such as fused experts, was not quantised."""
+        """Warns if most of a model, such as fused experts, was not quantised."""
         whole = sum(layer.before for layer in self.report.layers)
         kept = {layer.path: layer.before for layer in self.report.kept}
         if not some:
             LOG.warning("replace_module replaced nothing: see report_of(model)")
         elif sum(kept.values()) > whole / 2:
             LOG.warning(
-                "replace_module kept %.0f %% of the weights as they were, the largest in %s: see "
+                "replace_module left %.0f %% of the weights unchanged, the largest in %s: see "
                 "report_of(model)",
                 100 * sum(kept.values()) / whole,
                 max(kept, key=lambda path: kept[path]),
             )
 
     def _note_untied(self, new: Mapping[int, nn.Module | None]) -> None:
-        """Notes on quantised layers that others still share their float weight."""
+        """Records quantised layers whose float weight other layers still share."""
         kept = {
             id(_matrix_in(m)): path for path, m in self.modules.items() if new.get(id(m), m) is None
         }
         for place, layer in enumerate(self.report.layers):
             other = kept.get(id(_matrix_in(self.modules[layer.path])))
             if layer.format and other is not None:
-                why = "; ".join(filter(None, (layer.why, f"untied: {other} keeps the weight")))
+                why = "; ".join(
+                    filter(None, (layer.why, (f"untied: {other} keeps the float weight")))
+                )
                 self.report.layers[place] = replace(layer, why=why)
 
     def _why_kept(self, path: str, module: nn.Module) -> tuple[str, str]:
-        """Returns why a layer is kept, or an empty text, and the mode that it will be in."""
+        """Returns why a layer is not quantised, or an empty text, and its mode."""
         parent = self.modules.get(path.rpartition(".")[0]) if path else None
         mode = self.options.mode
         if path in self.exclude:
@@ -376,7 +378,7 @@ class _Replacing:
     def _loaded(
         self, path: str, module: Any, mode: str, weight: Tensor
     ) -> tuple[nn.Module | None, str]:
-        """Makes the quantised layer of one on meta, which is filled only meanwhile."""
+        """Quantises a meta layer, which is filled only during that time."""
         self.options.path, self.options.key, self.options.error = path, id(weight), None
         if self.options.load is not None:
             self.options.load(path, module)
@@ -384,7 +386,9 @@ class _Replacing:
         if self.options.load is not None:
             module._parameters["weight"] = weight
         if all((id(weight), int4) in self.options.made for int4 in (True, False)):
-            why = "; ".join(filter(None, (why, "untied: the other layer's weight is not " + mode)))
+            why = "; ".join(
+                filter(None, (why, ("untied: the other layer's weight is not quantised") + mode))
+            )
         return made, why
 
     def _made(self, module: Any, mode: str) -> tuple[nn.Module | None, str]:
@@ -406,7 +410,7 @@ class _Replacing:
 
     def _embedding(self, module: Any) -> tuple[nn.Module | None, str]:
         if module.max_norm is not None or type(module).forward is not nn.Embedding.forward:
-            return None, "it does more than look up"
+            return None, "it scales or filters its output"
         values, scales = self.options.quantised(module.weight.detach(), "int8")
         made = (self.options.path, values, scales, module.weight.dtype, module.padding_idx)
         return QuantizedEmbedding(*made), ""
@@ -422,7 +426,7 @@ class _Replacing:
 
 
 def quantized_linear(module: Any, options: QuantizeOptions) -> nn.Module:
-    """Makes a quantised linear layer of `nn.Linear` or transformers' Conv1D."""
+    """Creates a quantised layer from `nn.Linear` or transformers' Conv1D."""
     weight = matrix_of(module)
     values, scales = options.quantised(weight, options.mode)
     return QuantizedLinear(
@@ -437,9 +441,9 @@ def matrix_of(module: Any) -> Tensor:
 
 
 def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
-    """Whether a module's forward reads its layer's weight itself, as CLIP asks for its dtype."""
+    """Whether a module's forward reads its layer's weight, such as CLIP's for the dtype."""
     # Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
-    # branch for slices of its weights that nobody takes, so that other uses than dtypes do not
+    # branch for slices of its weights that no one takes, so that other uses than dtypes do not
     # count.
     source = "" if parent is None else _source(type(parent))
     asked = re.search(rf"\bself\.{re.escape(name)}\.weight{re.escape(what)}\b", source)
@@ -459,7 +463,7 @@ def _relative(weight: Tensor, back: Tensor) -> float:
 
 
 def _matrix_in(module: nn.Module) -> Tensor | None:
-    """Returns a module's weight, or else its largest own parameter, of two dims or more."""
+    """Returns a module's weight, or its largest parameter of two or more dims."""
     own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and weight.dim() > 1:

@@ -1,4 +1,4 @@
-"""Formats in which numbers travel between ranks: bf16, and blocks of fp8, int8 or int4 with scales.
+"""Wire formats of messages: bf16, and blocks of fp8, int8 or int4 with scales.
 
 wire = wire_format("fp8")                       # or "fp8:128", "int8", ...
 packed = pack(tensor, wire)                     # flat uint8, `packed_bytes` of them

@@ -26,7 +26,7 @@ BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024)
 SCALE_BYTES = 4
 LEAST_SCALE = 2.0**-126
-"""Least scale, the least normal number: smaller blocks lose bits, and never divide by zero."""
+"""Minimum scale, the smallest normal number, so that nothing is divided by zero."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ElementKind:
 
     @property
     def floats(self) -> bool:
-        """Whether elements have exponents of their own."""
+        """Whether elements have exponents."""
         return self.mantissa > 0
 
 
@@ -88,7 +88,7 @@ class WireFormat:
         return 2 + names.index(self.name) * len(BLOCKS) + BLOCKS.index(self.block)
 
     def of(self, tensor: Tensor, numel: int | None = None) -> WireFormat:
-        """The format that elements of a tensor travel in: this one, or as they are."""
+        """The format for a tensor's elements: this one, or identity."""
         # Whole numbers have to be exact, and what would not become smaller is left alone. Both ends
         # of a message know shape and dtype, so both find the same.
         if self.name == "identity" or not tensor.dtype.is_floating_point:
@@ -97,7 +97,7 @@ class WireFormat:
         return self if packed_bytes(count, self) < count * tensor.element_size() else IDENTITY
 
     def ratio(self, itemsize: int = 4) -> float:
-        """Bytes of many elements in those of the same elements as they are."""
+        """Packed bytes of many elements relative to unpacked ones."""
         if self.name not in KINDS:
             return 1.0
         each = self.kind.bits / 8 + (SCALE_BYTES / self.block if self.scaled else 0)
@@ -109,7 +109,7 @@ IDENTITY = WireFormat("identity")
 
 
 def wire_format(text: str | WireFormat) -> WireFormat:
-    """Reads a format: ``fp8``, or with another block ``fp8:128``.
+    """Parses a format: ``fp8``, or with another block size ``fp8:128``.
 
     Raises:
         GulliverError: an unknown name or block.
@@ -134,7 +134,7 @@ def _checked(wire: WireFormat) -> WireFormat:
 
 
 def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
-    """Bytes of packed elements: scales, then elements, up to a multiple of four."""
+    """Bytes of packed elements: scales, then elements, padded to a multiple of four."""
     if wire.name == "identity":
         return numel * itemsize
     scales = SCALE_BYTES * -(-numel // wire.block) if wire.scaled else 0
@@ -151,7 +151,7 @@ class ErrorBound:
     typical: float  # Relative Frobenius error of many normally distributed elements
 
     def limit(self, tensor: Tensor, block: int = BLOCK) -> Tensor:
-        """Largest error of each element of a flat tensor, in float64."""
+        """Error bound of each element of a flat tensor, in float64."""
         size = tensor.abs().double()
         padded = torch.nn.functional.pad(size, (0, -size.numel() % block)).view(-1, block)
         largest = padded.amax(1, keepdim=True).expand_as(padded).reshape(-1)[: size.numel()]
@@ -159,7 +159,7 @@ class ErrorBound:
 
 
 def error_bound(wire: WireFormat) -> ErrorBound:
-    """Bound that a format keeps for every finite element, by its number of bits."""
+    """Relative error bound of a format for finite elements, by number of bits."""
     if wire.name == "identity":
         return ErrorBound(0.0, 0.0, 0.0, 0.0)
     kind = wire.kind

@@ -31,16 +31,16 @@ RUN = 1 << 16
 """Elements that are worked on at once."""
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, None: 0}
-"""Codes of nan, by the dtype of elements; those of int4 lie in halves of a byte."""
+"""Codes of nan, by the dtype of elements; those of int4 are in halves of a byte."""
 _LOG = logging.getLogger("gulliver")
 _TOLD = (
-    "an infinity or a nan travels packed, and arrives as one; "
-    "gulliver.precision.wire.nonfinite_blocks() counts the blocks that have some from here on"
+    "a message has an infinity or a nan, which the receiver gets too; see "
+    "gulliver.precision.wire.nonfinite_blocks()"
 )
 _lock = threading.Lock()
 _nonfinite = 0
 _on_devices: dict[torch.device, Tensor] = {}
-"""Counts of devices: they are read when somebody asks, for to read one waits for the device."""
+"""Counters on devices, read on request because reading waits for the device."""
 
 
 # [Note: passes] What is packed is as large as the gradients of a chunk, and on a CPU each pass over
@@ -57,14 +57,13 @@ _on_devices: dict[torch.device, Tensor] = {}
 # elements only where one is. Such blocks are counted (`nonfinite_blocks`).
 #
 # [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives
-# zeros, nothing is divided by zero, and what lies below 1e-35 loses bits.
+# zeros, nothing is divided by zero, and what is below 1e-35 loses bits.
 def nonfinite_blocks() -> int:
     """Blocks with an infinity or a nan that this process has packed since it began."""
     return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
 
 
 def pack(tensor: Tensor, wire: WireFormat, out: Tensor | None = None) -> Tensor:
-    """Packs the elements of a tensor."""
     flat = tensor.detach().reshape(-1)
     count = packed_bytes(flat.numel(), wire, flat.element_size())
     packed = flat.new_empty(count, dtype=torch.uint8) if out is None else out
@@ -103,7 +102,6 @@ def unpack(
     out: Tensor | None = None,
     add: float = 0.0,
 ) -> Tensor:
-    """Unpacks elements."""
     target = packed.new_empty(numel, dtype=dtype) if out is None else out
     if not wire.scaled:
         kept = target.dtype if wire.name == "identity" else torch.bfloat16
@@ -228,7 +226,7 @@ def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
     if wire.kind.dtype is not None:
         values.view(wire.kind.dtype).copy_(buffer)
         return
-    # The second half of a block lies in the upper halves of the bytes.
+    # The second half of a block is in the upper halves of the bytes.
     half = values.shape[1]
     low, high = buffer[:, :half].add_(8.0), buffer[:, half:].add_(8.0)
     low[:, : high.shape[1]].add_(high, alpha=16.0)
