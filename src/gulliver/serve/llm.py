@@ -20,14 +20,20 @@ from typing import Any
 import torch
 
 from gulliver.errors import GulliverError
-from gulliver.finetune.encode import load_tokenizer
 from gulliver.serve.batch import Drafter, Runner
 from gulliver.serve.engine import Engine
 from gulliver.serve.local import LocalRunner
 from gulliver.serve.options import EngineOptions, ModelOptions
 from gulliver.serve.requests import Prompt, chat_tokens, listed
 from gulliver.serve.sampling import Completion, Event, Output, SamplingParameters
-from gulliver.serve.weights import build_on_meta, check_options, dtype_name, end_tokens, load_model
+from gulliver.serve.weights import (
+    build_on_meta,
+    check_options,
+    dtype_name,
+    end_tokens,
+    load_model,
+    tokenizer_of,
+)
 
 _log = logging.getLogger("gulliver")
 
@@ -98,7 +104,7 @@ class LLM:
             if tokenizer is not None:
                 raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
             check_options(folder, given.dtype, given.quantize)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = tokenizer_of(folder)
             # A draft's model is loaded before the cache takes what memory is left.
             drafter = _drafter(given, drafter, tokenizer, options)
             runner, ends = open_runner(folder, tokenizer, given, options.sequences)
