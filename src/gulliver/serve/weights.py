@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gulliver._compat import share_forward_hooks
 from gulliver.checkpoint.files import read_json
-from gulliver.checkpoint.huggingface import float_config, model_weights
+from gulliver.checkpoint.huggingface import float_config, lazy_parameters, model_weights
 from gulliver.checkpoint.weights import open_weights
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import ALONE, RankGroup
@@ -175,8 +175,6 @@ def check_type(kind: str) -> None:
 def build_on_meta(folder: Path | str, dtype: torch.dtype) -> Any:
     """Builds a folder's model with parameters on meta, and its settings of generation."""
     import transformers
-
-    from gulliver.booster.hybrid.checks import lazy_parameters
 
     config = gguf.build_config(Path(folder)) if is_gguf(folder) else float_config(folder)
     with lazy_parameters():

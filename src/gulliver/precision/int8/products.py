@@ -136,7 +136,8 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
     return kernel(w, x, bias, largest)
 
 
-_outside_graphs: Kernel = cast(Any, torch.compiler.disable)(product)
+# `torch.compiler.disable` would import torch._dynamo, which takes seconds, for every program.
+_outside_graphs: Kernel = cast(Any, torch)._disable_dynamo(product)
 
 
 def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
