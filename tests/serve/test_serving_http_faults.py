@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gulliver.errors import GulliverError
-from gulliver.serve import SamplingParameters
+from gulliver.serve import SamplingParams
 from gulliver.serve.batch import RunnerLost
 from tests.patience import patient
 from tests.serve.serving_server import address, idle, reference, request, serving, within
@@ -28,7 +28,7 @@ FIRST = {**ASKED, "max_tokens": 100, "stream": True}
 
 
 def answer_of(text: str = "the quick", count: int = 12) -> str:
-    greedy = SamplingParameters(max_tokens=count, temperature=0, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     with reference() as llm:
         return llm.generate([text], greedy)[0].text
 

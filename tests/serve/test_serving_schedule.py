@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.serve import Draft, Drafter, Engine, EngineOptions, SamplingParameters
+from gulliver.serve import Draft, Drafter, Engine, EngineOptions, SamplingParams
 from gulliver.serve.batch import Wanted, walk
 from gulliver.serve.scheduler import BlockPool, extend_digests
 from tests.serve.serving_models import Slots, check_pool, next_token
@@ -106,7 +106,7 @@ def test_any_schedule_answers_as_one_request_alone_and_loses_no_block(
             if count > 0:
                 same = random.Random(0 if alike else len(waiting))
                 prompt = [same.randrange(runner.vocabulary) for _ in range(length)]
-                asked = SamplingParameters(max_tokens=count, temperature=0, n=n)
+                asked = SamplingParams(max_tokens=count, temperature=0, n=n)
                 number = engine.add(prompt, asked)
                 want[number] = (n, expected(prompt, count, runner.vocabulary))
         if want and chance.random() < 0.03:
@@ -139,7 +139,7 @@ def test_any_schedule_answers_as_one_request_alone_and_loses_no_block(
 def test_little_room_preempts_the_youngest_and_changes_no_answer() -> None:
     runner = Slots(blocks=6, size=2)
     engine = Engine(runner, options=EngineOptions(8, 4, share_prefixes=False))
-    asked = SamplingParameters(max_tokens=8, temperature=0)
+    asked = SamplingParams(max_tokens=8, temperature=0)
     first, second = engine.add([1, 2, 3], asked), engine.add([4, 1], asked)
     got: dict[int, list[int]] = {first: [], second: []}
     ended = []
@@ -156,7 +156,7 @@ def test_equal_beginnings_share_blocks_even_within_one_batch() -> None:
     runner = Slots(blocks=40, size=4)
     engine = Engine(runner, options=EngineOptions(64, 8))
     front = [1, 2, 3, 4, 0, 1, 2, 3]
-    asked = SamplingParameters(max_tokens=3, temperature=0)
+    asked = SamplingParams(max_tokens=3, temperature=0)
     made: dict[int, list[int]] = {engine.add([*front, tail], asked): [] for tail in (0, 1, 2)}
     found = {}
     while engine.busy:
@@ -173,7 +173,7 @@ def test_answers_fork_from_a_prompt_whose_last_token_is_a_chunk_of_its_own() -> 
     runner = Slots(blocks=40, size=4)
     engine = Engine(runner, options=EngineOptions(8, 4), drafter=Guesses(0, 5))
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
-    engine.add(prompt, SamplingParameters(max_tokens=9, temperature=0, n=3))
+    engine.add(prompt, SamplingParams(max_tokens=9, temperature=0, n=3))
     made: dict[int, list[int]] = {0: [], 1: [], 2: []}
     while engine.busy:
         for event in engine.step():
@@ -189,7 +189,7 @@ def test_after_a_failure_requests_go_on_with_another_runner() -> None:
             return super().collect()
 
     engine = Engine(Failing(blocks=40, size=4, max_in_flight=2), options=EngineOptions(8, 4))
-    asked = SamplingParameters(max_tokens=9, temperature=0)
+    asked = SamplingParams(max_tokens=9, temperature=0)
     made: dict[int, list[int]] = {engine.add([3, number], asked): [] for number in (1, 2, 4)}
     with pytest.raises(GulliverError, match="stage 1 has gone"):  # noqa: PT012
         while engine.busy:

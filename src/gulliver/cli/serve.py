@@ -222,10 +222,10 @@ def _typed() -> Iterator[str]:
 
 def _answer(model: LLM, tokens: list[int], config: ChatConfig) -> str:
     """Prints an answer as it is made, and returns it."""
-    from gulliver.serve.sampling import SamplingParameters
+    from gulliver.serve.sampling import SamplingParams
 
     room = model.engine.runner.facts.longest - len(tokens)
-    sampling = SamplingParameters(
+    sampling = SamplingParams(
         # At least 1, so that a conversation that is too long is refused with its length.
         max_tokens=max(1, min(config.max_tokens, room)),
         temperature=config.temperature,
