@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
 from gulliver import LLM, SamplingParams
 from gulliver.errors import GulliverError
@@ -79,7 +80,7 @@ def write(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[Any, st
     return path
 
 
-BYTES = sorted(transformers.models.gpt2.tokenization_gpt2.bytes_to_unicode().values())
+BYTES = sorted(ByteLevel.alphabet())
 TOKENS = [*BYTES, "th", "the", "Ġthe", "Ġ1", "<|im_end|>", "<|im_start|>"]
 BPE = {
     "tokenizer.ggml.model": "gpt2",
