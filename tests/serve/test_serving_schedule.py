@@ -141,7 +141,7 @@ def test_any_schedule_answers_as_one_request_alone_and_loses_no_block(
 def test_storms_of_cancels_change_no_answer_and_free_every_block(
     depth: int, drafts: bool, full: bool
 ) -> None:
-    chance, runner = random.Random(depth), Slots(blocks=48, size=3, depth=depth)
+    chance, runner = random.Random(depth), Slots(48, 3, depth)
     drafter = Guesses(0, runner.vocabulary) if drafts else None
     engine = Engine(runner, options=EngineOptions(32, 10), drafter=drafter)
     fronts = [[chance.randrange(runner.vocabulary) for _ in range(8)] for _ in range(4)]
@@ -153,13 +153,13 @@ def test_storms_of_cancels_change_no_answer_and_free_every_block(
         while cancels < (2500 if full else 600) and len(live) < 24:
             # What was cancelled is asked again, as clients do.
             prompt = again.pop() if again and chance.random() < 0.6 else None
-            prompt = prompt or chance.choice(fronts)[: chance.randint(1, 8)] + [len(live) % 5]
+            prompt = prompt or [*chance.choice(fronts)[: chance.randint(1, 8)], len(live) % 5]
             n = chance.choice((1, 1, 1, 3))
             number = engine.add(prompt, SamplingParams(max_tokens=10, temperature=0, n=n))
             live[number] = prompt, n, set(), {sample: [] for sample in range(n)}
         for number in list(live):
             # Before a step, after one, twice, and of requests that have just been added.
-            if chance.random() < 0.2:
+            if -1 not in live[number][2] and chance.random() < 0.06:
                 assert engine.cancel(number)
                 engine.cancel(number)
                 again.append(live[number][0])
@@ -179,7 +179,7 @@ def test_storms_of_cancels_change_no_answer_and_free_every_block(
                 del live[event.request]
         scheduler = engine._scheduler
         check_pool(engine._pool, [s.blocks for s in [*scheduler.running, *scheduler.waiting]])
-    assert right > 100
+    assert right > cancels / 10
     assert not engine.busy
     assert not any(engine.knows(number) for number in range(cancels))
     assert engine.counts()["free_blocks"] == 48
