@@ -33,7 +33,7 @@ class Start(ModelOptions, EngineOptions, ServerOptions):
     """
 
     model: Path = tyro.MISSING
-    """Hugging Face folder of the model, with its tokenizer."""
+    """Hugging Face folder of the model with its tokenizer, or a GGUF file."""
     cache_bytes: Annotated[int | str | None, tyro.conf.arg(aliases=("--cache",))] = None
     body_bytes: Annotated[int | str | None, Range(1024), tyro.conf.arg(aliases=("--max-body",))] = (
         None
@@ -170,7 +170,7 @@ class ChatConfig(ModelOptions):
     """Talks with a language model, by its chat template; answers come as they are made."""
 
     folder: tyro.conf.Positional[Path] = Path()
-    """Hugging Face folder of the model, with its tokenizer."""
+    """Hugging Face folder of the model with its tokenizer, or a GGUF file."""
     prompt: tuple[str, ...] = ()
     """Message to answer; several are answered in turn, without a terminal."""
     system: str = ""
