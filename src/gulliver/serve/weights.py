@@ -602,8 +602,8 @@ def check_folder(folder: Path) -> None:
         return
     if not (folder / "config.json").is_file():
         raise GulliverError(
-            f"{folder} has no config.json: give a folder that save_pretrained of transformers wrote, "
-            "or a GGUF file"
+            f"{folder} has no config.json: give a GGUF file, or a folder that save_pretrained of "
+            "transformers wrote"
         )
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
