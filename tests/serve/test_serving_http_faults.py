@@ -74,7 +74,7 @@ def test_clients_that_leave_give_everything_back(full: bool) -> None:
             found, *_ = await within(asyncio.gather(stays, *others), 120)
             return found
 
-        for start in range(0, 10_000 if full else 1000, 200):
+        for start in range(0, 10_000 if full else 400, 200):
             assert asyncio.run(leave_all(start)) == wanted
             counts = idle(server)
             assert counts["free_blocks"] == counts["blocks"] == 32
