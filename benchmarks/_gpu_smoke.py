@@ -198,18 +198,18 @@ def llama(run: GpuRun, width: int, layers: int) -> Any:
 
 def serving(run: GpuRun) -> None:
     """Greedy tokens against transformers' own, in float32."""
-    from gulliver.serve import LLM, SamplingParameters
+    from gulliver.serve import LLM, SamplingParams
 
     model = llama(run, 128, 2)
     prompts = [torch.randint(1, 1024, (n,)).tolist() for n in (5, 19, 40)]
-    sampling = SamplingParameters(max_tokens=24, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     wanted = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=run.device)
         made = model.generate(ids, max_new_tokens=24, do_sample=False)
         wanted.append(made[0, len(prompt) :].tolist())
     with LLM(model, cache_tokens=1024) as llm:
-        found = [output.completions[0].ids for output in llm.generate(prompts, sampling)]
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling)]
     wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
     run.check("answers unlike transformers'", float(wrong), 0.0)
 

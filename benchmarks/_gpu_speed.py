@@ -234,13 +234,13 @@ def loader(run: GpuRun) -> None:
 
 def decode(run: GpuRun) -> None:
     """Tokens a second of many answers, next to transformers and, where it is installed, vLLM."""
-    from gulliver.serve import LLM, SamplingParameters
+    from gulliver.serve import LLM, SamplingParams
 
     model = llama(run, run.sized(2048, 128), run.sized(16, 2))
     model = model if run.dry else model.bfloat16()
     count, length = run.sized(16, 3), run.sized(128, 8)
     ids = torch.randint(1, 1024, (count, run.sized(64, 8)), device=run.device)
-    sampling = SamplingParameters(max_tokens=length, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
 
     def rate(name: str, call: Callable[[], object]) -> None:
         call()

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks._harness import Report, at_least
 from benchmarks._speculation_models import DRAFTS, draft_folder
-from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
 from gulliver.serve.speculative import Proposer, SpeculationOptions, Speculator
 from gulliver.serve.speculative.glide import GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import Proposal, chain
@@ -102,7 +102,7 @@ def continued(
     engine = Engine(runner, None, EngineOptions(4096, count, False), drafter=drafter)
     made: dict[int, list[int]] = {}
     for seed, text in enumerate(texts):
-        asked = SamplingParameters(tokens, temperature, seed=seed, ignore_eos=True)
+        asked = SamplingParams(tokens, temperature, seed=seed, ignore_eos=True)
         made[engine.add(text, asked)] = []
     begun = perf_counter(), process_time()
     started = False
@@ -129,7 +129,7 @@ def in_turns(
     Returns:
         Seconds after the prompts, by the clock and of processors.
     """
-    count, asked = len(texts), SamplingParameters(tokens, 0.0, ignore_eos=True)
+    count, asked = len(texts), SamplingParams(tokens, 0.0, ignore_eos=True)
     room = count * (PROMPT + tokens + 32) + 512
     runners = {name: LocalRunner(models[name], cache_tokens=room) for name in drafters}
     spent = {name: [0.0, 0.0] for name in drafters}

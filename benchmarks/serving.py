@@ -29,7 +29,7 @@ import gulliver
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
 from benchmarks._models import llama
 from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
-from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
 from gulliver.serve.kernels import ATTENTION, ROWS, problem_of
 
 PARTS = ("throughput", "pipeline")
@@ -183,7 +183,7 @@ def ours(model: Any, most: int) -> Way:
 def _answered(engine: Engine, requests: Sequence[Asked]) -> list[list[int]]:
     made: dict[int, list[int]] = {}
     for one in requests:
-        asked = SamplingParameters(max_tokens=one.count, temperature=0)
+        asked = SamplingParams(max_tokens=one.count, temperature=0)
         made[engine.add(one.prompt, asked)] = []
     while engine.busy:
         for event in engine.step():

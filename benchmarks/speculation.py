@@ -38,7 +38,7 @@ from benchmarks._speculation_guesses import (
     in_turns,
 )
 from benchmarks._speculation_models import CONTEXT, DRAFT_ROWS, ROWS, draft_folder, make_models
-from gulliver.serve import LocalRunner, SamplingParameters, load
+from gulliver.serve import LocalRunner, SamplingParams, load
 from gulliver.serve.speculative import Proposer, Speculator, measure_draft
 from gulliver.serve.speculative.glide import GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import LookUp
@@ -107,7 +107,7 @@ def _measured(
     texts: list[list[int]],
     rounds: int,
 ) -> None:
-    asked = SamplingParameters(TOKENS, 0.0, ignore_eos=True)
+    asked = SamplingParams(TOKENS, 0.0, ignore_eos=True)
     found = measure_draft(model, tokenizer, name, texts, asked, 3, rounds)
     measured = found.drafted_rate / found.plain_rate
     report.rows += [

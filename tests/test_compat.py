@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -198,3 +200,13 @@ def test_torch_multiplies_fp8() -> None:
     for scales in ((two, two), (rows, rows.t())):
         found = _compat.scaled_matmul(a, b.t(), *scales, torch.bfloat16, fast=False)
         assert torch.equal(found, 4 * torch.eye(16, dtype=torch.bfloat16))
+
+
+def test_functions_kept_out_of_graphs_import_no_compiler_until_they_are_called() -> None:
+    code = (
+        "import sys, gulliver.serve.llm, gulliver._compat as c\n"
+        "twice = c.uncompiled(lambda x: 2 * x)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "assert twice(3) == 6\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

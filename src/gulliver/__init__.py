@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gulliver.hardware import Cluster, current_cluster
     from gulliver.plan import Plan
     from gulliver.precision import replace_module
-    from gulliver.serve import LLM
+    from gulliver.serve import LLM, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -44,6 +44,7 @@ __all__ = [
     "LowLevelZeroPlugin",
     "Plan",
     "Plugin",
+    "SamplingParams",
     "TorchDDPPlugin",
     "World",
     "auto_engine",
@@ -71,7 +72,7 @@ _PACKAGES = {
     "hardware": ("Cluster", "current_cluster"),
     "plan": ("Plan",),
     "precision": ("replace_module",),
-    "serve": ("LLM",),
+    "serve": ("LLM", "SamplingParams"),
     **dict.fromkeys(
         ("families", "io", "layout", "memory", "models", "parallel", "quantize", "solve", "video"),
         (),

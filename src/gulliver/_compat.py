@@ -18,6 +18,11 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# What `torch.compiler.disable` does, without its import of torch._dynamo, which takes seconds: that
+# is imported when a function is first called.
+uncompiled: Callable[..., Any] = torch._disable_dynamo  # pyright: ignore
+"""Keeps a function out of compiled graphs."""
+
 DispatchMode = TorchDispatchMode
 """Base of what sees every operation below autograd."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gulliver.serve import Batch
 from gulliver.serve.batch import Facts
-from gulliver.serve.sampling import DrawRow, SamplingParameters, _cut, penalised
+from gulliver.serve.sampling import DrawRow, SamplingParams, _cut, penalised
 from gulliver.serve.scheduler import BlockPool
 from gulliver.serve.weights import Filling, Source, build_on_meta, is_quantised
 from tests.models.family_models import config_of
@@ -165,7 +165,7 @@ def filled(folder: Path, quantize: str | None = None) -> Any:
     return model
 
 
-def probabilities(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
+def probabilities(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> Tensor:
     """The distributions [R, V] that tokens are drawn from."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gulliver.comm import World
-from gulliver.serve import Batch, Engine, EngineOptions, SamplingParameters
+from gulliver.serve import Batch, Engine, EngineOptions, SamplingParams
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.stage import plan_ranks
@@ -132,7 +132,7 @@ def _control(address: str, case: Case, layout: Any, options: EngineOptions | Non
             proposer = SmallModel(filled(where), cache_tokens=256)
         drafter = Speculator(proposer, SpeculationOptions(depth=3, fixed=True))
     engine = Engine(runner, None, options or EngineOptions(24, 4, True), (), drafter)
-    asked = SamplingParameters(max_tokens=COUNT, temperature=0)
+    asked = SamplingParams(max_tokens=COUNT, temperature=0)
     tokens: dict[int, list[int]] = {engine.add(t, asked): [] for t in texts()}
     flights = 0
     while engine.busy:

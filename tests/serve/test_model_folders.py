@@ -22,7 +22,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory import region_of
 from gulliver.memory.parts import Part, Region, set_region
 from gulliver.quantize import stream_quantized
-from gulliver.serve import SamplingParameters
+from gulliver.serve import SamplingParams
 from tests.models.family_models import config_of
 from tests.serve.model_folders import with_scales
 from tests.texts import tokenizer_of
@@ -126,13 +126,13 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "fp8", root / "exact"
 
 
-GREEDY = SamplingParameters(max_tokens=12, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = ["the quick brown", "write 123"]
 
 
 def tokens(folder: Path, **ways: Any) -> list[list[int]]:
     with gulliver.LLM(folder, cache_tokens=512, **ways) as llm:
-        return [output.completions[0].ids for output in llm.generate(PROMPTS, GREEDY)]
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,6 @@ def test_the_coldest_temperatures_take_the_likeliest_token(temperature: float) -
     logits = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)) * 30
     cold = {"temperature": temperature}
     for more in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
-        rows = [DrawRow(SamplingParameters(**cold, **more), 1, 0, n) for n in range(16)]
+        rows = [DrawRow(SamplingParams(**cold, **more), 1, 0, n) for n in range(16)]
         drawn = [token.id for token in draw(logits, rows) if token is not None]
         assert drawn == logits.argmax(-1).tolist()

@@ -15,7 +15,7 @@ import torch
 import gulliver
 from gulliver.errors import GulliverError
 from gulliver.quantize import save_quantized
-from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParameters, load
+from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParams, load
 from gulliver.serve.requests import AnswerText, listed, tokens_of
 from gulliver.serve.weights import free_bytes
 from tests.serve.serving_models import Slots, one_by_one, prompts, tiny
@@ -68,15 +68,15 @@ def alone(text: str, count: int) -> tuple[list[int], str]:
 
 
 def test_a_folder_answers_as_transformers_does(folder: Path) -> None:
-    greedy = SamplingParameters(max_tokens=20, temperature=0, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with gulliver.LLM(folder, cache_tokens=512) as llm:
         outputs = llm.generate(TEXTS, greedy)
         again = llm.generate(TEXTS[1], greedy)
     for text, output in zip(TEXTS, outputs, strict=True):
         ids, said = alone(text, 20)
-        assert output.completions[0].ids == ids
+        assert output.outputs[0].token_ids == ids
         assert output.text.rstrip("\ufffd") == said.rstrip("\ufffd")
-        assert (output.prompt, output.completions[0].finish) == (text, "length")
+        assert (output.prompt, output.outputs[0].finish_reason) == (text, "length")
     assert again[0].prefix_cached >= 16  # what is left of the first time
     assert again[0].text == outputs[1].text
 
@@ -85,7 +85,7 @@ def test_texts_of_events_add_up_and_no_character_comes_in_halves(folder: Path) -
     model, tokenizer = load(folder)
     runner = LocalRunner(model, cache_tokens=512)
     engine = Engine(runner, tokenizer)
-    asked = SamplingParameters(max_tokens=60, temperature=1.2, seed=3, ignore_eos=True)
+    asked = SamplingParams(max_tokens=60, temperature=1.2, seed=3, ignore_eos=True)
     engine.add(TEXTS[0], asked)
     pieces, ids = [], []
     while engine.busy:
@@ -112,21 +112,21 @@ def test_texts_of_any_tokens_are_those_of_all_of_them_at_once() -> None:
 
 def test_stop_texts_end_answers_wherever_tokens_end(folder: Path) -> None:
     _, said = alone(TEXTS[0], 20)
-    greedy = SamplingParameters(max_tokens=20, temperature=0, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     with LLM(folder, cache_tokens=512) as llm:
         for place in range(1, len(said) - 3):
             stop = said[place : place + 3]
             if "\ufffd" in said[: place + 3]:
                 break
-            asked = SamplingParameters(
+            asked = SamplingParams(
                 max_tokens=20, temperature=0, ignore_eos=True, stop=(stop, "never")
             )
             output = llm.generate([TEXTS[0]], asked)[0]
             assert output.text == said[: said.index(stop)]
-            assert output.completions[0].finish == "stop"
+            assert output.outputs[0].finish_reason == "stop"
         assert place > 3
         # What only begins like a stop text is text.
-        held = SamplingParameters(
+        held = SamplingParams(
             max_tokens=20, temperature=0, ignore_eos=True, stop=(said[-2:] + "never",)
         )
         assert llm.generate([TEXTS[0]], held)[0].text == llm.generate([TEXTS[0]], greedy)[0].text
@@ -143,9 +143,7 @@ def test_end_tokens_and_stop_tokens_end_answers() -> None:
         ((), (ids[place],), True, place + 1),
     ):
         engine = Engine(runner, end_tokens=ends)
-        asked = SamplingParameters(
-            max_tokens=12, temperature=0, stop_token_ids=more, ignore_eos=ignore
-        )
+        asked = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=more, ignore_eos=ignore)
         engine.add(text, asked)
         events = []
         while engine.busy:
@@ -157,12 +155,12 @@ def test_end_tokens_and_stop_tokens_end_answers() -> None:
 
 
 def test_a_chat_is_written_by_the_template(folder: Path) -> None:
-    greedy = SamplingParameters(max_tokens=8, temperature=0, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with LLM(folder, cache_tokens=512) as llm:
         output = llm.chat([{"role": "user", "content": "the fox"}], greedy)
         written = "<s><|user|>the fox<|end|>\n<|assistant|>"
-        assert llm.tokenizer.decode(output.prompt_ids) == written
-        assert output.completions[0].ids == one_by_one(small(), output.prompt_ids, 8)[0]
+        assert llm.tokenizer.decode(output.prompt_token_ids) == written
+        assert output.outputs[0].token_ids == one_by_one(small(), output.prompt_token_ids, 8)[0]
         llm.tokenizer.chat_template = None
         with pytest.raises(GulliverError, match="no chat template"):
             llm.chat([{"role": "user", "content": "the fox"}])
@@ -176,7 +174,7 @@ def test_the_command_answers_as_the_library(
     common = ["chat", str(folder), "--temperature", "0", "--max-tokens", "9"]
     assert run([*common, "--plain", "--prompt", TEXTS[0], TEXTS[1]]) == 0
     printed = capsys.readouterr().out
-    greedy = SamplingParameters(max_tokens=9, temperature=0)
+    greedy = SamplingParams(max_tokens=9, temperature=0)
     with LLM(folder, cache_tokens=512) as llm:
         assert printed == "".join(o.text + "\n" for o in llm.generate(TEXTS[:2], greedy))
         said = {"role": "user", "content": "the fox"}
@@ -189,7 +187,7 @@ def test_the_command_answers_as_the_library(
 
 def test_a_stream_that_is_left_ends_its_request(folder: Path) -> None:
     with LLM(folder, cache_tokens=512) as llm:
-        events = llm.stream(TEXTS[0], SamplingParameters(max_tokens=50, ignore_eos=True))
+        events = llm.stream(TEXTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
         next(iter(events))
         events.close()
         llm.engine.step()
@@ -198,16 +196,16 @@ def test_a_stream_that_is_left_ends_its_request(folder: Path) -> None:
 
 
 def test_threads_and_streams_of_one_model_have_their_own_answers(folder: Path) -> None:
-    greedy = SamplingParameters(max_tokens=12, temperature=0, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     with LLM(folder, cache_tokens=1024) as llm:
-        alone = [output.completions[0].ids for output in llm.generate(list(TEXTS), greedy)]
+        alone = [output.outputs[0].token_ids for output in llm.generate(list(TEXTS), greedy)]
         with ThreadPoolExecutor(3) as threads:
             found = list(threads.map(lambda text: llm.generate(text, greedy)[0], TEXTS))
-        assert [output.completions[0].ids for output in found] == alone
+        assert [output.outputs[0].token_ids for output in found] == alone
         read = []
         for event in llm.stream(TEXTS[0], greedy):
             if not read:
-                assert llm.generate(TEXTS[1], greedy)[0].completions[0].ids == alone[1]
+                assert llm.generate(TEXTS[1], greedy)[0].outputs[0].token_ids == alone[1]
             read += [token.id for token in event.tokens]
         assert read == alone[0]
 
@@ -241,13 +239,13 @@ def test_quantised_weights_answer_as_the_quantised_model(
 
     model = gulliver.replace_module(copy.deepcopy(small()), mode)
     ids = tokenizer_of()(TEXTS[1])["input_ids"]
-    asked = SamplingParameters(max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
+    asked = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
     with LLM(folder, quantize=mode, cache_tokens=512, options=EngineOptions(9, 4)) as llm:
-        tokens = llm.generate([TEXTS[1]], asked)[0].completions[0].tokens
+        tokens = llm.generate([TEXTS[1]], asked)[0].outputs[0].tokens
     written = save_quantized(model, tmp_path / "written")
     tokenizer_of().save_pretrained(written)
     with LLM(written, cache_tokens=512, options=EngineOptions(9, 4)) as llm:
-        assert llm.generate([TEXTS[1]], asked)[0].completions[0].tokens == tokens
+        assert llm.generate([TEXTS[1]], asked)[0].outputs[0].tokens == tokens
     with pytest.raises(GulliverError, match="is quantised already"):
         load(written, quantize=mode)
     made, logits = one_by_one(model, ids, 6)
@@ -258,7 +256,7 @@ def test_quantised_weights_answer_as_the_quantised_model(
 
 def test_a_request_that_is_cancelled_says_so_and_frees_its_blocks() -> None:
     engine = Engine(Slots(blocks=20, size=4), options=EngineOptions(16, 4))
-    asked = SamplingParameters(max_tokens=20, temperature=0, n=2)
+    asked = SamplingParams(max_tokens=20, temperature=0, n=2)
     kept, gone, never = engine.add([1], asked), engine.add([2], asked), engine.add([3], asked)
     engine.step()
     assert engine.cancel(gone)
@@ -287,7 +285,7 @@ def test_logits_that_are_not_finite_end_their_request_only() -> None:
             return logits
 
     engine = Engine(Broken(blocks=20, size=4))
-    asked = SamplingParameters(max_tokens=4, temperature=0)
+    asked = SamplingParams(max_tokens=4, temperature=0)
     engine.add([1], asked)
     engine.add([2], asked)
     ended = {}
@@ -312,7 +310,7 @@ def test_what_cannot_be_answered_is_refused_at_once(case: str) -> None:
     prompt, more, said = REFUSED[case]
     engine = Engine(Slots(blocks=20, size=4, context=12), options=EngineOptions(16, 4))
     with pytest.raises(GulliverError, match=said):
-        engine.add(prompt, SamplingParameters(**more))  # type: ignore[arg-type]
+        engine.add(prompt, SamplingParams(**more))  # type: ignore[arg-type]
     assert not engine.busy
 
 
@@ -332,7 +330,7 @@ def test_a_prompt_longer_than_the_cache_is_refused() -> None:
     with pytest.raises(GulliverError, match="has 8 tokens and the cache 8: give at most 7"):
         engine.add([1] * 8)
     with pytest.raises(GulliverError, match="exceeds the cache of 8: give at most 3"):
-        engine.add([1] * 5, SamplingParameters(max_tokens=4))
+        engine.add([1] * 5, SamplingParams(max_tokens=4))
     engine.add([1] * 5)
     events = []
     while engine.busy:

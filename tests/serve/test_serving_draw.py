@@ -9,14 +9,14 @@ from collections import Counter
 import pytest
 import torch
 
-from gulliver.serve import Engine, EngineOptions, SamplingParameters
+from gulliver.serve import Engine, EngineOptions, SamplingParams
 from gulliver.serve.sampling import DrawRow, draw, draw_key
 from tests.serve.serving_models import Slots, probabilities
 
 LOGITS = torch.tensor([[1.0, -0.5, 2.0, 0.3, 1.4, -2.0]])
 
 
-def by_hand(sampling: SamplingParameters, history: tuple[int, ...], prompt: int) -> list[float]:
+def by_hand(sampling: SamplingParams, history: tuple[int, ...], prompt: int) -> list[float]:
     """The distribution of `LOGITS` by the definitions, one token at a time."""
     logits = LOGITS[0].tolist()
     answer = history[prompt:]
@@ -60,7 +60,7 @@ CHOICES = list(
 def test_distributions_are_those_of_the_definitions() -> None:
     history = (5, 2, 0, 0, 4)
     for temperature, top_k, top_p, min_p, (repeat, presence, frequency) in CHOICES:
-        sampling = SamplingParameters(
+        sampling = SamplingParams(
             *(None, temperature, top_k, top_p, min_p, repeat, presence, frequency)
         )
         want = torch.tensor(by_hand(sampling, history, 2))
@@ -89,7 +89,7 @@ def test_what_is_kept_is_what_transformers_keeps() -> None:
             MinPLogitsWarper(0.05),
         ]
     )(torch.tensor([history] * 8), logits.clone()).softmax(-1)
-    sampling = SamplingParameters(None, 0.8, 30, 0.9, 0.05, 1.3)
+    sampling = SamplingParams(None, 0.8, 30, 0.9, 0.05, 1.3)
     got = probabilities(logits, sampling, [DrawRow(sampling, 0, 0, 0, history, 20)] * 8)
     torch.testing.assert_close(got, theirs, atol=1e-6, rtol=0)
     assert 1 < int((got > 0).sum(-1).max()) < 30
@@ -98,14 +98,14 @@ def test_what_is_kept_is_what_transformers_keeps() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParameters(),
-        SamplingParameters(temperature=1.5, top_k=4),
-        SamplingParameters(temperature=0.8, top_p=0.9),
-        SamplingParameters(min_p=0.1),
+        SamplingParams(),
+        SamplingParams(temperature=1.5, top_k=4),
+        SamplingParams(temperature=0.8, top_p=0.9),
+        SamplingParams(min_p=0.1),
     ],
     ids=("plain", "top_k", "top_p", "min_p"),
 )
-def test_100000_draws_have_their_distribution(sampling: SamplingParameters) -> None:
+def test_100000_draws_have_their_distribution(sampling: SamplingParams) -> None:
     from scipy.stats import chisquare
 
     count, history = 100_000, (1, 4)
@@ -125,7 +125,7 @@ def test_a_draw_is_a_function_of_seed_sample_and_place_alone() -> None:
     ]
     assert len(set(places)) == 27
     assert draw_key(1, 2, 3) == draw_key(1, 2, 3)
-    sampling = SamplingParameters(temperature=1.3)
+    sampling = SamplingParams(temperature=1.3)
     rows = [DrawRow(sampling, 7, sample, 5) for sample in range(40)]
     together = [t.id for t in draw(LOGITS.expand(40, 6), rows) if t]
     alone = [t.id for row in rows for t in draw(LOGITS, [row]) if t]
@@ -134,7 +134,7 @@ def test_a_draw_is_a_function_of_seed_sample_and_place_alone() -> None:
 
 
 def test_log_probabilities_are_those_of_the_model_before_any_change() -> None:
-    sampling = SamplingParameters(temperature=0.3, top_k=2, logprobs=3, seed=1)
+    sampling = SamplingParams(temperature=0.3, top_k=2, logprobs=3, seed=1)
     (token,) = draw(LOGITS, [DrawRow(sampling, 1, 0, 0)])
     want = LOGITS[0].log_softmax(-1)
     assert token is not None
@@ -150,7 +150,7 @@ def test_logits_that_are_not_finite_draw_nothing_and_leave_others_alone(bad: flo
         logits[0] = -math.inf
     else:
         logits[0, 3] = bad
-    rows = [DrawRow(SamplingParameters(temperature=t), 0, 0, 0) for t in (1, 0)]
+    rows = [DrawRow(SamplingParams(temperature=t), 0, 0, 0) for t in (1, 0)]
     first, second = draw(logits, rows)
     assert first is None
     assert second is not None
@@ -161,7 +161,7 @@ def test_samples_of_a_request_and_requests_of_a_seed_are_what_they_should_be() -
     def answers(sequences: int, **more: int) -> list[tuple[int, int, tuple[int, ...]]]:
         runner = Loose(blocks=40, size=4, vocabulary=6)
         engine = Engine(runner, options=EngineOptions(64, sequences))
-        asked = SamplingParameters(max_tokens=12, temperature=2.0, seed=5, **more)
+        asked = SamplingParams(max_tokens=12, temperature=2.0, seed=5, **more)
         got: dict[tuple[int, int], tuple[int, ...]] = {}
         for prompt in ([1, 2], [1, 2], [3]):
             engine.add(prompt, asked)

@@ -16,7 +16,7 @@ from gulliver.serve import (
     Engine,
     EngineOptions,
     LocalRunner,
-    SamplingParameters,
+    SamplingParams,
     Span,
 )
 from gulliver.serve.attention import LayerShape, Pages
@@ -40,7 +40,7 @@ def served(
     """Answers of `COUNT` tokens, their logits by place, and the engine's counts."""
     runner = Recording(LocalRunner(model, cache_tokens=cache_tokens, block_size=4))
     engine = Engine(runner, options=options, drafter=drafter)
-    asked = SamplingParameters(max_tokens=COUNT, temperature=0)
+    asked = SamplingParams(max_tokens=COUNT, temperature=0)
     made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts}
     while engine.busy:
         for event in engine.step():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gulliver.serve import LLM, SamplingParameters
+from gulliver.serve import LLM, SamplingParams
 from tests.serve.serving_server import idle, reference, serving
 
 pytest.importorskip("fastapi")
@@ -46,8 +46,8 @@ def http() -> Iterator[Any]:
         yield made
 
 
-def greedy(count: int, **more: Any) -> SamplingParameters:
-    return SamplingParameters(max_tokens=count, temperature=0, ignore_eos=True, **more)
+def greedy(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, **more)
 
 
 IDS = {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
@@ -60,15 +60,15 @@ def test_completions_are_those_of_the_library(client: Any, llm: LLM) -> None:
         answer = client.completions.create(**asked)
         choice = answer.choices[0]
         assert (choice.text, choice.finish_reason) == (output.text, "length")
-        assert choice.token_ids == output.completions[0].ids
-        assert answer.usage.prompt_tokens == len(output.prompt_ids)
+        assert choice.token_ids == output.outputs[0].token_ids
+        assert answer.usage.prompt_tokens == len(output.prompt_token_ids)
         assert (answer.usage.completion_tokens, answer.model) == (14, "tiny")
         pieces = list(
             client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
         )
         assert "".join(c.text for p in pieces for c in p.choices) == output.text
         ids = [token for p in pieces for c in p.choices for token in c.token_ids]
-        assert ids == output.completions[0].ids
+        assert ids == output.outputs[0].token_ids
         assert pieces[-1].usage.completion_tokens == 14
         assert not pieces[-1].choices
         assert pieces[-2].choices[0].finish_reason == "length"
@@ -82,7 +82,7 @@ def test_chats_are_those_of_the_library(client: Any, llm: LLM) -> None:
         answer = client.chat.completions.create(messages=messages, **asked)
         assert answer.choices[0].message.content == output.text
         assert answer.choices[0].message.role == "assistant"
-        assert answer.usage.prompt_tokens == len(output.prompt_ids)
+        assert answer.usage.prompt_tokens == len(output.prompt_token_ids)
     pieces = list(client.chat.completions.create(messages=TALK, stream=True, **asked))
     assert "".join(p.choices[0].delta.content or "" for p in pieces) == output.text
     assert pieces[0].choices[0].delta.role == "assistant"
@@ -95,21 +95,21 @@ def test_chats_are_those_of_the_library(client: Any, llm: LLM) -> None:
 def test_seeds_samples_and_penalties_draw_as_the_library(client: Any, llm: LLM) -> None:
     how = {"temperature": 1.3, "top_p": 0.9, "seed": 11, "n": 3, "presence_penalty": 0.5}
     more = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
-    sampling = SamplingParameters(max_tokens=10, ignore_eos=True, **how, **more)
+    sampling = SamplingParams(max_tokens=10, ignore_eos=True, **how, **more)
     output = llm.generate([TEXTS[0]], sampling)[0]
     asked = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 10, **how}
     extra = {"extra_body": {**IDS["extra_body"], **more}}
     answer = client.completions.create(**asked, **extra)
-    assert [c.token_ids for c in answer.choices] == [c.ids for c in output.completions]
+    assert [c.token_ids for c in answer.choices] == [c.token_ids for c in output.outputs]
     texts = ["", "", ""]
     for piece in client.completions.create(**asked, **extra, stream=True):
         for choice in piece.choices:
             texts[choice.index] += choice.text
-    assert texts == [c.text for c in output.completions]
+    assert texts == [c.text for c in output.outputs]
 
 
 def test_probabilities_are_told_as_the_library_knows_them(client: Any, llm: LLM) -> None:
-    tokens = llm.generate([TEXTS[2]], greedy(8, logprobs=3))[0].completions[0].tokens
+    tokens = llm.generate([TEXTS[2]], greedy(8, logprobs=3))[0].outputs[0].tokens
     values = [token.logprob for token in tokens]
     asked = {"model": "tiny", "max_tokens": 8, "temperature": 0, **IDS}
     found = client.completions.create(prompt=TEXTS[2], logprobs=3, **asked).choices[0]
@@ -119,7 +119,7 @@ def test_probabilities_are_told_as_the_library_knows_them(client: Any, llm: LLM)
     pieces = client.completions.create(prompt=TEXTS[2], logprobs=3, stream=True, **asked)
     told = [v for p in pieces for c in p.choices for v in c.logprobs.token_logprobs]
     assert told == pytest.approx(values, abs=1e-5)
-    tokens = llm.chat(TALK, greedy(8, logprobs=2)).completions[0].tokens
+    tokens = llm.chat(TALK, greedy(8, logprobs=2)).outputs[0].tokens
     chat = client.chat.completions.create(messages=TALK, logprobs=True, top_logprobs=2, **asked)
     for one, token in zip(chat.choices[0].logprobs.content, tokens, strict=True):
         assert one.logprob == pytest.approx(token.logprob, abs=1e-5)
@@ -156,7 +156,9 @@ def test_many_clients_at_once_get_what_each_would_alone(server: Any, llm: LLM) -
         (random_.choice(TEXTS)[: random_.randint(3, 20)], random_.randint(1, 30), number % 2 == 0)
         for number in range(40)
     ]
-    wanted = [llm.generate([text], greedy(count))[0].completions[0].ids for text, count, _ in cases]
+    wanted = [
+        llm.generate([text], greedy(count))[0].outputs[0].token_ids for text, count, _ in cases
+    ]
 
     async def ask(client: Any, text: str, count: int, stream: bool) -> list[int]:
         asked = {"model": "tiny", "prompt": text, "max_tokens": count, "temperature": 0, **IDS}

@@ -19,7 +19,7 @@ import pytest
 
 from gulliver.cli.dispatch import run
 from gulliver.errors import GulliverError
-from gulliver.serve import LLM, SamplingParameters
+from gulliver.serve import LLM, SamplingParams
 from tests.patience import patient
 from tests.programs import Program, module
 from tests.serve.serving_server import idle, serving
@@ -176,7 +176,7 @@ def test_the_command_serves_a_folder_and_drains(
         ready(url)
         asked = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{url}/completions", json=asked, timeout=patient(60)).json()
-        greedy = SamplingParameters(max_tokens=12, temperature=0, ignore_eos=True)
+        greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
         with LLM(folder, cache_tokens=512) as llm:
             assert answer["choices"][0]["text"] == llm.generate(["the quick"], greedy)[0].text
         assert answer["model"] == "small-llama"

@@ -14,7 +14,7 @@ from gulliver.errors import GulliverError
 from gulliver.hardware.offload import TierRates
 from gulliver.precision.int8.formats import from_int8
 from gulliver.quantize import save_quantized
-from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
 from gulliver.serve.offload import look_ahead
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.weights import QuantizedExperts, Source, build_on_meta, load, load_model
@@ -31,7 +31,7 @@ def texts() -> list[list[int]]:
 def served(runner: Any) -> list[list[int]]:
     """Greedy answers, with prompts in chunks, shared beginnings and little room."""
     engine = Engine(runner, options=EngineOptions(11, 4, True))
-    asked = SamplingParameters(max_tokens=COUNT, temperature=0)
+    asked = SamplingParams(max_tokens=COUNT, temperature=0)
     made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts()}
     while engine.busy:
         for event in engine.step():

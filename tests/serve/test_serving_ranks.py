@@ -17,7 +17,7 @@ from torch import Tensor
 from gulliver.errors import GulliverError
 from gulliver.precision.int8.replace import replace_module
 from gulliver.quantize import save_quantized
-from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
+from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParams, Span
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.stage import Layout, RankSizes, plan_ranks
@@ -83,7 +83,7 @@ def in_one_process(folder: Path, quantize: str | None) -> list[list[int]]:
     """Greedy answers of a folder's model without ranks."""
     runner = LocalRunner(filled(folder, quantize), cache_tokens=512)
     engine = Engine(runner, options=EngineOptions(24, 4, True))
-    asked = SamplingParameters(max_tokens=COUNT, temperature=0)
+    asked = SamplingParams(max_tokens=COUNT, temperature=0)
     made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts()}
     while engine.busy:
         for event in engine.step():
@@ -230,7 +230,7 @@ def test_requests_go_on_from_their_tokens_after_a_rank_was_lost(fault: str) -> N
             link.send(RankMessage("failed", value=str(error)))
 
     engine = Engine(runner(Threads(1, start)), options=EngineOptions(8, 4, True))
-    asked = SamplingParameters(max_tokens=6, temperature=0)
+    asked = SamplingParams(max_tokens=6, temperature=0)
     given = prompts((3, 9, 5))
     given = [[token % 5 for token in text] for text in given]
     made: dict[int, list[int]] = {engine.add(text, asked): [] for text in given}
@@ -256,7 +256,7 @@ def test_a_rank_that_fails_every_time_ends_the_step_with_its_error() -> None:
             link.send(RankMessage("failed", value=str(error)))
 
     engine = Engine(runner(Threads(1, start)))
-    engine.add([1, 2], SamplingParameters(max_tokens=2))
+    engine.add([1, 2], SamplingParams(max_tokens=2))
     with pytest.raises(RunnerLost, match=r"rank 0 \(stage 0, tensor rank 0\) failed: out of luck"):
         list(iter(engine.step, None))
     assert engine.counts()["restarts"] == 3
@@ -301,7 +301,7 @@ def test_batches_in_flight_get_as_many_tokens_each() -> None:
     submit = engine.runner.submit
     engine.runner.submit = lambda batch: (sizes.append(batch.tokens), submit(batch))[1]  # type: ignore[method-assign]
     for _ in range(12):
-        engine.add([1, 2], SamplingParameters(max_tokens=8, temperature=0))
+        engine.add([1, 2], SamplingParams(max_tokens=8, temperature=0))
     while engine.busy:
         engine.step()
     steady = sizes[6:-6]

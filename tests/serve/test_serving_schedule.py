@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.serve import Draft, Drafter, Engine, EngineOptions, SamplingParameters
+from gulliver.serve import Draft, Drafter, Engine, EngineOptions, SamplingParams
 from gulliver.serve.batch import Wanted, walk
 from gulliver.serve.scheduler import BlockPool, extend_digests
 from tests.serve.serving_models import Slots, check_pool, next_token
@@ -106,7 +106,7 @@ def test_any_schedule_answers_as_one_request_alone_and_loses_no_block(
             if count > 0:
                 same = random.Random(0 if alike else len(waiting))
                 prompt = [same.randrange(runner.vocabulary) for _ in range(length)]
-                asked = SamplingParameters(max_tokens=count, temperature=0, n=n)
+                asked = SamplingParams(max_tokens=count, temperature=0, n=n)
                 number = engine.add(prompt, asked)
                 want[number] = (n, expected(prompt, count, runner.vocabulary))
         if want and chance.random() < 0.03:
@@ -136,10 +136,59 @@ def test_any_schedule_answers_as_one_request_alone_and_loses_no_block(
     assert len(ends) == sum(n for n, _ in want.values())
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_storms_of_cancels_change_no_answer_and_free_every_block(
+    depth: int, drafts: bool, full: bool
+) -> None:
+    chance, runner = random.Random(depth), Slots(48, 3, depth)
+    drafter = Guesses(0, runner.vocabulary) if drafts else None
+    engine = Engine(runner, options=EngineOptions(32, 10), drafter=drafter)
+    fronts = [[chance.randrange(runner.vocabulary) for _ in range(8)] for _ in range(4)]
+    # Requests that run: prompt, answers, those ended, tokens so far.
+    live: dict[int, tuple[list[int], int, set[int], dict[int, list[int]]]] = {}
+    again: list[list[int]] = []
+    cancels = right = 0
+    while cancels < (2500 if full else 600) or live:
+        while cancels < (2500 if full else 600) and len(live) < 24:
+            # What was cancelled is asked again, as clients do.
+            prompt = again.pop() if again and chance.random() < 0.6 else None
+            prompt = prompt or [*chance.choice(fronts)[: chance.randint(1, 8)], len(live) % 5]
+            n = chance.choice((1, 1, 1, 3))
+            number = engine.add(prompt, SamplingParams(max_tokens=10, temperature=0, n=n))
+            live[number] = prompt, n, set(), {sample: [] for sample in range(n)}
+        for number in list(live):
+            # Before a step, after one, twice, and of requests that have just been added.
+            if -1 not in live[number][2] and chance.random() < 0.06:
+                assert engine.cancel(number)
+                engine.cancel(number)
+                again.append(live[number][0])
+                live[number][2].add(-1)
+                cancels += 1
+        for event in engine.step():
+            prompt, n, ended, made = live[event.request]
+            assert event.sample not in ended
+            made[event.sample] += [token.id for token in event.tokens]
+            wanted = expected(prompt, 10, runner.vocabulary)
+            assert made[event.sample] == wanted[: len(made[event.sample])]
+            if event.finish:
+                ended.add(event.sample)
+                assert event.finish == "length" or -1 in ended
+                right += event.finish == "length" and made[event.sample] == wanted
+            if len(ended - {-1}) == n:
+                del live[event.request]
+        scheduler = engine._scheduler
+        check_pool(engine._pool, [s.blocks for s in [*scheduler.running, *scheduler.waiting]])
+    assert right > cancels / 10
+    assert not engine.busy
+    assert not any(engine.knows(number) for number in range(cancels))
+    assert engine.counts()["free_blocks"] == 48
+
+
 def test_little_room_preempts_the_youngest_and_changes_no_answer() -> None:
     runner = Slots(blocks=6, size=2)
     engine = Engine(runner, options=EngineOptions(8, 4, share_prefixes=False))
-    asked = SamplingParameters(max_tokens=8, temperature=0)
+    asked = SamplingParams(max_tokens=8, temperature=0)
     first, second = engine.add([1, 2, 3], asked), engine.add([4, 1], asked)
     got: dict[int, list[int]] = {first: [], second: []}
     ended = []
@@ -156,7 +205,7 @@ def test_equal_beginnings_share_blocks_even_within_one_batch() -> None:
     runner = Slots(blocks=40, size=4)
     engine = Engine(runner, options=EngineOptions(64, 8))
     front = [1, 2, 3, 4, 0, 1, 2, 3]
-    asked = SamplingParameters(max_tokens=3, temperature=0)
+    asked = SamplingParams(max_tokens=3, temperature=0)
     made: dict[int, list[int]] = {engine.add([*front, tail], asked): [] for tail in (0, 1, 2)}
     found = {}
     while engine.busy:
@@ -173,7 +222,7 @@ def test_answers_fork_from_a_prompt_whose_last_token_is_a_chunk_of_its_own() -> 
     runner = Slots(blocks=40, size=4)
     engine = Engine(runner, options=EngineOptions(8, 4), drafter=Guesses(0, 5))
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
-    engine.add(prompt, SamplingParameters(max_tokens=9, temperature=0, n=3))
+    engine.add(prompt, SamplingParams(max_tokens=9, temperature=0, n=3))
     made: dict[int, list[int]] = {0: [], 1: [], 2: []}
     while engine.busy:
         for event in engine.step():
@@ -189,7 +238,7 @@ def test_after_a_failure_requests_go_on_with_another_runner() -> None:
             return super().collect()
 
     engine = Engine(Failing(blocks=40, size=4, max_in_flight=2), options=EngineOptions(8, 4))
-    asked = SamplingParameters(max_tokens=9, temperature=0)
+    asked = SamplingParams(max_tokens=9, temperature=0)
     made: dict[int, list[int]] = {engine.add([3, number], asked): [] for number in (1, 2, 4)}
     with pytest.raises(GulliverError, match="stage 1 has gone"):  # noqa: PT012
         while engine.busy:

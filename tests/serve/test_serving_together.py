@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParams
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.speculative import SpeculationOptions, Speculator
 from gulliver.serve.speculative.glide import GlideDraft
@@ -31,7 +31,7 @@ LONG = 24
 
 def greedy(engine: Engine, texts: list[list[int]], count: int = LONG) -> list[list[int]]:
     """Greedy answers."""
-    asked = SamplingParameters(max_tokens=count, temperature=0)
+    asked = SamplingParams(max_tokens=count, temperature=0)
     made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts}
     while engine.busy:
         for event in engine.step():
@@ -171,7 +171,7 @@ def test_drafts_go_on_after_a_rank_was_killed(tmp_path: Path, ways: tuple[int, i
     small().save_pretrained(tmp_path)
     tokenizer_of().save_pretrained(tmp_path)
     tensor, pipeline = ways
-    asked = SamplingParameters(max_tokens=LONG, temperature=0, ignore_eos=True)
+    asked = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True)
     given: Any = {"tensor": tensor, "pipeline": pipeline, "speculation": tmp_path}
     text = tokenizer_of()("the quick fox")["input_ids"]
     want = one_by_one(small(), text, LONG)[0]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParameters, Span
+from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParams, Span
 from gulliver.serve.batch import Wanted, walk
 from gulliver.serve.sampling import DrawRow, draw
 from gulliver.serve.speculative import (
@@ -38,7 +38,7 @@ ALWAYS = SpeculationOptions(depth=4, fixed=True)
 def answers(
     runner: Any,
     texts: Sequence[Sequence[int]],
-    asked: Sequence[SamplingParameters],
+    asked: Sequence[SamplingParams],
     options: EngineOptions,
     drafter: Any = None,
 ) -> tuple[list[list[int]], dict[str, int]]:
@@ -76,7 +76,7 @@ def drafter(kind: str, model: Any) -> Speculator:
 def test_greedy_answers_are_those_of_transformers_one_by_one(kind: str, way: str) -> None:
     model, texts = tiny(kind), prompts((3, 22, 1, 9), shared=16)
     want = [one_by_one(model, text, COUNT)[0] for text in texts]
-    asked = [SamplingParameters(max_tokens=COUNT, temperature=0)] * len(texts)
+    asked = [SamplingParams(max_tokens=COUNT, temperature=0)] * len(texts)
     tokens, options = WAYS[way]
     for draft in DRAFTS:
         spec = drafter(draft, model)
@@ -96,11 +96,11 @@ def test_greedy_answers_are_those_of_transformers_one_by_one(kind: str, way: str
 def test_sampled_answers_are_those_without_drafts_draw_for_draw(draft: str) -> None:
     model, texts = tiny("llama"), prompts((3, 22, 1, 9, 5), shared=8)
     asked = [
-        SamplingParameters(max_tokens=COUNT, temperature=0.7, seed=1),
-        SamplingParameters(max_tokens=COUNT, temperature=1.3, top_p=0.8, seed=2),
-        SamplingParameters(max_tokens=COUNT, temperature=0.5, repetition_penalty=1.3, seed=3),
-        SamplingParameters(max_tokens=COUNT, temperature=1.0, top_k=5, seed=4, speculate=False),
-        SamplingParameters(max_tokens=COUNT, temperature=0),
+        SamplingParams(max_tokens=COUNT, temperature=0.7, seed=1),
+        SamplingParams(max_tokens=COUNT, temperature=1.3, top_p=0.8, seed=2),
+        SamplingParams(max_tokens=COUNT, temperature=0.5, repetition_penalty=1.3, seed=3),
+        SamplingParams(max_tokens=COUNT, temperature=1.0, top_k=5, seed=4, speculate=False),
+        SamplingParams(max_tokens=COUNT, temperature=0),
     ]
     runs = []
     for one in (None, drafter(draft, model)):
@@ -119,7 +119,7 @@ def test_a_request_may_go_without_drafts() -> None:
             seen.extend(one.sequence for one in wanted)
             return super().propose(wanted, depth)
 
-    asked = [SamplingParameters(max_tokens=9, temperature=0, speculate=on) for on in (True, False)]
+    asked = [SamplingParams(max_tokens=9, temperature=0, speculate=on) for on in (True, False)]
     spec = Speculator(Watched(), ALWAYS)
     answers(Slots(40, 4), [[1, 2, 3], [4, 3, 2]], asked, EngineOptions(64, 8), spec)
     assert set(seen) == {0}
@@ -132,7 +132,7 @@ LOGITS = {
         front for size in range(3) for front in itertools.product(range(6), repeat=size)
     )
 }
-SAMPLING = SamplingParameters(max_tokens=5, temperature=0.8, top_p=0.9)
+SAMPLING = SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9)
 
 
 def chances(front: tuple[int, ...], shift: float = 0.0) -> torch.Tensor:
@@ -256,7 +256,7 @@ def test_many_tokens_are_drawn_as_few_are() -> None:
 
     count = 20_000
     logits = torch.linspace(0, 2, 150)[torch.randperm(150, generator=torch.Generator())]
-    for sampling in (SamplingParameters(), SamplingParameters(top_p=0.97)):
+    for sampling in (SamplingParams(), SamplingParams(top_p=0.97)):
         rows = [DrawRow(sampling, seed, 0, 0) for seed in range(count)]
         parts = [
             draw(logits.expand(5000, 150), rows[at : at + 5000]) for at in range(0, count, 5000)
@@ -401,7 +401,7 @@ def simulated(
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         spec.cost.note(tokens, 1 + slope * tokens)
     texts = [[number % 7, 1] for number in range(sequences)]
-    asked, gains = SamplingParameters(temperature=0), [0.0, 0.0]
+    asked, gains = SamplingParams(temperature=0), [0.0, 0.0]
     for number in range(rounds):
         begun = coin.clock
         wanted = [Wanted(n, t, len(t) - 1, (), 99, asked) for n, t in enumerate(texts)]
@@ -443,7 +443,7 @@ def test_trials_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("gulliver.serve.speculative.speculator.perf_counter", lambda: coin.clock)
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         spec.cost.note(tokens, 1 + 1e-4 * tokens)
-    asked = SamplingParameters(temperature=0)
+    asked = SamplingParams(temperature=0)
     wanted = [Wanted(n, [n, 1], 1, (), 99, asked) for n in range(16)]
     for _ in range(5000):
         if not spec.rests(len(wanted)):

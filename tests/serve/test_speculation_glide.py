@@ -12,7 +12,7 @@ import torch
 
 from gulliver.errors import GulliverError
 from gulliver.jobs.run_folder import RunFolder
-from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParameters
+from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
 from gulliver.serve.speculative import SpeculationOptions, Speculator, TrainDraftConfig
 from gulliver.serve.speculative.glide import (
     Glide,
@@ -118,7 +118,7 @@ def test_guesses_are_those_of_whole_forwards(
     runner = LocalRunner(model, cache_tokens=256, block_size=4)
     engine = Engine(runner, options=EngineOptions(64, 8), drafter=Watching(proposer))
     for text in texts:
-        engine.add(text, SamplingParameters(max_tokens=16, temperature=0))
+        engine.add(text, SamplingParams(max_tokens=16, temperature=0))
     while engine.busy:
         engine.step()
     runner.close()
@@ -133,7 +133,7 @@ def test_greedy_answers_are_those_of_transformers_one_by_one(kind: str) -> None:
     spec = Speculator(GlideDraft(glide(kind), beside=2), options)
     runner = LocalRunner(model, cache_tokens=60, block_size=4)
     engine = Engine(runner, options=EngineOptions(24, 4), drafter=spec)
-    asked = SamplingParameters(max_tokens=COUNT, temperature=0)
+    asked = SamplingParams(max_tokens=COUNT, temperature=0)
     made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts}
     while engine.busy:
         for event in engine.step():
@@ -188,7 +188,7 @@ def test_what_training_sees_of_guesses_is_what_they_see_in_use(kind: str) -> Non
     runner = LocalRunner(model, cache_tokens=128, block_size=4)
     engine = Engine(runner, drafter=Speculator(Watched(draft, 0), options))
     seen.clear()  # what was measured at the start
-    engine.add(prompts((9,))[0], SamplingParameters(max_tokens=12, temperature=0))
+    engine.add(prompts((9,))[0], SamplingParams(max_tokens=12, temperature=0))
     while engine.busy:
         engine.step()
     runner.close()
@@ -279,7 +279,7 @@ def test_keys_are_those_that_serving_caches() -> None:
     model, text = tiny("llama"), prompts((13,))[0]
     runner = LocalRunner(model, cache_tokens=64, block_size=4)
     engine = Engine(runner)
-    engine.add(text, SamplingParameters(max_tokens=1, temperature=0))
+    engine.add(text, SamplingParams(max_tokens=1, temperature=0))
     engine.step()
     # The blocks are still as they were; the first were taken first.
     last = model.config.num_hidden_layers - 1

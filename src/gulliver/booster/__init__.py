@@ -7,11 +7,11 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.booster.auto import AutoEngine, auto_engine
     from gulliver.booster.booster import Booster
-    from gulliver.booster.hybrid.checks import lazy_parameters
     from gulliver.booster.hybrid.mesh import sequence_degree
     from gulliver.booster.hybrid.transformers import keep_logits
     from gulliver.booster.hybrid_plugin import HybridParallelPlugin
     from gulliver.booster.plugins import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+    from gulliver.checkpoint.huggingface import lazy_parameters
     from gulliver.data_centric.plugin import DataCentricPlugin
     from gulliver.data_centric.step_loader import DataCentricLoader, LoadedBatch, TrainingStep
     from gulliver.planner.search.grids import search_grids
@@ -40,7 +40,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "gulliver.booster.auto": ["AutoEngine", "auto_engine"],
         "gulliver.booster.booster": ["Booster"],
-        "gulliver.booster.hybrid.checks": ["lazy_parameters"],
+        "gulliver.checkpoint.huggingface": ["lazy_parameters"],
         "gulliver.booster.hybrid.mesh": ["sequence_degree"],
         "gulliver.booster.hybrid.transformers": ["keep_logits"],
         "gulliver.booster.hybrid_plugin": ["HybridParallelPlugin"],

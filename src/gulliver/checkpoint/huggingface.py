@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,29 @@ def float_config(folder: Path | str) -> Any:
             )
         del config.quantization_config
     return config
+
+
+@contextmanager
+def lazy_parameters() -> Iterator[None]:
+    """Inside, modules that are built have their parameters on meta, which takes no memory.
+
+    Buffers are made as ever, because their values come from no file. Parameters are made one at a
+    time and let go, so no more than the largest is ever there.
+    """
+    # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            grad = parameter.requires_grad
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class ModelWeights(Weights):

@@ -33,7 +33,7 @@ class Start(ModelOptions, EngineOptions, ServerOptions):
     """
 
     model: tyro.conf.Positional[Path] = tyro.MISSING
-    """Hugging Face folder of the model, with its tokenizer."""
+    """Hugging Face folder of the model with its tokenizer, or a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class ChatConfig(ModelOptions):
     """Talks with a language model, by its chat template; answers come as they are made."""
 
     folder: tyro.conf.Positional[Path] = tyro.MISSING
-    """Hugging Face folder of the model, with its tokenizer."""
+    """Hugging Face folder of the model with its tokenizer, or a GGUF file."""
     prompt: tuple[str, ...] = ()
     """Message to answer; several are answered in turn, without a terminal."""
     system: str = ""
@@ -199,10 +199,10 @@ def _typed() -> Iterator[str]:
 
 def _answer(model: LLM, tokens: list[int], config: ChatConfig) -> str:
     """Prints an answer as it is made, and returns it."""
-    from gulliver.serve.sampling import SamplingParameters
+    from gulliver.serve.sampling import SamplingParams
 
     room = model.engine.runner.facts.longest - len(tokens)
-    sampling = SamplingParameters(
+    sampling = SamplingParams(
         # At least 1, so that a conversation that is too long is refused with its length.
         max_tokens=max(1, min(config.max_tokens, room)),
         temperature=config.temperature,

@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid.checks import lazy_parameters
 from gulliver.checkpoint.files import read_json, read_tensors
-from gulliver.checkpoint.huggingface import float_config, load_huggingface, model_weights
+from gulliver.checkpoint.huggingface import (
+    float_config,
+    lazy_parameters,
+    load_huggingface,
+    model_weights,
+)
 from gulliver.checkpoint.weights import open_weights
 from gulliver.errors import GulliverError, missing_extra
 from gulliver.io.files import named_errors, require_space

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid.checks import lazy_parameters
-from gulliver.checkpoint.huggingface import float_config, load_huggingface
+from gulliver.checkpoint.huggingface import float_config, lazy_parameters, load_huggingface
 from gulliver.errors import GulliverError, missing_extra
 from gulliver.io.hub import fetch
 from gulliver.options import size_text

@@ -1,7 +1,7 @@
 """Serving of language models: continuous batching over pages of keys and values.
 
-    from gulliver.serve import LLM, SamplingParameters
-    LLM("folder").generate(["The sea is"], SamplingParameters(max_tokens=32))
+    from gulliver import LLM, SamplingParams
+    LLM("folder").generate(["The sea is"], SamplingParams(max_tokens=32))[0].outputs[0].text
 
 Start with `engine.py` (requests in, events out), then `scheduler.py` and `batch.py`. Sockets and
 threads are in `http`, whose server owns an engine and calls `step`.
@@ -17,13 +17,23 @@ if TYPE_CHECKING:
     from gulliver.serve.llm import LLM
     from gulliver.serve.local import LocalRunner
     from gulliver.serve.options import EngineOptions, ModelOptions
-    from gulliver.serve.sampling import Completion, Event, Output, SamplingParameters, Token
+    from gulliver.serve.sampling import (
+        Completion,
+        CompletionOutput,
+        Event,
+        Output,
+        RequestOutput,
+        SamplingParameters,
+        SamplingParams,
+        Token,
+    )
     from gulliver.serve.weights import end_tokens, load
 
 __all__ = [
     "LLM",
     "Batch",
     "Completion",
+    "CompletionOutput",
     "Draft",
     "Drafter",
     "Engine",
@@ -32,8 +42,10 @@ __all__ = [
     "LocalRunner",
     "ModelOptions",
     "Output",
+    "RequestOutput",
     "Runner",
     "SamplingParameters",
+    "SamplingParams",
     "Span",
     "Token",
     "end_tokens",
@@ -48,7 +60,10 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.serve.llm": ["LLM"],
         "gulliver.serve.local": ["LocalRunner"],
         "gulliver.serve.options": ["EngineOptions", "ModelOptions"],
-        "gulliver.serve.sampling": ["Completion", "Event", "Output", "SamplingParameters", "Token"],
+        "gulliver.serve.sampling": [
+            *("Completion", "CompletionOutput", "Event", "Output", "RequestOutput"),
+            *("SamplingParameters", "SamplingParams", "Token"),
+        ],
         "gulliver.serve.weights": ["end_tokens", "load"],
     },
 )

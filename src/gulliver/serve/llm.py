@@ -20,14 +20,20 @@ from typing import Any
 import torch
 
 from gulliver.errors import GulliverError
-from gulliver.finetune.encode import load_tokenizer
 from gulliver.serve.batch import Drafter, Runner
 from gulliver.serve.engine import Engine
 from gulliver.serve.local import LocalRunner
 from gulliver.serve.options import EngineOptions, ModelOptions
 from gulliver.serve.requests import Prompt, chat_tokens, listed
-from gulliver.serve.sampling import Completion, Event, Output, SamplingParameters
-from gulliver.serve.weights import build_on_meta, check_options, dtype_name, end_tokens, load_model
+from gulliver.serve.sampling import CompletionOutput, Event, RequestOutput, SamplingParams
+from gulliver.serve.weights import (
+    build_on_meta,
+    check_options,
+    dtype_name,
+    end_tokens,
+    load_model,
+    tokenizer_of,
+)
 
 _log = logging.getLogger("gulliver")
 
@@ -78,8 +84,8 @@ class LLM:
         """Loads a model where it is given as a folder, and takes memory for its cache.
 
         Args:
-            model: folder that transformers wrote, a name on the Hub (``org/name``), or a causal
-                language model of transformers.
+            model: Hugging Face folder, name on the Hub (``org/name``), GGUF file, or a causal language
+                model of transformers.
             tokenizer: tokenizer, where `model` is not a folder.
             options: limits of the engine.
             drafter: what guesses tokens, if any; `speculation` of the model's options names one.
@@ -101,7 +107,7 @@ class LLM:
             if tokenizer is not None:
                 raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
             check_options(folder, given.dtype, given.quantize)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = tokenizer_of(folder)
             # A draft's model is loaded before the cache takes what memory is left.
             drafter = _drafter(given, drafter, tokenizer, options)
             runner, ends = open_runner(folder, tokenizer, given, options.sequences)
@@ -122,13 +128,13 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParameters | Sequence[SamplingParameters] | None = None,
-    ) -> list[Output]:
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
         """Answers prompts.
 
         Args:
             prompts: texts, or lists of tokens; one alone is a list of one.
-            sampling: how answers are drawn: for all alike, or one for each prompt.
+            sampling_params: how answers are drawn: for all alike, or one for each prompt.
 
         Returns:
             Outputs in the order of the prompts.
@@ -137,31 +143,31 @@ class LLM:
             GulliverError: a prompt cannot be answered; none has been begun then.
         """
         several = listed(prompts)
-        if sampling is None or isinstance(sampling, SamplingParameters):
-            sampling = [sampling or SamplingParameters()] * len(several)
-        if len(sampling) != len(several):
-            raise GulliverError(f"{len(several)} prompts and {len(sampling)} sampling parameters")
-        outputs: dict[int, Output] = {}
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(several)
+        if (given := len(sampling_params)) != len(several):
+            raise GulliverError(f"{len(several)} prompts and {given} sampling parameters")
+        outputs: dict[int, RequestOutput] = {}
         try:
-            for prompt, one in zip(several, sampling, strict=True):
+            for prompt, one in zip(several, sampling_params, strict=True):
                 tokens = self.engine.tokens_of(prompt)
-                completions = [Completion() for _ in range(one.n)]
+                answers = [CompletionOutput(sample) for sample in range(one.n)]
                 text = prompt if isinstance(prompt, str) else None
-                outputs[self._add(tokens, one)] = Output(text, tokens, 0, completions)
-            for event in self._events(list(outputs), sum(one.n for one in sampling)):
+                outputs[self._add(tokens, one)] = RequestOutput(text, tokens, 0, answers)
+            for event in self._events(list(outputs), sum(one.n for one in sampling_params)):
                 _note(outputs[event.request], event)
         finally:
             self._forget(list(outputs))
         return list(outputs.values())
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParameters | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[Event, None, None]:
         """Answers one prompt, token by token; an iterator that is left ends the request.
 
         Args:
             prompt: text or tokens.
-            sampling: how the answer is drawn.
+            sampling_params: how the answer is drawn.
 
         Yields:
             Events of the answer; their texts joined are its text.
@@ -169,9 +175,11 @@ class LLM:
         Raises:
             GulliverError: the prompt cannot be answered, or the answer ended in an error.
         """
-        number = self._add(prompt, sampling)
+        number = self._add(prompt, sampling_params)
         try:
-            for event in self._events([number], 1 if sampling is None else sampling.n):
+            for event in self._events(
+                [number], 1 if sampling_params is None else sampling_params.n
+            ):
                 if event.error is not None:
                     raise GulliverError(event.error)
                 yield event
@@ -181,20 +189,20 @@ class LLM:
     def chat(
         self,
         messages: Sequence[dict[str, str]],
-        sampling: SamplingParameters | None = None,
-    ) -> Output:
+        sampling_params: SamplingParams | None = None,
+    ) -> RequestOutput:
         """Answers a conversation, written by the tokenizer's chat template.
 
         Args:
             messages: dictionaries of ``role`` and ``content``.
-            sampling: how the answer is drawn.
+            sampling_params: how the answer is drawn.
 
         Raises:
             GulliverError: there is no template, or it refuses the conversation.
         """
-        return self.generate([chat_tokens(self.tokenizer, messages)], sampling)[0]
+        return self.generate([chat_tokens(self.tokenizer, messages)], sampling_params)[0]
 
-    def _add(self, prompt: Prompt, sampling: SamplingParameters | None) -> int:
+    def _add(self, prompt: Prompt, sampling: SamplingParams | None) -> int:
         with self._lock:
             self._check_open()
             number = self.engine.add(prompt, sampling)
@@ -275,11 +283,11 @@ def _refuse_for_models(given: ModelOptions) -> None:
         )
 
 
-def _note(output: Output, event: Event) -> None:
+def _note(output: RequestOutput, event: Event) -> None:
     """Adds an event to the answer that it is of."""
-    completion = output.completions[event.sample]
+    completion = output.outputs[event.sample]
     completion.text += event.text
     completion.tokens += event.tokens
     if event.finish is not None:
-        completion.finish, completion.error = event.finish, event.error
-        output.prefix_cached = max(output.prefix_cached, event.prefix_cached)
+        completion.finish_reason, completion.error = event.finish, event.error
+        output.num_cached_tokens = max(output.num_cached_tokens, event.prefix_cached)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Facts
-from gulliver.serve.sampling import SamplingParameters
+from gulliver.serve.sampling import SamplingParams
 
 MESSAGE = ("role", "content")
 UNFINISHED = "\ufffd"
@@ -148,7 +148,7 @@ class RequestError(GulliverError):
         self.field, self.code = field, code
 
 
-def check_request(tokens: Sequence[int], sampling: SamplingParameters, facts: Facts) -> None:
+def check_request(tokens: Sequence[int], sampling: SamplingParams, facts: Facts) -> None:
     """Refuses what the vocabulary, the context or the cache cannot take."""
     count, longest, wanted = len(tokens), facts.longest, sampling.max_tokens
     if not tokens:

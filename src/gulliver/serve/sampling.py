@@ -1,4 +1,4 @@
-"""`SamplingParameters`: how the tokens of a request are drawn, and when they end."""
+"""`SamplingParams`: how the tokens of a request are drawn, and when they end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
-class SamplingParameters:
+class SamplingParams:
     """How the tokens of a request are drawn, and when they end.
 
     Logits are changed in this order, that of transformers: penalties, temperature, `top_k`,
@@ -89,7 +89,7 @@ class SamplingParameters:
         )
 
 
-# What an engine reports of its requests: `Event` by step, `Completion` and `Output` at the end.
+# What an engine reports of its requests: `Event` by step, `RequestOutput` at the end.
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -147,47 +147,65 @@ class Event:
 
 
 @dataclass
-class Completion:
+class CompletionOutput:
     """An answer.
 
     Attributes:
+        index: number of the answer among the request's `n`.
         text: text without the stop text; empty without a tokenizer.
-        tokens: tokens with the one that ended it.
-        finish: why it ended.
-        error: message, with `finish="error"`.
+        tokens: tokens with the one that ended it, and their probabilities.
+        finish_reason: why it ended.
+        error: message, with `finish_reason="error"`.
     """
 
+    index: int = 0
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
-    finish: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     error: str | None = None
 
     @property
-    def ids(self) -> list[int]:
+    def token_ids(self) -> list[int]:
         """Numbers of its tokens."""
         return [token.id for token in self.tokens]
 
+    @property
+    def finish(self) -> FinishReason | None:
+        """Old name of `finish_reason`, until the next release."""
+        return self.finish_reason
+
+    ids = token_ids
+
 
 @dataclass
-class Output:
+class RequestOutput:
     """A prompt and its answers.
 
     Attributes:
         prompt: text of the prompt; None where it was given as tokens.
-        prompt_ids: tokens of the prompt.
-        prefix_cached: tokens of the prompt whose keys and values were in the cache.
-        completions: answers to the prompt.
+        prompt_token_ids: tokens of the prompt.
+        num_cached_tokens: tokens of the prompt whose keys and values were in the cache.
+        outputs: answers to the prompt.
     """
 
     prompt: str | None
-    prompt_ids: list[int]
-    prefix_cached: int
-    completions: list[Completion]
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
 
     @property
     def text(self) -> str:
         """Text of the first answer."""
-        return self.completions[0].text
+        return self.outputs[0].text
+
+    # Old names, until the next release.
+    completions = property(lambda self: self.outputs)
+    prompt_ids = property(lambda self: self.prompt_token_ids)
+    prefix_cached = property(lambda self: self.num_cached_tokens)
+
+
+# Old names, until the next release.
+SamplingParameters, Completion, Output = SamplingParams, CompletionOutput, RequestOutput
 
 
 # Drawing of tokens: from logits to numbers of tokens and their log-probabilities.
@@ -206,7 +224,7 @@ COLDEST = 1e-30
 class DrawRow:
     """What a row of logits is for."""
 
-    sampling: SamplingParameters
+    sampling: SamplingParams
     seed: int
     sample: int
     # Tokens of the answer before the one that is drawn.
@@ -267,7 +285,7 @@ def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
     return [token if good else None for token, good in zip(tokens, sound, strict=True)]
 
 
-def _draw_alike(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> list[int]:
+def _draw_alike(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> list[int]:
     """Draws for rows [R, V] that are sampled alike."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
@@ -322,7 +340,7 @@ def _below(weights: Tensor, height: float) -> int:
     return int(torch.searchsorted(heights, mark, right=True))
 
 
-def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor | None]:
+def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | None]:
     """Applies temperature, top_k, top_p and min_p."""
     # From the largest down: with a tiny temperature quotients become inf, and inf - inf is NaN.
     scaled = (logits - logits.amax(-1, keepdim=True)) / max(sampling.temperature, COLDEST)
@@ -343,7 +361,7 @@ def _cut(logits: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor |
     return chances, order
 
 
-def penalised(logits: Tensor, sampling: SamplingParameters, rows: Sequence[DrawRow]) -> Tensor:
+def penalised(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> Tensor:
     """Applies penalties of earlier tokens, to a copy if there are any."""
     if not sampling.penalised:
         return logits

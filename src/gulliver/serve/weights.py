@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gulliver._compat import share_forward_hooks
 from gulliver.checkpoint.files import read_json
-from gulliver.checkpoint.huggingface import float_config, model_weights
+from gulliver.checkpoint.huggingface import float_config, lazy_parameters, model_weights
 from gulliver.checkpoint.weights import open_weights
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import ALONE, RankGroup
@@ -28,6 +28,8 @@ from gulliver.precision.int8.layers import QuantizedLayer, QuantizedLinear
 from gulliver.precision.int8.products import MODES, largest_in_rows
 from gulliver.precision.int8.replace import replace_module
 from gulliver.quantize.files import quantize_like
+from gulliver.serve import gguf
+from gulliver.serve.gguf import is_gguf
 from gulliver.serve.offload import StreamedWeights, group_units, unit_paths
 from gulliver.serve.options import ModelOptions
 
@@ -110,7 +112,18 @@ def cache_blocks(
 
 
 SERVED = (
-    *("bloom", "cohere", "gemma", "glm", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "helium"),
+    *(
+        "bloom",
+        "cohere",
+        "gemma",
+        "gemma3_text",
+        "glm",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "granite",
+        "helium",
+    ),
     *("llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2"),
     *("qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
 )
@@ -163,15 +176,16 @@ def build_on_meta(folder: Path | str, dtype: torch.dtype) -> Any:
     """Builds a folder's model with parameters on meta, and its settings of generation."""
     import transformers
 
-    from gulliver.booster.hybrid.checks import lazy_parameters
-
-    config = float_config(folder)
+    config = gguf.build_config(Path(folder)) if is_gguf(folder) else float_config(folder)
     with lazy_parameters():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(
             folder, local_files_only=True
         )
+    if is_gguf(folder):
+        gguf.check_names(Path(folder), model)
+        model.generation_config.eos_token_id = gguf.end_ids(Path(folder))
     return model.eval().requires_grad_(False)
 
 
@@ -180,7 +194,8 @@ class Source:
 
     def __init__(self, folder: Path | str, model: nn.Module) -> None:
         self.folder = Path(folder)
-        self._weights = model_weights(folder, model)
+        path = self.folder
+        self._weights = gguf.GgufWeights(path) if is_gguf(path) else model_weights(path, model)
         first: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), []).append(name)
@@ -527,7 +542,7 @@ def load(
     folder, dtype = fetch(Path(folder)), dtype_name(dtype)
     check_options(folder, dtype, quantize)
     # Before the model: it is the quickest to be found missing.
-    tokenizer = load_tokenizer(folder)
+    tokenizer = tokenizer_of(folder)
     return load_model(folder, ModelOptions(dtype=dtype, quantize=quantize))[0], tokenizer  # type: ignore[arg-type]
 
 
@@ -584,14 +599,23 @@ def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
 
 def check_folder(folder: Path) -> None:
     """Refuses a folder that has no model that is served."""
+    if is_gguf(folder):
+        gguf.open_file(folder)
+        return
     if not (folder / "config.json").is_file():
         raise GulliverError(
-            f"{folder} has no config.json: give a folder that save_pretrained of transformers wrote"
+            f"{folder} has no config.json: give a GGUF file, or a folder that save_pretrained of "
+            "transformers wrote"
         )
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
         raise GulliverError(f"{folder}/config.json names no model_type: it is not of transformers")
     check_type(kind)
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """Loads the tokenizer of a model's folder or file."""
+    return gguf.read_tokenizer(folder) if is_gguf(folder) else load_tokenizer(folder)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -606,7 +630,7 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 def _sizes(folder: Path) -> tuple[int, torch.dtype]:
     """Number of elements of the weights, and the dtype that most of them have."""
     counts: dict[torch.dtype, int] = {}
-    with open_weights(folder) as weights:
+    with gguf.GgufWeights(folder) if is_gguf(folder) else open_weights(folder) as weights:
         for info in weights.infos.values():
             counts[info.dtype] = counts.get(info.dtype, 0) + info.numel
     most = max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32

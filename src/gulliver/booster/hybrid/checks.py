@@ -7,8 +7,7 @@ PEFT: each raises before the model is sharded, or is carried over.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,29 +228,6 @@ def _refuse(traced: bool) -> None:
 #
 # Build the model under `lazy_parameters`, make its optimizer, and boost both with
 # ``HybridParallelPlugin(weights=folder)``.
-
-
-@contextmanager
-def lazy_parameters() -> Iterator[None]:
-    """Context in which new modules have their parameters on meta, which takes no memory.
-
-    Buffers are created as usual, because no file has their values. Parameters are created one at a
-    time and freed, so at most the largest exists at once.
-    """
-    # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            grad = parameter.requires_grad
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def check_lazy(model: nn.Module, weights: Path | None) -> None:

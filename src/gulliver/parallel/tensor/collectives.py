@@ -9,12 +9,13 @@ number of parameters and what is saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gulliver._compat import uncompiled
 from gulliver.comm.collectives import all_gather, all_reduce, reduce_scatter
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import Messages, post
@@ -223,9 +224,6 @@ def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
 # `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
 # [Note: replicated or partial] A collective alone does not say what its backward is; how the ranks
 # use the result does. The first four keep to one rule: what is whole is the same on all ranks,
 # computed by all alike, and so is its gradient. So the backward of an all-gather (`gather`) takes
@@ -238,12 +236,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 # In a group of one rank all of them return their input. Compilers leave them as they are: what is
 # sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et al., 2019, arXiv 1909.08053);
 # g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
-def uncompiled(function: F) -> F:
-    """Disables compilation of a function that communicates."""
-    found: Any = torch.compiler.disable(function)  # pyright: ignore
-    return found
-
-
 @uncompiled
 def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Identity; the gradient is summed over the ranks."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from gulliver._compat import uncompiled
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import ALONE, RankGroup
 from gulliver.errors import GulliverError
@@ -23,7 +24,6 @@ from gulliver.parallel.tensor.collectives import (
     ring_gather,
     split,
     start_reduce,
-    uncompiled,
 )
 from gulliver.parallel.tensor.entry import (
     Arrival,

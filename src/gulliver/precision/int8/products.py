@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gulliver._compat import uncompiled
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.probe import kept_seconds
 from gulliver.precision.int8.formats import from_int4, from_int8
@@ -136,7 +137,7 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
     return kernel(w, x, bias, largest)
 
 
-_outside_graphs: Kernel = cast(Any, torch.compiler.disable)(product)
+_outside_graphs: Kernel = uncompiled(product)
 
 
 def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:

@@ -51,7 +51,7 @@ from gulliver.serve.http.requests import (
 )
 from gulliver.serve.http.worker import EngineThread, EngineTicket, Gate, Inbox, Metrics
 from gulliver.serve.requests import chat_tokens
-from gulliver.serve.sampling import Event, SamplingParameters, Token
+from gulliver.serve.sampling import Event, SamplingParams, Token
 
 ALIVE_S = 15.0
 """Seconds without tokens after which a stream says that it is alive."""
@@ -62,7 +62,7 @@ class PromptJob:
     """A prompt and how its answers are drawn."""
 
     tokens: Sequence[int]
-    sampling: SamplingParameters
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gulliver.errors import GulliverError, nearest
 from gulliver.serve.batch import Facts
 from gulliver.serve.requests import RequestError, check_request
-from gulliver.serve.sampling import SamplingParameters
+from gulliver.serve.sampling import SamplingParams
 
 
 class ApiError(Exception):
@@ -299,7 +299,7 @@ def _content(content: Any, where: str) -> str:
 
 def sampling_of(
     body: RequestBody, tokens: Sequence[int], limits: Limits, many: int = 1
-) -> SamplingParameters:
+) -> SamplingParams:
     """How the answers to one of `many` prompts are drawn; refuses what is out of range."""
     prompt = "prompt" if isinstance(body, CompletionBody) else "messages"
     sampling, name = _sampling(body, max(1, limits.facts.longest - len(tokens)), limits)
@@ -324,7 +324,7 @@ def sampling_of(
     return sampling
 
 
-def _sampling(body: RequestBody, room: int, limits: Limits) -> tuple[SamplingParameters, str]:
+def _sampling(body: RequestBody, room: int, limits: Limits) -> tuple[SamplingParams, str]:
     """Sampling parameters, and the name by which the client knows their most tokens."""
     name, wanted = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
@@ -334,7 +334,7 @@ def _sampling(body: RequestBody, room: int, limits: Limits) -> tuple[SamplingPar
     stop = _stops(body.stop)
     given = {key: value for key in _DRAWN if (value := getattr(body, key)) is not None}
     try:
-        made = SamplingParameters(
+        made = SamplingParams(
             max_tokens=body.most(room, limits.max_tokens) if wanted is None else wanted,
             logprobs=body.likeliest,
             stop=stop,

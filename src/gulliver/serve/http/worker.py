@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from gulliver.errors import GulliverError
 from gulliver.serve.engine import Engine
 from gulliver.serve.http.requests import ApiError, overloaded, wrong
-from gulliver.serve.sampling import Event, SamplingParameters
+from gulliver.serve.sampling import Event, SamplingParams
 
 
 class Gate:
@@ -169,7 +169,7 @@ class EngineThread:
         self._thread.start()
 
     async def add(
-        self, tokens: Sequence[int], sampling: SamplingParameters, place: int, inbox: Inbox
+        self, tokens: Sequence[int], sampling: SamplingParams, place: int, inbox: Inbox
     ) -> EngineTicket:
         """Takes a request in."""
         assert self._loop is not None

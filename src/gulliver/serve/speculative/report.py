@@ -14,7 +14,7 @@ from gulliver.serve.batch import Batch, Span
 from gulliver.serve.engine import Engine
 from gulliver.serve.local import LocalRunner
 from gulliver.serve.options import EngineOptions
-from gulliver.serve.sampling import SamplingParameters
+from gulliver.serve.sampling import SamplingParams
 from gulliver.serve.speculative.proposers import Proposer
 from gulliver.serve.speculative.speculator import SpeculationOptions, Speculator, make_speculator
 from gulliver.serve.speculative.train_config import ReportConfig
@@ -80,7 +80,7 @@ def report(config: ReportConfig) -> SpeculationReport:
     ]
     if not texts:
         raise GulliverError("no text is left to continue: give longer ones")
-    asked = SamplingParameters(config.tokens, config.temperature, seed=0, ignore_eos=True)
+    asked = SamplingParams(config.tokens, config.temperature, seed=0, ignore_eos=True)
     return measure_draft(
         *(model, tokenizer, config.draft, texts[: config.texts], asked, config.depth),
         sequences=config.sequences,
@@ -92,7 +92,7 @@ def measure_draft(
     tokenizer: Any,
     draft: str | Callable[[], Proposer],
     texts: Sequence[Sequence[int]],
-    asked: SamplingParameters,
+    asked: SamplingParams,
     depth: int,
     rounds: int = 3,
     sequences: int = 1,
@@ -157,7 +157,7 @@ def measure_draft(
 
 
 def _continued(
-    engine: Engine, texts: Sequence[Sequence[int]], asked: SamplingParameters
+    engine: Engine, texts: Sequence[Sequence[int]], asked: SamplingParams
 ) -> tuple[float, list[list[int]]]:
     """Seconds of all tokens but the first of each group of texts, and the tokens."""
     spent, made = 0.0, dict[int, list[int]]()
