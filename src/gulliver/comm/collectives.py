@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
+from gulliver.comm.host import SMALL_BYTES, HostTeam, host_team, tag_of
 from gulliver.comm.messages import check_wire, count_sent, next_tag
 from gulliver.comm.packed import (
     Packer,
@@ -140,6 +141,15 @@ def all_reduce(
             steps = partial(chained_all_reduce, tensor, op, rank_groups)
             return _finished(_chained_handle([tensor], steps), async_op)
         return backend_all_reduce(tensor, op, group, async_op)
+    if (team := _team(rank_groups)) is not None:
+        if not async_op and tensor.nbytes <= SMALL_BYTES:
+            team.all_reduce_small(tensor, op, tag_of(rank_groups[0].process_group, purpose))
+            return Handle()
+        if team.takes(tensor, tensor, op) and tensor.numel() % size == 0:
+            work = team.all_reduce(
+                tensor.detach(), op, tag_of(rank_groups[0].process_group, purpose)
+            )
+            return _finished(Handle(work), async_op)
     # Small ones take one exchange in this thread, where gloo's ring would take n - 1.
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
@@ -204,6 +214,10 @@ def reduce_scatter(
         return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
+        if (team := _team(rank_groups)) is not None and team.takes(output, input, op):
+            tag = tag_of(rank_groups[0].process_group, purpose)
+            work = team.reduce_scatter(output.detach(), input.detach(), op, tag)
+            return _finished(Handle(work), async_op)
         steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
         return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
@@ -262,6 +276,11 @@ def all_gather(
         return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
+        if (team := _team(rank_groups)) is not None:
+            tag = tag_of(rank_groups[0].process_group, purpose)
+            return _finished(
+                Handle(team.all_gather(output.detach(), input.detach(), tag)), async_op
+            )
         steps = segmented_all_gather(output, input, rank_groups, purpose)
         return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
@@ -322,6 +341,11 @@ def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Pur
     rank_groups = _rank_groups(group)
     gloo = sends_directly(rank_groups[0].process_group, whole)
     return Packer(wire, rank_groups, purpose, gloo)
+
+
+def _team(rank_groups: Sequence[RankGroup]) -> HostTeam | None:
+    """The ranks as a team on one host, if they are one and follow no torus."""
+    return host_team(rank_groups[0].process_group) if len(rank_groups) == 1 else None
 
 
 def _rank_groups(group: Group) -> tuple[RankGroup, ...]:

@@ -77,6 +77,8 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Longest wait for the other ranks; `init_world` sets it.
+        self.timeout_s = 600.0
         self.clear()
 
     def clear(self) -> None:

@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from gulliver.comm.host import close_host_teams
 from gulliver.comm.steps import drain
 from gulliver.comm.watchdog import READING_S, Watchdog, flight_recorder
 from gulliver.errors import GulliverError
@@ -91,6 +92,7 @@ def init_world(
             )
     except (RuntimeError, ValueError) as error:
         raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
+    flight_recorder.timeout_s = timeout_s
     atexit.register(_leave)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A connection of its own: the main one is locked while a collective waits on it.
@@ -118,6 +120,7 @@ def shutdown() -> None:
     global _world, _watchdog
     if _watchdog is not None:
         _watchdog.stop()
+    close_host_teams()
     if dist.is_initialized():
         dist.destroy_process_group()
     _world = _watchdog = None

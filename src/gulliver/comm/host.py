@@ -1,0 +1,235 @@
+"""Collectives of ranks on one host, which read each other's memory instead of sending it.
+
+Over the loopback of a network each element is copied four times, and wakes threads on both sides.
+Here the extension `gulliver.comm._host` copies it once, straight out of the other rank's tensor.
+`open_host_team` says for which groups that is allowed; all others keep to messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
+from gulliver.comm.messages import count_sent, next_tag
+from gulliver.comm.steps import add_up
+from gulliver.comm.watchdog import PATIENCE_S, Purpose, flight_recorder
+
+_LOG = logging.getLogger("gulliver")
+SWITCH = "GULLIVER_SHARED_MEMORY"
+"""Environment variable; ``off`` makes ranks on one host use messages like all others."""
+INTERFACE = 1
+SMALL_BYTES = 32 << 10
+"""Up to this size an all-reduce takes all terms to every rank, which saves an exchange."""
+_DTYPES = {
+    (torch.float32, torch.float32): 0,
+    (torch.float64, torch.float64): 1,
+    (torch.bfloat16, torch.float32): 2,
+}
+"""Numbers of what the extension adds: the dtype that is read, and that of the sum."""
+_GATHER, _SUM = 0, 1
+
+_teams: WeakKeyDictionary[Any, HostTeam | None] = WeakKeyDictionary()
+
+
+class HostWork:
+    """An operation in flight."""
+
+    def __init__(self, native: Any, number: int) -> None:
+        self._native, self._number = native, number
+
+    def wait(self) -> None:
+        """Returns when no rank needs the tensors any more; raises if the ranks disagree."""
+        if self._native.wait(self._number, PATIENCE_S):
+            return
+        flight_recorder.waiting += 1
+        try:
+            waited = PATIENCE_S
+            while not self._native.wait(self._number, PATIENCE_S):
+                flight_recorder.check()
+                waited += PATIENCE_S
+                if waited > flight_recorder.timeout_s:
+                    raise RuntimeError("a collective timed out: not all peers have come to it")
+        finally:
+            flight_recorder.waiting -= 1
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._native.complete(self._number)
+
+
+class HostTeam:
+    """Ranks of a group that read each other's memory."""
+
+    def __init__(self, native: Any, rank_group: RankGroup) -> None:
+        self._native, self.rank, self.size = native, rank_group.rank, rank_group.size
+        # Of operations that are not complete on all ranks, whether or not they are waited for.
+        self._read: deque[tuple[HostWork, tuple[Tensor, ...]]] = deque()
+
+    def takes(self, output: Tensor, input: Tensor, op: str) -> bool:
+        """Whether a sum of these dtypes is made here."""
+        return op != "max" and (input.dtype, output.dtype) in _DTYPES
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
+        """Adds up this rank's part of the inputs, in the order of the ranks."""
+        count_sent(input.nbytes * (1 - 1 / self.size))
+        dtype = _DTYPES[input.dtype, output.dtype]
+        return self._post(_SUM, dtype, op == "mean", False, input, output, tag)
+
+    def all_gather(self, output: Tensor, input: Tensor, tag: int, here: bool = False) -> HostWork:
+        """Copies the inputs of all ranks, of any dtype."""
+        count_sent(input.nbytes * (self.size - 1))
+        return self._post(_GATHER, 0, False, False, input, output, tag, here)
+
+    def all_reduce(self, tensor: Tensor, op: str, tag: int) -> HostWork:
+        """Replaces a tensor, which ranks cut into equal parts, by the sum or mean."""
+        count_sent(2 * tensor.nbytes * (1 - 1 / self.size))
+        part = tensor.view(self.size, -1)[self.rank]
+        self._post(
+            _SUM, _DTYPES[tensor.dtype, tensor.dtype], op == "mean", False, tensor, part, tag
+        )
+        return self._post(_GATHER, 0, False, True, part, tensor, tag)
+
+    def all_reduce_small(self, tensor: Tensor, op: str, tag: int) -> None:
+        """Replaces a small tensor by the reduction, any `op` of any dtype, in this thread."""
+        terms = tensor.new_empty(self.size, tensor.numel())
+        self.all_gather(terms, tensor, tag, here=True).wait()
+        total, others = tensor.view(1, -1), [*terms[: self.rank], *terms[self.rank + 1 :]]
+        slots = torch.stack(others).unsqueeze(1)
+        add_up(total, total, slots, self.rank, op)
+        if op == "mean":
+            tensor.div_(self.size)
+
+    def _post(
+        self,
+        kind: int,
+        dtype: int,
+        mean: bool,
+        follows: bool,
+        read: Tensor,
+        written: Tensor,
+        tag: int,
+        here: bool = False,
+    ) -> HostWork:
+        nbytes = read.nbytes if kind == _GATHER else read.nbytes // self.size
+        where = read.data_ptr(), written.data_ptr()
+        number = self._native.post(kind, dtype, mean, follows, *where, nbytes, tag, here)
+        work = HostWork(self._native, number)
+        while self._read and self._read[0][0].is_completed():
+            self._read.popleft()
+        self._read.append((work, (read, written)))
+        return work
+
+
+def host_team(group: dist.ProcessGroup | None) -> HostTeam | None:
+    """The team of a group for which one was opened."""
+    return _teams.get(group or dist.group.WORLD) if _teams else None
+
+
+def open_host_team(group: dist.ProcessGroup | None) -> str:
+    """Lets ranks of a group read each other's memory; every rank of the group calls it.
+
+    Returns:
+        Why they exchange messages instead; empty where they do not.
+    """
+    key = group or dist.group.WORLD
+    if key is None or not sends_directly(group, torch.empty(0)):
+        return "tensors do not travel over gloo"
+    if _teams.get(key) is not None:
+        return ""
+    rank_group = rank_group_of(group)
+    native, problem = _load()
+    team: Any = None
+    # Ranks in other namespaces have their own numbers of processes, or links that are asked for.
+    own = (problem, os.getpid(), socket.gethostname(), *map(_namespace, ("pid", "net")))
+    found = _gathered(own, group)
+    problem = next((other[0] for other in found if other[0]), "")
+    if not problem and len({other[2:] for other in found}) > 1:
+        problem = "the ranks are not all on one host"
+    if problem:
+        return problem
+    name = _make_page(native, rank_group) if rank_group.rank == 0 else ""
+    name = _gathered(name, group)[0]
+    marker = torch.full((1,), 0x6775_6C6C, dtype=torch.int64)
+    try:
+        pids = [other[1] for other in found]
+        team = native.Team(name, rank_group.rank, pids) if name else None
+        problem = "" if team else "there is no room for a shared page"
+    except RuntimeError as error:
+        problem = str(error)
+    addresses = _gathered(marker.data_ptr(), group)
+    if team is not None:
+        errors = {team.probe(peer, at, int(marker)) for peer, at in enumerate(addresses)} - {0}
+        problem = f"reading is refused ({os.strerror(max(errors))})" if errors else ""
+    problem = next((found for found in _gathered(problem, group) if found), "")
+    if rank_group.rank == 0 and name:
+        Path(name).unlink(missing_ok=True)
+    _teams[key] = None if problem else HostTeam(team, rank_group)
+    return problem
+
+
+def log_host_team(group: dist.ProcessGroup | None) -> None:
+    """Opens a group's team, and says on its first rank why there is none."""
+    problem = open_host_team(group)
+    if problem and rank_group_of(group).rank == 0:
+        _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
+
+
+def close_host_teams() -> None:
+    """Ends all teams: the world ends."""
+    _teams.clear()
+
+
+def tag_of(group: dist.ProcessGroup | None, purpose: Purpose) -> int:
+    """The tag of a team's next operation, by which ranks that do another one are noticed."""
+    return next_tag(group, 1, purpose)
+
+
+def _load() -> tuple[Any, str]:
+    if os.environ.get(SWITCH, "") == "off":
+        return None, f"{SWITCH}=off"
+    try:
+        from gulliver.comm import _host  # type: ignore[attr-defined]
+    except ImportError as error:
+        return None, f"the extension gulliver.comm._host is not built ({error})"
+    if _host.INTERFACE != INTERFACE:
+        return None, "this system has no process_vm_readv, or the extension is of another version"
+    _host.allow_reading()
+    return _host, ""
+
+
+def _make_page(native: Any, rank_group: RankGroup) -> str:
+    """Makes the file of the shared page; empty where that cannot be."""
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    try:
+        handle, name = tempfile.mkstemp(prefix="gulliver-", dir=folder)
+        # Written, not only made longer: a full file system would end the process with SIGBUS.
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(native.page_bytes(rank_group.size)))
+    except OSError:
+        return ""
+    return name
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return str(Path(f"/proc/self/ns/{kind}").readlink())
+    except OSError:
+        return ""
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> Sequence[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
