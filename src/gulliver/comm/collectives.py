@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
-from gulliver.comm.host import SMALL_BYTES, HostTeam, host_team, tag_of
-from gulliver.comm.messages import check_wire, count_sent, next_tag
+from gulliver.comm.host import SMALL_BYTES, host_team
+from gulliver.comm.messages import check_wire
 from gulliver.comm.packed import (
     Packer,
     check_packed,
@@ -41,7 +41,7 @@ from gulliver.comm.torus import (
     exchange_and_add,
     run_chained,
 )
-from gulliver.comm.watchdog import ANY, Purpose
+from gulliver.comm.watchdog import ANY, Purpose, count_sent, flight_recorder
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import RING_BYTES, torus_seconds
@@ -135,26 +135,25 @@ def all_reduce(
         tensor = tensor.detach()
         steps = packed_all_reduce(tensor, op == "mean", packer, error)
         return _finished(Handle(*run_packed(steps, packer, [tensor], finish)), async_op)
+    if tensor.device.type == "cpu" and (team := host_team(group)) is not None:
+        if not async_op and tensor.nbytes <= SMALL_BYTES:
+            team.all_reduce_small(tensor, op, purpose)
+            return Handle()
+        if team.takes(tensor, tensor, op) and tensor.numel() % size == 0:
+            return _finished(Handle(team.all_reduce(tensor, op, purpose)), async_op)
     rank_groups = _rank_groups(group)
     if not sends_directly(rank_groups[0].process_group, tensor):
         if isinstance(group, Torus):
             steps = partial(chained_all_reduce, tensor, op, rank_groups)
             return _finished(_chained_handle([tensor], steps), async_op)
         return backend_all_reduce(tensor, op, group, async_op)
-    if (team := _team(rank_groups)) is not None:
-        if not async_op and tensor.nbytes <= SMALL_BYTES:
-            team.all_reduce_small(tensor, op, tag_of(rank_groups[0].process_group, purpose))
-            return Handle()
-        if team.takes(tensor, tensor, op) and tensor.numel() % size == 0:
-            work = team.all_reduce(
-                tensor.detach(), op, tag_of(rank_groups[0].process_group, purpose)
-            )
-            return _finished(Handle(work), async_op)
     # Small ones take one exchange in this thread, where gloo's ring would take n - 1.
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
     if plain and _backend_is_cheaper(tensor, op, size, any_order):
-        next_tag(rank_groups[0].process_group, 1, purpose)  # only noted: the backend has its own
+        flight_recorder.next_tag(
+            rank_groups[0].process_group, 1, purpose
+        )  # only noted: the backend has its own
         return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
     steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
     return _sent(steps, rank_groups, async_op, here=small)
@@ -212,12 +211,10 @@ def reduce_scatter(
         output, input = output.detach(), input.detach()
         steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
         return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
+    if (team := host_team(group)) is not None and team.takes(output, input, op):
+        return _finished(Handle(team.reduce_scatter(output, input, op, purpose)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
-        if (team := _team(rank_groups)) is not None and team.takes(output, input, op):
-            tag = tag_of(rank_groups[0].process_group, purpose)
-            work = team.reduce_scatter(output.detach(), input.detach(), op, tag)
-            return _finished(Handle(work), async_op)
         steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
         return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
@@ -274,13 +271,10 @@ def all_gather(
         output, input = output.detach(), input.detach()
         steps = packed_all_gather(output, input, packer, add)
         return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
+    if input.device.type == "cpu" and (team := host_team(group)) is not None:
+        return _finished(Handle(team.all_gather(output, input, purpose)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
-        if (team := _team(rank_groups)) is not None:
-            tag = tag_of(rank_groups[0].process_group, purpose)
-            return _finished(
-                Handle(team.all_gather(output.detach(), input.detach(), tag)), async_op
-            )
         steps = segmented_all_gather(output, input, rank_groups, purpose)
         return _sent(steps, rank_groups, async_op)
     if isinstance(group, Torus):
@@ -341,11 +335,6 @@ def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Pur
     rank_groups = _rank_groups(group)
     gloo = sends_directly(rank_groups[0].process_group, whole)
     return Packer(wire, rank_groups, purpose, gloo)
-
-
-def _team(rank_groups: Sequence[RankGroup]) -> HostTeam | None:
-    """The ranks as a team on one host, if they are one and follow no torus."""
-    return host_team(rank_groups[0].process_group) if len(rank_groups) == 1 else None
 
 
 def _rank_groups(group: Group) -> tuple[RankGroup, ...]:

@@ -11,8 +11,10 @@ import logging
 import os
 import socket
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,9 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
-from gulliver.comm.messages import count_sent, next_tag
-from gulliver.comm.steps import add_up
-from gulliver.comm.watchdog import PATIENCE_S, Purpose, flight_recorder
+from gulliver.comm.watchdog import PATIENCE_S, Purpose, count_sent, flight_recorder
 
 _LOG = logging.getLogger("gulliver")
 SWITCH = "GULLIVER_SHARED_MEMORY"
@@ -72,68 +72,78 @@ class HostWork:
 class HostTeam:
     """Ranks of a group that read each other's memory."""
 
-    def __init__(self, native: Any, rank_group: RankGroup) -> None:
+    def __init__(self, native: Any, rank_group: RankGroup, group: Any) -> None:
         self._native, self.rank, self.size = native, rank_group.rank, rank_group.size
+        self._group = weakref.ref(group)  # which is the key that the team is kept by
         # Of operations that are not complete on all ranks, whether or not they are waited for.
         self._read: deque[tuple[HostWork, tuple[Tensor, ...]]] = deque()
 
     def takes(self, output: Tensor, input: Tensor, op: str) -> bool:
         """Whether a sum of these dtypes is made here."""
-        return op != "max" and (input.dtype, output.dtype) in _DTYPES
+        cpu = input.device.type == "cpu"
+        return cpu and op != "max" and (input.dtype, output.dtype) in _DTYPES
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, purpose: Purpose) -> HostWork:
         """Adds up this rank's part of the inputs, in the order of the ranks."""
         count_sent(input.nbytes * (1 - 1 / self.size))
-        dtype = _DTYPES[input.dtype, output.dtype]
-        return self._post(_SUM, dtype, op == "mean", False, input, output, tag)
+        return self._sum(output.detach(), input.detach(), op, self._tag(purpose))
 
-    def all_gather(self, output: Tensor, input: Tensor, tag: int, here: bool = False) -> HostWork:
+    def all_gather(
+        self, output: Tensor, input: Tensor, purpose: Purpose, here: bool = False
+    ) -> HostWork:
         """Copies the inputs of all ranks, of any dtype."""
         count_sent(input.nbytes * (self.size - 1))
-        return self._post(_GATHER, 0, False, False, input, output, tag, here)
+        return self._gather(output.detach(), input.detach(), self._tag(purpose), here=here)
 
-    def all_reduce(self, tensor: Tensor, op: str, tag: int) -> HostWork:
+    def all_reduce(self, tensor: Tensor, op: str, purpose: Purpose) -> HostWork:
         """Replaces a tensor, which ranks cut into equal parts, by the sum or mean."""
         count_sent(2 * tensor.nbytes * (1 - 1 / self.size))
-        part = tensor.view(self.size, -1)[self.rank]
-        self._post(
-            _SUM, _DTYPES[tensor.dtype, tensor.dtype], op == "mean", False, tensor, part, tag
-        )
-        return self._post(_GATHER, 0, False, True, part, tensor, tag)
+        flat, tag = tensor.detach().view(-1), self._tag(purpose)
+        part = flat.view(self.size, -1)[self.rank]
+        self._sum(part, flat, op, tag)
+        return self._gather(flat, part, tag, follows=True)
 
-    def all_reduce_small(self, tensor: Tensor, op: str, tag: int) -> None:
+    def all_reduce_small(self, tensor: Tensor, op: str, purpose: Purpose) -> None:
         """Replaces a small tensor by the reduction, any `op` of any dtype, in this thread."""
-        terms = tensor.new_empty(self.size, tensor.numel())
-        self.all_gather(terms, tensor, tag, here=True).wait()
-        total, others = tensor.view(1, -1), [*terms[: self.rank], *terms[self.rank + 1 :]]
-        slots = torch.stack(others).unsqueeze(1)
-        add_up(total, total, slots, self.rank, op)
+        terms = tensor.new_empty(self.size, *tensor.shape)
+        self.all_gather(terms, tensor, purpose, here=True).wait()
+        add = torch.maximum if op == "max" else torch.add
+        tensor.copy_(reduce(add, terms))
         if op == "mean":
             tensor.div_(self.size)
 
+    def _tag(self, purpose: Purpose) -> int:
+        """The next tag of the group: ranks that do something else have another one."""
+        return flight_recorder.next_tag(self._group(), 1, purpose)
+
+    def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
+        kind = _DTYPES[input.dtype, output.dtype], op == "mean", False
+        return self._post((_SUM, *kind), input, output, input.nbytes // self.size, tag, False)
+
+    def _gather(
+        self, output: Tensor, input: Tensor, tag: int, follows: bool = False, here: bool = False
+    ) -> HostWork:
+        return self._post((_GATHER, 0, False, follows), input, output, input.nbytes, tag, here)
+
     def _post(
         self,
-        kind: int,
-        dtype: int,
-        mean: bool,
-        follows: bool,
+        kind: tuple[int, int, bool, bool],
         read: Tensor,
         written: Tensor,
+        nbytes: int,
         tag: int,
-        here: bool = False,
+        here: bool,
     ) -> HostWork:
-        nbytes = read.nbytes if kind == _GATHER else read.nbytes // self.size
         where = read.data_ptr(), written.data_ptr()
-        number = self._native.post(kind, dtype, mean, follows, *where, nbytes, tag, here)
-        work = HostWork(self._native, number)
+        work = HostWork(self._native, self._native.post(*kind, *where, nbytes, tag, here))
         while self._read and self._read[0][0].is_completed():
             self._read.popleft()
         self._read.append((work, (read, written)))
         return work
 
 
-def host_team(group: dist.ProcessGroup | None) -> HostTeam | None:
-    """The team of a group for which one was opened."""
+def host_team(group: Any) -> HostTeam | None:
+    """The team of a group for which one was opened; never that of a torus."""
     return _teams.get(group or dist.group.WORLD) if _teams else None
 
 
@@ -175,7 +185,7 @@ def open_host_team(group: dist.ProcessGroup | None) -> str:
     problem = next((found for found in _gathered(problem, group) if found), "")
     if rank_group.rank == 0 and name:
         Path(name).unlink(missing_ok=True)
-    _teams[key] = None if problem else HostTeam(team, rank_group)
+    _teams[key] = None if problem else HostTeam(team, rank_group, key)
     return problem
 
 
@@ -189,11 +199,6 @@ def log_host_team(group: dist.ProcessGroup | None) -> None:
 def close_host_teams() -> None:
     """Ends all teams: the world ends."""
     _teams.clear()
-
-
-def tag_of(group: dist.ProcessGroup | None, purpose: Purpose) -> int:
-    """The tag of a team's next operation, by which ranks that do another one are noticed."""
-    return next_tag(group, 1, purpose)
 
 
 def _load() -> tuple[Any, str]:

@@ -27,13 +27,12 @@ from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import (
     Messages,
     give_buffer,
-    next_tag,
     others,
     receive,
     send,
     take_buffer,
 )
-from gulliver.comm.watchdog import ANY, Purpose, wait_for
+from gulliver.comm.watchdog import ANY, Purpose, flight_recorder, wait_for
 
 THREADS = 8
 """Collectives that go apart at once; more wait for their turn."""
@@ -524,7 +523,7 @@ def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]
     """The first tag of each rank group, followed by one for each row."""
     found, rows = [], 1
     for rank_group in rank_groups:
-        found.append(next_tag(rank_group.process_group, rows, purpose))
+        found.append(flight_recorder.next_tag(rank_group.process_group, rows, purpose))
         rows *= rank_group.size
     return found
 

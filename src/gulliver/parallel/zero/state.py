@@ -46,9 +46,9 @@ from gulliver.memory.pending import PendingParameter, any_read_lock, hide_from_c
 from gulliver.options import Options
 from gulliver.parallel.zero.chunks import ShardedChunk, TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero.elementwise import check_trainable
+from gulliver.parallel.zero.gate import ZeroWires
 from gulliver.parallel.zero.gather import Gatherer, refer
 from gulliver.parallel.zero.reduce import GradientReducer
-from gulliver.parallel.zero.sending import ZeroWires
 from gulliver.parallel.zero.tiers import (
     OptimizerGroups,
     PieceStates,
