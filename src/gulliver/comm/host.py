@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -47,16 +48,16 @@ class HostWork:
     """An operation in flight."""
 
     def __init__(self, native: Any, number: int) -> None:
-        self._native, self._number = native, number
+        self._native, self.number = native, number
 
     def wait(self) -> None:
         """Returns when no rank needs the tensors any more; raises if the ranks disagree."""
-        if self._native.wait(self._number, PATIENCE_S):
+        if self._native.wait(self.number, PATIENCE_S):
             return
         flight_recorder.waiting += 1
         try:
             waited = PATIENCE_S
-            while not self._native.wait(self._number, PATIENCE_S):
+            while not self._native.wait(self.number, PATIENCE_S):
                 flight_recorder.check()
                 waited += PATIENCE_S
                 if waited > flight_recorder.timeout_s:
@@ -66,7 +67,7 @@ class HostWork:
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._native.complete(self._number)
+        return self._native.complete(self.number)
 
 
 class HostTeam:
@@ -111,6 +112,14 @@ class HostTeam:
         tensor.copy_(reduce(add, terms))
         if op == "mean":
             tensor.div_(self.size)
+
+    def drain(self, until: float) -> bool:
+        """Waits for all operations in flight; returns whether they ended before the deadline."""
+        number = self._read[-1][0].number if self._read else None
+        try:
+            return number is None or self._native.wait(number, max(0.0, until - time.monotonic()))
+        except RuntimeError:  # a rank is gone, and nothing of it can arrive
+            return True
 
     def _tag(self, purpose: Purpose) -> int:
         """The next tag of the group: ranks that do something else have another one."""
@@ -196,8 +205,14 @@ def log_host_team(group: dist.ProcessGroup | None) -> None:
         _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
 
 
-def close_host_teams() -> None:
-    """Ends all teams: the world ends."""
+def drain_host_teams(until: float) -> bool:
+    """Waits until no rank needs this one's memory; returns whether that was before the deadline."""
+    return all(team.drain(until) for team in list(_teams.values()) if team is not None)
+
+
+def close_host_teams(seconds: float) -> None:
+    """Ends all teams when the world ends, after at most so many seconds."""
+    drain_host_teams(time.monotonic() + seconds)
     _teams.clear()
 
 

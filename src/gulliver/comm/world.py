@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from gulliver.comm.host import close_host_teams
+from gulliver.comm.host import close_host_teams, drain_host_teams
 from gulliver.comm.steps import drain
 from gulliver.comm.watchdog import READING_S, Watchdog, flight_recorder
 from gulliver.errors import GulliverError
@@ -120,7 +120,7 @@ def shutdown() -> None:
     global _world, _watchdog
     if _watchdog is not None:
         _watchdog.stop()
-    close_host_teams()
+    close_host_teams(LEAVING_S)
     if dist.is_initialized():
         dist.destroy_process_group()
     _world = _watchdog = None
@@ -142,7 +142,8 @@ def _leave() -> None:
         text = str(getattr(sys, "last_value", "")).splitlines() or [""]
         status = 130 if issubclass(error, KeyboardInterrupt) else 1
         _leave_failed(f"with {error.__name__}: {text[0][:200]}", status)
-    if not drain(time.monotonic() + LEAVING_S):
+    until = time.monotonic() + LEAVING_S
+    if not (drain(until) and drain_host_teams(until)):
         why = "at its end: other ranks have not taken part in a collective that it began"
         print(f"gulliver: this rank failed {why}", file=sys.stderr)
         _leave_failed(why, 1)
