@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
-from gulliver.comm.host import SMALL_BYTES, host_team
+from gulliver.comm.host import host_team
 from gulliver.comm.messages import check_wire
 from gulliver.comm.packed import (
     Packer,
@@ -136,11 +136,9 @@ def all_reduce(
         steps = packed_all_reduce(tensor, op == "mean", packer, error)
         return _finished(Handle(*run_packed(steps, packer, [tensor], finish)), async_op)
     if tensor.device.type == "cpu" and (team := host_team(group)) is not None:
-        if not async_op and tensor.nbytes <= SMALL_BYTES:
-            team.all_reduce_small(tensor, op, purpose)
-            return Handle()
-        if team.takes(tensor, tensor, op) and tensor.numel() % size == 0:
-            return _finished(Handle(team.all_reduce(tensor, op, purpose)), async_op)
+        works = team.all_reduce(tensor, op, purpose, now=not async_op)
+        if works is not None:
+            return _finished(Handle(*works), async_op)
     rank_groups = _rank_groups(group)
     if not sends_directly(rank_groups[0].process_group, tensor):
         if isinstance(group, Torus):

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import tempfile
+import threading
 import time
 import weakref
 from collections import deque
@@ -47,37 +48,44 @@ _teams: WeakKeyDictionary[Any, HostTeam | None] = WeakKeyDictionary()
 class HostWork:
     """An operation in flight."""
 
-    def __init__(self, native: Any, number: int) -> None:
-        self._native, self.number = native, number
+    def __init__(self, team: HostTeam, number: int) -> None:
+        self._team, self._number = team, number
 
     def wait(self) -> None:
         """Returns when no rank needs the tensors any more; raises if the ranks disagree."""
-        if self._native.wait(self.number, PATIENCE_S):
-            return
-        flight_recorder.waiting += 1
-        try:
-            waited = PATIENCE_S
-            while not self._native.wait(self.number, PATIENCE_S):
-                flight_recorder.check()
-                waited += PATIENCE_S
-                if waited > flight_recorder.timeout_s:
-                    raise RuntimeError("a collective timed out: not all peers have come to it")
-        finally:
-            flight_recorder.waiting -= 1
+        native, waited = self._team.native, PATIENCE_S
+        if not native.wait(self._number, PATIENCE_S):
+            flight_recorder.waiting += 1
+            try:
+                while not native.wait(self._number, PATIENCE_S):
+                    flight_recorder.check()
+                    waited += PATIENCE_S
+                    if waited > flight_recorder.timeout_s:
+                        raise RuntimeError("a collective timed out: not all peers came to it")
+            finally:
+                flight_recorder.waiting -= 1
+        self._team.let_go()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._native.complete(self.number)
+        return self._team.native.complete(self._number)
 
 
 class HostTeam:
     """Ranks of a group that read each other's memory."""
 
     def __init__(self, native: Any, rank_group: RankGroup, group: Any) -> None:
-        self._native, self.rank, self.size = native, rank_group.rank, rank_group.size
+        self.native, self.rank, self.size = native, rank_group.rank, rank_group.size
         self._group = weakref.ref(group)  # which is the key that the team is kept by
-        # Of operations that are not complete on all ranks, whether or not they are waited for.
-        self._read: deque[tuple[HostWork, tuple[Tensor, ...]]] = deque()
+        # Tensors of operations that are not complete on all ranks, waited for or not.
+        self._read: deque[tuple[int, tuple[Tensor, ...]]] = deque()
+        self._lock = threading.Lock()
+
+    def let_go(self) -> None:
+        """Drops the tensors that no rank needs any more: who counts their users looks next."""
+        with self._lock:
+            while self._read and self.native.complete(self._read[0][0]):
+                self._read.popleft()
 
     def takes(self, output: Tensor, input: Tensor, op: str) -> bool:
         """Whether a sum of these dtypes is made here."""
@@ -96,28 +104,34 @@ class HostTeam:
         count_sent(input.nbytes * (self.size - 1))
         return self._gather(output.detach(), input.detach(), self._tag(purpose), here=here)
 
-    def all_reduce(self, tensor: Tensor, op: str, purpose: Purpose) -> HostWork:
-        """Replaces a tensor, which ranks cut into equal parts, by the sum or mean."""
+    def all_reduce(
+        self, tensor: Tensor, op: str, purpose: Purpose, now: bool
+    ) -> list[HostWork] | None:
+        """Replaces a tensor by the reduction; returns what is to be waited for.
+
+        None where it is not made here: any small one is `now`, else sums that ranks cut evenly.
+        """
+        tensor = tensor.detach()
+        if now and tensor.nbytes <= SMALL_BYTES:
+            terms = tensor.new_empty(self.size, *tensor.shape)
+            self.all_gather(terms, tensor, purpose, here=True).wait()
+            tensor.copy_(reduce(torch.maximum if op == "max" else torch.add, terms))
+            if op == "mean":
+                tensor.div_(self.size)
+            return []
+        if not self.takes(tensor, tensor, op) or tensor.numel() % self.size:
+            return None
         count_sent(2 * tensor.nbytes * (1 - 1 / self.size))
-        flat, tag = tensor.detach().view(-1), self._tag(purpose)
+        flat, tag = tensor.view(-1), self._tag(purpose)
         part = flat.view(self.size, -1)[self.rank]
         self._sum(part, flat, op, tag)
-        return self._gather(flat, part, tag, follows=True)
-
-    def all_reduce_small(self, tensor: Tensor, op: str, purpose: Purpose) -> None:
-        """Replaces a small tensor by the reduction, any `op` of any dtype, in this thread."""
-        terms = tensor.new_empty(self.size, *tensor.shape)
-        self.all_gather(terms, tensor, purpose, here=True).wait()
-        add = torch.maximum if op == "max" else torch.add
-        tensor.copy_(reduce(add, terms))
-        if op == "mean":
-            tensor.div_(self.size)
+        return [self._gather(flat, part, tag, follows=True)]
 
     def drain(self, until: float) -> bool:
         """Waits for all operations in flight; returns whether they ended before the deadline."""
-        number = self._read[-1][0].number if self._read else None
+        number = self._read[-1][0] if self._read else None
         try:
-            return number is None or self._native.wait(number, max(0.0, until - time.monotonic()))
+            return number is None or self.native.wait(number, max(0.0, until - time.monotonic()))
         except RuntimeError:  # a rank is gone, and nothing of it can arrive
             return True
 
@@ -144,11 +158,11 @@ class HostTeam:
         here: bool,
     ) -> HostWork:
         where = read.data_ptr(), written.data_ptr()
-        work = HostWork(self._native, self._native.post(*kind, *where, nbytes, tag, here))
-        while self._read and self._read[0][0].is_completed():
-            self._read.popleft()
-        self._read.append((work, (read, written)))
-        return work
+        number = self.native.post(*kind, *where, nbytes, tag, here)
+        self.let_go()
+        with self._lock:
+            self._read.append((number, (read, written)))
+        return HostWork(self, number)
 
 
 def host_team(group: Any) -> HostTeam | None:
