@@ -30,7 +30,7 @@ from benchmarks.netlab import Net, foreign_load, run, wire_bytes
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import barrier, init_world
 from gulliver.comm.groups import RankGroup
-from gulliver.comm.messages import sent_bytes
+from gulliver.comm.watchdog import sent_bytes
 from gulliver.parallel.sequence import SequencePlan, make_groups, swap_sharded_dim
 from gulliver.parallel.sequence.ring import RingCall, _Pack, round_trip, turn
 from gulliver.parallel.tensor import collectives as tensor_parallel

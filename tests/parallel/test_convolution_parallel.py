@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm import World, all_reduce
-from gulliver.comm.messages import sent_bytes
+from gulliver.comm.watchdog import sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.parallel.convolution import share_autoencoder

@@ -16,11 +16,11 @@ from gulliver.booster import (
     TorchDDPPlugin,
 )
 from gulliver.comm import World
-from gulliver.comm.messages import sent_bytes
+from gulliver.comm.watchdog import sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster
 from gulliver.hardware.cluster import Axis, Device, Link
-from gulliver.parallel.zero.sending import GradientGate
+from gulliver.parallel.zero.gate import GradientGate
 from gulliver.plan import Plan
 from gulliver.precision.wire import wire_format
 from tests.hybrid.hybrid_models import batch, build

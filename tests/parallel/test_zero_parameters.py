@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
-from gulliver.comm.messages import sent_bytes
+from gulliver.comm.watchdog import sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory.prefetch import Presence
 from gulliver.parallel.zero.checkpoint import relayout

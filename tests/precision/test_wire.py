@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gulliver.comm import Torus, World, all_gather, all_reduce, broadcast, reduce_scatter
 from gulliver.comm.groups import RankGroup
-from gulliver.comm.messages import exchange, sent_bytes, shift
+from gulliver.comm.messages import exchange, shift
 from gulliver.comm.packed import check_packed
+from gulliver.comm.watchdog import sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.precision.wire import error_bound, nonfinite_blocks, wire_format
 from gulliver.precision.wire.formats import NAMES, packed_bytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster.checkpoint_io import CheckpointIO, boosted_only
+from gulliver.booster.checkpoint_io import CheckpointIO
 from gulliver.booster.noise import NoiseMeter, NoiseScale, check_noise
 from gulliver.booster.plugins import LowLevelZeroPlugin, PlanPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster.running import Running, run_whole
@@ -20,7 +20,7 @@ from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on
 from gulliver.comm.groups import release_groups
 from gulliver.comm.world import World, guard, init_world
 from gulliver.errors import GulliverError, first_difference
-from gulliver.parallel.optimizer import BoostedOptimizer, refuse_extra_state
+from gulliver.parallel.optimizer import BoostedOptimizer, boosted_only, refuse_extra_state
 from gulliver.plan.plan import Plan
 from gulliver.plan.results import Comparison
 from gulliver.planner.model import autocast_calls, check_precision, unwrapped

@@ -49,7 +49,7 @@ from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on
 from gulliver.comm.world import init_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory.parts import whole_shape
-from gulliver.parallel.optimizer import BoostedOptimizer
+from gulliver.parallel.optimizer import BoostedOptimizer, boosted_only
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.plan.plan import Plan
 from gulliver.planner.model import dtypes_of, narrow_dtypes, unwrapped
@@ -495,11 +495,3 @@ def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str,
 def _is_spread(holder: BoostedOptimizer) -> bool:
     """Whether a model is written tensor by tensor, because no rank can hold all of it."""
     return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None
-
-
-def boosted_only(optimizer: Any) -> BoostedOptimizer:
-    if not isinstance(optimizer, BoostedOptimizer):
-        raise GulliverError(
-            f"{type(optimizer).__name__} is not boosted: pass the optimizer that boost returned"
-        )
-    return optimizer

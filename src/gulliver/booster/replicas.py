@@ -25,8 +25,8 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.optimizer import BoostedOptimizer, named_groups, named_trainables
 from gulliver.parallel.pipeline.stage import Stage
 from gulliver.parallel.zero.elementwise import is_boosted
+from gulliver.parallel.zero.gate import GradientGate, ZeroWires
 from gulliver.parallel.zero.optimizer import BufferSync, ZeroOptimizer
-from gulliver.parallel.zero.sending import GradientGate, ZeroWires
 from gulliver.parallel.zero.tuner import BucketTuner
 from gulliver.plan.plan import Plan
 from gulliver.plan.tree import Wire
@@ -106,7 +106,8 @@ def share_zero(
         boosted = ZeroOptimizer(inner, names, zero.stage, group=group, **options)
     boosted.checkpoint.describe_model(given_groups=whole.given)
     gate = boosted.shards.reducer.sender.gate
-    boosted.taken.more.append(lambda: gate.checking)
+    if gate is not None:
+        boosted.taken.more.append(lambda: gate.checking)
     keep_to_limit(plan, boosted, manager)
     return boosted
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
-from gulliver.comm.messages import check_wire, count_sent, next_tag
+from gulliver.comm.host import host_team
+from gulliver.comm.messages import check_wire
 from gulliver.comm.packed import (
     Packer,
     check_packed,
@@ -40,7 +41,7 @@ from gulliver.comm.torus import (
     exchange_and_add,
     run_chained,
 )
-from gulliver.comm.watchdog import ANY, Purpose
+from gulliver.comm.watchdog import ANY, Purpose, count_sent, flight_recorder
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import RING_BYTES, torus_seconds
@@ -134,6 +135,10 @@ def all_reduce(
         tensor = tensor.detach()
         steps = packed_all_reduce(tensor, op == "mean", packer, error)
         return _finished(Handle(*run_packed(steps, packer, [tensor], finish)), async_op)
+    if tensor.device.type == "cpu" and (team := host_team(group)) is not None:
+        works = team.all_reduce(tensor, op, purpose, now=not async_op)
+        if works is not None:
+            return _finished(Handle(*works), async_op)
     rank_groups = _rank_groups(group)
     if not sends_directly(rank_groups[0].process_group, tensor):
         if isinstance(group, Torus):
@@ -144,7 +149,9 @@ def all_reduce(
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
     if plain and _backend_is_cheaper(tensor, op, size, any_order):
-        next_tag(rank_groups[0].process_group, 1, purpose)  # only noted: the backend has its own
+        flight_recorder.next_tag(
+            rank_groups[0].process_group, 1, purpose
+        )  # only noted: the backend has its own
         return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
     steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
     return _sent(steps, rank_groups, async_op, here=small)
@@ -202,6 +209,8 @@ def reduce_scatter(
         output, input = output.detach(), input.detach()
         steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
         return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
+    if (team := host_team(group)) is not None and team.takes(output, input, op):
+        return _finished(Handle(team.reduce_scatter(output, input, op, purpose)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
@@ -260,6 +269,8 @@ def all_gather(
         output, input = output.detach(), input.detach()
         steps = packed_all_gather(output, input, packer, add)
         return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
+    if input.device.type == "cpu" and (team := host_team(group)) is not None:
+        return _finished(Handle(team.all_gather(output, input, purpose)), async_op)
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_all_gather(output, input, rank_groups, purpose)

@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.comm.groups import RankGroup
-from gulliver.comm.watchdog import ANY, Purpose, flight_recorder
+from gulliver.comm.watchdog import ANY, TAGS, Purpose, count_sent, flight_recorder
 from gulliver.errors import GulliverError
 from gulliver.precision.wire.formats import IDENTITY, WireFormat, packed_bytes, wire_format
 from gulliver.precision.wire.packing import pack, unpack
@@ -46,23 +45,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 # Point-to-point messages: how they are posted and matched, and the buffers they arrive in.
 
 
-TAGS = 1 << 20
-"""Number of tags per purpose; gloo's tags have 31 bits."""
-_NUMBERS = 1 << 15
-"""Number of tags per purpose and wire format, more than can be in flight."""
-_counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_exchanges: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 _lock = threading.Lock()
-_kept_bytes = _sent_bytes = 0
+_kept_bytes = 0
 KEPT_BYTES = 128 << 20
 """Receive buffers kept for reuse, as fresh memory is slow to touch."""
 
 
-# [Note: tags] Messages are matched by tags that every operation takes from a counter of its
-# group when it is handed in, and by what the operation is for, where that is known (see
-# `watchdog.py`). All ranks must hand in the operations of a group in one order; after that,
-# nothing depends on the order in which they are posted.
 class Messages:
     """Point-to-point messages in flight."""
 
@@ -94,21 +83,6 @@ def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int
     return found.recv([_content(tensor)], dist.get_group_rank(found, peer), tag)
 
 
-def count_sent(count: float) -> None:
-    """Counts bytes sent to other ranks; thread-safe."""
-    global _sent_bytes
-    with _lock:
-        _sent_bytes += int(count)
-
-
-def sent_bytes() -> int:
-    """Bytes of tensors sent to other ranks so far."""
-    # Those of our own messages are counted as they are posted. What a backend does by itself counts
-    # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
-    # messages of torch's DDP are not counted.
-    return _sent_bytes
-
-
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
     """Starts a send to a rank of the world."""
     count_sent(tensor.nbytes)
@@ -134,28 +108,6 @@ def exchange_parts(
 def others(rank: int, size: int) -> list[int]:
     """The other ranks, starting after this one, so that ranks send to different peers."""
     return [(rank + step) % size for step in range(1, size)]
-
-
-def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose = ANY) -> int:
-    """Reserves `count` consecutive tags and returns the first."""
-    key = group or dist.group.WORLD
-    with _lock:
-        number = _counters.get(key, 0)
-        if number + count > _NUMBERS:
-            number = 0
-        _counters[key] = number + count
-    flight_recorder.note(key, number, purpose)
-    return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
-
-
-def note_exchange(group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-    """Records an exchange that all ranks of a group make with their own tags."""
-    # Numbered by themselves, below those of collectives, whose tags stay what they are.
-    key = group or dist.group.WORLD
-    with _lock:
-        _exchanges[key] = (_exchanges.get(key, 0) + 1) % TAGS
-        number = _exchanges[key] - TAGS
-    flight_recorder.note(key, number, purpose)
 
 
 def acquire_buffer(numel: int, dtype: torch.dtype) -> Tensor:
@@ -210,7 +162,7 @@ Addressed = Iterable[tuple[int, Tensor]]
 # the tags too. What arrives is waited for before it is read or sent on: NCCL would keep that order
 # by itself, gloo does not.
 #
-# Tags below `_messages.TAGS` are the callers' own; collectives count theirs from there on.
+# Tags below `TAGS` are the callers' own; collectives count theirs from there on.
 def operations(
     incoming: Addressed,
     outgoing: Addressed,
@@ -328,7 +280,7 @@ def exchange(
 def _note(rank_group: RankGroup, wire: WireFormat) -> None:
     """Records an exchange, so that ranks with another wire format are reported."""
     # Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
-    note_exchange(rank_group.process_group, with_wire(ANY, wire))
+    flight_recorder.note_exchange(rank_group.process_group, with_wire(ANY, wire))
 
 
 def gather_integers(

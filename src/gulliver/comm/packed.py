@@ -31,16 +31,14 @@ from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import (
     Messages,
     acquire_buffer,
-    count_sent,
     exchange_parts,
-    next_tag,
     others,
     release_buffer,
     with_wire,
 )
 from gulliver.comm.steps import Steps, drive, start
 from gulliver.comm.torus import run_chained
-from gulliver.comm.watchdog import Purpose
+from gulliver.comm.watchdog import Purpose, count_sent, flight_recorder
 from gulliver.errors import GulliverError
 from gulliver.precision.wire.formats import WireFormat, packed_bytes
 from gulliver.precision.wire.packing import pack, unpack
@@ -62,7 +60,7 @@ class Packer:
         why = with_wire(purpose, wire)
         # Taken when the collective is handed in, the same on all ranks.
         self._tags = {
-            (depth, way): next_tag(group.process_group, 1, why)
+            (depth, way): flight_recorder.next_tag(group.process_group, 1, why)
             for depth, group in enumerate(rank_groups)
             for way in ("out", "back")
         }

@@ -27,13 +27,12 @@ from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import (
     Messages,
     acquire_buffer,
-    next_tag,
     others,
     receive,
     release_buffer,
     send,
 )
-from gulliver.comm.watchdog import ANY, Purpose, wait_for
+from gulliver.comm.watchdog import ANY, Purpose, flight_recorder, wait_for
 
 THREADS = 8
 """Maximum number of multi-axis collectives in flight; more are queued."""
@@ -521,7 +520,7 @@ def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]
     """The first tag of each rank group, followed by one per row."""
     found, rows = [], 1
     for rank_group in rank_groups:
-        found.append(next_tag(rank_group.process_group, rows, purpose))
+        found.append(flight_recorder.next_tag(rank_group.process_group, rows, purpose))
         rows *= rank_group.size
     return found
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm.groups import ALONE, RankGroup, lasting_group, shared_rank_group
-from gulliver.comm.messages import count_sent
+from gulliver.comm.watchdog import count_sent
 from gulliver.errors import GulliverError, nearest
 
 

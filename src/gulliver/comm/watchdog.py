@@ -24,6 +24,12 @@ KEPT = 64
 CODES = 2047
 """Number of purposes that tags distinguish; 0 is for none."""
 
+TAGS = 1 << 20
+"""Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
+
+_NUMBERS = 1 << 15
+"""Those of one purpose in one wire format; many more than can be under way."""
+
 Entries = dict[str, list[tuple[int, str]]]
 """Numbers and purposes of collectives, by group name."""
 
@@ -72,11 +78,19 @@ MEETINGS = frozenset(
 OTHERWISE = "makes another collective call"
 
 
+# [Note: tags] Messages are matched by tags that every operation takes from a counter of its
+# group when it is handed in, and by what the operation is for, where that is known (see
+# `Purpose`). All ranks must hand in the operations of a group in one order; after that,
+# nothing depends on the order in which they are posted.
 class FlightRecorder:
     """The collectives that this process has started, by group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Longest wait for the other ranks; `init_world` sets it.
+        self.timeout_s = 600.0
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._exchanges: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.clear()
 
     def clear(self) -> None:
@@ -88,14 +102,35 @@ class FlightRecorder:
         # Whether that has been raised.
         self.raised = False
 
-    def note(self, group: Any, number: int, purpose: Purpose) -> None:
+    def next_tag(
+        self, group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose = ANY
+    ) -> int:
+        """Records a collective; returns the first of `count` tags that are its own."""
         self.check()
+        key = group or dist.group.WORLD
         with self._lock:
-            row = self._rows.get(group)
-            if row is None:
-                row = self._rows[group] = deque(maxlen=KEPT)
-            row.append((number, purpose.text))
-            self.count += 1
+            number = self._numbers.get(key, 0)
+            if number + count > _NUMBERS:
+                number = 0
+            self._numbers[key] = number + count
+            self._note(key, number, purpose)
+        return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
+
+    def note_exchange(self, group: dist.ProcessGroup | None, purpose: Purpose) -> None:
+        """Records an exchange that all ranks of a group make with tags of their own."""
+        # Numbered by themselves, below those of collectives, whose tags stay what they are.
+        self.check()
+        key = group or dist.group.WORLD
+        with self._lock:
+            self._exchanges[key] = number = (self._exchanges.get(key, 0) + 1) % TAGS
+            self._note(key, number - TAGS, purpose)
+
+    def _note(self, group: Any, number: int, purpose: Purpose) -> None:
+        row = self._rows.get(group)
+        if row is None:
+            row = self._rows[group] = deque(maxlen=KEPT)
+        row.append((number, purpose.text))
+        self.count += 1
 
     def check(self) -> None:
         """Raises if ranks are known to differ."""
@@ -112,6 +147,22 @@ class FlightRecorder:
 
 
 flight_recorder = FlightRecorder()
+_sent_bytes, _sent_lock = 0, threading.Lock()
+
+
+def count_sent(count: float) -> None:
+    """Counts bytes sent to other ranks; called from any thread."""
+    global _sent_bytes
+    with _sent_lock:
+        _sent_bytes += int(count)
+
+
+def sent_bytes() -> int:
+    """Bytes of tensors that this process has sent to other ranks so far."""
+    # Those of our own messages are counted as they are posted. What a backend does by itself counts
+    # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
+    # messages of torch's DDP are not counted.
+    return _sent_bytes
 
 
 def wait_for(done: threading.Event) -> None:

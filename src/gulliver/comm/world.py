@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from gulliver.comm.host import close_host_teams, drain_host_teams
 from gulliver.comm.steps import drain
 from gulliver.comm.watchdog import READING_S, Watchdog, flight_recorder
 from gulliver.errors import GulliverError
@@ -92,6 +93,7 @@ def init_world(
         raise GulliverError(
             f"rank {rank} could not connect to the other {size - 1} ranks: {error}"
         ) from error
+    flight_recorder.timeout_s = timeout_s
     atexit.register(_shutdown_at_exit)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # its own connection: the main one is locked while a collective waits on it.
@@ -119,6 +121,7 @@ def shutdown() -> None:
     global _world, _watchdog
     if _watchdog is not None:
         _watchdog.stop()
+    close_host_teams(LEAVING_S)
     if dist.is_initialized():
         dist.destroy_process_group()
     _world = _watchdog = None
@@ -140,7 +143,8 @@ def _shutdown_at_exit() -> None:
         text = str(getattr(sys, "last_value", "")).splitlines() or [""]
         status = 130 if issubclass(error, KeyboardInterrupt) else 1
         _exit_failed(f"with {error.__name__}: {text[0][:200]}", status)
-    if not drain(time.monotonic() + LEAVING_S):
+    until = time.monotonic() + LEAVING_S
+    if not (drain(until) and drain_host_teams(until)):
         why = "at exit: other ranks did not join a collective that this rank started"
         print(f"gulliver: this rank failed {why}", file=sys.stderr)
         _exit_failed(why, 1)

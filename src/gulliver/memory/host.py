@@ -6,7 +6,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +15,128 @@ from gulliver.errors import GulliverError
 from gulliver.io.engine import BLOCK
 from gulliver.memory.manager import Manager
 from gulliver.memory.stores import DiskStore, ManagedTensor, Middle, Pages, Transfer, whole_pages
-from gulliver.memory.streams import Copier, Copy, CudaCopier
 from gulliver.solve.extents import Extents
 from gulliver.solve.replacement import Transit
 
 SLAB = 1 << 30
 """Bytes of a slab of pinned memory, unless objects are larger."""
+
+
+# CUDA streams, events and page-locked memory of the package: all of them are made here.
+
+
+# [Note: order of copies] A copy waits for what the current stream was given before it, and the
+# current stream waits for a copy before it goes on with the memory: both are queued on the device.
+# So the host never waits, and still no memory is written while it is read.
+class Copy(Transfer, Protocol):
+    """A copy between the memory of a device and of its host."""
+
+    def synchronize(self) -> None:
+        """Returns when it has ended."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies between the memory of a device and of its host."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Makes a flat uint8 tensor of pinned host memory."""
+        ...
+
+    def lock_pages(self, memory: Tensor) -> None:
+        """Locks the pages of host memory."""
+        ...
+
+    def unlock_pages(self, memory: Tensor) -> None:
+        """Unlocks them."""
+        ...
+
+    def mark(self) -> Any:
+        """Notes the place in the device's work behind which a later copy may begin."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
+        """Starts a copy: incoming to the device, or out of it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when all copies out of the device have ended."""
+        ...
+
+
+def cuda_runtime() -> Any:
+    """CUDA's own functions, as torch has loaded them."""
+    return torch.cuda.cudart()
+
+
+class CudaTransfer:
+    """A copy on a stream; waiting for it is queued on the current stream."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Makes all later work of the current stream wait for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Returns when it has ended."""
+        self._event.synchronize()
+
+
+class CudaCopier:
+    """Copies on two streams, one for each direction: the bus carries both at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outgoing, self._incoming = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Makes a flat uint8 tensor of pinned host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def lock_pages(self, memory: Tensor) -> None:
+        """Locks the pages of host memory, for as many bytes as there are."""
+        # `pinned` takes powers of two.
+        if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
+            raise GulliverError(
+                f"the system locks no further {memory.numel()} bytes of host memory: give a "
+                "smaller host_limit, or raise ulimit -l"
+            )
+
+    def unlock_pages(self, memory: Tensor) -> None:
+        """Unlocks them."""
+        cuda_runtime().cudaHostUnregister(memory.data_ptr())
+
+    def mark(self) -> torch.cuda.Event:
+        """Notes the place in the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(
+        self, target: Tensor, source: Tensor, incoming: bool, after: Any = None
+    ) -> CudaTransfer:
+        """Starts a copy, after all that the current stream was given, or what was noted."""
+        # Nothing here keeps source and target alive. Host memory belongs to a store. Device memory
+        # is held by its owner until `CudaTransfer.wait`, which queues the wait on the current
+        # stream: when the caching allocator gives the memory out again there, the copy has ended.
+        stream = self._incoming if incoming else self._outgoing
+        stream.wait_event(self.mark() if after is None else after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return CudaTransfer(event, self._device)
+
+    def synchronize(self) -> None:
+        """Returns when all copies out of the device have ended."""
+        self._outgoing.synchronize()
 
 
 class HostStore:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm.collectives import gather_objects
-from gulliver.comm.messages import sent_bytes
+from gulliver.comm.watchdog import sent_bytes
 from gulliver.comm.world import guard
 from gulliver.errors import GulliverError
 from gulliver.memory.parts import Part, region_of
@@ -603,3 +603,12 @@ def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         what = "has no parameters" if not known else "has no trainable parameter in the optimizer"
         raise GulliverError(f"the model {what}: there is nothing to train")
     return trainable
+
+
+def boosted_only(optimizer: Any) -> BoostedOptimizer:
+    """Returns an optimizer that boost returned; refuses others."""
+    if not isinstance(optimizer, BoostedOptimizer):
+        raise GulliverError(
+            f"{type(optimizer).__name__} is not boosted: pass the optimizer that boost returned"
+        )
+    return optimizer

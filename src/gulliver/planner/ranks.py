@@ -21,8 +21,8 @@ from gulliver.parallel.pipeline.stage import names_held, uses_held
 from gulliver.parallel.tensor.styles import TensorPlan
 from gulliver.parallel.zero.chunks import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero.elementwise import is_boosted, makes_beside, needs_whole, state_sizes
+from gulliver.parallel.zero.gate import ZeroWires
 from gulliver.parallel.zero.memory import ChunkBytes
-from gulliver.parallel.zero.sending import ZeroWires
 from gulliver.plan.plan import Plan
 from gulliver.plan.tree import Tiers, Work
 from gulliver.planner.model import HALVES, no_optimizer

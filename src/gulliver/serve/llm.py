@@ -84,8 +84,8 @@ class LLM:
         """Loads a model where it is given as a folder, and takes memory for its cache.
 
         Args:
-            model: Hugging Face folder, name on the Hub (``org/name``), GGUF file, or a causal language
-                model of transformers.
+            model: Hugging Face folder, name on the Hub (``org/name``), GGUF file, or a causal
+                language model of transformers.
             tokenizer: tokenizer, where `model` is not a folder.
             options: limits of the engine.
             drafter: what guesses tokens, if any; `speculation` of the model's options names one.

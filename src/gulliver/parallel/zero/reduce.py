@@ -8,19 +8,21 @@ whoever needs its result waits for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gulliver.comm.collectives import Group, all_reduce, group_size
+from gulliver.comm.collectives import Group, Handle, all_reduce, group_size, reduce_scatter
+from gulliver.comm.groups import ALONE
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
 from gulliver.memory.chunk import ReducedGradient
 from gulliver.memory.managed_chunk import ManagedChunk
 from gulliver.parallel.zero.chunks import Phase, ShardedChunk, Squared
-from gulliver.parallel.zero.sending import GradientSender, ZeroWires
+from gulliver.parallel.zero.gate import GradientGate, ZeroWires
 from gulliver.parallel.zero.tiers import gradient_was_set
 
 IN_FLIGHT = 4
@@ -265,7 +267,7 @@ class GradientReducer:
             self.wait_all_reductions()
             self._next = 0
             self._reduce_rest()
-        if self.sender.gate.checking:
+        if self.sender.checking:
             self.wait_all_reductions()
         self.sender.end_step(names, cut=self.stage > 0)
         self._voted = True
@@ -499,3 +501,102 @@ class GradientReducer:
             sharded.zero_gradients(cleared)
         if sharded.phase is Phase.COLLECTING:
             sharded.chunk.gradients.note_cleared(cleared)
+
+
+# In a wire format it may keep what packing has lost and add it to the next gradient (error
+# feedback).
+# What it keeps is by parameter, so that it survives a new cut of the chunks and checkpoints.
+class GradientSender:
+    """Begins the reductions of chunks."""
+
+    def __init__(self, group: Group, wires: ZeroWires) -> None:
+        self.group, self.wires = group, wires
+        self._lost: dict[int, tuple[ShardedChunk, Tensor]] = {}
+        self._given: dict[str, Tensor] = {}
+        # What was reduced as it is, to compare with, of chunks in flight.
+        self.references: dict[int, Tensor] = {}
+        packs = wires.reduce.name != "identity" and group_size(group) > 1
+        # Whether what packing loses is added to the next gradient.
+        self.feeds = packs and wires.feedback
+        # Compares gradients with unpacked ones, where they are packed.
+        gated = packs and wires.gate
+        self.gate = GradientGate(wires.reduce, wires.feedback, True) if gated else None
+
+    @property
+    def checking(self) -> bool:
+        """Whether the gradients of this step are compared with unpacked ones."""
+        return self.gate is not None and self.gate.checking
+
+    def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
+        """Sends a chunk's gradients; returns where their mean will be, and when."""
+        chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
+        assert chunk.gradients.buffer is not None
+        lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
+        if chunk.layout.parts == 1:
+            if sharded.reduced_in_place:
+                buffer = chunk.gradients.take()
+            else:
+                # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
+                buffer = chunk.gradients.take_reduced()
+                buffer.copy_(chunk.gradients.buffer)
+
+            if self.checking:
+                exact = self.references[id(sharded)] = buffer.clone()
+                all_reduce(exact, "mean", self.group, purpose=why)
+            wire = self.wires.reduce
+            return buffer, all_reduce(
+                buffer, "mean", self.group, async_op=True, purpose=why, wire=wire, error=lost
+            )
+        incoming = chunk.gradients.take_reduced()
+        gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
+
+        if self.checking:
+            exact = self.references[id(sharded)] = torch.empty_like(incoming)
+            reduce_scatter(exact, gradient, "mean", self.group, accumulate_dtype=dtype, purpose=why)
+        # Sixteen bits travel, or fewer, and are added up in the dtype of the optimizer.
+        handle = reduce_scatter(
+            incoming,
+            gradient,
+            "mean",
+            self.group,
+            async_op=True,
+            accumulate_dtype=dtype,
+            purpose=why,
+            wire=self.wires.reduce,
+            error=lost,
+        )
+        return incoming, handle
+
+    def _lost_of(self, sharded: ShardedChunk, gradient: Tensor) -> Tensor:
+        if id(sharded) not in self._lost:
+            lost = torch.zeros_like(gradient)
+            for name, view in sharded.chunk.named_views(lost).items():
+                if name in self._given:
+                    view.copy_(self._given.pop(name))
+            self._lost[id(sharded)] = sharded, lost
+        return self._lost[id(sharded)][1]
+
+    def lost(self) -> dict[str, Tensor]:
+        """What packing has lost of this rank's gradients so far, by parameter."""
+        found = dict(self._given)
+        for sharded, lost in self._lost.values():
+            found |= sharded.chunk.named_views(lost)
+        return found
+
+    def take_lost(self, found: Mapping[str, Tensor]) -> None:
+        """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
+        self._lost, self._given = {}, dict(found) if self.feeds else {}
+
+    def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
+        """Compares a chunk's gradient that has arrived."""
+        exact = self.references.pop(id(sharded), None)
+        if exact is None or self.gate is None:
+            return
+        for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
+            run = slice(piece.start, piece.end)
+            self.gate.add(piece.name, incoming[run], exact[run])
+
+    def end_step(self, names: Sequence[str], cut: bool) -> None:
+        """A step has all its gradients; every rank calls it."""
+        if self.gate is not None:
+            self.gate.end_step(names, self.group if cut else ALONE)

@@ -35,6 +35,8 @@ from gulliver._compat import (
     without_torch_functions,
 )
 from gulliver.comm.collectives import Group, broadcast, group_rank, group_size
+from gulliver.comm.host import log_host_team
+from gulliver.comm.torus import Torus
 from gulliver.errors import GulliverError
 from gulliver.memory.buffers import BufferPool, ChunkLayout, ShardPiece
 from gulliver.memory.chunk import Chunk
@@ -44,9 +46,9 @@ from gulliver.memory.pending import PendingParameter, any_read_lock, hide_from_c
 from gulliver.options import Options
 from gulliver.parallel.zero.chunks import ShardedChunk, TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero.elementwise import check_trainable
+from gulliver.parallel.zero.gate import ZeroWires
 from gulliver.parallel.zero.gather import Gatherer, refer
 from gulliver.parallel.zero.reduce import GradientReducer
-from gulliver.parallel.zero.sending import ZeroWires
 from gulliver.parallel.zero.tiers import (
     OptimizerGroups,
     PieceStates,
@@ -118,6 +120,8 @@ class ShardedState:
         self.stage, self.group, self.options, self.whole = stage, group, options, whole
         self.manager = manager
         self.rank, self.size = group_rank(group), group_size(group)
+        if self.size > 1 and not isinstance(group, Torus):
+            log_host_team(group)
         self.groups = OptimizerGroups(inner, group)
         # Frozen parameters that the optimizer was given, which may be unfrozen later.
         self.frozen_trainable = {

@@ -1,0 +1,269 @@
+"""Collectives of ranks on one host, which read each other's memory instead of sending it.
+
+Over the loopback of a network each element is copied four times, and wakes threads on both sides.
+Here the extension `gulliver.comm._host` copies it once, straight out of the other rank's tensor.
+`open_host_team` says for which groups that is allowed; all others keep to messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm.groups import RankGroup, rank_group_of, sends_directly
+from gulliver.comm.watchdog import PATIENCE_S, Purpose, count_sent, flight_recorder
+
+_LOG = logging.getLogger("gulliver")
+SWITCH = "GULLIVER_SHARED_MEMORY"
+"""Environment variable; ``off`` makes ranks on one host use messages like all others."""
+INTERFACE = 1
+SMALL_BYTES = 32 << 10
+"""Up to this size an all-reduce takes all terms to every rank, which saves an exchange."""
+_DTYPES = {
+    (torch.float32, torch.float32): 0,
+    (torch.float64, torch.float64): 1,
+    (torch.bfloat16, torch.float32): 2,
+}
+"""Numbers of what the extension adds: the dtype that is read, and that of the sum."""
+_GATHER, _SUM = 0, 1
+
+_teams: WeakKeyDictionary[Any, HostTeam | None] = WeakKeyDictionary()
+
+
+class HostWork:
+    """An operation in flight."""
+
+    def __init__(self, team: HostTeam, number: int) -> None:
+        self._team, self._number = team, number
+
+    def wait(self) -> None:
+        """Returns when no rank needs the tensors any more; raises if the ranks disagree."""
+        native, waited = self._team.native, PATIENCE_S
+        if not native.wait(self._number, PATIENCE_S):
+            flight_recorder.waiting += 1
+            try:
+                while not native.wait(self._number, PATIENCE_S):
+                    flight_recorder.check()
+                    waited += PATIENCE_S
+                    if waited > flight_recorder.timeout_s:
+                        raise RuntimeError("a collective timed out: not all peers came to it")
+            finally:
+                flight_recorder.waiting -= 1
+        self._team.let_go()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._team.native.complete(self._number)
+
+
+class HostTeam:
+    """Ranks of a group that read each other's memory."""
+
+    def __init__(self, native: Any, rank_group: RankGroup, group: Any) -> None:
+        self.native, self.rank, self.size = native, rank_group.rank, rank_group.size
+        self._group = weakref.ref(group)  # which is the key that the team is kept by
+        # Tensors of operations that are not complete on all ranks, waited for or not.
+        self._read: deque[tuple[int, tuple[Tensor, ...]]] = deque()
+        self._lock = threading.Lock()
+
+    def let_go(self) -> None:
+        """Drops the tensors that no rank needs any more: who counts their users looks next."""
+        with self._lock:
+            while self._read and self.native.complete(self._read[0][0]):
+                self._read.popleft()
+
+    def takes(self, output: Tensor, input: Tensor, op: str) -> bool:
+        """Whether a sum of these dtypes is made here."""
+        cpu = input.device.type == "cpu"
+        return cpu and op != "max" and (input.dtype, output.dtype) in _DTYPES
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, purpose: Purpose) -> HostWork:
+        """Adds up this rank's part of the inputs, in the order of the ranks."""
+        count_sent(input.nbytes * (1 - 1 / self.size))
+        return self._sum(output.detach(), input.detach(), op, self._tag(purpose))
+
+    def all_gather(
+        self, output: Tensor, input: Tensor, purpose: Purpose, here: bool = False
+    ) -> HostWork:
+        """Copies the inputs of all ranks, of any dtype."""
+        count_sent(input.nbytes * (self.size - 1))
+        return self._gather(output.detach(), input.detach(), self._tag(purpose), here=here)
+
+    def all_reduce(
+        self, tensor: Tensor, op: str, purpose: Purpose, now: bool
+    ) -> list[HostWork] | None:
+        """Replaces a tensor by the reduction; returns what is to be waited for.
+
+        None where it is not made here: any small one is `now`, else sums that ranks cut evenly.
+        """
+        tensor = tensor.detach()
+        if now and tensor.nbytes <= SMALL_BYTES:
+            terms = tensor.new_empty(self.size, *tensor.shape)
+            self.all_gather(terms, tensor, purpose, here=True).wait()
+            tensor.copy_(reduce(torch.maximum if op == "max" else torch.add, terms))
+            if op == "mean":
+                tensor.div_(self.size)
+            return []
+        if not self.takes(tensor, tensor, op) or tensor.numel() % self.size:
+            return None
+        count_sent(2 * tensor.nbytes * (1 - 1 / self.size))
+        flat, tag = tensor.view(-1), self._tag(purpose)
+        part = flat.view(self.size, -1)[self.rank]
+        self._sum(part, flat, op, tag)
+        return [self._gather(flat, part, tag, follows=True)]
+
+    def drain(self, until: float) -> bool:
+        """Waits for all operations in flight; returns whether they ended before the deadline."""
+        number = self._read[-1][0] if self._read else None
+        try:
+            return number is None or self.native.wait(number, max(0.0, until - time.monotonic()))
+        except RuntimeError:  # a rank is gone, and nothing of it can arrive
+            return True
+
+    def _tag(self, purpose: Purpose) -> int:
+        """The next tag of the group: ranks that do something else have another one."""
+        return flight_recorder.next_tag(self._group(), 1, purpose)
+
+    def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
+        kind = _DTYPES[input.dtype, output.dtype], op == "mean", False
+        return self._post((_SUM, *kind), input, output, input.nbytes // self.size, tag, False)
+
+    def _gather(
+        self, output: Tensor, input: Tensor, tag: int, follows: bool = False, here: bool = False
+    ) -> HostWork:
+        return self._post((_GATHER, 0, False, follows), input, output, input.nbytes, tag, here)
+
+    def _post(
+        self,
+        kind: tuple[int, int, bool, bool],
+        read: Tensor,
+        written: Tensor,
+        nbytes: int,
+        tag: int,
+        here: bool,
+    ) -> HostWork:
+        where = read.data_ptr(), written.data_ptr()
+        number = self.native.post(*kind, *where, nbytes, tag, here)
+        self.let_go()
+        with self._lock:
+            self._read.append((number, (read, written)))
+        return HostWork(self, number)
+
+
+def host_team(group: Any) -> HostTeam | None:
+    """The team of a group for which one was opened; never that of a torus."""
+    return _teams.get(group or dist.group.WORLD) if _teams else None
+
+
+def open_host_team(group: dist.ProcessGroup | None) -> str:
+    """Lets ranks of a group read each other's memory; every rank of the group calls it.
+
+    Returns:
+        Why they exchange messages instead; empty where they do not.
+    """
+    key = group or dist.group.WORLD
+    if key is None or not sends_directly(group, torch.empty(0)):
+        return "tensors do not travel over gloo"
+    if _teams.get(key) is not None:
+        return ""
+    rank_group = rank_group_of(group)
+    native, problem = _load()
+    team: Any = None
+    # Ranks in other namespaces have their own numbers of processes, or links that are asked for.
+    own = (problem, os.getpid(), socket.gethostname(), *map(_namespace, ("pid", "net")))
+    found = _gathered(own, group)
+    problem = next((other[0] for other in found if other[0]), "")
+    if not problem and len({other[2:] for other in found}) > 1:
+        problem = "the ranks are not all on one host"
+    if problem:
+        return problem
+    name = _make_page(native, rank_group) if rank_group.rank == 0 else ""
+    name = _gathered(name, group)[0]
+    marker = torch.full((1,), 0x6775_6C6C, dtype=torch.int64)
+    try:
+        pids = [other[1] for other in found]
+        team = native.Team(name, rank_group.rank, pids) if name else None
+        problem = "" if team else "there is no room for a shared page"
+    except RuntimeError as error:
+        problem = str(error)
+    addresses = _gathered(marker.data_ptr(), group)
+    if team is not None:
+        errors = {team.probe(peer, at, int(marker)) for peer, at in enumerate(addresses)} - {0}
+        problem = f"reading is refused ({os.strerror(max(errors))})" if errors else ""
+    problem = next((found for found in _gathered(problem, group) if found), "")
+    if rank_group.rank == 0 and name:
+        Path(name).unlink(missing_ok=True)
+    _teams[key] = None if problem else HostTeam(team, rank_group, key)
+    return problem
+
+
+def log_host_team(group: dist.ProcessGroup | None) -> None:
+    """Opens a group's team, and says on its first rank why there is none."""
+    problem = open_host_team(group)
+    if problem and rank_group_of(group).rank == 0:
+        _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
+
+
+def drain_host_teams(until: float) -> bool:
+    """Waits until no rank needs this one's memory; returns whether that was before the deadline."""
+    return all(team.drain(until) for team in list(_teams.values()) if team is not None)
+
+
+def close_host_teams(seconds: float) -> None:
+    """Ends all teams when the world ends, after at most so many seconds."""
+    drain_host_teams(time.monotonic() + seconds)
+    _teams.clear()
+
+
+def _load() -> tuple[Any, str]:
+    if os.environ.get(SWITCH, "") == "off":
+        return None, f"{SWITCH}=off"
+    try:
+        from gulliver.comm import _host  # type: ignore[attr-defined]
+    except ImportError as error:
+        return None, f"the extension gulliver.comm._host is not built ({error})"
+    if _host.INTERFACE != INTERFACE:
+        return None, "this system has no process_vm_readv, or the extension is of another version"
+    _host.allow_reading()
+    return _host, ""
+
+
+def _make_page(native: Any, rank_group: RankGroup) -> str:
+    """Makes the file of the shared page; empty where that cannot be."""
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    try:
+        handle, name = tempfile.mkstemp(prefix="gulliver-", dir=folder)
+        # Written, not only made longer: a full file system would end the process with SIGBUS.
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(native.page_bytes(rank_group.size)))
+    except OSError:
+        return ""
+    return name
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return str(Path(f"/proc/self/ns/{kind}").readlink())
+    except OSError:
+        return ""
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> Sequence[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
