@@ -265,11 +265,11 @@ def quantize_folder(
                     f"{name} needs a language model, but {folder} is a pipeline; omit it"
                 )
         if not report and (prompts or steps is not None):
-            raise GulliverError("--prompts and --steps need --report; add it or omit them")
+            raise GulliverError("--prompt and --steps need --report; add it or omit them")
         return quantize_pipeline(folder, out, report, mode, prompts, steps, **ways)
     if prompts or steps is not None:
         raise GulliverError(
-            f"--prompts and --steps are for pipelines, but {folder} has no {INDEX}; omit them"
+            f"--prompt and --steps are for pipelines, but {folder} has no {INDEX}; omit them"
         )
     if text is not None and not report:
         raise GulliverError("--text needs --report; add it or omit --text")
