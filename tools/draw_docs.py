@@ -197,13 +197,13 @@ def tiers() -> str:
 
 def schedules() -> str:
     """All pipeline schedules on four ranks with eight micro-batches."""
-    from gulliver.parallel.pipeline.schedules import STYLES, computations, deal, predict
+    from gulliver.parallel.pipeline.schedules import STYLES, computations, predict, stages_by_rank
 
     ranks, micro = 4, 8
     svg = Svg(760, 40 + 120 * len(STYLES), "Pipeline schedules on 4 ranks with 8 micro-batches")
     fills = {"F": COLORS[0], "B": COLORS[2], "I": COLORS[2], "W": COLORS[3]}
     for n, style in enumerate(STYLES):
-        numbers = deal(style, ranks)
+        numbers = stages_by_rank(style, ranks)
         stages = sum(map(len, numbers))
         forward = [4 / stages] * stages
         found = predict(style, ranks, micro, forward)

@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gulliver
-from gulliver.cli.dispatch import COMMANDS, run
+from gulliver.cli.dispatch import WHAT, run
 from gulliver.errors import GulliverError
 
 ROOT = Path(__file__).parent.parent
 DOCS, SOURCE = ROOT / "docs", ROOT / "src" / "gulliver"
 WIDTH = "100"
-CHOICES = re.compile(r"^usage: .*?\{([a-z,-]+)\}", re.DOTALL)
 BOX = re.compile(r"[╭╰─╮╯│]+")
 WORD, FEWEST = re.compile(r"[A-Za-z]{3,}"), 4
 """Words that a message needs, next to its values, to be found by them."""
@@ -46,14 +45,11 @@ def command_line() -> str:
     """Returns the page of the command line."""
     codes = "Exit codes: 0 success, 1 failure, 2 usage error."
     parts = ["# Command line\n", f"Written from the code by `make docs`. {codes}\n"]
-    for name, command in COMMANDS.items():
-        shown = help_of([name])
-        parts.append(f"## gulliver {name}\n\n{_sentence(command.what)}\n\n```text\n{shown}\n```\n")
-        found = CHOICES.match(shown)
-        named = re.findall(rf"gulliver {name} (\w+) --help", shown)
-        for action in found[1].split(",") if found else named:
-            shown = help_of([name, action])
-            parts.append(f"### gulliver {name} {action}\n\n```text\n{shown}\n```\n")
+    for name, what in WHAT.items():
+        level = "#" * (2 + name.count(" "))
+        parts.append(
+            f"{level} gulliver {name}\n\n{_sentence(what)}\n\n```text\n{help_of(name.split())}\n```\n"
+        )
     return "\n".join(parts)
 
 
@@ -69,7 +65,9 @@ def messages() -> Iterator[tuple[str, str]]:
             if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
                 continue
             name = node.exc.func
-            if not (isinstance(name, ast.Name) and name.id in ("GulliverError", "IoError")):
+            if not (
+                isinstance(name, ast.Name) and name.id in ("GulliverError", "IoError", "UsageError")
+            ):
                 continue
             text = _template(node.exc.args[0]) if node.exc.args else None
             if text is not None and len(WORD.findall(text)) >= FEWEST:

@@ -350,7 +350,7 @@ def test_trained_again_with_adapters_and_with_an_optimizer_and_a_loss_of_the_use
 
 def _from_meta(world: World, folder: Path) -> Run:
     """A model that no memory has held: filled from files when it is boosted."""
-    from gulliver.booster.hybrid.checks import lazy_parameters
+    from gulliver import lazy_parameters
 
     options = {**limited(folder), "weights": str(folder)}
     case = Case(options)

@@ -115,7 +115,7 @@ PLACES = {
     "jobs submit": "cli.jobs:Submit cli.jobs:submit",
     "jobs list": "cli.jobs:Listing cli.jobs:show",
     "jobs logs": "cli.jobs:Logs cli.jobs:logs",
-    "jobs why": "cli.jobs:ModuleDecision cli.jobs:explain",
+    "jobs why": "cli.jobs:JobDecision cli.jobs:explain",
     "jobs stop": "cli.jobs:Stop cli.jobs:stop",
     "jobs scheduler": "cli.jobs:Scheduler cli.jobs:run",
     "checkpoint ls": "cli.options:Ls cli.checkpoint:ls",

@@ -65,7 +65,7 @@ class Logs(JobsFolder):
 
 
 @dataclass(frozen=True)
-class ModuleDecision(JobsFolder):
+class JobDecision(JobsFolder):
     """Says why a job waits, runs or shrank, and when it should end."""
 
     job: tyro.conf.Positional[str] = tyro.MISSING
@@ -232,7 +232,7 @@ def logs(config: Logs) -> int:
     return 0
 
 
-def explain(config: ModuleDecision) -> int:
+def explain(config: JobDecision) -> int:
     """Explains a job."""
     from gulliver.schedule.live.daemon import has_scheduler
     from gulliver.schedule.live.history import live_why
