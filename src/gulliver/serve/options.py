@@ -18,7 +18,7 @@ class ModelOptions(Options):
     """How a folder's model is loaded, where its weights lie, and what guesses tokens.
 
     Attributes:
-        dtype: Dtype of the weights; that of the files by default.
+        dtype: Dtype of the weights; that of the files by default. float16 needs native code.
         quantize: Read the weights into int8 or int4, as `gulliver.replace_module` does.
         context: Most tokens of prompt and answer; the model's own by default.
         cache_bytes: Memory for keys and values, such as 4GiB; by default what sequences need, at
@@ -31,6 +31,8 @@ class ModelOptions(Options):
         pipeline: Stages that the layers are dealt to, each on that many ranks.
         speeds: Relative speeds of the stages; equal ones by default.
         timeout_s: Seconds after which a silent rank is lost; 60 by default, 600 with memory.
+        decoder: native runs the steps of dense decoders without Python, where this installation has
+            the extension for the processor; torch runs the model's own forward.
         speculation: Drafts: ngram, suffix, or the folder of a draft; answers stay the same.
     """
 
@@ -45,6 +47,7 @@ class ModelOptions(Options):
     pipeline: Annotated[int, Range(1, 1024)] = 1
     speeds: tuple[float, ...] | None = None
     timeout_s: Annotated[float | None, Range(0.1, 86400)] = None
+    decoder: Literal["native", "torch"] = "native"
     speculation: str | Path | None = None
 
     def check_combinations(self) -> None:
