@@ -64,6 +64,9 @@ inline Floats unless_below(Floats x, float least, Floats value) {
 inline __m256 folded(Floats v) {
   return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
 }
+inline __m256 folded_maximum(Floats v) {
+  return _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+}
 #else
 using Floats = __m256;
 inline Floats all(float v) { return _mm256_set1_ps(v); }
@@ -94,6 +97,7 @@ inline Floats unless_below(Floats x, float least, Floats value) {
   return _mm256_and_ps(_mm256_cmp_ps(x, all(least), _CMP_NLT_UQ), value);
 }
 inline __m256 folded(Floats v) { return v; }
+inline __m256 folded_maximum(Floats v) { return v; }
 #endif
 
 inline void store(Brain* at, Floats v) {
@@ -114,11 +118,18 @@ inline void totals(const Floats a[4], float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
 }
 
+inline float greatest(Floats v) {
+  const __m256 eight = folded_maximum(v);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
 inline float total(Floats v) {
-  const Floats four[4] = {v, v, v, v};
-  float sums[4];
-  totals(four, sums);
-  return sums[0];
+  const __m256 eight = folded(v);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
 // e^x to 1e-7 of the value: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below -87.
@@ -263,8 +274,11 @@ inline void product_of(const Matrix& w, const float* x, Index rows, Index begin,
       const Index count = smaller(OUTPUTS, end - n);
       const W* own[OUTPUTS];
       const float* wide[OUTPUTS];
+      float scale[OUTPUTS], bias[OUTPUTS];
       for (Index j = 0; j < OUTPUTS; ++j) {
         const Index row = smaller(n + j, end - 1);
+        scale[j] = w.kind == INT8 ? w.scale[row] : 1.0f;
+        bias[j] = w.bias ? w.bias[row] : 0.0f;
         own[j] = static_cast<const W*>(w.data) + row * w.inputs;
         wide[j] = panel + j * w.inputs;
         if (!direct) widen_row(w, row, panel + j * w.inputs);
@@ -279,11 +293,8 @@ inline void product_of(const Matrix& w, const float* x, Index rows, Index begin,
           some<ROWS, float>(taken, at, w.inputs, wide, w.inputs, 0, sums);
         }
         for (Index r = 0; r < taken; ++r) {
-          for (Index j = 0; j < count; ++j) {
-            if (w.kind == INT8) sums[r][j] *= w.scale[n + j];
-            if (w.bias) sums[r][j] += w.bias[n + j];
-          }
-          put(m + r, n, sums[r], count);
+          const __m128 scaled = _mm_fmadd_ps(_mm_loadu_ps(sums[r]), _mm_loadu_ps(scale), _mm_loadu_ps(bias));
+          put(m + r, n, scaled, count);
         }
       }
     }
@@ -306,9 +317,13 @@ struct Into {
   float* out;
   Index width;
   bool add;
-  inline void operator()(Index row, Index output, const float* sums, Index count) const {
+  inline void operator()(Index row, Index output, __m128 sums, Index count) const {
     float* to = out + row * width + output;
-    for (Index j = 0; j < count; ++j) to[j] = add ? to[j] + sums[j] : sums[j];
+    if (count == OUTPUTS) {
+      _mm_storeu_ps(to, add ? sums + _mm_loadu_ps(to) : sums);
+    } else {
+      for (Index j = 0; j < count; ++j) to[j] = add ? to[j] + sums[j] : sums[j];
+    }
   }
 };
 
@@ -421,8 +436,9 @@ inline void gather(const float* weights, Index padded, const float* values, Inde
 inline void soften(float* scores, Index count, Index padded, Index dim, float& highest, float& sum,
                    float* out) {
   for (Index j = count; j < padded; ++j) scores[j] = LOWEST;
-  float top = highest;
-  for (Index j = 0; j < count; ++j) top = larger(top, scores[j]);
+  Floats most = all(highest);
+  for (Index j = 0; j < padded; j += LANES) most = maximum(most, load(scores + j));
+  const float top = greatest(most);
   if (top > highest) {
     const float factor = highest == LOWEST ? 0.0f : exponential(all(highest - top))[0];
     sum *= factor;
