@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor
 
 import gulliver
+from gulliver.precision.int8.formats import from_int4, from_int8
+from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.serve import Batch, LocalRunner, Span
 from gulliver.serve.decoder import FAMILIES
 from gulliver.serve.kernels import native_problem
@@ -93,12 +95,18 @@ def test_stored_halves_are_computed_in_float32(dtype: torch.dtype) -> None:
     assert furthest(run(model), wanted(copy.deepcopy(model).float())) < 2e-2
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
-def test_quantised_weights_are_those_of_the_layers(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["int8", "int8_dynamic", "int4"])
+def test_quantised_weights_are_multiplied_without_rounding_activations(mode: str) -> None:
     model = gulliver.replace_module(decoder_model("llama"), mode)
-    want = wanted(model)
-    # int4 rounds activations in the layers' own products, and not here.
-    assert furthest(run(model), want) < (1e-5 if mode == "int8" else 5e-2)
+    reference = decoder_model("llama")
+    for path, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            back = from_int4 if layer.mode == "int4" else from_int8
+            values = back(layer.weight, layer.weight_scale, torch.float32)
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            linear.weight = torch.nn.Parameter(values)
+            reference.set_submodule(path, linear.requires_grad_(False))
+    assert furthest(run(model), wanted(reference)) < 1e-5
 
 
 @pytest.mark.parametrize("change", ["float64", "hook", "gpt2", "sizes", "option"])
