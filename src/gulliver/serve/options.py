@@ -18,7 +18,7 @@ class ModelOptions(Options):
     """How a folder's model is loaded, where its weights lie, and what guesses tokens.
 
     Attributes:
-        dtype: Dtype of the weights; that of the files by default. float16 needs native code.
+        dtype: Dtype of the weights; that of the files by default.
         quantize: Read the weights into int8 or int4, as `gulliver.replace_module` does.
         context: Most tokens of prompt and answer; the model's own by default.
         cache_bytes: Memory for keys and values, such as 4GiB; by default what sequences need, at
