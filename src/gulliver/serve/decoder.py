@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.serve.attention import ModelShape, Pages, tree_of
 from gulliver.serve.batch import Batch
-from gulliver.serve.kernels import KINDS, native, native_problem
+from gulliver.serve.kernels import KINDS, MOST_ROWS, native, native_problem
 
 _log = logging.getLogger("gulliver")
 
@@ -37,6 +37,10 @@ class NativeDecoder:
 
     def __init__(self, decoder: Any, vocabulary: int, kept: list[Tensor]) -> None:
         self._decoder, self._vocabulary, self._kept = decoder, vocabulary, kept
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch is faster in native code: torch's float32 products of many rows are."""
+        return batch.tokens <= MOST_ROWS or any(t.dtype != torch.float32 for t in self._kept)
 
     def run(self, batch: Batch) -> Tensor:
         """Returns the logits [batch.outputs, V] of a batch."""

@@ -153,9 +153,10 @@ class LocalRunner:
     @torch.inference_mode()
     def submit(self, batch: Batch) -> None:
         """Runs a batch."""
-        if self._paged.decoder is not None:
+        decoder = self._paged.decoder
+        if decoder is not None and decoder.takes(batch):
             self.pages.copy(batch)
-            self._results.append(self._paged.decoder.run(batch))
+            self._results.append(decoder.run(batch))
             return
         self.pages.begin(batch)
         tokens, wanted = inputs_of(batch, self.device)
