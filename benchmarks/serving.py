@@ -30,7 +30,7 @@ from benchmarks._harness import Report, Spread, alternate, at_least, finish
 from benchmarks._models import llama
 from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
-from gulliver.serve.kernels import ATTENTION, ROWS, problem_of
+from gulliver.serve.kernels import native_problem
 
 PARTS = ("throughput", "pipeline")
 CACHE = 16 * 1024  # Tokens of the cache: all requests at a time
@@ -292,8 +292,7 @@ def _notes(report: Report, requests: Sequence[Asked]) -> None:
         f"{len(requests)} requests at once, prompts of {min(prompts)} to {max(prompts)} tokens "
         f"(mean {sum(prompts) / len(prompts):.0f}), answers of {min(answers)} to {max(answers)} "
         f"(mean {sum(answers) / len(answers):.0f}), greedy; {torch.get_num_threads()} threads",
-        f"native attention over pages: {_said(problem_of(*ATTENTION))}; native products of few "
-        f"rows: {_said(problem_of(*ROWS))}",
+        f"native decoder: {_said(native_problem())}",
         "same answers: whole ones, and the part of all tokens before the first other one; static "
         "batches that are not the best are timed once, the others in turns, every second round "
         "backwards; one static batch of all was slower by half when it was timed (24 requests)",

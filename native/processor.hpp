@@ -19,6 +19,14 @@ inline bool has_avx2() {
 #endif
 }
 
+inline bool has_avx2_f16c() {
+#if defined(__x86_64__)
+  return has_avx2() && __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
 inline bool has_avx512() {
 #if defined(__x86_64__)
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,6 +1,6 @@
 """The native kernels against numpy, without torch, for a processor that is emulated.
 
-    python -m tests.native_kernels OPENMP CORE KERNELS PAGED ROWS
+    python -m tests.native_kernels OPENMP CORE KERNELS DECODER
 
 The arguments are files: the OpenMP library that torch brings, and the extensions. Prints the sets
 of instructions that ran. Importing torch takes minutes under an emulator, and numpy a second.
@@ -56,13 +56,17 @@ def check_checksums(core: Any) -> None:
             assert core.crc32(part.ctypes.data, nbytes, 77, tables) == zlib.crc32(part, 77)
 
 
-def check_rows(rows: Any, name: str) -> None:
-    kernel = rows.Kernel(name)
+def check_decoder(decoder: Any, name: str) -> None:
+    check_rows(decoder.Kernel(name))
+    check_attention(decoder, decoder.Kernel(name))
+
+
+def check_rows(kernel: Any) -> None:
     for count, outputs in itertools.product((1, 2, 5, 6, 7, 13), (1, 6, 131)):
         x, weight, bias = normal(count, 80), normal(outputs, 80), normal(outputs)
         out = np.zeros((count, outputs), np.float32)
-        addresses = (array.ctypes.data for array in (x, weight, bias, out))
-        kernel.run(*addresses, count, 80, outputs)
+        matrix = [weight.ctypes.data, 0, bias.ctypes.data, outputs, 80, 0]
+        kernel.multiply(x.ctypes.data, out.ctypes.data, count, matrix, 2)
         want = x.astype(np.float64) @ weight.T.astype(np.float64) + bias
         np.testing.assert_allclose(out, want, atol=2e-5)
 
@@ -104,46 +108,38 @@ def check_products(kernels: Any, name: str) -> None:
         np.testing.assert_allclose(whole(out), want, rtol=5e-3 if half else 1e-4, atol=2e-2)
 
 
-def check_attention(paged: Any, name: str) -> None:
-    kernel = paged.Kernel(name)
+def check_attention(decoder: Any, kernel: Any) -> None:
     heads, kv_heads, dim, size = 4, 2, 16, 4
-    tables = np.array([3, 9, 1, 14, 7, 20, 11, 5, 2, 8, 10, 4, 6, 12], np.int64)
-    first, count, start = (np.array(n, np.int64) for n in ([0, 5], [5, 1], [19, 24]))
-    begins, places = np.array([0, 7], np.int64), np.array([*range(19, 24), 24], np.int64)
-    no_tree, trees = np.array([-1, -1], np.int64), np.zeros(1, np.uint8)
-    for half, half_kept, window in itertools.product((False, True), (False, True), (0, 6)):
-        query = normal(heads, 6, dim)
+    tables = [[3, 9, 1, 14, 7, 20, 11], [5, 2, 8, 10, 4, 6, 12, 13]]
+    places = [*range(19, 24), 24]
+    sequences = decoder.Sequences([0, 5], [5, 1], [19, 24], tables, places, [[], []])
+    for half, window in itertools.product((False, True), (0, 6)):
+        query, out = normal(heads, 6, dim), np.zeros((6, heads, dim), np.float32)
         keys, values = (normal(24, kv_heads, size, dim) for _ in range(2))
-        query = halved(query) if half else query
-        keys, values = (halved(t) if half_kept else t for t in (keys, values))
-        out = np.zeros((6, heads, dim), query.dtype)
-        where = (first, count, start, begins, tables, places, no_tree, trees)
-        kernel.run(
-            *(array.ctypes.data for array in (query, out, keys, values)),
-            *(half, half_kept, [6 * dim, dim, heads, kv_heads, dim, size, 2]),
-            *([array.ctypes.data for array in where], 0.3, window, 0),
+        keys, values = (halved(t) if half else t for t in (keys, values))
+        kernel.attend(
+            *(sequences, *(array.ctypes.data for array in (query, out, keys, values))),
+            *([2 * half, 6 * dim, dim, heads, kv_heads, dim, size], 0.3, window, 0, 2),
         )
         want = np.zeros((6, heads, dim))
         for token, head in itertools.product(range(6), range(heads)):
-            sequence = int(token == 5)
-            length = int(places[token]) + 1
-            blocks = tables[begins[sequence] :][: -(-length // size)]
+            blocks, length = tables[int(token == 5)], places[token] + 1
             seen = slice(max(0, length - window) if window else 0, length)
             k, v = (
                 np.concatenate(list(whole(t)[blocks, head // 2])).astype(np.float64)[seen]
                 for t in (keys, values)
             )
-            scores = np.exp(0.3 * (k @ whole(query)[head, token]))
+            scores = np.exp(0.3 * (k @ query[head, token]))
             want[token, head] = scores @ v / scores.sum()
-        np.testing.assert_allclose(whole(out), want, rtol=1e-2 if half else 1e-5, atol=1e-5)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
-def main(openmp: str, core: str, kernels: str, paged: str, rows: str) -> None:
+def main(openmp: str, core: str, kernels: str, decoder: str) -> None:
     # The extensions find their OpenMP in what the process has loaded, as they find that of torch.
     ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     check_checksums(loaded(core))
     print("checksums")
-    for file, check in ((kernels, check_products), (rows, check_rows), (paged, check_attention)):
+    for file, check in ((kernels, check_products), (decoder, check_decoder)):
         extension = loaded(file)
         for name in extension.instructions():
             check(extension, name)

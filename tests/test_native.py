@@ -16,8 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTENSIONS = (
     "gulliver.io._core",
     "gulliver.precision.int8._kernels",
-    "gulliver.serve._paged",
-    "gulliver.serve._rows",
+    "gulliver.serve._decoder",
 )
 QEMU = shutil.which("qemu-x86_64")
 WITH_LEAK = """
@@ -56,7 +55,7 @@ def test_kernels_run_on_a_processor_without_avx512() -> None:
     done = on("Haswell")
     assert done.returncode == 0, done.stderr
     ran = done.stdout.splitlines()
-    assert ran == ["checksums", "_kernels avx2", "_rows avx2", "_paged avx2"]
+    assert ran == ["checksums", "_kernels avx2", "_decoder avx2"]
 
 
 @pytest.mark.full

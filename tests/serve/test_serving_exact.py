@@ -20,7 +20,7 @@ from gulliver.serve import (
     Span,
 )
 from gulliver.serve.attention import LayerShape, Pages
-from gulliver.serve.kernels import ATTENTION, problem_of
+from gulliver.serve.kernels import native_problem
 from gulliver.serve.weights import SERVED
 from tests.serve.serving_models import Recording, one_by_one, prompts, tiny
 
@@ -184,8 +184,8 @@ def test_attention_over_pages_is_attention_by_its_definition(
     case: str, native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads, window, sloped, tree = CASES[case]
-    if native and problem_of(*ATTENTION):
-        pytest.skip(str(problem_of(*ATTENTION)))
+    if native and native_problem():
+        pytest.skip(str(native_problem()))
     if not native:
         monkeypatch.setattr("gulliver.serve.attention.native_attention", lambda: None)
     torch.manual_seed(0)

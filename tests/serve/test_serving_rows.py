@@ -9,17 +9,24 @@ import torch
 import torch.nn.functional as F
 
 from gulliver.serve import LocalRunner
-from gulliver.serve.kernels import MOST_ROWS, ROWS, FewRows, few_rows, problem_of, take_few_rows
+from gulliver.serve.kernels import (
+    MOST_ROWS,
+    FewRows,
+    Native,
+    few_rows,
+    native_problem,
+    take_few_rows,
+)
 from tests.serve.serving_models import tiny
 
 
 def kernels() -> list[Any]:
     """The kernel by each set of instructions that this processor has."""
-    if problem_of(*ROWS):
-        return [pytest.param(None, marks=pytest.mark.skip(reason=str(problem_of(*ROWS))))]
-    from gulliver.serve import _rows  # pyright: ignore[reportAttributeAccessIssue]
+    if native_problem():
+        return [pytest.param(None, marks=pytest.mark.skip(reason=str(native_problem())))]
+    from gulliver.serve import _decoder  # pyright: ignore[reportAttributeAccessIssue]
 
-    return [FewRows(name, _rows.Kernel(name)) for name in _rows.instructions()]
+    return [FewRows(Native(n, _decoder, _decoder.Kernel(n))) for n in _decoder.instructions()]
 
 
 @pytest.mark.parametrize("kernel", kernels())

@@ -1,9 +1,8 @@
 """`Pages`: keys and values of all layers in blocks, and attention over them.
 
 Read `Pages.attend`, which every attention layer calls: it writes the new keys and values of all
-packed tokens, then runs attention sequence by sequence kind: the native kernel reads the blocks in
-place for sequences with few new tokens; longer ones are computed by torch's attention on their
-blocks gathered. `attend_gathered` does all of it without the kernel, and is what the kernel is
+packed tokens, then runs attention: native code reads the blocks in place; without it, torch's
+attention is run on each sequence's blocks gathered (`attend_gathered`), and is what native code is
 held against.
 """
 
@@ -22,17 +21,15 @@ from gulliver.errors import GulliverError
 from gulliver.serve.batch import Batch, Span
 from gulliver.serve.kernels import PagedSpan, native_attention
 
-FEW = 16
-"""Most new tokens of a sequence for which the native kernel is taken: from there on torch's blocked
-products win over reading the blocks in place."""
-
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a layer's keys and values."""
+    """Sizes of a layer's keys and values, and how it attends to them."""
 
     heads: int
     dim: int
+    scale: float = 1.0
+    window: int | None = None
 
 
 class Pages:
@@ -58,13 +55,13 @@ class Pages:
 
     def begin(self, batch: Batch) -> None:
         """Runs a batch's copies and moves, and prepares its attention."""
-        self._copy(batch)
+        self.copy(batch)
         size, device = self.size, self.positions.device
         pieces, first, positions, slots = [], 0, [], []
         for span in batch.spans:
             count, start = len(span.tokens), span.start
             table = span.blocks[: -(-(start + count) // size)]
-            depth, mask = _tree(span)
+            depth, mask = tree_of(span)
             places = torch.tensor(depth) + start if mask is not None else None
             where = places if places is not None else torch.arange(start, start + count)
             positions.append(where)
@@ -76,12 +73,12 @@ class Pages:
         self.positions = torch.cat(positions).to(device)
         self._blocks = torch.tensor([s // size for s in slots], device=device)
         self._offsets = torch.tensor([s % size for s in slots], device=device)
-        few = [p for p in pieces if self._native is not None and p.count <= FEW]
-        self._many = [p for p in pieces if self._native is None or p.count > FEW]
-        prepare = self._native.prepare if self._native is not None and few else None
-        self._few = prepare(few, self.positions) if prepare is not None else None
+        self._pieces = pieces
+        if self._native is not None:
+            self._prepared = self._native.prepare(pieces, self.positions)
 
-    def _copy(self, batch: Batch) -> None:
+    def copy(self, batch: Batch) -> None:
+        """Runs a batch's copies and moves."""
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).T.to(self.positions.device)
             for kept in (*self.keys, *self.values):
@@ -107,10 +104,10 @@ class Pages:
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        # No batch has been begun where the model's sizes are measured.
-        if self._few is not None and self._native is not None:
-            self._native.run(self._few, query, keys, values, out, scale, window, slopes)
-        for piece in self._many:
+        if self._native is not None:
+            self._native.run(self._prepared, query, keys, values, out, scale, window, slopes)
+            return out
+        for piece in self._pieces:
             at = slice(piece.first, piece.first + piece.count)
             # From the first token on, what is attended to is what has just been computed.
             whole = piece.start == 0 and piece.mask is None
@@ -173,7 +170,7 @@ def attention_bias(
     return sloped.masked_fill(~seen, -torch.inf)[None]
 
 
-def _tree(span: Span) -> tuple[list[int], Tensor | None]:
+def tree_of(span: Span) -> tuple[list[int], Tensor | None]:
     """Depth of each new token, and which of them each sees; None for a chain."""
     if span.parents is None:
         return [], None
@@ -370,13 +367,13 @@ class Recorder:
         slopes: Tensor | None = None,
     ) -> Tensor:
         """Notes a layer; the attention of one token to itself is its value."""
-        del scale, window, slopes
+        del slopes
         if key.shape != value.shape:
             raise GulliverError(
                 f"layer {layer} has keys of {key.shape[-1]} and values of {value.shape[-1]} "
                 "numbers a head: models of unequal ones are not served"
             )
-        self.shapes[layer] = LayerShape(key.shape[0], key.shape[2])
+        self.shapes[layer] = LayerShape(key.shape[0], key.shape[2], scale, window)
         self.dtype = key.dtype
         return value.repeat_interleave(query.shape[0] // value.shape[0], 0).transpose(0, 1)
 

@@ -1,4 +1,8 @@
-"""Attention of the extension `gulliver.serve._paged`, where it was built: reads blocks in place."""
+"""Native code of the extension `gulliver.serve._decoder`, where it was built.
+
+A model that `gulliver.serve.decoder` knows runs whole steps in it; of others the attention over
+pages and products of few rows do.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,58 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError, nearest
 
 INTERFACE = 1
-"""Version of the extensions' interface; both sides count up when their calls change."""
+"""Version of the extension's interface; both sides count up when their calls change."""
+EXTENSION = "gulliver.serve._decoder"
+VARIABLES = "GULLIVER_DECODER", "GULLIVER_PAGES", "GULLIVER_ROWS"
+"""Variables that choose instructions; the later ones are names of releases before."""
 INSTRUCTIONS = ("avx512", "avx2", "none")
-"""Values of the variables that choose instructions; without, the first that the processor has."""
+"""Their values; without, the first that the processor has."""
 LANES = 16
 """Head sizes are multiples of it."""
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Numbers that native code reads, by its own names."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """The extension, and the instructions that it uses."""
+
+    name: str
+    built: Any
+    kernel: Any
+
+
+def native_problem() -> str | None:
+    """Says why native code is not used; None where it is."""
+    try:
+        built: Any = importlib.import_module(EXTENSION)
+    except ImportError as error:
+        return f"its extension is not built ({error})"
+    if built.INTERFACE != INTERFACE:
+        return "its extension is of another version: pip install -e . builds it again"
+    variable = next((name for name in VARIABLES if os.environ.get(name)), VARIABLES[0])
+    wanted = os.environ.get(variable, "")
+    if wanted and wanted not in INSTRUCTIONS:
+        raise GulliverError(f"{variable}={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")
+    if wanted == "none":
+        return f"{variable}=none"
+    names = built.instructions()
+    if not names:
+        return "this processor has neither AVX512 nor AVX2"
+    if wanted and wanted not in names:
+        return f"this processor has no {wanted}"
+    return None
+
+
+@cache
+def native() -> Native | None:
+    """Returns the extension; None where it is not used."""
+    if native_problem() is not None:
+        return None
+    built: Any = importlib.import_module(EXTENSION)
+    wanted = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), None)
+    name = wanted or built.instructions()[0]
+    return Native(name, built, built.Kernel(name))
 
 
 @dataclass(frozen=True)
@@ -40,48 +91,27 @@ class PagedSpan:
     positions: Tensor
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Sequences of a batch as the kernel takes them; the tensors hold what `where` points at."""
-
-    sequences: int
-    where: list[int]
-    tensors: tuple[Tensor, ...]
-
-
 class NativeAttention:
-    """The kernel, by the instructions that it uses."""
+    """Attention of native code."""
 
-    def __init__(self, name: str, kernel: Any) -> None:
-        self.name, self._kernel = name, kernel
+    def __init__(self, found: Native) -> None:
+        self.name, self._built, self._kernel = found.name, found.built, found.kernel
 
-    def prepare(self, pieces: Sequence[Any], positions: Tensor) -> Prepared:
-        """Lays out the sequences of a batch (`PagedSpan` or alike), once for all layers."""
-        tables = [0]
-        trees, places, sizes = [], [], 0
-        for piece in pieces:
-            tables.append(tables[-1] + len(piece.blocks))
-            places.append(sizes if piece.mask is not None else -1)
-            if piece.mask is not None:
-                trees.append(piece.mask.to(torch.uint8).flatten())
-                sizes += piece.mask.numel()
-        tensors = (
-            *(torch.tensor([getattr(p, name) for p in pieces]) for name in _BY_PIECE),
-            torch.tensor(tables),
-            torch.cat([piece.blocks for piece in pieces]),
-            positions,
-            torch.tensor(places),
-            torch.cat(trees) if trees else torch.zeros(1, dtype=torch.uint8),
+    def prepare(self, pieces: Sequence[PagedSpan], positions: Tensor) -> Any:
+        """Lays out the sequences of a batch, once for all layers."""
+        return self._built.Sequences(
+            *([getattr(piece, name) for piece in pieces] for name in ("first", "count", "start")),
+            *([piece.blocks.tolist() for piece in pieces], positions.tolist()),
+            [[] if piece.mask is None else piece.mask.flatten().tolist() for piece in pieces],
         )
-        return Prepared(len(pieces), [t.data_ptr() for t in tensors], tensors)
 
     def takes(self, dtype: torch.dtype, dim: int) -> bool:
         """Whether keys and values of this dtype and size of a head are the kernel's."""
-        return dtype in (torch.float32, torch.bfloat16) and dim % LANES == 0
+        return dtype in KINDS and dim % LANES == 0
 
     def run(
         self,
-        prepared: Prepared,
+        prepared: Any,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -91,67 +121,33 @@ class NativeAttention:
         slopes: Tensor | None,
     ) -> None:
         """Writes the attention of the prepared sequences to `out`; see `Pages.attend`."""
-        if query.stride(-1) != 1:
-            query = query.contiguous()
+        wide = query.float()
+        if wide.stride(-1) != 1:
+            wide = wide.contiguous()
+        made = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
         sizes = [
-            *(query.stride(0), query.stride(1), query.shape[0], keys.shape[1]),
-            *(keys.shape[3], keys.shape[2], prepared.sequences),
+            *(KINDS[keys.dtype], wide.stride(0), wide.stride(1), wide.shape[0], keys.shape[1]),
+            *(keys.shape[3], keys.shape[2]),
         ]
-        self._kernel.run(
-            *(tensor.data_ptr() for tensor in (query, out, keys, values)),
-            *(query.dtype == torch.bfloat16, keys.dtype == torch.bfloat16, sizes, prepared.where),
+        self._kernel.attend(
+            *(prepared, *(tensor.data_ptr() for tensor in (wide, made, keys, values)), sizes),
             *(scale, window or 0, 0 if slopes is None else slopes.data_ptr()),
+            torch.get_num_threads(),
         )
-
-
-_BY_PIECE = ("first", "count", "start")
-
-
-ATTENTION = "gulliver.serve._paged", "GULLIVER_PAGES"
-ROWS = "gulliver.serve._rows", "GULLIVER_ROWS"
-"""Extensions, and the variables that choose their instructions."""
-
-
-def problem_of(extension: str, variable: str) -> str | None:
-    """Says why an extension with kernels is not used; None where it is."""
-    try:
-        built = importlib.import_module(extension)
-    except ImportError as error:
-        return f"its extension is not built ({error})"
-    if built.INTERFACE != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it again"
-    wanted = os.environ.get(variable, "")
-    if wanted and wanted not in INSTRUCTIONS:
-        raise GulliverError(f"{variable}={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")
-    if wanted == "none":
-        return f"{variable}=none"
-    names = built.instructions()
-    if not names:
-        return "this processor has neither AVX512 nor AVX2"
-    if wanted and wanted not in names:
-        return f"this processor has no {wanted}"
-    return None
-
-
-def load_kernel(extension: str, variable: str) -> tuple[str, Any] | None:
-    """Returns an extension's instructions and kernel; None where there is none."""
-    if problem_of(extension, variable) is not None:
-        return None
-    built: Any = importlib.import_module(extension)
-    name = os.environ.get(variable) or built.instructions()[0]
-    return name, built.Kernel(name)
+        if made is not out:
+            out.copy_(made)
 
 
 @cache
 def native_attention() -> NativeAttention | None:
-    """Returns the attention kernel; None where there is none."""
-    found = load_kernel(*ATTENTION)
-    return None if found is None else NativeAttention(*found)
+    """Returns the attention of native code; None where there is none."""
+    found = native()
+    return None if found is None else NativeAttention(found)
 
 
-# Linear layers of a served model on a few rows, by the extension `gulliver.serve._rows`.
+# Linear layers of a served model on a few rows, by the same extension.
 #
 # A step that continues some sequences multiplies a few rows with all weights, and takes as long as
 # reading them should. Products of BLAS are made for many rows: on the processors that were tried
@@ -166,8 +162,8 @@ MOST_ROWS = 128
 class FewRows:
     """The kernel, by the instructions that it uses."""
 
-    def __init__(self, name: str, kernel: Any) -> None:
-        self.name, self._kernel = name, kernel
+    def __init__(self, found: Native) -> None:
+        self.name, self._kernel = found.name, found.kernel
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether a product is the kernel's: few rows of float32 on the CPU, and no gradient."""
@@ -183,11 +179,10 @@ class FewRows:
         """Returns ``x @ weight.T + bias``."""
         rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
         out = x.new_empty(*x.shape[:-1], len(weight))
-        where = (t.data_ptr() for t in (x, weight))
-        self._kernel.run(
-            *(*where, 0 if bias is None else bias.data_ptr()),
-            *(out.data_ptr(), rows, inputs, len(weight)),
-        )
+        address = 0 if bias is None else bias.data_ptr()
+        matrix = [weight.data_ptr(), 0, address, len(weight), inputs, KINDS[weight.dtype]]
+        threads = torch.get_num_threads()
+        self._kernel.multiply(x.data_ptr(), out.data_ptr(), rows, matrix, threads)
         return out
 
 
@@ -204,8 +199,8 @@ def _plain(tensor: Tensor) -> bool:
 @cache
 def few_rows() -> FewRows | None:
     """Returns the kernel for few rows; None where there is none."""
-    found = load_kernel(*ROWS)
-    return None if found is None else FewRows(*found)
+    found = native()
+    return None if found is None else FewRows(found)
 
 
 def take_few_rows(model: nn.Module) -> Callable[[], None]:

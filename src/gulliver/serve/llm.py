@@ -50,7 +50,9 @@ def open_runner(
     model, streamed = load_model(folder, options)
     try:
         sizes = options.seq_length, options.kv_cache, options.cache_tokens
-        runner = LocalRunner(model, *sizes, sequences=sequences, streamed=streamed)
+        runner = LocalRunner(
+            model, *sizes, sequences=sequences, streamed=streamed, decoder=options.decoder
+        )
     except BaseException:
         if streamed is not None:
             streamed.close()
@@ -115,7 +117,7 @@ class LLM:
             _refuse_for_models(given)
             drafter = _drafter(given, drafter, tokenizer, options)
             sizes = given.seq_length, given.kv_cache, given.cache_tokens
-            runner = LocalRunner(model, *sizes, sequences=options.sequences)
+            runner = LocalRunner(model, *sizes, sequences=options.sequences, decoder=given.decoder)
             ends = end_tokens(model, tokenizer)
         self.tokenizer = tokenizer
         self._lock, self._inboxes, self._closed = Lock(), dict[int, deque[Event]](), False

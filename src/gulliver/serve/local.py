@@ -17,6 +17,7 @@ from gulliver.serve.attention import (
     measure,
 )
 from gulliver.serve.batch import Batch, Facts
+from gulliver.serve.decoder import NativeDecoder, decoder_of
 from gulliver.serve.kernels import take_few_rows
 from gulliver.serve.offload import StreamedWeights
 from gulliver.serve.options import ModelOptions
@@ -31,16 +32,22 @@ class PagedModel:
     ) -> None:
         self.model, self.shape, self.streamed, self.device = model, shape, streamed, device
         self.pages: Pages | None = None
+        self.decoder: NativeDecoder | None = None
 
-    def take_cache(self, blocks: int, block_size: int) -> Pages:
-        """Takes memory for the cache; the model attends over pages from now on."""
+    def take_cache(self, blocks: int, block_size: int, native: bool = False) -> Pages:
+        """Takes memory for the cache; the model attends over pages from now on.
+
+        With `native`, `decoder` runs the model if it is one that native code knows.
+        """
         shape = self.shape
         if self.streamed is not None:
             taken = blocks * block_size * shape.token_bytes
             self.streamed.set_budget(self.streamed.manager.budget - taken)
         self.pages = Pages(shape.layers, blocks, block_size, shape.dtype, self.device)
         self._detach = attach(self.model, self.pages)
-        self._give_back = take_few_rows(self.model)
+        if native and self.streamed is None:
+            self.decoder = decoder_of(self.model, shape, self.pages)
+        self._give_back = take_few_rows(self.model) if self.decoder is None else lambda: None
         return self.pages
 
     @property
@@ -55,6 +62,7 @@ class PagedModel:
 
     def close(self) -> None:
         """Gives the model back, and the memory of the cache."""
+        self.decoder = None
         if self.pages is not None:
             self._detach()
             self._give_back()
@@ -67,7 +75,8 @@ class PagedModel:
 class LocalRunner:
     """A model of transformers on one device, with the pages of its layers.
 
-    The forward is the model's own: packed tokens are one row, `position_ids` are each sequence's
+    Dense decoders run in native code (`gulliver.serve.decoder`). The forward of others is the
+    model's own: packed tokens are one row, `position_ids` are each sequence's
     own, and logits are computed of the wanted rows only. While a runner has a model, the model
     attends over pages: `close` gives it back.
 
@@ -85,6 +94,7 @@ class LocalRunner:
         block_size: int = BLOCK,
         sequences: int = 64,
         streamed: StreamedWeights | None = None,
+        decoder: str = "native",
     ) -> None:
         """Measures the model by a forward of one token, and takes memory for its cache.
 
@@ -96,6 +106,8 @@ class LocalRunner:
             block_size: tokens of a block.
             sequences: sequences that run at a time, to choose a size by.
             streamed: what brings the model's weights, where they come from a disk.
+            decoder: ``"torch"`` runs the model's own forward also where native code could; see
+                `ModelOptions`.
 
         Raises:
             GulliverError: the model is not served, its context is smaller, or there is no room for
@@ -119,9 +131,14 @@ class LocalRunner:
             *(self.measured.token_bytes, device, context, sequences, sizes),
             *(block_size, paged.budget),
         )
-        self.pages = paged.take_cache(blocks, block_size)
+        self.pages = paged.take_cache(blocks, block_size, native=decoder != "torch")
         self.facts = Facts(self.measured.vocabulary, context, blocks, block_size)
         self._results: deque[Tensor] = deque()
+
+    @property
+    def native(self) -> bool:
+        """Whether steps run in native code."""
+        return self._paged.decoder is not None
 
     @property
     def streamed(self) -> StreamedWeights | None:
@@ -136,6 +153,11 @@ class LocalRunner:
     @torch.inference_mode()
     def submit(self, batch: Batch) -> None:
         """Runs a batch."""
+        decoder = self._paged.decoder
+        if decoder is not None and decoder.takes(batch):
+            self.pages.copy(batch)
+            self._results.append(decoder.run(batch))
+            return
         self.pages.begin(batch)
         tokens, wanted = inputs_of(batch, self.device)
         logits = forward(self._model, tokens, self.pages.positions, wanted)

@@ -32,6 +32,8 @@ class ModelOptions(Options):
         pp_size: Stages that the layers are dealt to, each on that many ranks.
         speeds: Relative speeds of the stages; equal ones by default.
         timeout_s: Seconds after which a silent rank is lost; 60, or 600 with a limit.
+        decoder: native runs the steps of dense decoders without Python, if the extension supports
+            the processor; torch runs the model's own forward.
         speculation: Drafts: ngram, suffix, or the folder of a draft; answers stay the same.
     """
 
@@ -46,6 +48,7 @@ class ModelOptions(Options):
     pp_size: Annotated[int, Range(1, 1024)] = 1
     speeds: tuple[float, ...] | None = None
     timeout_s: Annotated[float | None, Range(0.1, 86400)] = None
+    decoder: Literal["native", "torch"] = "native"
     speculation: str | Path | None = None
 
     def check_combinations(self) -> None:

@@ -1,0 +1,682 @@
+// The forward, for vectors of `BYTES` bytes; included by a file for each set of instructions.
+//
+// [Note: one team for a step] A step has eight phases in each layer, and between two of them the
+// threads wait for each other. A parallel region for each phase costs some 5 us, more than many of
+// them take; a barrier that spins costs 0.3. So a step is one parallel region of torch's threads.
+//
+// [Note: tiles] With few rows the time is that of reading the weights, with many that of their
+// products. Four outputs are taken at a time for up to `ROWS` rows: their sums stay in registers,
+// and lanes are added at the end, so that weights lie as torch has them and no packed copy is kept.
+// Weights that are not float32 are widened into the L1 cache once for all rows; with a few rows it
+// is done on the way. Rows are taken in blocks that stay in the L2 cache.
+#include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <cstring>
+
+#include "scratch.hpp"
+
+namespace gulliver::decoder {
+namespace {
+
+constexpr Index LANES = BYTES / 4;
+constexpr Index OUTPUTS = 4;
+constexpr Index UNIT = 16;   // outputs that threads are given at a time
+constexpr Index GROUP = 128;  // values of INT4 that have a scale
+constexpr Index ROWS = BYTES == 64 ? 6 : 3;
+constexpr Index CACHED = 48 * 1024;  // floats of a block of rows
+constexpr float LOWEST = -__builtin_inff();
+constexpr Index ALONE = 1 << 16;  // multiplications below which a second thread costs more
+
+struct Half { std::uint16_t bits; };
+struct Brain { std::uint16_t bits; };
+
+#if BYTES == 64
+using Floats = __m512;
+inline Floats all(float v) { return _mm512_set1_ps(v); }
+inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
+inline Floats load(const Half* at) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+inline Floats load(const Brain* at) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline Floats load(const std::int8_t* at) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+inline void store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
+inline void store(Half* at, Floats v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtps_ph(v, 0));
+}
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats power_of_two(Floats n) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+inline Floats unless_below(Floats x, float least, Floats value) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, all(least), _CMP_NLT_UQ), value);
+}
+inline __m256 folded(Floats v) {
+  return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+}
+inline __m256 folded_maximum(Floats v) {
+  return _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+}
+#else
+using Floats = __m256;
+inline Floats all(float v) { return _mm256_set1_ps(v); }
+inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
+inline Floats load(const Half* at) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+inline Floats load(const Brain* at) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline Floats load(const std::int8_t* at) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+inline void store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
+inline void store(Half* at, Floats v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_cvtps_ph(v, 0));
+}
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+inline Floats power_of_two(Floats n) {
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Floats unless_below(Floats x, float least, Floats value) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, all(least), _CMP_NLT_UQ), value);
+}
+inline __m256 folded(Floats v) { return v; }
+inline __m256 folded_maximum(Floats v) { return v; }
+#endif
+
+inline void store(Brain* at, Floats v) {
+  float values[LANES];
+  store(values, v);
+  for (Index i = 0; i < LANES; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, values + i, 4);
+    // To the nearest, ties to even; a NaN stays one.
+    const bool nan = values[i] != values[i];
+    at[i].bits = nan ? 0x7fc0 : static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+}
+
+inline void totals(const Floats a[4], float* to) {
+  const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(folded(a[0]), folded(a[1])),
+                                     _mm256_hadd_ps(folded(a[2]), folded(a[3])));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+
+inline float greatest(Floats v) {
+  const __m256 eight = folded_maximum(v);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+inline float total(Floats v) {
+  const __m256 eight = folded(v);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+
+// e^x to 1e-7 of the value: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below -87.
+inline Floats exponential(Floats x) {
+  // In this order a NaN stays one.
+  const Floats kept = minimum(all(88.0f), maximum(all(-87.33f), x));
+  const Floats magic = all(12582912.0f);  // rounds to the nearest whole number
+  const Floats n = fma(kept, all(1.44269504f), magic) - magic;
+  const Floats r = fma(n, all(-1.42860677e-6f), fma(n, all(-0.693145752f), kept));
+  Floats p = all(1.98756915e-4f);
+  p = fma(p, r, all(1.39819995e-3f));
+  p = fma(p, r, all(8.33345190e-3f));
+  p = fma(p, r, all(4.16657960e-2f));
+  p = fma(p, r, all(1.66666655e-1f));
+  p = fma(p, r, all(0.5f));
+  p = fma(p * r, r, r + all(1.0f));
+  return unless_below(x, -87.33f, p * power_of_two(n));
+}
+
+// Threads.
+
+struct Member {
+  Index rank, threads;
+  Team& team;
+  float* panel;  // widened weights of this thread
+
+  // [begin, end) of `count` that is this thread's, in whole units.
+  void share(Index count, Index unit, Index& begin, Index& end) const {
+    const Index units = (count + unit - 1) / unit;
+    begin = smaller(count, units * rank / threads * unit);
+    end = smaller(count, units * (rank + 1) / threads * unit);
+  }
+
+  void wait() const {
+    if (threads == 1) return;
+    const Index phase = __atomic_load_n(&team.phase, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&team.arrived, 1, __ATOMIC_ACQ_REL) == threads) {
+      __atomic_store_n(&team.arrived, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&team.phase, phase + 1, __ATOMIC_RELEASE);
+      return;
+    }
+    for (int spins = 0; __atomic_load_n(&team.phase, __ATOMIC_ACQUIRE) == phase; ++spins) {
+      _mm_pause();
+      // Another program may have the core that is waited for.
+      if (spins > 2000) sched_yield();
+    }
+  }
+};
+
+// Products.
+
+// Sums of [M rows] x [4 outputs]; `ahead` elements further on lie the next four.
+template <int M, class W>
+inline void tile(const float* x, Index stride, const W* const w[OUTPUTS], Index inputs, Index ahead,
+                 float sums[M][OUTPUTS]) {
+  constexpr Index LINE = 64 / sizeof(W);
+  constexpr Index STEP = LINE > LANES ? LINE : LANES;
+  Floats acc[M][OUTPUTS];
+  for (int m = 0; m < M; ++m) {
+    for (int j = 0; j < OUTPUTS; ++j) acc[m][j] = all(0.0f);
+  }
+  const auto part = [&](Index k) __attribute__((always_inline)) {
+    Floats values[M];
+    for (int m = 0; m < M; ++m) values[m] = load(x + m * stride + k);
+    for (int j = 0; j < OUTPUTS; ++j) {
+      const Floats weight = load(w[j] + k);
+      for (int m = 0; m < M; ++m) acc[m][j] = fma(values[m], weight, acc[m][j]);
+    }
+  };
+  Index k = 0;
+  for (; k + STEP <= inputs; k += STEP) {
+    if (ahead) {
+      for (int j = 0; j < OUTPUTS; ++j) __builtin_prefetch(w[j] + k + ahead);
+    }
+#pragma GCC unroll 8
+    for (Index i = 0; i < STEP; i += LANES) part(k + i);
+  }
+  for (; k < inputs; k += LANES) part(k);
+  for (int m = 0; m < M; ++m) totals(acc[m], sums[m]);
+}
+
+template <int M, class W>
+inline void some(Index rows, const float* x, Index stride, const W* const w[OUTPUTS], Index inputs,
+                 Index ahead, float sums[ROWS][OUTPUTS]) {
+  if constexpr (M > 0) {
+    if (rows == M) {
+      tile<M, W>(x, stride, w, inputs, ahead, sums);
+    } else {
+      some<M - 1, W>(rows, x, stride, w, inputs, ahead, sums);
+    }
+  }
+}
+
+template <class W>
+inline void widen(const W* from, Index count, float* to) {
+  for (Index k = 0; k < count; k += LANES) store(to + k, load(from + k));
+}
+
+// [Note: int4] 128 values of a row lie in 64 bytes: byte i has value i below and value 64 + i
+// above, each plus 8.
+inline void widen_nibbles(const std::uint8_t* from, const float* scale, Index count, float* to) {
+  for (Index k = 0; k < count; k += GROUP, from += GROUP / 2, to += GROUP) {
+    const Floats factor = all(scale[k / GROUP]), eight = all(8.0f);
+    for (Index i = 0; i < GROUP / 2; i += LANES) {
+      std::int8_t low[LANES], high[LANES];
+      for (Index l = 0; l < LANES; ++l) {
+        low[l] = static_cast<std::int8_t>(from[i + l] & 15);
+        high[l] = static_cast<std::int8_t>(from[i + l] >> 4);
+      }
+      store(to + i, (load(low) - eight) * factor);
+      store(to + GROUP / 2 + i, (load(high) - eight) * factor);
+    }
+  }
+}
+
+inline Index row_bytes(const Matrix& w) {
+  return w.kind == FLOAT32 ? w.inputs * 4 : w.kind <= BFLOAT16 ? w.inputs * 2
+         : w.kind == INT8 ? w.inputs : w.inputs / 2;
+}
+
+// One row of a matrix as floats; INT8 without its scale.
+inline void widen_row(const Matrix& w, Index row, float* to) {
+  const auto* at = static_cast<const std::uint8_t*>(w.data) + row * row_bytes(w);
+  switch (w.kind) {
+    case FLOAT32: std::memcpy(to, at, w.inputs * 4); break;
+    case FLOAT16: widen(reinterpret_cast<const Half*>(at), w.inputs, to); break;
+    case BFLOAT16: widen(reinterpret_cast<const Brain*>(at), w.inputs, to); break;
+    case INT8: widen(reinterpret_cast<const std::int8_t*>(at), w.inputs, to); break;
+    default: widen_nibbles(at, w.scale + row * (w.inputs / GROUP), w.inputs, to);
+  }
+}
+
+// Rows [rows, inputs] times outputs [begin, end), given to `put(row, output, four sums, count)`.
+template <class W, class Put>
+inline void product_of(const Matrix& w, const float* x, Index rows, Index begin, Index end,
+                       float* panel, const Put& put) {
+  const Index most = larger<Index>(ROWS, CACHED / w.inputs / ROWS * ROWS);
+  for (Index block = 0; block < rows; block += most) {
+    const Index last = smaller(rows, block + most);
+    const bool direct = w.kind == FLOAT32 || (w.kind != INT4 && last - block <= ROWS);
+    for (Index n = begin; n < end; n += OUTPUTS) {
+      const Index count = smaller(OUTPUTS, end - n);
+      const W* own[OUTPUTS];
+      const float* wide[OUTPUTS];
+      float scale[OUTPUTS], bias[OUTPUTS];
+      for (Index j = 0; j < OUTPUTS; ++j) {
+        const Index row = smaller(n + j, end - 1);
+        scale[j] = w.kind == INT8 ? w.scale[row] : 1.0f;
+        bias[j] = w.bias ? w.bias[row] : 0.0f;
+        own[j] = static_cast<const W*>(w.data) + row * w.inputs;
+        wide[j] = panel + j * w.inputs;
+        if (!direct) widen_row(w, row, panel + j * w.inputs);
+      }
+      for (Index m = block; m < last; m += ROWS) {
+        float sums[ROWS][OUTPUTS];
+        const Index taken = smaller(ROWS, last - m);
+        const float* at = x + m * w.inputs;
+        if (direct) {
+          some<ROWS, W>(taken, at, w.inputs, own, w.inputs, m == 0 ? OUTPUTS * w.inputs : 0, sums);
+        } else {
+          some<ROWS, float>(taken, at, w.inputs, wide, w.inputs, 0, sums);
+        }
+        for (Index r = 0; r < taken; ++r) {
+          const __m128 scaled = _mm_fmadd_ps(_mm_loadu_ps(sums[r]), _mm_loadu_ps(scale), _mm_loadu_ps(bias));
+          put(m + r, n, scaled, count);
+        }
+      }
+    }
+  }
+}
+
+template <class Put>
+inline void product(const Matrix& w, const float* x, Index rows, Index begin, Index end,
+                    float* panel, const Put& put) {
+  switch (w.kind) {
+    case FLOAT32: return product_of<float>(w, x, rows, begin, end, panel, put);
+    case FLOAT16: return product_of<Half>(w, x, rows, begin, end, panel, put);
+    case BFLOAT16: return product_of<Brain>(w, x, rows, begin, end, panel, put);
+    default: return product_of<std::int8_t>(w, x, rows, begin, end, panel, put);
+  }
+}
+
+// Stores to, or adds to, [rows, width].
+struct Into {
+  float* out;
+  Index width;
+  bool add;
+  inline void operator()(Index row, Index output, __m128 sums, Index count) const {
+    float* to = out + row * width + output;
+    if (count == OUTPUTS) {
+      _mm_storeu_ps(to, add ? sums + _mm_loadu_ps(to) : sums);
+    } else {
+      for (Index j = 0; j < count; ++j) to[j] = add ? to[j] + sums[j] : sums[j];
+    }
+  }
+};
+
+inline void product_into(const Matrix& w, const float* x, Index rows, float* out, bool add,
+                         const Member& me) {
+  Index begin, end;
+  me.share(w.outputs, UNIT, begin, end);
+  product(w, x, rows, begin, end, me.panel, Into{out, w.outputs, add});
+}
+
+// Norms and positions.
+
+inline void normalise(const float* x, const float* weight, Index count, float epsilon, float* to) {
+  Floats squares = all(0.0f);
+  for (Index k = 0; k < count; k += LANES) squares = fma(load(x + k), load(x + k), squares);
+  const float mean = total(squares) / static_cast<float>(count);
+  const Floats factor = all(1.0f / __builtin_sqrtf(mean + epsilon));
+  for (Index k = 0; k < count; k += LANES) store(to + k, load(x + k) * factor * load(weight + k));
+}
+
+// Turns the first `rotated` numbers of a head.
+inline void rotate(float* head, const float* cosines, const float* sines, Index rotated) {
+  const Index half = rotated / 2;
+  for (Index d = 0; d < half; ++d) {
+    const float a = head[d], b = head[half + d];
+    head[d] = a * cosines[d] - b * sines[d];
+    head[half + d] = b * cosines[d] + a * sines[d];
+  }
+}
+
+template <class K>
+inline void narrow(const float* from, Index count, void* to, Index offset) {
+  K* at = static_cast<K*>(to) + offset;
+  for (Index d = 0; d < count; d += LANES) store(at + d, load(from + d));
+}
+
+inline void keep(Index kind, const float* from, Index count, void* to, Index offset) {
+  switch (kind) {
+    case FLOAT32: return narrow<float>(from, count, to, offset);
+    case FLOAT16: return narrow<Half>(from, count, to, offset);
+    default: return narrow<Brain>(from, count, to, offset);
+  }
+}
+
+// Norms and positions of the heads of some sequences' tokens; keys and values go to their blocks.
+inline void place_heads(const Model& m, const Layer& l, const Step& s, const Member& me) {
+  const Attention& a = s.attention;
+  Index begin, end;
+  me.share(s.tokens, 1, begin, end);
+  const auto turned = [&](float* head, const float* norm, Index token) {
+    if (norm) normalise(head, norm, m.dim, m.epsilon, head);
+    if (l.rotary < 0) return;
+    const Index at = (l.rotary * s.tokens + token) * (m.rotated / 2);
+    rotate(head, s.cosines + at, s.sines + at, m.rotated);
+  };
+  for (Index q = 0; q < a.sequences; ++q) {
+    const Index last = smaller(end, a.first[q] + a.count[q]);
+    for (Index t = larger(begin, a.first[q]); t < last; ++t) {
+      const Index place = a.start[q] + t - a.first[q];
+      const Index block = a.blocks[a.table[q] + place / m.size];
+      for (Index h = 0; h < m.heads; ++h) {
+        turned(s.query + (t * m.heads + h) * m.dim, l.query_norm, t);
+      }
+      for (Index h = 0; h < m.kv_heads; ++h) {
+        float* key = s.key + (t * m.kv_heads + h) * m.dim;
+        turned(key, l.key_norm, t);
+        const Index to = ((block * m.kv_heads + h) * m.size + place % m.size) * m.dim;
+        keep(m.kept, key, m.dim, l.keys, to);
+        keep(m.kept, s.value + (t * m.kv_heads + h) * m.dim, m.dim, l.values, to);
+      }
+    }
+  }
+}
+
+// Attention.
+//
+// [Note: one pass] A piece of work is a head of keys and up to `chunk_rows` rows (new tokens x the
+// query heads that share the keys). It goes over the blocks: scores of a block for all rows, then
+// the running maximum, sum and output of each row are brought up to date (online softmax).
+
+struct Work {
+  Scratch<float> query, out, scores, highest, sums, keys, values;
+};
+
+// Brings `rows` outputs up to date with a block of weights [rows, padded] and values.
+template <int M>
+inline void gather(const float* weights, Index padded, const float* values, Index dim, Index count,
+                   float* out) {
+  constexpr Index WIDE = 16 / LANES;
+  for (Index d = 0; d < dim; d += 16) {
+    Floats acc[M][WIDE];
+    for (int m = 0; m < M; ++m) {
+      for (Index i = 0; i < WIDE; ++i) acc[m][i] = load(out + m * dim + d + i * LANES);
+    }
+    for (Index j = 0; j < count; ++j) {
+      Floats value[WIDE];
+      for (Index i = 0; i < WIDE; ++i) value[i] = load(values + j * dim + d + i * LANES);
+      for (int m = 0; m < M; ++m) {
+        const Floats weight = all(weights[m * padded + j]);
+        for (Index i = 0; i < WIDE; ++i) acc[m][i] = fma(weight, value[i], acc[m][i]);
+      }
+    }
+    for (int m = 0; m < M; ++m) {
+      for (Index i = 0; i < WIDE; ++i) store(out + m * dim + d + i * LANES, acc[m][i]);
+    }
+  }
+}
+
+// A row's scores become weights relative to its new maximum; its sum and output are scaled to it.
+inline void soften(float* scores, Index count, Index padded, Index dim, float& highest, float& sum,
+                   float* out) {
+  for (Index j = count; j < padded; ++j) scores[j] = LOWEST;
+  Floats most = all(highest);
+  for (Index j = 0; j < padded; j += LANES) most = maximum(most, load(scores + j));
+  const float top = greatest(most);
+  if (top > highest) {
+    const float factor = highest == LOWEST ? 0.0f : exponential(all(highest - top))[0];
+    sum *= factor;
+    for (Index d = 0; d < dim; d += LANES) store(out + d, load(out + d) * all(factor));
+    highest = top;
+  }
+  Floats sums = all(0.0f);
+  for (Index j = 0; j < padded; j += LANES) {
+    const Floats weight = exponential(load(scores + j) - all(top == LOWEST ? 0.0f : top));
+    store(scores + j, weight);
+    sums = sums + weight;
+  }
+  sum += total(sums);
+}
+
+template <int M>
+inline void gather_some(Index rows, const float* weights, Index padded, const float* values,
+                        Index dim, Index count, float* out) {
+  if constexpr (M > 0) {
+    if (rows == M) {
+      gather<M>(weights, padded, values, dim, count, out);
+    } else {
+      gather_some<M - 1>(rows, weights, padded, values, dim, count, out);
+    }
+  }
+}
+
+// A block of keys or values as floats.
+inline const float* block_of(const Attention& a, const void* kept, Index offset, Index count,
+                             Scratch<float>& wide) {
+  if (a.kept == FLOAT32) return static_cast<const float*>(kept) + offset;
+  wide.resize(a.size * a.dim);
+  if (a.kept == FLOAT16) {
+    widen(static_cast<const Half*>(kept) + offset, count, wide.data());
+  } else {
+    widen(static_cast<const Brain*>(kept) + offset, count, wide.data());
+  }
+  return wide.data();
+}
+
+// Rows [first_row, ...) of one sequence and one head of its keys.
+void attend_rows(const Attention& a, Index sequence, Index first_row, Index head, Work& s) {
+  const Index group = a.heads / a.kv_heads, tokens = a.count[sequence], dim = a.dim;
+  const Index rows = smaller(chunk_rows, group * tokens - first_row), start = a.start[sequence];
+  const Index padded = (a.size + LANES - 1) / LANES * LANES;
+  s.query.resize(rows * dim);
+  s.out.assign(rows * dim, 0.0f);
+  s.scores.resize(ROWS * padded);
+  s.highest.assign(rows, LOWEST);
+  s.sums.assign(rows, 0.0f);
+  const auto token_of = [&](Index r) { return (first_row + r) / group; };
+  const auto head_of = [&](Index r) { return head * group + (first_row + r) % group; };
+  for (Index r = 0; r < rows; ++r) {
+    const float* from = a.query + head_of(r) * a.head_stride +
+                        (a.first[sequence] + token_of(r)) * a.token_stride;
+    for (Index d = 0; d < dim; ++d) s.query[r * dim + d] = from[d] * a.scale;
+  }
+  const Index* places = a.places + a.first[sequence];
+  const Index* table = a.blocks + a.table[sequence];
+  const std::uint8_t* tree = a.tree[sequence] < 0 ? nullptr : a.trees + a.tree[sequence];
+  // A chain sees up to itself; a tree all that is kept, and of the new ones what its mask says.
+  const Index length = start + (tree ? tokens : token_of(rows - 1) + 1);
+  const Index furthest = tree ? start : places[token_of(0)];
+  const Index from = a.window > 0 ? larger<Index>(0, furthest - a.window + 1) : 0;
+  for (Index begin = from / a.size * a.size; begin < length; begin += a.size) {
+    const Index count = smaller(a.size, length - begin);
+    const Index offset = (table[begin / a.size] * a.kv_heads + head) * a.size * dim;
+    const float *keys = block_of(a, a.keys, offset, count * dim, s.keys),
+                *values = block_of(a, a.values, offset, count * dim, s.values);
+    const bool plain = begin + count <= start && a.window <= 0 && !a.slopes;
+    for (Index r = 0; r < rows; r += ROWS) {
+      const Index taken = smaller(ROWS, rows - r);
+      for (Index j = 0; j < count; j += OUTPUTS) {
+        const float* own[OUTPUTS];
+        for (Index i = 0; i < OUTPUTS; ++i) own[i] = keys + smaller(j + i, count - 1) * dim;
+        float sums[ROWS][OUTPUTS];
+        some<ROWS, float>(taken, &s.query[r * dim], dim, own, dim, 0, sums);
+        for (Index m = 0; m < taken; ++m) {
+          // Past the last key: the padding is a multiple of 4, and overwritten.
+          for (Index i = 0; i < OUTPUTS; ++i) s.scores[m * padded + j + i] = sums[m][i];
+        }
+      }
+      for (Index m = 0; m < taken; ++m) {
+        float* scores = &s.scores[m * padded];
+        if (!plain) {
+          const Index token = token_of(r + m), place = places[token];
+          const float slope = a.slopes ? a.slopes[head_of(r + m)] : 0.0f;
+          for (Index j = 0; j < count; ++j) {
+            const Index fresh = begin + j - start;
+            const Index theirs = fresh < 0 ? begin + j : places[fresh];
+            scores[j] += slope * static_cast<float>(theirs - place);
+            const bool hidden = (a.window > 0 && place - theirs >= a.window) ||
+                                (fresh >= 0 && (tree ? !tree[token * tokens + fresh] : fresh > token));
+            if (hidden) scores[j] = LOWEST;
+          }
+        }
+        float* out = &s.out[(r + m) * dim];
+        soften(scores, count, padded, dim, s.highest[r + m], s.sums[r + m], out);
+      }
+      gather_some<ROWS>(taken, s.scores.data(), padded, values, dim, count, &s.out[r * dim]);
+    }
+  }
+  for (Index r = 0; r < rows; ++r) {
+    float* to = a.out + ((a.first[sequence] + token_of(r)) * a.heads + head_of(r)) * dim;
+    const float factor = 1.0f / s.sums[r];
+    for (Index d = 0; d < dim; ++d) to[d] = s.out[r * dim + d] * factor;
+  }
+}
+
+// Threads take the next piece when they are done with one; `counter` is theirs together.
+void attend_pieces(const Attention& a, Index* counter, Work& work) {
+  const Index pieces = a.chunk_count * a.kv_heads;
+  while (true) {
+    const Index piece = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
+    if (piece >= pieces) return;
+    const Index* chunk = a.chunks + piece / a.kv_heads * 2;
+    attend_rows(a, chunk[0], chunk[1], piece % a.kv_heads, work);
+  }
+}
+
+// The forward.
+
+inline void activate(const Model& m, const Step& s, const Member& me) {
+  Index begin, end;
+  me.share(m.inner, UNIT, begin, end);
+  for (Index t = 0; t < s.tokens; ++t) {
+    for (Index n = t * m.inner + begin; n < t * m.inner + end; n += LANES) {
+      const Floats x = load(s.inner + n);
+      // GELU: (1 + tanh u) / 2 is the sigmoid of 2 u.
+      const Floats u = m.gelu ? x * fma(x * x, all(0.0713548162726f), all(1.5957691216057f)) : x;
+      const Floats one = all(1.0f);
+      store(s.inner + n, x / (one + exponential(all(0.0f) - u)) * load(s.gated + n));
+    }
+  }
+}
+
+// Adds what a layer has made, normalised if it is to be, and normalises the sum for the next one.
+inline void join(const Model& m, const Step& s, const float* after, const float* before,
+                 const Member& me) {
+  Index begin, end;
+  me.share(s.tokens, 1, begin, end);
+  for (Index t = begin; t < end; ++t) {
+    float *x = s.x + t * m.hidden, *sum = s.sum + t * m.hidden;
+    if (after) {
+      normalise(sum, after, m.hidden, m.epsilon, sum);
+      for (Index k = 0; k < m.hidden; k += LANES) store(x + k, load(x + k) + load(sum + k));
+    }
+    if (before) normalise(x, before, m.hidden, m.epsilon, s.normed + t * m.hidden);
+  }
+}
+
+inline void embed(const Model& m, const Step& s, const Member& me) {
+  Index begin, end;
+  me.share(s.tokens, 1, begin, end);
+  for (Index t = begin; t < end; ++t) {
+    float* x = s.x + t * m.hidden;
+    widen_row(m.embedding, s.token[t], x);
+    const float scale = m.embedding.kind == INT8 ? m.embedding.scale[s.token[t]] : 1.0f;
+    const Floats factor = all(m.embedding_scale * scale);
+    for (Index k = 0; k < m.hidden; k += LANES) store(x + k, load(x + k) * factor);
+  }
+}
+
+void forward(const Model& m, const Step& s, const Member& me, Work& work) {
+  embed(m, s, me);
+  const float* after = nullptr;  // the norm of what the layer before has made
+  for (Index n = 0; n < m.layer_count; ++n) {
+    const Layer& l = m.layers[n];
+    join(m, s, after, l.before_attention, me);
+    me.wait();
+    product_into(l.query, s.normed, s.tokens, s.query, false, me);
+    product_into(l.key, s.normed, s.tokens, s.key, false, me);
+    product_into(l.value, s.normed, s.tokens, s.value, false, me);
+    me.wait();
+    place_heads(m, l, s, me);
+    me.wait();
+    Attention a = s.attention;
+    a.query = s.query;
+    a.out = s.attended;
+    a.keys = l.keys;
+    a.values = l.values;
+    a.window = l.window;
+    attend_pieces(a, s.counters + n, work);
+    me.wait();
+    product_into(l.out, s.attended, s.tokens, l.after_attention ? s.sum : s.x, !l.after_attention, me);
+    me.wait();
+    join(m, s, l.after_attention, l.before_feed_forward, me);
+    me.wait();
+    product_into(l.gate, s.normed, s.tokens, s.inner, false, me);
+    product_into(l.up, s.normed, s.tokens, s.gated, false, me);
+    activate(m, s, me);
+    me.wait();
+    after = l.after_feed_forward;
+    product_into(l.down, s.inner, s.tokens, after ? s.sum : s.x, !after, me);
+    me.wait();
+  }
+  join(m, s, after, nullptr, me);
+  me.wait();
+  Index begin, end;
+  me.share(s.wanted, 1, begin, end);
+  for (Index r = begin; r < end; ++r) {
+    normalise(s.x + s.row[r] * m.hidden, m.norm, m.hidden, m.epsilon, s.normed + r * m.hidden);
+  }
+  me.wait();
+  product_into(m.head, s.normed, s.wanted, s.logits, false, me);
+}
+
+// Runs `body` in threads of torch, each with memory of its own.
+template <class Body>
+inline void in_threads(Index threads, Index widest, const Body& body) {
+  Team team{};
+#pragma omp parallel num_threads(static_cast<int>(threads))
+  {
+    static thread_local Scratch<float> panel;
+    static thread_local Work work;
+    panel.resize(widest * OUTPUTS);
+    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data()}, work);
+  }
+}
+
+void run(const Model& m, const Step& s) {
+  const Index widest = larger(larger(m.hidden, m.inner), m.heads * m.dim);
+  in_threads(s.threads, widest, [&](const Member& me, Work& work) { forward(m, s, me, work); });
+}
+
+void multiply(const Product& p) {
+  const Matrix& w = p.matrix;
+  const bool few = p.rows * w.inputs * w.outputs <= ALONE;
+  in_threads(few ? 1 : p.threads, w.inputs, [&](const Member& me, Work&) {
+    product_into(w, p.x, p.rows, p.out, false, me);
+  });
+}
+
+void attend(const Attention& a) {
+  Index counter = 0;
+  const Index threads = a.chunk_count * a.kv_heads > 4 ? a.threads : 1;
+  in_threads(threads, 0, [&](const Member&, Work& work) { attend_pieces(a, &counter, work); });
+}
+
+}  // namespace
+}  // namespace gulliver::decoder

@@ -1,0 +1,125 @@
+"""Steps in native code: logits of transformers' own forward, and who runs its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import gulliver
+from gulliver.precision.int8.formats import from_int4, from_int8
+from gulliver.precision.int8.layers import QuantizedLinear
+from gulliver.serve import Batch, LocalRunner, Span
+from gulliver.serve.decoder import FAMILIES
+from gulliver.serve.kernels import native_problem
+from gulliver.serve.weights import SERVED
+from tests.models.family_models import config_of
+
+pytestmark = pytest.mark.skipif(native_problem() is not None, reason=str(native_problem()))
+TABLES = ([3, 9, 1, 14, 7, 20, 11, 0, 22, 23, 24, 25], [5, 2, 8, 10, 4, 6])
+PARTS = ((25, 3), (14, 13), (1, 1))
+"""New tokens of two sequences in each of three batches."""
+
+
+def decoder_model(kind: str, **more: Any) -> Any:
+    """A small model whose sizes native code takes, with norms and biases that matter."""
+    sizes: dict[str, Any] = {"intermediate_size": 128, "hidden_size": 128, **more}
+    if kind in ("qwen2", "smollm3", "phi3"):
+        sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    else:
+        sizes["head_dim"] = 16
+    config = config_of("causal", kind, **sizes)
+    config.initializer_range = 0.1
+    for name in ("hidden_act", "hidden_activation"):
+        if kind.startswith("gemma") and hasattr(config, name):
+            setattr(config, name, "gelu_pytorch_tanh")
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            mean = 0.0 if kind.startswith("gemma") or "bias" in name else 1.0
+            parameter.normal_(mean, 0.3)
+    return model
+
+
+def run(model: Any, native: bool = True) -> list[Tensor]:
+    """Logits of two sequences, computed in parts; asserts who has run them."""
+    texts = sequences()
+    runner = LocalRunner(model, cache_tokens=256, block_size=4)
+    assert runner.native == native
+    found: list[list[Tensor]] = [[], []]
+    begun = [0, 0]
+    for ticket, counts in enumerate(PARTS):
+        spans = [
+            Span(n, begun[n], texts[n][begun[n] : begun[n] + count], TABLES[n], count)
+            for n, count in enumerate(counts)
+        ]
+        runner.submit(Batch(ticket, spans))
+        for n, rows in enumerate(runner.collect().split(list(counts))):
+            found[n].append(rows)
+            begun[n] += counts[n]
+    runner.close()
+    return [torch.cat(rows) for rows in found]
+
+
+def sequences() -> list[list[int]]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 60, (n,), generator=random).tolist() for n in (40, 17)]
+
+
+def wanted(model: Any) -> list[Tensor]:
+    return [model(torch.tensor([text])).logits[0].float() for text in sequences()]
+
+
+def furthest(got: list[Tensor], want: list[Tensor]) -> float:
+    """The largest difference, relative to the largest logit."""
+    return max(float((g - w).abs().max() / w.abs().max()) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind in SERVED])
+def test_each_family_has_the_logits_of_its_own_forward(kind: str) -> None:
+    model = decoder_model(kind)
+    got, want = run(model), wanted(model)
+    assert furthest(got, want) < 1e-5
+    assert all(torch.equal(g.argmax(-1), w.argmax(-1)) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_halves_are_computed_in_float32(dtype: torch.dtype) -> None:
+    model = decoder_model("llama").to(dtype)
+    # Of halves only keys and values are rounded as the step goes.
+    assert furthest(run(model), wanted(copy.deepcopy(model).float())) < 2e-2
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_dynamic", "int4"])
+def test_quantised_weights_are_multiplied_without_rounding_activations(mode: str) -> None:
+    model = gulliver.replace_module(decoder_model("llama"), mode)
+    reference = decoder_model("llama")
+    for path, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            back = from_int4 if layer.mode == "int4" else from_int8
+            values = back(layer.weight, layer.weight_scale, torch.float32)
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            linear.weight = torch.nn.Parameter(values)
+            reference.set_submodule(path, linear.requires_grad_(False))
+    assert furthest(run(model), wanted(reference)) < 1e-5
+
+
+@pytest.mark.parametrize("change", ["float64", "hook", "gpt2", "sizes", "option"])
+def test_other_models_run_their_own_forward(change: str) -> None:
+    if change == "option":
+        runner = LocalRunner(decoder_model("llama"), cache_tokens=64, decoder="torch")
+        assert not runner.native
+        runner.close()
+        return
+    more = {"intermediate_size": 52} if change == "sizes" else {}
+    model = decoder_model("gpt2" if change == "gpt2" else "llama", **more)
+    if change == "float64":
+        model = model.double()
+    if change == "hook":
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert furthest(run(model, native=False), wanted(model)) < 1e-5
