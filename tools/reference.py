@@ -47,9 +47,8 @@ def command_line() -> str:
     parts = ["# Command line\n", f"Written from the code by `make docs`. {codes}\n"]
     for name, what in WHAT.items():
         level = "#" * (2 + name.count(" "))
-        parts.append(
-            f"{level} gulliver {name}\n\n{_sentence(what)}\n\n```text\n{help_of(name.split())}\n```\n"
-        )
+        shown = help_of(name.split())
+        parts.append(f"{level} gulliver {name}\n\n{_sentence(what)}\n\n```text\n{shown}\n```\n")
     return "\n".join(parts)
 
 
