@@ -171,7 +171,7 @@ def host_team(group: Any) -> HostTeam | None:
 
 
 def open_host_team(group: dist.ProcessGroup | None) -> str:
-    """Lets ranks of a group read each other's memory; every rank of the group calls it.
+    """Lets ranks of a group read each other's memory; a collective call.
 
     Returns:
         Why they exchange messages instead; empty where they do not.
@@ -239,7 +239,9 @@ def _load() -> tuple[Any, str]:
         return None, f"the extension gulliver.comm._host is not built ({error})"
     if _host.INTERFACE != INTERFACE:
         return None, "this system has no process_vm_readv, or the extension is of another version"
-    _host.allow_reading()
+    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if yama.is_file() and yama.read_text(encoding="ascii").strip() == "1":
+        _host.allow_reading()  # there only a parent may read a process that does not allow it
     return _host, ""
 
 
