@@ -149,9 +149,8 @@ def all_reduce(
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
     if plain and _backend_is_cheaper(tensor, op, size, any_order):
-        flight_recorder.next_tag(
-            rank_groups[0].process_group, 1, purpose
-        )  # only noted: the backend has its own
+        # Only recorded: the backend has tags of its own.
+        flight_recorder.next_tag(rank_groups[0].process_group, 1, purpose)
         return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
     steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
     return _sent(steps, rank_groups, async_op, here=small)

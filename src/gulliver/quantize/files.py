@@ -221,15 +221,8 @@ def stream_quantized(
     names = [prefix + name for name in model.state_dict(keep_vars=True)]
     with model_weights(path, model, names) as weights:
         reading = _Reading(model, weights, prefix)
-        replace_module(
-            model,
-            mode,
-            exclude,
-            outlier_threshold,
-            embeddings,
-            load=reading.fill,
-            errors=errors,
-        )
+        kinds = mode, exclude, outlier_threshold, embeddings
+        replace_module(model, *kinds, load=reading.fill, errors=errors)
     materialize(model, "cpu")
     load_huggingface(*_rest(model, path, prefix, reading.names), like=model)
     return model.eval().requires_grad_(False)
