@@ -96,7 +96,8 @@ def _samples(options: PlanData) -> LoadedCosts:
     size = None if options.cluster == "here" else cluster.device.memory_bytes
     memory, why = planned_memory(kind, size)
     if options.memory_limit is not None:
-        limit = byte_size("--memory-limit", options.memory_limit, memory_bytes(kind))
+        total = size or memory_bytes(kind)
+        limit = byte_size("--memory-limit", options.memory_limit, total)
         memory, why = limit, "as --memory-limit says"
     lines = [
         f"costs of {saved.model.name}, {saved.model.dtype}, measured on {saved.machine}: error "
