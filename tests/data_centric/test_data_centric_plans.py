@@ -292,9 +292,7 @@ def test_ranks_that_see_other_tables_have_other_signatures() -> None:
 
 def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
     lengths = [3, 8, 500, 8, 500]
-    with pytest.raises(
-        GulliverError, match=r"sample 2 \(500, 500 tokens\).* 2 "
-    ):
+    with pytest.raises(GulliverError, match=r"sample 2 \(500, 500 tokens\).* 2 "):
         DataCentricPlanner(LengthCosts(), lengths, 4, Samples(2))
     made = DataCentricPlanner(LengthCosts(), lengths, 4, Samples(2), unfit="skip")
     assert sorted(indices(list(made))) == [0, 1, 3]
@@ -347,9 +345,7 @@ def test_another_model_or_other_data_do_not_resume() -> None:
 def test_a_table_whose_lengths_lie_is_found_at_the_sample() -> None:
     made = DataCentricPlanner(LengthCosts(), [3, 8], 1, Samples(1))
     made.check_sample(1, 8, 8)
-    with pytest.raises(
-        GulliverError, match=r"sample 1 .*\b20\b.*\b8\b"
-    ):
+    with pytest.raises(GulliverError, match=r"sample 1 .*\b20\b.*\b8\b"):
         made.check_sample(1, 8, 20)
 
 

@@ -111,8 +111,18 @@ HALF = LowLevelZeroPlugin(1, chunk_mb=1, precision="bf16")
         (HALF, "kept: []", 'kept: ["model.layers.0"]', r"kept\[0\] .*'model.layers.0'"),
         (STAGES, "extra: -1", "extra: 3", r"extra: 3 \(line \d+\).*Llama.* null"),
         (STAGES, "extra: -1", "extra: 0", r"extra: 0 \(line \d+\).*Llama"),
-        (STAGES, "after: []", 'after: ["model.embed_tokens"]', r"after\[0\] .*'model.embed_tokens'"),
-        (STAGES, "after: []", 'after: ["model.layers.0.mlp"]', r"after\[0\] .*'model.layers.0.mlp'"),
+        (
+            STAGES,
+            "after: []",
+            'after: ["model.embed_tokens"]',
+            r"after\[0\] .*'model.embed_tokens'",
+        ),
+        (
+            STAGES,
+            "after: []",
+            'after: ["model.layers.0.mlp"]',
+            r"after\[0\] .*'model.layers.0.mlp'",
+        ),
     ],
     ids=["rule and module", "rule", "kept", "kept list", "3", "0", "embedding", "block"],
 )
