@@ -103,7 +103,7 @@ def test_a_folder_is_removed_under_another_name(
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: seen.append(Path(path).name))
     remove_folder(tmp_path / "f")
     assert seen == _names(tmp_path) == ["f.partial"]
-    with pytest.raises(GulliverError, match="absent.*No such file"):
+    with pytest.raises(GulliverError, match=r"absent.*No such file"):
         remove_folder(tmp_path / "absent")
 
 
@@ -116,7 +116,7 @@ def test_no_space_is_one_line_with_the_bytes_needed_and_free(
         require_space(tmp_path / "not" / "yet" / "deep", 5 * 2**20)
     require_space(tmp_path, 3 * 2**20)
     usage.free = 512
-    with pytest.raises(GulliverError, match="700 B .*512 B"):
+    with pytest.raises(GulliverError, match=r"700 B .*512 B"):
         require_space(tmp_path, 700)
     usage.free = 3 * 2**20
     with pytest.raises(GulliverError, match=r"5\.0 MiB"), atomic_file(tmp_path / "x", 5 * 2**20):

@@ -324,7 +324,7 @@ def test_another_model_or_other_data_do_not_resume() -> None:
     next(iter(made))
     state = made.state_dict()
     other = DataCentricPlanner(LengthCosts(identity="other"), [3, 8, 20, 3], 2, Samples(2))
-    with pytest.raises(GulliverError, match="'lengths'.*'other'"):
+    with pytest.raises(GulliverError, match=r"'lengths'.*'other'"):
         other.load_state_dict(state)
     other = DataCentricPlanner(LengthCosts(), [3, 8, 20, 8], 2, Samples(2))
     with pytest.raises(GulliverError, match="other data or another seed"):

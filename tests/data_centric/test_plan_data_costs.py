@@ -64,7 +64,7 @@ def test_shapes_of_kept_costs_have_names_tokens_or_sides(
     out = told(capsys, kept, "--ranks", "1", "--shapes", str(shapes), "--memory", "40")
     assert "A 15x30x54, B 2x8x8, C 4096 tokens" in out
     shapes.write_text("15x30\n")
-    with pytest.raises(GulliverError, match="--shapes.*'15x30'"):
+    with pytest.raises(GulliverError, match=r"--shapes.*'15x30'"):
         told(capsys, kept, "--ranks", "1", "--shapes", str(shapes))
 
 

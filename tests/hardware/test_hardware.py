@@ -93,7 +93,7 @@ def test_clusters_have_short_names_with_a_count(tmp_path: Path) -> None:
     for text, message in (("h10x4", "h100"), ("h100x0", "use 1 to"), ("x8", "unknown cluster")):
         with pytest.raises(GulliverError, match=message):
             named_cluster(text)
-    with pytest.raises(GulliverError, match="4 ranks.* 8 "):
+    with pytest.raises(GulliverError, match=r"4 ranks.* 8 "):
         named_cluster("h100x4", 8)
 
 

@@ -220,7 +220,7 @@ EDITS = [
     (
         'data: "rows"',
         'data: "heads"',
-        ["data: heads (line", "blocks[0]"],
+        ["data: heads (line", "columns"],
     ),
     (
         '- "1"',

@@ -138,7 +138,7 @@ def test_memory_that_is_not_there_and_grids_that_no_plugin_runs_are_refused() ->
     with pytest.raises(GulliverError, match="host="):
         searched(1, 1 << 30, OffloadTiers(host=1 << 30))
     facts, bare = scorer_of(1).facts, replace(cluster_of(1), disk=None)
-    with pytest.raises(GulliverError, match="disk=.*gulliver probe"):
+    with pytest.raises(GulliverError, match=r"disk=.*gulliver probe"):
         search_grids(facts.model, None, None, bare, 4, facts=facts, behind=DISK)
     with pytest.raises(GulliverError, match="stage 3"):
         plugin_of(Grid(Axes(2), 1, offload="disk"), limit=1 << 30)

@@ -193,10 +193,10 @@ def test_odd_sizes_are_padded_for_video_and_wrong_outputs_refused(tmp_path: Path
     for name, message in (("a.avi", "a.avi"), ("a.png", "2")):
         with pytest.raises(GulliverError, match=message):
             write_clip(tmp_path / name, torch.zeros(3, 2, 8, 8), fps=8)
-    with pytest.raises(GulliverError, match="none.gif"):
+    with pytest.raises(GulliverError, match=r"none.gif"):
         read_frames(tmp_path / "none.gif")
     (tmp_path / "bad.gif").write_bytes(b"GIF89a, not really")
-    with pytest.raises(GulliverError, match="bad.gif"):
+    with pytest.raises(GulliverError, match=r"bad.gif"):
         read_frames(tmp_path / "bad.gif")
 
 

@@ -189,7 +189,7 @@ def test_references_are_converted_to_the_dtype_of_the_autoencoder(model: VideoMo
         assert torch.equal(*(model.generate([one], QUICK)[0] for one in (request, plain)))
     longer = extend(model, clip_of(5).double(), SAYS, BUCKET, 5, sampling=QUICK)
     assert torch.equal(longer, extend(model, clip_of(5), SAYS, BUCKET, 5, sampling=QUICK))
-    with pytest.raises(GulliverError, match="clip.*int64"):
+    with pytest.raises(GulliverError, match=r"clip.*int64"):
         extend(model, clip_of(5).long(), SAYS, BUCKET, 5, sampling=QUICK)
 
 
