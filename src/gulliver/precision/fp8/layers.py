@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gulliver._compat import scaled_matmul
+from gulliver._compat import scaled_matmul, uncompiled
 from gulliver.errors import GulliverError, nearest, once_differentiable
 
 FORWARD = torch.float8_e4m3fn
@@ -247,7 +247,7 @@ def _product(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-_uncompiled: Any = torch.compiler.disable(_product)
+_uncompiled: Any = uncompiled(_product)
 
 
 def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> Scaled:
