@@ -170,14 +170,14 @@ def test_public_files_load_without_being_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"721p": {1: (1.0, 2)}}, "unknown resolution '721p': did you mean '720p'"),
-        ({"16px": {1: (1.0, 2)}}, "the smallest is 32px"),
-        ({"720p": {1: 2}}, "720p: 1 is 2: write frames: .keep, batch size."),
-        ({"720p": {0: (1.0, 2)}}, "0 is no number of frames"),
-        ({"720p": {51: ((1.0, math.nan), 2)}}, "it must be between 0 and 1"),
-        ({"720p": {1: ((1.0, 0.5), 2)}}, "stills have one chance"),
-        ({"720p": {1: (0.0, None)}}, "every bucket has the chance 0"),
-        ([], "is no bucket configuration"),
+        ({"721p": {1: (1.0, 2)}}, "'721p'.* '720p'"),
+        ({"16px": {1: (1.0, 2)}}, "32px"),
+        ({"720p": {1: 2}}, "720p: 1 is 2"),
+        ({"720p": {0: (1.0, 2)}}, "720p: 0"),
+        ({"720p": {51: ((1.0, math.nan), 2)}}, "720p: 51.*nan"),
+        ({"720p": {1: ((1.0, 0.5), 2)}}, "720p: 1: .*0.5"),
+        ({"720p": {1: (0.0, None)}}, "probability 0"),
+        ([], "bucket configuration"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(values: object, message: str) -> None:
@@ -190,7 +190,7 @@ def test_videos_are_not_cut_to_stills() -> None:
     unit, both = (4, 8, 8), {1: (1.0, 2), 5: (1.0, 2)}
     for frames in (2, 3, 4):
         videos = {"240p": {frames: (0.5, 2)}, "144p": both}
-        message = f"240p: {frames} frames are cut to a still, .* next that fits is 5; 1 is for"
+        message = rf"240p: {frames} frames .*\b5\b"
         with pytest.raises(GulliverError, match=message):
             BucketConfig(videos, unit=unit)
         assert Bucket(frames, 240, 426) in BucketConfig(videos).batch_sizes()
@@ -203,7 +203,7 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
         BucketConfig.load(tmp_path / "no.json")
     for name, text in (("a.json", "{"), ("b.py", "x = 1"), ("c.py", "bucket_config = f(1)")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(GulliverError, match=f"{name} is no bucket configuration"):
+        with pytest.raises(GulliverError, match=name):
             BucketConfig.load(tmp_path / name)
 
 
@@ -240,7 +240,7 @@ def test_epochs_that_deal_anew_use_each_clip_once_and_resume_anywhere() -> None:
     other = BucketSampler(
         lambda epoch: config.buckets(clips, seed=4, epoch=epoch), config.batch_sizes(), seed=1
     )
-    with pytest.raises(GulliverError, match="belongs to other data"):
+    with pytest.raises(GulliverError, match="other data"):
         other.load_state_dict(stopped.state_dict())
-    with pytest.raises(GulliverError, match="is after batch 10000 of an epoch"):
+    with pytest.raises(GulliverError, match="batch 10000"):
         whole.load_state_dict({**stopped.state_dict(), "done": 10_000})

@@ -298,15 +298,15 @@ def _refused(world: World) -> list[str]:
 def test_wrong_use_is_refused_with_what_would_be_right(pool: Pool) -> None:
     for told in pool.run(_refused, 2):
         wanted = (
-            "3 ranks, and 2 share",
-            "rank 1 sees another table",
-            "shares no sequences",
+            "3 ranks",
+            "rank 1 has a different table",
+            "intra=False",
             "boosted with DataCentricPlugin",
             "step_in_backward",
-            "1 mixes the samples of a batch",
-            "its lengths lie",
-            "a loss of shape (1,): give the mean",
-            "belongs into the loop",
+            "1 mixes the samples",
+            "the table",
+            "a loss of shape (1,)",
+            "step.backward(loss)",
             "had no backward",
             "each step once",
             "unequal work is under way",
@@ -351,11 +351,11 @@ def _staged(world: World) -> list[str]:
 def test_stages_refuse_a_loop_and_other_batches(pool: Pool) -> None:
     for told in pool.run(_staged, 4):
         wanted = (
-            "plans for 1 stages, and the model has 2",
-            "call it afterwards",
+            "stages=2",
+            "step.loss()",
             "step.run(criterion)",
-            "prepare made a NoneType",
-            "has another batch than rank",
+            "NoneType",
+            "different batch from rank",
         )
         assert [w for w, line in zip(wanted, told, strict=True) if w not in line] == []
 
@@ -374,17 +374,17 @@ def _dropping(world: World) -> str:
 
 def test_stages_refuse_dropout(pool: Pool) -> None:
     for told in pool.run(_dropping, 2):
-        assert "other micro-batches in every step" in told
+        assert "dropout" in told
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    with pytest.raises(GulliverError, match="ranks of their own"):
+    with pytest.raises(GulliverError, match="sequence_parallelism_mode"):
         DataCentricPlugin(sequence_parallelism_mode="split_gather")
     with pytest.raises(GulliverError, match="no argument 'pp_style'"):
         DataCentricPlugin(pp_size=2, pp_style="zbv")  # type: ignore[call-arg]
-    with pytest.raises(GulliverError, match="it needs a pp_size"):
+    with pytest.raises(GulliverError, match="pp_size"):
         DataCentricPlugin(cut=[1, 1])
-    with pytest.raises(GulliverError, match="the costs know 3 blocks"):
+    with pytest.raises(GulliverError, match="3 blocks"):
         RecomputeSwitch(make_model("llama", wired=False), [("layers", 3)])
     assert planned(2).degrees == (1, 2)
     assert RandomPlans("llama", 2, 1).degrees

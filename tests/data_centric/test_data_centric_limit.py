@@ -298,11 +298,11 @@ def test_parameters_are_read_by_one_rank_and_written_by_none_inside_a_step(
 
 
 def test_limits_that_cannot_be_are_refused() -> None:
-    with pytest.raises(GulliverError, match=r"with stage 1.*take zero_stage=3"):
+    with pytest.raises(GulliverError, match=r"stage 1.*zero_stage=3"):
         DataCentricPlugin(1, memory_limit="1GiB")
-    with pytest.raises(GulliverError, match="needs a memory_limit"):
+    with pytest.raises(GulliverError, match="memory_limit"):
         DataCentricPlugin(disk=".:1GiB")
     plugin = DataCentricPlugin(memory_limit="100KiB", disk=".:64MiB", verbose=False)
     model = _net()
-    with pytest.raises(GulliverError, match="the smallest limit that works is"):
+    with pytest.raises(GulliverError, match="100\\.0 KiB"):
         plugin.make_plan(model, torch.optim.AdamW(model.parameters()))

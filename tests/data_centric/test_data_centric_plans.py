@@ -292,9 +292,7 @@ def test_ranks_that_see_other_tables_have_other_signatures() -> None:
 
 def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
     lengths = [3, 8, 500, 8, 500]
-    with pytest.raises(
-        GulliverError, match=r"sample 2 \(500, 500 tokens\), one of 2 of this shape"
-    ):
+    with pytest.raises(GulliverError, match=r"sample 2 \(500, 500 tokens\).* 2 "):
         DataCentricPlanner(LengthCosts(), lengths, 4, Samples(2))
     made = DataCentricPlanner(LengthCosts(), lengths, 4, Samples(2), unfit="skip")
     assert sorted(indices(list(made))) == [0, 1, 3]
@@ -304,15 +302,15 @@ def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"budget": Samples(9)}, "a step of 9 samples is longer than the data set, which has 3"),
-        ({"budget": Samples(2), "window": 1}, "window=1 holds no step of 2 samples"),
-        ({"budget": Tokens(4)}, r"sample 2 \(20\) has 20 tokens; give at least as many"),
-        ({"budget": Seconds(0.2)}, r"no step meets at most 0.2 s .* on 2 ranks at best"),
+        ({"budget": Samples(9)}, "9 samples .* 3 "),
+        ({"budget": Samples(2), "window": 1}, "window=1 .* 2 samples"),
+        ({"budget": Tokens(4)}, r"sample 2 \(20\) .* 20 tokens"),
+        ({"budget": Seconds(0.2)}, r"0\.2 s.* 2 ranks"),
         ({"intra": False}, "intra=False needs one degree="),
-        ({"intra": False, "degree": 3}, "divides 2 ranks: 1, 2; not 3"),
+        ({"intra": False, "degree": 3}, "2 ranks: 1, 2; not 3"),
         ({"degree": 2}, "degree= is for intra=False"),
-        ({"shapes": [3, [8]]}, r"the shape of sample 1 is a list, \[8\]: give something hashable"),
-        ({"shapes": torch.tensor([3, 8])}, r"shapes are a tensor: give a list"),
+        ({"shapes": [3, [8]]}, r"sample 1 .*list.*\[8\]"),
+        ({"shapes": torch.tensor([3, 8])}, "tensor.*list"),
     ],
 )
 def test_what_no_plan_can_meet_is_refused(changes: dict[str, Any], told: str) -> None:
@@ -326,7 +324,7 @@ def test_another_model_or_other_data_do_not_resume() -> None:
     next(iter(made))
     state = made.state_dict()
     other = DataCentricPlanner(LengthCosts(identity="other"), [3, 8, 20, 3], 2, Samples(2))
-    with pytest.raises(GulliverError, match="planned for model 'lengths', this one is 'other'"):
+    with pytest.raises(GulliverError, match=r"'lengths'.*'other'"):
         other.load_state_dict(state)
     other = DataCentricPlanner(LengthCosts(), [3, 8, 20, 8], 2, Samples(2))
     with pytest.raises(GulliverError, match="other data or another seed"):
@@ -340,16 +338,14 @@ def test_another_model_or_other_data_do_not_resume() -> None:
         {**state, "queue": kept[1:]},
         {**state, "queue": [*kept[1:], done]},
     ):
-        with pytest.raises(GulliverError, match="broken"):
+        with pytest.raises(GulliverError, match="the saved position"):
             made.load_state_dict(broken)
 
 
 def test_a_table_whose_lengths_lie_is_found_at_the_sample() -> None:
     made = DataCentricPlanner(LengthCosts(), [3, 8], 1, Samples(1))
     made.check_sample(1, 8, 8)
-    with pytest.raises(
-        GulliverError, match="sample 1 is 20, and the table says 8: its lengths lie"
-    ):
+    with pytest.raises(GulliverError, match=r"sample 1 .*\b20\b.*\b8\b"):
         made.check_sample(1, 8, 20)
 
 

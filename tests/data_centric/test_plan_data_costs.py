@@ -50,9 +50,9 @@ def test_kept_costs_are_planned_as_the_planner_plans_them(
 ) -> None:
     options = ["--cluster", "h100x4", "--ranks", "4", "--count", "60", "--memory", "40"]
     out = told(capsys, kept, *options, "--steps", "0")
-    assert "costs of video, bfloat16, measured on" in out
-    assert "error 2.0%, 5.0% at most; links of h100x4" in out
-    assert "memory of a rank: 40.00 GiB, as --memory says" in out
+    assert "costs of video, bfloat16" in out
+    assert re.search(r"2\.0%.* 5\.0%.* h100x4", " ".join(out.split()))
+    assert "40.00 GiB" in out
     assert "60 of 60 samples once each" in out
 
 
@@ -64,7 +64,7 @@ def test_shapes_of_kept_costs_have_names_tokens_or_sides(
     out = told(capsys, kept, "--ranks", "1", "--shapes", str(shapes), "--memory", "40")
     assert "A 15x30x54, B 2x8x8, C 4096 tokens" in out
     shapes.write_text("15x30\n")
-    with pytest.raises(GulliverError, match="'15x30' is no shape: write one that the costs know"):
+    with pytest.raises(GulliverError, match=r"--shapes.*'15x30'"):
         told(capsys, kept, "--ranks", "1", "--shapes", str(shapes))
 
 

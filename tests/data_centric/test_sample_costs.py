@@ -126,7 +126,7 @@ def test_tensor_ranks_share_blocks_and_sum_their_outputs() -> None:
     rest = alone.seconds[0] - alone.communication[0] - blocks
     assert two.seconds[0] - two.communication[0] == pytest.approx(rest + blocks / 2)
     assert two.bytes.tolist() == alone.bytes.tolist()
-    with pytest.raises(GulliverError, match="tensor=2 needs the cluster"):
+    with pytest.raises(GulliverError, match="tensor=2"):
         replace(costs, cluster=None).batches(shape, 1)
 
 
@@ -136,7 +136,7 @@ def test_packed_documents_pay_for_their_own_attention_only() -> None:
 
 
 def test_lengths_that_lie_are_refused() -> None:
-    with pytest.raises(GulliverError, match="its lengths lie"):
+    with pytest.raises(GulliverError, match="sample shape x"):
         SampleShape(0, 1.0, name="x")
 
 
@@ -144,7 +144,7 @@ def test_a_file_is_good_for_its_model_and_machine_only(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     save_samples(path, MODEL, TRUE)
     assert load_samples(path, MODEL) == TRUE
-    with pytest.raises(GulliverError, match=r"another model .*name other"):
+    with pytest.raises(GulliverError, match=r"another model .*other"):
         load_samples(path, replace(MODEL, name="other"))
     with pytest.raises(GulliverError, match="another dtype"):
         load_samples(path, replace(MODEL, dtype="bfloat16"))
@@ -197,10 +197,10 @@ def test_between_and_beyond_the_points_of_a_table_lie_straight_lines() -> None:
     ("seconds", "lengths", "told"),
     [
         ({"a": {1: {1: 2.0, 2: 1.0}}}, {"a": 9}, "more samples take less time"),
-        ({"a": {1: {1: 5.0}}, "b": {1: {1: 1.0}}}, {"a": 9, "b": 90}, "lengths lie: 'b' has more"),
+        ({"a": {1: {1: 5.0}}, "b": {1: {1: 1.0}}}, {"a": 9, "b": 90}, "'b' has more tokens"),
         ({"a": {1: {1: 5.0}}}, {}, "has no tokens"),
-        ({"a": {1: {1: -1.0}}}, {"a": 9}, "must be above 0"),
-        ({"a": {"1": {1: 1.0}}}, {"a": 9}, "of shape 'a' must be a whole number, not '1'"),
+        ({"a": {1: {1: -1.0}}}, {"a": 9}, "shape 'a'"),
+        ({"a": {"1": {1: 1.0}}}, {"a": 9}, "shape 'a' .*'1'"),
         ({}, {}, "is empty"),
     ],
 )

@@ -115,7 +115,7 @@ def test_the_answer_does_not_hang_on_the_order_of_the_counts() -> None:
 
 
 def test_a_shape_that_fits_no_group_is_refused() -> None:
-    with pytest.raises(GulliverError, match="'a' fits at no degree of up to 2 ranks"):
+    with pytest.raises(GulliverError, match=r"'a' .* 2 ranks"):
         StepSolver({"a": {4: np.array([1.0])}}, 2)
 
 

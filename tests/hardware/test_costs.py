@@ -200,7 +200,7 @@ def test_measured_curves_of_a_device_go_before_its_rates() -> None:
 def test_costs_that_have_no_figure_are_refused_by_name() -> None:
     with pytest.raises(GulliverError, match="float32"):
         matmul_seconds(DEVICE, 1, 1, 1, "float23")
-    with pytest.raises(GulliverError, match="computes in host memory"):
+    with pytest.raises(GulliverError, match="copy rate"):
         copy_seconds(described("cpu-loopback").device, 1, to_device=True)
     with pytest.raises(GulliverError, match="did you mean 'all_reduce'"):
         wire_bytes([(2, FAST)], 1, "all_reduced")  # type: ignore[arg-type]
@@ -303,9 +303,9 @@ def test_what_was_measured_is_compared_with_what_was_measured() -> None:
 
 
 def test_a_cluster_of_other_ranks_is_refused() -> None:
-    with pytest.raises(GulliverError, match=r"has 8 ranks, and there are 4: .*resized\(4\)"):
+    with pytest.raises(GulliverError, match=r"resized\(4\)"):
         choose_axes(two_speeds(), zero_collectives(1, [8]), 4)
-    with pytest.raises(GulliverError, match="3 x 2 is not a torus of 8 ranks"):
+    with pytest.raises(GulliverError, match=r"3 x 2 .*8 ranks"):
         torus_seconds(two_speeds(), (3, 2), [])
 
 

@@ -47,12 +47,12 @@ def test_every_description_loads_and_says_that_it_was_not_measured() -> None:
     ("old", "new", "message"),
     [
         ("bandwidth:", "bandwith:", "did you mean 'bandwidth'"),
-        ("bandwidth: 12500000.0", "bandwidth: -3", "must be a positive number"),
-        ("bandwidth: 12500000.0", "bandwidth: fast", "must be a number"),
+        ("bandwidth: 12500000.0", "bandwidth: -3", "-3"),
+        ("bandwidth: 12500000.0", "bandwidth: fast", "'fast'"),
         ("device:", "devise:", "'device'"),
-        ("size: 2", "size: 2.5", "must be a whole number"),
-        ("measured: false", "measured: perhaps", "must be true or false"),
-        ("measured: false", "measured: false\nrank_order: [0, 0]", "each of the 2 ranks once"),
+        ("size: 2", "size: 2.5", "2.5"),
+        ("measured: false", "measured: perhaps", "'perhaps'"),
+        ("measured: false", "measured: false\nrank_order: [0, 0]", "rank_order"),
         ("ring: false", "messages: {sizes: [2, 1], seconds: [1, 2]}", "ascend"),
     ],
 )
@@ -93,7 +93,7 @@ def test_clusters_have_short_names_with_a_count(tmp_path: Path) -> None:
     for text, message in (("h10x4", "h100"), ("h100x0", "use 1 to"), ("x8", "unknown cluster")):
         with pytest.raises(GulliverError, match=message):
             named_cluster(text)
-    with pytest.raises(GulliverError, match="8 were requested"):
+    with pytest.raises(GulliverError, match=r"4 ranks.* 8 "):
         named_cluster("h100x4", 8)
 
 

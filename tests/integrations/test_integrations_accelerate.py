@@ -273,15 +273,15 @@ def _batch() -> dict[str, Tensor]:
 
 
 REFUSED = {
-    "fsdp": "FSDP run the model",
+    "fsdp": "FSDP",
     "fp16": "mixed_precision='fp16'",
     "hook": "comm_hook",
     "hybrid": "gulliver=HybridParallelPlugin",
-    "compiled": "compile its blocks",
-    "alone": "is not prepared",
-    "forgotten": "its optimizer is not",
-    "between": "if accelerator.sync_gradients",
-    "some": "all parameters of one model",
+    "compiled": "torch_compile",
+    "alone": "AdamW",
+    "forgotten": "optimizer",
+    "between": "sync_gradients",
+    "some": "model.parameters()",
     "norm": "norm_type=1",
     "state": "accelerator.save_state",
     "argument": "retain_graph",

@@ -196,14 +196,14 @@ def test_adapters_and_modules_trained_whole_are_saved_under_a_limit(
 REFUSED: dict[str, tuple[Case, str]] = {
     "deepspeed": (Case({}, {"deepspeed": {"zero_optimization": {"stage": 2}}}), "deepspeed"),
     "fsdp": (Case({}, {"fsdp": "full_shard"}), "fsdp"),
-    "compiled": (Case({"stage": 3}, {"torch_compile": True}), "compile its blocks"),
+    "compiled": (Case({"stage": 3}, {"torch_compile": True}), "torch_compile"),
     "in backward": (Case({"step_in_backward": True}), "step_in_backward"),
     "optimizer": (
         Case({"stage": 1}, given={"optimizer_cls_and_kwargs": (torch.optim.SparseAdam, {})}),
         "SparseAdam",
     ),
-    "twice": (Case({"stage": 3}, {"gulliver": {"stage": 2}}), "differ; set one of them"),
-    "clipped twice": (Case({"max_norm": 0.1}), "use max_grad_norm"),
+    "twice": (Case({"stage": 3}, {"gulliver": {"stage": 2}}), "gulliver="),
+    "clipped twice": (Case({"max_norm": 0.1}), "max_grad_norm"),
 }
 
 
@@ -321,7 +321,7 @@ def test_a_second_trainer_takes_the_model_over(pool: Pool, tmp_path: Path) -> No
             told = one[3]
             if number == 2:
                 assert list(told) == ["second"]
-                assert "load a new model from there" in told["second"]
+                assert "memory limit" in told["second"]
             else:
                 assert list(told) == ["first"]
                 assert "a new Trainer" in told["first"]

@@ -105,6 +105,6 @@ def test_many_blocks_end_within_a_small_gap() -> None:
 def test_too_little_is_refused_with_what_binds() -> None:
     blocks = _chain(2)
     least = least_memory(blocks)
-    with pytest.raises(GulliverError, match=rf"{least.peak}Operator '(up|down|add)'"):
+    with pytest.raises(GulliverError, match=rf"{least.peak}\b.* '(up|down|add)'"):
         solve_joint(blocks, least.peak - 1)
     assert solve_joint(blocks, least.peak).cost.peak == least.peak

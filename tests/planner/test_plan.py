@@ -215,10 +215,10 @@ def _made(plugin: Any, ranks: int, model: Any = None) -> tuple[Plan, Any]:
         (
             {"pp_size": 2},
             {"cut": "[3, 4]"},
-            r"cut: \[3, 4\] \(line \d+\) sums to 7, the model",
+            r"cut: \[3, 4\] \(line \d+\) .*7.* 4 ",
         ),
         ({"pp_size": 2}, {"schedule": "1f2b"}, "did you mean '1f1b'"),
-        ({}, {"parameters": "1"}, r"model.parameters: 1 \(line \d+\), and the model has"),
+        ({}, {"parameters": "1"}, r"model.parameters: 1 \(line \d+\)"),
     ],
     ids=["style", "cut", "schedule", "model"],
 )

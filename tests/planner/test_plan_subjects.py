@@ -125,5 +125,5 @@ def test_configurations_get_a_batch_or_say_what_to_give(
         ("STDiT3-XL/2", "--seq", "model of video"),
     ):
         refused = told(capsys, name, "--cluster", "h100", option, "8")
-        assert f"{option} changes nothing here" in refused
+        assert option in refused
         assert why in refused

@@ -124,8 +124,8 @@ def test_nothing_leaves_where_all_of_it_fits_and_more_memory_is_not_slower() -> 
 def test_too_little_ends_with_the_least_that_would_do_and_that_does() -> None:
     most, least = least_of(1)
     told = str(searched(1, least - (1 << 16)))
-    assert f"nothing fits {size_at_least(least - (1 << 16))} on a rank" in told
-    assert "off-load to a disk needs at least" in told
+    assert size_at_least(least - (1 << 16)) in told
+    assert size_at_least(least) in told
     found = searched(1, least)
     assert len(found.best) == 1
     assert found.best[0].bytes <= least < most
@@ -135,18 +135,18 @@ def test_too_little_ends_with_the_least_that_would_do_and_that_does() -> None:
 
 
 def test_memory_that_is_not_there_and_grids_that_no_plugin_runs_are_refused() -> None:
-    with pytest.raises(GulliverError, match="compute in the host's memory"):
+    with pytest.raises(GulliverError, match="host="):
         searched(1, 1 << 30, OffloadTiers(host=1 << 30))
     facts, bare = scorer_of(1).facts, replace(cluster_of(1), disk=None)
-    with pytest.raises(GulliverError, match="tells no rates of a disk; gulliver probe"):
+    with pytest.raises(GulliverError, match=r"disk=.*gulliver probe"):
         search_grids(facts.model, None, None, bare, 4, facts=facts, behind=DISK)
-    with pytest.raises(GulliverError, match="off-load needs stage 3"):
+    with pytest.raises(GulliverError, match="stage 3"):
         plugin_of(Grid(Axes(2), 1, offload="disk"), limit=1 << 30)
-    with pytest.raises(GulliverError, match="needs 1 micro-batch, or a pipeline"):
+    with pytest.raises(GulliverError, match="1 micro-batch"):
         plugin_of(Grid(Axes(2), 3, 2, offload="disk"), limit=1 << 30)
-    with pytest.raises(GulliverError, match="say how many bytes a rank may hold"):
+    with pytest.raises(GulliverError, match="memory="):
         plugin_of(Grid(Axes(2), 3, offload="disk"))
-    with pytest.raises(GulliverError, match="says not how much may lie there"):
+    with pytest.raises(GulliverError, match="disk='/scratch'"):
         OffloadTiers.of(None, "/scratch")
     assert OffloadTiers.of("1GiB", "/scratch:2GiB") == OffloadTiers(1 << 30, "/scratch", 2 << 30)
 

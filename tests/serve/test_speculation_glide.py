@@ -373,9 +373,9 @@ def test_a_killed_training_goes_on_bit_for_bit(
         train_draft(broken, target, say=lines.append)
     monkeypatch.setattr(DraftTrainer, "_step", step)
     assert not (tmp_path / "broken" / "config.json").exists()
-    with pytest.raises(GulliverError, match="add --resume to continue it"):
+    with pytest.raises(GulliverError, match="--resume"):
         train_draft(broken, target, say=lines.append)
-    with pytest.raises(GulliverError, match=r"other options: .*learning_rate was 0.001, is 0.01"):
+    with pytest.raises(GulliverError, match=r"learning_rate.*0\.001.*0\.01"):
         train_draft(replace(broken, resume=True, learning_rate=0.01), target, say=lines.append)
     again = train_draft(replace(broken, resume=True), target, say=lines.append)
     assert again == whole

@@ -144,9 +144,9 @@ def test_pinned_rows_stay_and_a_batch_that_does_not_fit_names_the_smallest_cache
     then = policy.decide(policy.sudden(*one_row_each(np.array([5]))), pinned=first.slots)
     policy.commit(then)
     assert {1, 2, 3, 5} == set(policy.slot_rows.tolist())
-    with pytest.raises(CacheTooSmall, match=r"2 different rows beside 3 .* use at least 5"):
+    with pytest.raises(CacheTooSmall, match=r"2 .* 3 .* 5"):
         policy.decide(policy.sudden(*one_row_each(np.array([6, 7]))), pinned=first.slots)
-    with pytest.raises(CacheTooSmall, match="use at least 5"):
+    with pytest.raises(CacheTooSmall, match="at least 5"):
         policy.decide(policy.sudden(*one_row_each(np.arange(5))))
 
 

@@ -28,7 +28,7 @@ TAGS = 1 << 20
 """Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
 
 _NUMBERS = 1 << 15
-"""Those of one purpose in one wire format; many more than can be under way."""
+"""Those of one purpose in one wire format; many more than can be in flight."""
 
 Entries = dict[str, list[tuple[int, str]]]
 """Numbers and purposes of collectives, by group name."""

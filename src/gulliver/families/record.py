@@ -119,8 +119,8 @@ class Family:
 
     Attributes:
         name: name in tables and messages.
-        types: its model types (`config.model_type` in transformers); if empty, its name.
-        classes: its class names, for models that are not from transformers.
+        types: model types (`config.model_type` in transformers); if empty, the name.
+        classes: names of the model classes that are not from transformers.
         tensors: sharding of tensors; None: by the model's own plan.
         blocks: location of the blocks; None: detected by transformers' usual names.
         sequences: where sequences enter and leave; None: attention is unknown, so only the modes of

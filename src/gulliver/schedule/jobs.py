@@ -63,7 +63,7 @@ class Job:
         most_batch: largest allowed batch size; None for `batch`.
         epoch: samples per epoch, None for a twentieth of `samples`.
         deadline: second at which it should be done, None for none.
-        tenant: its user, for quotas.
+        tenant: the user who owns the job, for quotas.
         resize_seconds: seconds lost when its slots change or it continues after a pause.
         start_seconds: seconds from its first slots to its first step.
         most_slots: largest number of slots that it can use, None for no limit.

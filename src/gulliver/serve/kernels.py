@@ -25,7 +25,7 @@ EXTENSION = "gulliver.serve._decoder"
 VARIABLES = "GULLIVER_DECODER", "GULLIVER_PAGES", "GULLIVER_ROWS"
 """Variables that choose instructions; the later ones are names of releases before."""
 INSTRUCTIONS = ("avx512", "avx2", "none")
-"""Their values; without, the first that the processor has."""
+"""Values of these variables; the default is the first that the processor has."""
 LANES = 16
 """Head sizes are multiples of it."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -40,8 +40,7 @@ class FlowConfig(Options):
     shift_by_size: bool = False
     """Also multiply the odds by a ratio that depends on the clip size."""
     shift_rule: Literal["latent", "1.2", "1.3", "2.0"] = "latent"
-    """That ratio: square roots of the area over 512x512 and of the latent frames, or as published.
-    """
+    """Rule for that ratio: roots of area over 512x512 and of latent frames, or a published one."""
     drop_caption: Annotated[float, SHARE] = 0.1
     """Fraction of captions dropped, for classifier-free guidance."""
     masks: tuple[str, ...] = ("image_head:0.15", "extend:0.1")

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gulliver._compat import uncompiled
 from gulliver.comm.messages import gather_integers
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence.heads import Heads, Swap, ToHeads, ToSequence, deal_heads
@@ -131,7 +132,7 @@ def _attention(
 
 
 # What is sent cannot be traced; the model around it can.
-_eager: Callable[..., Tensor] = torch.compiler.disable(_attention)  # pyright: ignore
+_eager: Callable[..., Tensor] = uncompiled(_attention)
 
 
 def _apply(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:

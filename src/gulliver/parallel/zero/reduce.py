@@ -1,8 +1,8 @@
 """Reduces gradients: from the chunk in which backward adds them up to the shards of the ranks.
 
 Read `Phase` in `chunks.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
-and `wait_reduction`. A reduction is in flight while backward, and whatever follows it, goes on;
-whoever needs its result waits for it.
+and `wait_reduction`. A reduction is in flight while backward, and whatever follows it, continues;
+the code that needs its result waits for it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 #
 # It does not know what an optimizer is.
 class GradientReducer:
-    """Reduces the gradients of chunks to shards while backward goes on."""
+    """Reduces the gradients of chunks to shards while backward continues."""
 
     def __init__(
         self,
@@ -584,7 +584,7 @@ class GradientSender:
         return found
 
     def take_lost(self, found: Mapping[str, Tensor]) -> None:
-        """Goes on with what packing has lost, by parameter; what was lost here is forgotten."""
+        """Takes over what packing has lost, by parameter; what was lost here is forgotten."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
     def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:

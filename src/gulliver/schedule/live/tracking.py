@@ -275,7 +275,7 @@ class LiveJob:
 
     @property
     def measured(self) -> MeasuredSeconds:
-        """Its measured seconds."""
+        """Measured seconds of starts and resizes."""
         return MeasuredSeconds(self.starts, self.resizes)
 
     def job(self, others: MeasuredSeconds = NOTHING) -> Job:
