@@ -89,6 +89,25 @@ def test_names_of_the_hub_are_told_from_paths(tmp_path: Path) -> None:
     assert fetch(tmp_path) == tmp_path
 
 
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(
+    served: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "snapshot_download", None)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(GulliverError, match=r"runs/mine.*path.*Hub"):
+        fetch(Path("runs/mine"))
+
+
+def test_offline_only_the_cache_is_looked_at(
+    served: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served["config.json"] = b"{}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(GulliverError, match=r"org/tiny is no folder.*Hub"):
+        fetch(Path("org/tiny"))
+
+
 def test_a_model_is_fetched_without_its_pickles(served: dict[str, bytes]) -> None:
     served |= {"config.json": b"{}", "model.safetensors": b"x", "pytorch_model.bin": b"y"}
     folder = fetch(Path("org/tiny"))

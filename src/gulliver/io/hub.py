@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gulliver.errors import GulliverError, missing_extra
@@ -16,39 +17,48 @@ READ = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.md")
 
 
 def is_hub_name(path: Path | str) -> bool:
-    """Whether a path that does not exist has the form of a name on the Hub."""
-    return NAME.fullmatch(str(path)) is not None and not Path(str(path)).exists()
+    """Whether a path has the form of a name on the Hub, and nothing of it is here."""
+    local = Path(path)
+    return NAME.fullmatch(str(path)) is not None and not (local.exists() or local.parent.exists())
+
+
+@contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Makes one line of what huggingface_hub raises: of HTTP, of the network, of missing files."""
+    try:
+        yield
+    except ImportError:
+        raise missing_extra(f"{what}: huggingface_hub is missing", "transformers") from None
+    except (OSError, ValueError) as error:
+        raise GulliverError(f"{what}: {str(error).strip().splitlines()[0]}") from None
 
 
 def fetch(path: Path, files: Sequence[str] = READ) -> Path:
     """Returns a folder as it is; downloads a model that is named as on the Hub.
 
-    A second call takes what is in the cache of huggingface_hub (``HF_HOME``); ``HF_ENDPOINT`` names
-    another server, ``HF_TOKEN`` an account.
+    A second call takes what is in the cache of huggingface_hub (``HF_HOME``), which is all that
+    ``HF_HUB_OFFLINE=1`` allows; ``HF_ENDPOINT`` names another server, ``HF_TOKEN`` an account.
 
     Args:
         path: folder, or a name such as ``org/name`` or ``org/name@revision``.
         files: patterns of the files to fetch.
 
     Raises:
-        GulliverError: the Hub does not have it, or cannot be reached.
+        GulliverError: the Hub does not have it, or cannot be reached; or its first part is a folder
+            here, which makes it a path with a mistake.
     """
     if not is_hub_name(path):
+        if NAME.fullmatch(str(path)) and not path.exists():
+            raise GulliverError(
+                f"{path} does not exist: correct the path, or, for a model of that name on the "
+                f"Hub, run where there is no folder {path.parent}"
+            )
         return path
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise missing_extra(
-            f"{path} is no folder, and fetching it needs huggingface_hub", "transformers"
-        ) from None
     name, _, revision = str(path).partition("@")
-    try:
+    with _errors(f"{path} is no folder, and cannot be taken from the Hub"):
+        from huggingface_hub import snapshot_download
+
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
-    except (OSError, ValueError) as error:  # of HTTP, of the network, of a file that is not there
-        reason = str(error).strip().splitlines()[0]
-        raise GulliverError(
-            f"{path} is no folder, and cannot be fetched from the Hub: {reason}"
-        ) from None
 
 
 def check_push(name: str | None) -> None:
@@ -62,11 +72,7 @@ def check_push(name: str | None) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads a folder to a repository, which is made private where it does not exist.
-
-    Args:
-        folder: folder to upload.
-        name: repository, ``org/name``.
+    """Uploads a folder to the repository `name`, which is made private where it does not exist.
 
     Returns:
         The address of the commit.
@@ -75,16 +81,9 @@ def push(folder: Path, name: str) -> str:
         GulliverError: the Hub refuses it, or cannot be reached; the folder is as it was.
     """
     check_push(name)
-    try:
+    with _errors(f"{folder} is written, and cannot be pushed to {name}"):
         from huggingface_hub import HfApi
-    except ImportError:
-        raise missing_extra("--push-to-hub needs huggingface_hub", "transformers") from None
-    try:
+
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=name, folder_path=str(folder)))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise GulliverError(
-            f"{folder} is written, and cannot be pushed to {name}: {reason}"
-        ) from None
