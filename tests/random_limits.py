@@ -160,7 +160,7 @@ class Watched:
 
     def __init__(self, manager: Any) -> None:
         self.over, self.manager = 0, manager
-        for name in ("use", "done", "lend", "give"):
+        for name in ("use", "done", "allocate_buffer", "free_buffer"):
             setattr(manager, name, self._noted(getattr(manager, name)))
 
     def _noted(self, call: Any) -> Any:
